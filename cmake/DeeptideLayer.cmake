@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# deeptide_add_layer(<name> SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared library,
+# since the gate's registrar must survive linking and must exist once.
+# A layer that touches tensors names deeptide_torch among its LIBRARIES; base, config and launch stay free of torch.
+set_property(GLOBAL PROPERTY DEEPTIDE_LAYERS "")
+set_property(GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES "")
+
+function(deeptide_add_layer name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES" ${ARGN})
+  set_property(GLOBAL APPEND PROPERTY DEEPTIDE_LAYERS ${name})
+  if(NOT ARG_SOURCES)
+    return()
+  endif()
+  add_library(deeptide_${name} OBJECT ${ARG_SOURCES})
+  target_include_directories(deeptide_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+  target_compile_options(deeptide_${name} PRIVATE ${DEEPTIDE_WARNINGS})
+  target_link_libraries(deeptide_${name} PUBLIC ${ARG_LIBRARIES})
+  set_property(GLOBAL APPEND PROPERTY DEEPTIDE_LAYER_LIBRARIES ${ARG_LIBRARIES})
+  set_property(GLOBAL APPEND PROPERTY DEEPTIDE_OBJECTS $<TARGET_OBJECTS:deeptide_${name}>)
+endfunction()
+
+function(deeptide_finish_library)
+  get_property(objects GLOBAL PROPERTY DEEPTIDE_OBJECTS)
+  get_property(libraries GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES)
+  list(REMOVE_DUPLICATES libraries)
+  add_library(deeptide SHARED ${objects})
+  add_library(deeptide::deeptide ALIAS deeptide)
+  target_include_directories(deeptide PUBLIC
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
+  target_link_libraries(deeptide PUBLIC torch PRIVATE ${libraries})
+  set_target_properties(deeptide PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0)
+endfunction()
+
+# deeptide_add_test(<layer> SOURCES … [LABELS …]): one gtest executable for a layer's tests.
+function(deeptide_add_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LABELS;LIBRARIES" ${ARGN})
+  add_executable(deeptide_${name}_test ${ARG_SOURCES})
+  target_include_directories(deeptide_${name}_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_compile_options(deeptide_${name}_test PRIVATE ${DEEPTIDE_WARNINGS})
+  target_link_libraries(deeptide_${name}_test PRIVATE deeptide deeptide_torch GTest::gtest GTest::gtest_main ${ARG_LIBRARIES})
+  add_test(NAME ${name} COMMAND deeptide_${name}_test)
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 600)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+endfunction()

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# Compiler cache, linker, warnings and sanitizers.
+find_program(DEEPTIDE_CCACHE ccache)
+if(DEEPTIDE_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${DEEPTIDE_CCACHE}")
+endif()
+find_program(DEEPTIDE_MOLD mold)
+if(DEEPTIDE_MOLD)
+  add_link_options(-fuse-ld=mold)
+endif()
+if(DEEPTIDE_SANITIZE)
+  string(REPLACE ";" "," _sanitize "${DEEPTIDE_SANITIZE}")
+  add_compile_options(-fsanitize=${_sanitize} -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
+  add_link_options(-fsanitize=${_sanitize})
+  # UBSan's vptr check needs type information that libtorch's hidden classes do not export.
+  if(_sanitize MATCHES "undefined")
+    add_compile_options(-fno-sanitize=vptr)
+  endif()
+endif()
+set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)

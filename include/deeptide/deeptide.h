@@ -1,0 +1,10 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The whole public C++ interface.
+#pragma once
+
+#include "deeptide/config.h"
+#include "deeptide/data.h"
+#include "deeptide/engine.h"
+#include "deeptide/errors.h"
+#include "deeptide/world.h"

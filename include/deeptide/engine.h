@@ -1,0 +1,151 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The engine a user holds: backward, step, save, load.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "deeptide/config.h"
+#include "deeptide/errors.h"
+#include "deeptide/world.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace deeptide {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+struct ModuleInfo {
+  std::string path;  // "h.3.attn"; "" is the model itself
+  std::string type;  // "Block"
+};
+
+/// What the engine needs to know of a model, whichever language it is written in.
+struct ModelDescription {
+  std::vector<NamedTensor> parameters;  // every name in module order; tied parameters once per name
+  std::vector<NamedTensor> buffers;
+  std::vector<ModuleInfo> modules;  // pre-order
+};
+
+/// One optimizer group: names out of ModelDescription::parameters and their hyper-parameters.
+struct ParameterGroup {
+  std::vector<std::string> parameters;
+  Hyperparameters hyperparameters;
+};
+
+struct InitOptions {
+  std::optional<World> world;                // absent: init_distributed()
+  std::vector<ParameterGroup> groups;        // empty: one group of all trainable parameters
+  std::optional<OptimizerKind> optimizer;    // absent: the configuration's
+};
+
+/// What a call of Engine::step() did.
+struct StepOutcome {
+  bool applied = false;
+  int64_t step = 0;           // applied + skipped optimizer steps so far
+  double lr = 0.0;            // of the first group, as used by this step
+  double grad_norm = 0.0;     // global L2 norm before clipping; NaN when not at a boundary
+  double clipped_norm = 0.0;  // after clipping
+  std::string reason;         // when not applied: "accumulating 2/4", "non-finite gradient", …
+  std::string parameter;      // first bad parameter
+  int rank = -1;              // rank that produced it
+  explicit operator bool() const { return applied; }
+};
+
+/// One line of the memory table. Units: bytes on this rank.
+struct MemoryLine {
+  std::string role;  // "parameters", "gradients", "optimizer states", "gathered peak", "communication"
+  int64_t predicted_bytes = 0;
+  int64_t measured_bytes = 0;  // allocated by the engine, at its peak
+};
+
+/// A value for every key of a state, e.g. what a checkpoint's `client_state` holds: JSON text.
+struct LoadedCheckpoint {
+  std::string path;
+  std::string client_state_json;
+};
+
+struct LoadOptions {
+  bool strict = true;
+  bool optimizer_states = true;
+  bool lr_scheduler_states = true;
+  bool module_only = false;
+};
+
+/// Shards, gathers, reduces and steps one model. Movable; destruction returns every byte.
+/// Every method that says "collective" must be called by all ranks.
+class DEEPTIDE_API Engine {
+ public:
+  Engine(const ModelDescription& model, const Config& config, const InitOptions& options = {});
+  ~Engine();
+  Engine(Engine&&) noexcept;
+  Engine& operator=(Engine&&) noexcept;
+
+  /// Runs autograd from a scalar. `loss.backward()` does the same; this one checks first. Any number of calls add up.
+  /// Errors: ValueError when the loss is no scalar or needs no gradient, or the engine has no optimizer.
+  void backward(const at::Tensor& loss, bool retain_graph = false);
+  /// Collective. Ends the micro-batch; at an accumulation boundary reduces, clips, steps and publishes parameters.
+  /// Errors: ValueError when no rank has a gradient (step before backward); CommError.
+  StepOutcome step();
+  /// Collective. Takes part in the others' steps until every rank has joined: ranks may have different numbers of batches.
+  void join();
+  void zero_grad();
+
+  bool is_gradient_accumulation_boundary() const;
+  void set_gradient_accumulation_boundary(std::optional<bool> boundary);
+  int64_t global_steps() const;
+  int64_t skipped_steps() const;
+  int64_t micro_steps() const;
+  int64_t global_samples() const;
+  BatchSizes batch_sizes() const;
+  const World& world() const;
+  const Config& config() const;
+  at::Device device() const;
+
+  int64_t num_groups() const;
+  Hyperparameters hyperparameters(int64_t group) const;
+  void set_hyperparameters(int64_t group, const Hyperparameters& value);
+  std::vector<std::string> group_parameters(int64_t group) const;
+
+  /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder.
+  std::string save_checkpoint(const std::string& directory, const std::string& tag = "",
+                              const std::string& client_state_json = "{}", bool save_latest = true);
+  /// Collective. Empty when `tag` is empty and no `latest` is there. Errors: CheckpointError listing what does not fit;
+  /// nothing is changed then.
+  std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, const std::string& tag = "",
+                                                  const LoadOptions& options = {});
+  /// Collective. Whole parameters (compute type) and buffers by name, on this rank, on the CPU.
+  std::vector<NamedTensor> module_state_dict();
+  /// Collective. Whole fp32 value of one parameter or optimizer state; role: "master", "exp_avg", "exp_avg_sq",
+  /// "momentum", "gradient". Undefined when the parameter has none.
+  at::Tensor full_state(const std::string& parameter, const std::string& role);
+  /// Collective. Releases what stage 3 has gathered.
+  void empty_partition_cache();
+
+  std::vector<MemoryLine> memory() const;
+  int64_t live_gathered_bytes() const;
+  int64_t peak_gathered_bytes() const;
+  /// The lines printed at start: dtypes, units, stage, decisions.
+  std::string summary() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// A C++ model's parameters, buffers and modules by name.
+DEEPTIDE_API ModelDescription describe(torch::nn::Module& model);
+DEEPTIDE_API Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options = {});
+
+}  // namespace deeptide

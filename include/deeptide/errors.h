@@ -1,0 +1,35 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Error types; the Python module maps them (ConfigError -> ValueError, CommError and CheckpointError -> RuntimeError).
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#if defined(__GNUC__)
+#define DEEPTIDE_API __attribute__((visibility("default")))
+#else
+#define DEEPTIDE_API
+#endif
+
+namespace deeptide {
+
+/// The user's configuration is wrong. The text says where, what was found, what was expected and the cure.
+class DEEPTIDE_API ConfigError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+/// A peer was lost or a wait timed out. The engine's groups are unusable afterwards.
+class DEEPTIDE_API CommError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A checkpoint cannot be written or read, or does not fit the model.
+class DEEPTIDE_API CheckpointError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace deeptide

@@ -1,0 +1,40 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Who trains together: this process's rank, how many there are, and the store where they meet.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "deeptide/errors.h"
+
+namespace c10d {
+class Store;
+class Backend;
+}  // namespace c10d
+
+namespace deeptide {
+
+/// A rank's place in the world. Value type; cheap to copy.
+struct DEEPTIDE_API World {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
+  c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
+  std::string source;                         // how it was found: "torchrun", "deeptide", "single", "given"
+};
+
+/// Finds the world from the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as set by `deeptide` or
+/// torchrun, else a world of one. Errors: ConfigError listing the variables that are missing or contradict each other;
+/// CommError when rank 0's store cannot be reached within `timeout`.
+DEEPTIDE_API World init_distributed(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+
+/// Ranks as threads of one process (tests, notebooks): the store is shared, e.g. a c10d::HashStore.
+DEEPTIDE_API World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+
+}  // namespace deeptide
