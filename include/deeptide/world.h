@@ -3,19 +3,14 @@
 // Who trains together: this process's rank, how many there are, and the store where they meet.
 #pragma once
 
-#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
-#include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "deeptide/errors.h"
-
-namespace c10d {
-class Store;
-class Backend;
-}  // namespace c10d
 
 namespace deeptide {
 
@@ -26,7 +21,7 @@ struct DEEPTIDE_API World {
   int local_rank = 0;
   c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
   c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
-  std::string source;                         // how it was found: "torchrun", "deeptide", "single", "given"
+  std::string source;                         // how it was found: "torchrun", "deeptide", "single", "threads", "given"
 };
 
 /// Finds the world from the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as set by `deeptide` or

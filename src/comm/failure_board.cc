@@ -1,0 +1,73 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Failure reports through the world's store.
+#include "comm/failure_board.h"
+
+#include <chrono>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+namespace deeptide::comm {
+namespace {
+
+constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before anyone reads
+
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::optional<std::string> read_if_there(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return std::nullopt;
+  const auto value = store.get(key);
+  return std::string(value.begin(), value.end());
+}
+
+}  // namespace
+
+FailureBoard::FailureBoard(const World& world, const std::string& prefix)
+    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size) {}
+
+std::string FailureBoard::key(const std::string& kind, int rank) const {
+  return prefix_ + "/" + kind + "/" + std::to_string(rank);
+}
+
+void FailureBoard::report_failure(const std::string& text) noexcept {
+  if (size_ == 1) return;
+  try {
+    const std::string own = "rank " + std::to_string(rank_) + " " + text;
+    store_->set(prefix_ + "/failed", bytes(own));
+    store_->set(key("place", rank_), bytes(text));
+  } catch (const std::exception&) {
+    // The store's host is gone as well; the peers find out by their own timeouts.
+  }
+}
+
+std::optional<std::string> FailureBoard::failure() noexcept {
+  try {
+    return read_if_there(*store_, prefix_ + "/failed");
+  } catch (const std::exception& error) {
+    return "the store is unreachable (" + std::string(error.what()).substr(0, 200) + "); rank 0 has probably ended";
+  }
+}
+
+std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
+  try {
+    store_->set(key("place", rank_), bytes(own_place));
+    std::this_thread::sleep_for(kGrace);
+    std::string missing, placed;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;
+      const auto place = read_if_there(*store_, key("place", r));
+      if (place) {
+        placed += "; rank " + std::to_string(r) + ": " + *place;
+      } else {
+        missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+      }
+    }
+    if (missing.empty()) return "every rank is waiting" + placed;
+    return "no word from rank " + missing + placed;
+  } catch (const std::exception&) {
+    return "the store is unreachable; rank 0 has probably ended";
+  }
+}
+
+}  // namespace deeptide::comm

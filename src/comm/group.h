@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Collectives on c10d with a timeout on every wait and errors that name ranks, step, phase and module.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "deeptide/world.h"
+
+namespace deeptide::comm {
+
+class FailureBoard;
+
+/// Where in training a wait happens; written into every error.
+struct Site {
+  int64_t step = 0;
+  const char* phase = "start";  // "forward", "backward", "step", "eval", "checkpoint", "start"
+  std::string what;             // "gathering unit h.3 for h.3.attn.qkv.weight"
+  std::string text() const;
+};
+
+/// Installed by language bindings: runs a blocking wait with the interpreter's lock released when this thread holds it.
+using BlockingRegion = std::function<void(const std::function<void()>&)>;
+void set_blocking_region(BlockingRegion region);
+
+/// A collective under way. Keeps its tensors alive. Movable; an unwaited one is waited for by nobody.
+class Pending {
+ public:
+  Pending() = default;
+  bool valid() const { return work_ != nullptr; }
+  bool ready() const;
+
+ private:
+  friend class Group;
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<at::Tensor> tensors_;
+};
+
+/// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank.
+/// Channels do not wait on each other: gathers, reductions and control messages have one each.
+class Group {
+ public:
+  /// Collective. Errors: CommError when the ranks do not all arrive within `timeout`.
+  Group(const World& world, const std::string& name, std::chrono::milliseconds timeout,
+        std::shared_ptr<FailureBoard> board, bool on_device);
+  ~Group();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  /// Shapes: input (N,), output (W * N,), contiguous, same type and device.
+  Pending all_gather(at::Tensor output, at::Tensor input);
+  /// Row r of the input goes to rank r; row r of the output came from rank r. Shapes: (W * N,) both.
+  Pending all_to_all(at::Tensor output, at::Tensor input);
+  /// The transport's own sum, in an order of its choice. Shapes: input (W * N,), output (N,).
+  Pending reduce_scatter(at::Tensor output, at::Tensor input);
+  Pending broadcast(at::Tensor tensor, int root);
+
+  /// Errors: CommError, at once when a peer has reported a failure, else after the timeout; names the missing ranks.
+  void wait(Pending& pending, const Site& site);
+  /// Waits at most `limit`; true when done. Never throws for lateness.
+  bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
+
+ private:
+  Pending start(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
+
+  int rank_;
+  int size_;
+  std::chrono::milliseconds timeout_;
+  std::shared_ptr<FailureBoard> board_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  bool on_device_;
+};
+
+}  // namespace deeptide::comm

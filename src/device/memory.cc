@@ -1,0 +1,150 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Mapped flat memory, its ledger and its pools.
+#include "device/memory.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <malloc.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace deeptide::device {
+
+using at::ScalarType;
+using at::Tensor;
+
+namespace {
+
+constexpr int64_t kLargePage = 2 << 20;
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+struct Mapping {
+  void* base = nullptr;  // as mapped
+  int64_t length = 0;
+  char* start = nullptr;  // aligned
+};
+
+/// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages.
+Mapping map_pages(Role role, int64_t bytes) {
+  const bool large = bytes >= kLargePage;
+  const int64_t wanted = round_up(std::max<int64_t>(bytes, 1), large ? kLargePage : 4096);
+  Mapping mapping;
+  mapping.length = wanted + (large ? kLargePage : 0);
+  mapping.base = ::mmap(nullptr, mapping.length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(mapping.base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
+              std::strerror(errno), ". Use a higher ZeRO stage, more ranks or a smaller model.");
+  mapping.start = static_cast<char*>(mapping.base);
+  if (large) {
+    mapping.start = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(mapping.start), kLargePage));
+    ::madvise(mapping.start, wanted, MADV_HUGEPAGE);  // a wish: plain pages serve as well
+  }
+  return mapping;
+}
+
+int64_t bytes_of(int64_t numel, ScalarType dtype) { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
+
+}  // namespace
+
+const char* role_name(Role role) {
+  static constexpr const char* kNames[] = {"parameters", "gradients", "optimizer states", "gathered", "communication"};
+  return kNames[static_cast<int>(role)];
+}
+
+void Ledger::add(Role role, int64_t bytes) {
+  std::lock_guard lock(mutex_);
+  const int i = static_cast<int>(role);
+  current_[i] += bytes;
+  peak_[i] = std::max(peak_[i], current_[i]);
+}
+
+int64_t Ledger::current(Role role) const {
+  std::lock_guard lock(mutex_);
+  return current_[static_cast<int>(role)];
+}
+
+int64_t Ledger::peak(Role role) const {
+  std::lock_guard lock(mutex_);
+  return peak_[static_cast<int>(role)];
+}
+
+Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, ScalarType dtype,
+                     at::Device device) {
+  const int64_t bytes = bytes_of(numel, dtype);
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  ledger->add(role, bytes);
+  if (!device.is_cpu()) {
+    Tensor owner = at::zeros({numel}, options);
+    return at::from_blob(
+        owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options);
+  }
+  Mapping mapping;
+  try {
+    mapping = map_pages(role, bytes);
+  } catch (...) {
+    ledger->add(role, -bytes);
+    throw;
+  }
+  auto unmap = [mapping, ledger, role, bytes](void*) {
+    ::munmap(mapping.base, mapping.length);
+    ledger->add(role, -bytes);
+  };
+  return at::from_blob(mapping.start, {numel}, unmap, options);
+}
+
+BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device)
+    : ledger_(std::move(ledger)), role_(role), device_(device) {}
+
+Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
+  const int64_t bytes = bytes_of(numel, dtype);
+  Tensor best;
+  {
+    std::lock_guard lock(mutex_);
+    auto fits = [&](const Tensor& t) { return t.numel() >= bytes && t.numel() <= 2 * bytes; };
+    auto chosen = idle_.end();
+    for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+      if (fits(*it) && (chosen == idle_.end() || it->numel() < chosen->numel())) chosen = it;
+    }
+    if (chosen != idle_.end()) {
+      best = std::move(*chosen);
+      idle_.erase(chosen);
+    } else {
+      idle_.clear();  // of other sizes: keeping them would add to the peak
+    }
+  }
+  if (!best.defined()) best = allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+  return best.narrow(0, 0, bytes).view(dtype);
+}
+
+void BufferPool::put(Tensor buffer) {
+  if (!buffer.defined()) return;
+  const int64_t bytes = static_cast<int64_t>(buffer.storage().nbytes());
+  Tensor whole = at::empty({0}, at::TensorOptions().dtype(ScalarType::Byte).device(device_));
+  whole.set_(buffer.storage(), 0, {bytes}, {1});
+  std::lock_guard lock(mutex_);
+  idle_.push_back(std::move(whole));
+}
+
+void BufferPool::trim() {
+  std::lock_guard lock(mutex_);
+  idle_.clear();
+}
+
+void tune_allocator() {
+#if defined(__GLIBC__)
+  static const bool once = [] {
+    ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
+    ::mallopt(M_TOP_PAD, 64 << 20);
+    return true;
+  }();
+  (void)once;
+#endif
+}
+
+}  // namespace deeptide::device

@@ -1,0 +1,65 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Flat memory by role: large pages, 64-byte alignment, every byte counted; pools that keep pages instead of faulting anew.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace deeptide::device {
+
+/// Shards and parameters start on this boundary, so that one vector or one cache line never belongs to two of them.
+inline constexpr int64_t kAlignmentBytes = 64;
+
+enum class Role : uint8_t { parameters, gradients, optimizer, gathered, communication };
+inline constexpr int kNumRoles = 5;
+const char* role_name(Role role);
+
+/// Counts what is allocated, now and at its peak. Thread-safe; outlives every buffer counted in it.
+class Ledger {
+ public:
+  void add(Role role, int64_t bytes);
+  int64_t current(Role role) const;
+  int64_t peak(Role role) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::array<int64_t, kNumRoles> current_{};
+  std::array<int64_t, kNumRoles> peak_{};
+};
+
+/// A zeroed flat tensor (numel,) of its own memory, counted in `ledger` until its last reference goes.
+/// On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
+/// Errors: RuntimeError naming role and bytes when the memory cannot be had.
+at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
+                         at::Device device);
+
+/// Keeps released buffers for the next taker: gathered units and gradient buckets come and go many times a step.
+/// Contents of a taken buffer are undefined. Thread-safe. Must outlive no engine thread, but may die before its buffers.
+class BufferPool {
+ public:
+  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device);
+  /// (numel,) of `dtype`; give it back with `put` (or drop it: then its memory is freed).
+  at::Tensor take(int64_t numel, at::ScalarType dtype);
+  void put(at::Tensor buffer);
+  /// Frees what is idle.
+  void trim();
+
+ private:
+  std::shared_ptr<Ledger> ledger_;
+  Role role_;
+  at::Device device_;
+  std::mutex mutex_;
+  std::vector<at::Tensor> idle_;  // as bytes
+};
+
+/// Makes glibc keep large blocks instead of returning them to the kernel after every operator (CPU training: up to 13x on
+/// single operators). Once per process; no effect with another malloc.
+void tune_allocator();
+
+}  // namespace deeptide::device
