@@ -139,8 +139,9 @@ class DEEPTIDE_API Engine {
   /// The lines printed at start: dtypes, units, stage, decisions.
   std::string summary() const;
 
- private:
   struct Impl;
+
+ private:
   std::unique_ptr<Impl> impl_;
 };
 

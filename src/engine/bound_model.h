@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A model's parameters bound to units: cast, broadcast from rank 0, packed into flat memory.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "comm/group.h"
+#include "deeptide/engine.h"
+#include "device/memory.h"
+#include "sharding/unit.h"
+
+namespace deeptide::engine {
+
+struct BindOptions {
+  at::ScalarType compute_dtype = at::kFloat;
+  bool shard_parameters = false;
+  int64_t persistence_threshold = 0;        // units up to this many elements stay whole
+  int64_t model_persistence_threshold = 0;  // and all of them together at most this many
+  int64_t max_unit_numel = 0;
+};
+
+/// Owns the units. Construction checks everything before it changes a single tensor.
+class BoundModel {
+ public:
+  /// Collective. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated group members.
+  BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
+             const World& world, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
+
+  std::vector<std::unique_ptr<sharding::Unit>>& units() { return units_; }
+  const std::vector<std::unique_ptr<sharding::Unit>>& units() const { return units_; }
+  /// Trainable units, in module order.
+  std::vector<sharding::Unit*> trainable() const;
+  /// By Unit::index(); null where kept whole.
+  std::vector<sharding::Unit*> sharded() const;
+  std::vector<const sharding::Parameter*> parameters() const;
+  /// By any of its names; null when unknown.
+  const sharding::Parameter* find(const std::string& name) const;
+  const std::vector<NamedTensor>& buffers() const { return buffers_; }
+  at::Device device() const { return device_; }
+  int64_t num_elements() const;
+  int64_t num_trainable() const;
+  /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).
+  void check_bound() const;
+
+ private:
+  std::vector<std::unique_ptr<sharding::Unit>> units_;
+  std::vector<NamedTensor> buffers_;
+  std::unordered_map<std::string, std::pair<int, int>> by_name_;  // unit, parameter
+  at::Device device_ = at::kCPU;
+};
+
+}  // namespace deeptide::engine

@@ -1,0 +1,72 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The public face: every method one call deeper.
+#include "deeptide/engine.h"
+
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+Engine::Engine(const ModelDescription& model, const Config& config, const InitOptions& options)
+    : impl_(std::make_unique<Impl>(model, config, options)) {}
+Engine::~Engine() = default;
+Engine::Engine(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&&) noexcept = default;
+
+void Engine::backward(const at::Tensor& loss, bool retain_graph) { impl_->backward(loss, retain_graph); }
+StepOutcome Engine::step() { return impl_->step(/*joined=*/false).value(); }
+void Engine::join() {
+  while (impl_->step(/*joined=*/true)) {
+  }
+}
+void Engine::zero_grad() { impl_->zero_grad(); }
+
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->is_boundary(); }
+void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) { impl_->set_boundary(boundary); }
+int64_t Engine::global_steps() const { return impl_->global_steps; }
+int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
+int64_t Engine::micro_steps() const { return impl_->micro_steps; }
+int64_t Engine::global_samples() const { return impl_->global_steps * impl_->batch.train; }
+BatchSizes Engine::batch_sizes() const { return impl_->batch; }
+const World& Engine::world() const { return impl_->world; }
+const Config& Engine::config() const { return impl_->config; }
+at::Device Engine::device() const { return impl_->model.device(); }
+
+int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->groups.size()); }
+Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->hyperparameters.at(group); }
+void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) { impl_->hyperparameters.at(group) = value; }
+
+std::vector<std::string> Engine::group_parameters(int64_t group) const {
+  std::vector<std::string> names;
+  for (const auto* p : impl_->model.parameters()) {
+    if (p->group == group) names.push_back(p->name);
+  }
+  return names;
+}
+
+std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
+                                    const std::string& client_state_json, bool save_latest) {
+  return impl_->save_checkpoint(directory, tag, client_state_json, save_latest);
+}
+
+std::optional<LoadedCheckpoint> Engine::load_checkpoint(const std::string& directory, const std::string& tag,
+                                                        const LoadOptions& options) {
+  return impl_->load_checkpoint(directory, tag, options);
+}
+
+std::vector<NamedTensor> Engine::module_state_dict() { return impl_->module_state_dict(); }
+at::Tensor Engine::full_state(const std::string& parameter, const std::string& role) {
+  return impl_->full_state(parameter, role);
+}
+
+void Engine::empty_partition_cache() {
+  impl_->enter(Operation::release);
+  impl_->residency->release_all();
+}
+
+std::vector<MemoryLine> Engine::memory() const { return impl_->memory(); }
+int64_t Engine::live_gathered_bytes() const { return impl_->residency->live_bytes(); }
+int64_t Engine::peak_gathered_bytes() const { return impl_->residency->peak_bytes(); }
+std::string Engine::summary() const { return impl_->summary(); }
+
+}  // namespace deeptide

@@ -1,0 +1,94 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What an Engine holds, lowest layer first; the order of members is the order of destruction in reverse.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/failure_board.h"
+#include "comm/group.h"
+#include "comm/mesh.h"
+#include "deeptide/engine.h"
+#include "device/memory.h"
+#include "engine/bound_model.h"
+#include "gradients/hooks.h"
+#include "gradients/reducer.h"
+#include "optim/schedule.h"
+#include "sharding/residency.h"
+#include "zero/policy.h"
+#include "zero/sharded_optimizer.h"
+
+namespace deeptide {
+
+/// What the ranks do together; a rank that does something else is told so instead of hanging.
+enum class Operation : int64_t { step, save_checkpoint, load_checkpoint, gather_state, release };
+const char* operation_name(Operation operation);
+
+struct Engine::Impl {
+  Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
+  ~Impl();
+
+  // --- step.cc
+  void backward(const at::Tensor& loss, bool retain_graph);
+  /// `joined`: this rank has no more batches. Empty when all ranks have joined.
+  std::optional<StepOutcome> step(bool joined);
+  bool is_boundary() const;
+  void set_boundary(std::optional<bool> boundary);
+  void zero_grad();
+  /// Collective. All ranks are at the same operation and need no more units.
+  std::vector<comm::Message> enter(Operation operation, comm::Message own = {});
+
+  // --- state.cc
+  std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
+                              bool save_latest);
+  std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag, const LoadOptions& options);
+  std::vector<NamedTensor> module_state_dict();
+  at::Tensor full_state(const std::string& name, const std::string& role);
+
+  // --- summary.cc
+  std::string summary() const;
+  std::vector<MemoryLine> memory() const;
+
+  Config config;
+  World world;
+  comm::Mesh mesh;
+  BatchSizes batch;
+  zero::StagePolicy policy;
+  OptimizerKind optimizer_kind;
+  std::shared_ptr<device::Ledger> ledger;
+  std::shared_ptr<comm::FailureBoard> board;
+  comm::Group control;     // small messages, always on the CPU
+  comm::Group gathers;     // parameters
+  comm::Group reductions;  // gradients
+  engine::BoundModel model;
+  std::unique_ptr<sharding::Residency> residency;
+  std::unique_ptr<gradients::Reducer> reducer;          // null: nothing to train
+  std::unique_ptr<zero::ShardedOptimizer> optimizer;    // null: nothing to train
+  std::unique_ptr<gradients::GradientHooks> hooks;
+  std::vector<ParameterGroup> groups;
+  std::vector<Hyperparameters> hyperparameters;  // live, by group
+  std::vector<Hyperparameters> base_hyperparameters;
+  std::unique_ptr<optim::Schedule> schedule;
+  int64_t schedule_iteration = -1;
+
+  int64_t global_steps = 0;
+  int64_t skipped_steps = 0;
+  int64_t micro_steps = 0;
+  std::optional<bool> boundary_override;
+
+ private:
+  void install_hooks();
+  void publish_parameters();
+  void restore_progress(const std::string& state_json, const std::string& rank_json, bool moments, const LoadOptions& options);
+  void end_micro_batch();
+  void note_external_writes();
+  StepOutcome accumulate_outcome() const;
+  StepOutcome apply(double total_of_squares, const std::vector<comm::Message>& messages);
+};
+
+}  // namespace deeptide

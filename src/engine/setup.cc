@@ -1,0 +1,138 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
+#include <atomic>
+
+#include "base/log.h"
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+using at::ScalarType;
+using sharding::Unit;
+
+namespace {
+
+ScalarType scalar_type(DataType type) {
+  static constexpr ScalarType kTypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
+  return kTypes[static_cast<int>(type)];
+}
+
+/// The same on all ranks: engines are made in the same order everywhere, counted per store.
+std::string next_channel_name(const World& world, const char* kind) {
+  const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
+  return std::to_string(world.store->add(key, 1)) + "/" + kind;
+}
+
+std::chrono::milliseconds timeout_of(const Config& config) {
+  return std::chrono::milliseconds(static_cast<int64_t>(config.runtime.comm_timeout_s * 1000));
+}
+
+std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& options) {
+  if (!options.groups.empty()) return options.groups;
+  return {ParameterGroup{{}, config.optimizer.defaults}};
+}
+
+engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy) {
+  engine::BindOptions options;
+  options.compute_dtype = scalar_type(config.compute_dtype());
+  options.shard_parameters = policy.shard_parameters;
+  options.persistence_threshold = config.zero.param_persistence_threshold;
+  options.model_persistence_threshold = config.zero.model_persistence_threshold;
+  // A unit moves in one collective, so the bucket sizes bound it.
+  options.max_unit_numel = std::min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size);
+  if (config.runtime.unit_size > 0) options.max_unit_numel = std::min(options.max_unit_numel, config.runtime.unit_size);
+  return options;
+}
+
+sharding::ResidencyLimits residency_limits(const Config& config, const engine::BoundModel& model) {
+  sharding::ResidencyLimits limits;
+  // DeepSpeed's default of 1e9 would keep most models whole; a quarter of the model is what overlap needs at most.
+  const int64_t chosen = std::min<int64_t>(1'000'000'000, model.num_elements() / 4);
+  limits.max_live = config.zero.max_live_parameters.value_or(chosen);
+  limits.max_reuse_distance = config.zero.max_reuse_distance.value_or(INT64_MAX);
+  limits.prefetch = config.zero.overlap_comm ? config.zero.prefetch_bucket_size : 0;
+  return limits;
+}
+
+gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
+  gradients::ReducerOptions options;
+  options.reduce_dtype = scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
+  options.ordered = config.runtime.ordered_reduction;
+  options.overlap = config.zero.overlap_comm;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? world_size : 1));
+  return options;
+}
+
+void check_optimizer(const Config& config, OptimizerKind kind, const engine::BoundModel& model) {
+  if (kind == OptimizerKind::none) return;
+  TORCH_CHECK_VALUE(model.num_trainable() > 0, "the model has no trainable parameters (requires_grad is false on all of its ",
+                    model.parameters().size(), "), but ", config.origin, " configures an optimizer");
+}
+
+
+}  // namespace
+
+const char* operation_name(Operation operation) {
+  static constexpr const char* kNames[] = {"step()", "save_checkpoint()", "load_checkpoint()",
+                                           "module_state_dict() or full_state()", "empty_partition_cache()"};
+  return kNames[static_cast<int64_t>(operation)];
+}
+
+Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
+    : config(given),
+      world(options.world ? *options.world : init_distributed()),
+      mesh(comm::Mesh::data_parallel(world.size)),
+      batch(config.batch_sizes(mesh.size(comm::Axis::data))),
+      policy(zero::kStages.at(config.zero.stage)),
+      optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
+      ledger(std::make_shared<device::Ledger>()),
+      board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
+      control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false),
+      gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
+      reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
+      model(description, options.groups, bind_options(config, policy), world, gathers, ledger),
+      groups(groups_of(config, options)) {
+  check_optimizer(config, optimizer_kind, model);
+  if (config.runtime.tune_allocator && model.device().is_cpu()) device::tune_allocator();
+  residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
+                                                    residency_limits(config, model));
+  for (const ParameterGroup& group : groups) hyperparameters.push_back(group.hyperparameters);
+  base_hyperparameters = hyperparameters;
+  schedule = optim::make_schedule(config.scheduler);
+  if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
+  if (optimizer_kind != OptimizerKind::none) {
+    const auto trainable = model.trainable();
+    reducer = std::make_unique<gradients::Reducer>(trainable, reductions, ledger, model.device(),
+                                                   reducer_options(config, batch, world.size));
+    optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions,
+                                                         model.device());
+    install_hooks();
+    set_boundary(std::nullopt);
+  }
+  if (world.rank == 0) log(LogLevel::info, summary());
+}
+
+Engine::Impl::~Impl() {
+  hooks.reset();
+  board->report_failure("has ended training at step " + std::to_string(global_steps));
+}
+
+void Engine::Impl::install_hooks() {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::pair<int, int>> places;  // unit among the trainable, parameter
+  const auto trainable = model.trainable();
+  for (int u = 0; u < static_cast<int>(trainable.size()); ++u) {
+    for (int p = 0; p < static_cast<int>(trainable[u]->parameters().size()); ++p) {
+      for (const at::Tensor& tensor : trainable[u]->parameters()[p].tensors) {
+        tensors.push_back(tensor);
+        places.emplace_back(u, p);
+      }
+    }
+  }
+  hooks = std::make_unique<gradients::GradientHooks>(tensors, [this, places](int index, const at::Tensor& gradient) {
+    reducer->add(places[index].first, places[index].second, gradient);
+  });
+}
+
+}  // namespace deeptide

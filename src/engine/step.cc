@@ -1,0 +1,183 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// From a loss to new parameters: close the micro-batch, reduce, judge, clip, step, publish.
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <bit>
+
+#include "base/log.h"
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+using comm::Message;
+
+namespace {
+
+constexpr int32_t kBoundary = 1;
+constexpr int32_t kJoined = 2;
+constexpr int32_t kHasGradient = 4;
+// Message::numbers of a close, by position.
+constexpr int kOperation = 0;
+constexpr int kRounds = 1;
+// … and of the exchange that judges a step.
+constexpr int kSquares = 0;
+constexpr int kBadParameter = 1;
+constexpr int kBadRank = 2;
+
+int64_t as_bits(double value) { return std::bit_cast<int64_t>(value); }
+double as_double(int64_t bits) { return std::bit_cast<double>(bits); }
+
+}  // namespace
+
+void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
+  TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
+  TORCH_CHECK_VALUE(reducer != nullptr, "backward: this engine has no optimizer (", config.origin,
+                    " has no \"optimizer\" section and none was given to initialize)");
+  TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
+                    "; reduce it first, e.g. loss.mean()");
+  TORCH_CHECK_VALUE(loss.requires_grad(), "backward: the loss does not require grad: it was computed under no_grad, or from "
+                    "detached or frozen tensors only");
+  torch::autograd::backward({loss}, {at::ones_like(loss)}, retain_graph);
+}
+
+bool Engine::Impl::is_boundary() const {
+  return boundary_override.value_or((micro_steps + 1) % batch.accumulation == 0);
+}
+
+void Engine::Impl::set_boundary(std::optional<bool> boundary) {
+  boundary_override = boundary;
+  if (reducer) reducer->set_local(!policy.reduce_every_micro && !is_boundary());
+}
+
+void Engine::Impl::zero_grad() {
+  if (reducer) reducer->discard();
+}
+
+std::vector<Message> Engine::Impl::enter(Operation operation, Message own) {
+  own.kind = Message::Kind::close;
+  own.numbers[kOperation] = static_cast<int64_t>(operation);
+  auto messages = residency->close(own, global_steps);
+  for (int r = 0; r < world.size; ++r) {
+    const auto other = static_cast<Operation>(messages[r].numbers[kOperation]);
+    const auto first = static_cast<Operation>(messages[0].numbers[kOperation]);
+    if (other != first) {
+      throw CommError("the ranks do different things: rank 0 called " + std::string(operation_name(first)) + ", rank " +
+                      std::to_string(r) + " called " + operation_name(other) +
+                      ". Every rank must call the collective methods in the same order; ranks that run out of data call join().");
+    }
+  }
+  return messages;
+}
+
+void Engine::Impl::end_micro_batch() {
+  ++micro_steps;
+  set_boundary(boundary_override);
+  residency->set_step(global_steps);
+  reducer->set_step(global_steps);
+  optimizer->set_step_for_errors(global_steps);
+}
+
+std::optional<StepOutcome> Engine::Impl::step(bool joined) {
+  TORCH_CHECK_VALUE(reducer != nullptr, "step: this engine has no optimizer");
+  model.check_bound();
+  Message own;
+  own.flags = (is_boundary() ? kBoundary : 0) | (joined ? kJoined : 0) | (reducer->has_pending() ? kHasGradient : 0);
+  own.numbers[kRounds] = reducer->rounds_wanted();
+  const auto messages = enter(Operation::step, own);
+
+  bool all_joined = true, any_gradient = false;
+  int64_t rounds = 0;
+  for (const Message& m : messages) {
+    all_joined = all_joined && (m.flags & kJoined) != 0;
+    any_gradient = any_gradient || (m.flags & kHasGradient) != 0;
+    rounds = std::max(rounds, m.numbers[kRounds]);
+    if ((m.flags & kBoundary) != (messages[0].flags & kBoundary)) {
+      throw CommError("the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
+                      "alike on every rank");
+    }
+  }
+  if (all_joined) return std::nullopt;
+  reducer->finish(rounds);
+  const bool boundary = is_boundary();
+  TORCH_CHECK_VALUE(any_gradient || reducer->has_gradient(),
+                    "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first.");
+  if (!boundary) {
+    const StepOutcome outcome = accumulate_outcome();
+    end_micro_batch();
+    return outcome;
+  }
+  Message verdict;
+  verdict.numbers[kSquares] = as_bits(reducer->sum_of_squares());
+  verdict.numbers[kBadParameter] = -1;
+  if (const auto& bad = reducer->bad()) {
+    const auto parameters = model.parameters();
+    const auto at = std::find_if(parameters.begin(), parameters.end(), [&](const auto* p) { return p->name == bad->parameter; });
+    verdict.numbers[kBadParameter] = at - parameters.begin();
+    verdict.numbers[kBadRank] = bad->rank;
+  }
+  const auto verdicts = residency->exchange(verdict, {global_steps, "step", "agreeing on the gradient norm"});
+  double total = 0.0;
+  for (const Message& m : verdicts) total += as_double(m.numbers[kSquares]);
+  StepOutcome outcome = apply(total, verdicts);
+  end_micro_batch();
+  return outcome;
+}
+
+StepOutcome Engine::Impl::accumulate_outcome() const {
+  StepOutcome outcome;
+  outcome.step = global_steps;
+  outcome.lr = hyperparameters.front().lr;
+  outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
+  outcome.reason = "accumulating " + std::to_string(micro_steps % batch.accumulation + 1) + "/" +
+                   std::to_string(batch.accumulation);
+  return outcome;
+}
+
+/// Parameters that stay whole may have been written by the user: their masters must follow.
+void Engine::Impl::note_external_writes() {
+  for (const auto& unit : model.units()) {
+    if (unit->sharded()) continue;
+    for (sharding::Parameter& p : unit->parameters()) {
+      const auto version = p.tensors.front()._version();
+      if (version != p.version) unit->rewritten = true;
+      p.version = version;
+    }
+  }
+}
+
+StepOutcome Engine::Impl::apply(double total, const std::vector<Message>& verdicts) {
+  StepOutcome outcome;
+  outcome.step = ++global_steps;
+  outcome.lr = hyperparameters.front().lr;
+  outcome.grad_norm = outcome.clipped_norm = std::sqrt(total);
+  if (!std::isfinite(total)) {
+    ++skipped_steps;
+    outcome.reason = "non-finite gradient";
+    for (const Message& m : verdicts) {
+      const int64_t index = m.numbers[kBadParameter];
+      if (index < 0) continue;
+      const auto parameters = model.parameters();
+      if (index < static_cast<int64_t>(parameters.size())) outcome.parameter = parameters[index]->name;
+      outcome.rank = static_cast<int>(m.numbers[kBadRank]);
+      break;
+    }
+    reducer->clear_accumulated();
+    return outcome;
+  }
+  double scale = 1.0;
+  if (config.gradient_clipping > 0.0) {
+    scale = std::min(1.0, config.gradient_clipping / (outcome.grad_norm + 1e-6));
+    outcome.clipped_norm = outcome.grad_norm * scale;
+  }
+  note_external_writes();
+  optimizer->step(*reducer, scale, hyperparameters);
+  reducer->clear_accumulated();
+  residency->release_all();
+  if (schedule) schedule->apply(++schedule_iteration, base_hyperparameters, hyperparameters);
+  outcome.applied = true;
+  return outcome;
+}
+
+}  // namespace deeptide

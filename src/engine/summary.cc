@@ -1,0 +1,82 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the engine tells at its start, and where every byte is.
+#include <fmt/format.h>
+
+#include <set>
+
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+using device::Role;
+
+namespace {
+
+std::string millions(int64_t count) {
+  return count < 1'000'000 ? fmt::format("{:.1f} K", count / 1e3) : fmt::format("{:.2f} M", count / 1e6);
+}
+
+const char* short_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return "fp32";
+    case at::kBFloat16: return "bf16";
+    case at::kHalf: return "fp16";
+    default: return c10::toString(type);
+  }
+}
+
+at::ScalarType reduce_type(const Config& config) {
+  static constexpr at::ScalarType kTypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
+  return kTypes[static_cast<int>(config.communication_dtype.value_or(config.compute_dtype()))];
+}
+
+int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
+
+}  // namespace
+
+std::string Engine::Impl::summary() const {
+  std::set<std::string> types;
+  int64_t sharded = 0;
+  for (const auto& unit : model.units()) {
+    types.insert(short_name(unit->layout().dtype));
+    sharded += unit->sharded() ? unit->layout().used : 0;
+  }
+  std::string parameter_types;
+  for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
+  const char* kinds[] = {"no optimizer", "Adam", "SGD"};
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size, mesh.text(),
+                                 world.source, model.device().str());
+  text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
+                      millions(model.num_trainable()), model.units().size(), millions(sharded));
+  text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
+                      parameter_types, parameter_types, short_name(reduce_type(config)));
+  text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
+                      batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
+                      config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
+  if (sharded > 0) text += fmt::format("\n  gathered at once: at most {}", millions(residency->budget()));
+  for (const auto& decision : config.decisions) text += "\n  " + decision;
+  return text;
+}
+
+std::vector<MemoryLine> Engine::Impl::memory() const {
+  int64_t parameters = 0, gradients = 0, states = 0;
+  for (const auto& unit : model.units()) {
+    const auto& layout = unit->layout();
+    parameters += bytes(unit->sharded() ? layout.shard : layout.numel, layout.dtype);
+    if (!layout.trainable || !optimizer) continue;
+    gradients += bytes(layout.shard, at::kFloat);
+    const int64_t stepped = policy.shard_optimizer ? layout.shard : layout.numel;
+    const int copies = (optimizer_kind == OptimizerKind::adam ? 2 : 1) + (layout.dtype == at::kFloat ? 0 : 1);
+    states += copies * bytes(stepped, at::kFloat);
+  }
+  return {{"parameters", parameters, ledger->peak(Role::parameters)},
+          {"gradients", gradients, ledger->peak(Role::gradients)},
+          {"optimizer states", states, ledger->peak(Role::optimizer)},
+          {"gathered peak", bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
+                                  model.units().front()->layout().dtype),
+           residency->peak_bytes()},
+          {"communication", 0, ledger->peak(Role::communication)}};
+}
+
+}  // namespace deeptide

@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Post hooks on gradient accumulators.
+#include "gradients/hooks.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+
+namespace deeptide::gradients {
+
+using at::Tensor;
+using torch::autograd::variable_list;
+
+struct GradientHooks::State {
+  std::mutex mutex;  // a hook running on another thread finishes before the sink goes
+  Sink sink;
+  std::vector<c10::intrusive_ptr<torch::autograd::Node>> accumulators;
+};
+
+namespace {
+
+template <typename State>
+struct TakeGradient : torch::autograd::FunctionPostHook {
+  TakeGradient(std::weak_ptr<State> state, int index, const Tensor& parameter)
+      : state_(std::move(state)), index_(index), parameter_(parameter.getIntrusivePtr()) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+    const auto state = state_.lock();
+    auto impl = parameter_.lock();
+    if (!state || !impl) return outputs;
+    Tensor parameter = Tensor::wrap_tensor_impl(std::move(impl));
+    std::lock_guard lock(state->mutex);
+    if (!state->sink || !parameter.grad().defined()) return outputs;
+    const Tensor gradient = parameter.grad();
+    parameter.mutable_grad().reset();
+    state->sink(index_, gradient);
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<State> state_;
+  int index_;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> parameter_;
+};
+
+}  // namespace
+
+GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink) : state_(std::make_shared<State>()) {
+  state_->sink = std::move(sink);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
+    TORCH_INTERNAL_ASSERT(accumulator, "parameter ", i, " is not a leaf that requires grad");
+    accumulator->add_post_hook(std::make_unique<TakeGradient<State>>(state_, static_cast<int>(i), parameters[i]));
+    state_->accumulators.push_back(std::move(accumulator));
+  }
+}
+
+GradientHooks::~GradientHooks() {
+  std::lock_guard lock(state_->mutex);
+  state_->sink = nullptr;
+}
+
+}  // namespace deeptide::gradients

@@ -1,0 +1,29 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Catches each parameter's gradient as autograd finishes it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace deeptide::gradients {
+
+/// Calls `sink(i, gradient)` when the gradient of parameter i is accumulated, then drops `.grad`: the bucket holds it.
+/// Uses post hooks of the accumulator nodes, which it keeps alive; Python's own hooks stay usable. RAII: destruction
+/// silences the hooks. Parameters must have their final dtype and be leaves that require grad.
+class GradientHooks {
+ public:
+  using Sink = std::function<void(int, const at::Tensor&)>;
+  GradientHooks(const std::vector<at::Tensor>& parameters, Sink sink);
+  ~GradientHooks();
+  GradientHooks(const GradientHooks&) = delete;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace deeptide::gradients

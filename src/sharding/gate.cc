@@ -1,0 +1,218 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The boxed fallback behind the extra dispatch key, and the table from storages to parameters.
+#include "sharding/gate.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "sharding/residency.h"
+#include "sharding/unit.h"
+
+namespace deeptide::sharding {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+
+namespace {
+
+// The one key without kernels of its own; named here and nowhere else.
+constexpr DispatchKey kGateKey = DispatchKey::DeferredInit;
+
+/// Reaches the key set, a protected member.
+struct Keys : c10::TensorImpl {
+  static DispatchKeySet& of(c10::TensorImpl& impl) { return impl.*(&Keys::key_set_); }
+};
+
+struct Entry {
+  Parameter* parameter;
+  Residency* residency;
+  c10::intrusive_ptr<c10::StorageImpl> owned;
+};
+
+class Registry {
+ public:
+  // Never destroyed: gated tensors may outlive static destruction.
+  static Registry& instance() {
+    static auto* registry = new Registry;
+    return *registry;
+  }
+  void add(Parameter& parameter, Residency& residency) {
+    std::unique_lock lock(mutex_);
+    entries_[parameter.storage.get()] = {&parameter, &residency, parameter.storage};
+  }
+  void remove(const void* storage) {
+    Entry last;  // destroyed after the lock
+    std::unique_lock lock(mutex_);
+    if (auto it = entries_.find(storage); it != entries_.end()) {
+      last = std::move(it->second);
+      entries_.erase(it);
+    }
+  }
+  bool find(const void* storage, Use& use) const {
+    std::shared_lock lock(mutex_);
+    const auto it = entries_.find(storage);
+    if (it == entries_.end()) return false;
+    use.parameter = it->second.parameter;
+    use.residency = it->second.residency;
+    return true;
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<const void*, Entry> entries_;
+};
+
+std::atomic<int64_t> count{0};
+
+/// What an operator's schema says of its arguments.
+struct Traits {
+  uint64_t writes = 0;     // bit i: argument i is written
+  bool views_only = false; // returns views of its arguments and writes none: needs no data of its own
+};
+
+Traits read_traits(const c10::FunctionSchema& schema) {
+  Traits traits;
+  bool aliases = false;
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size() && i < 64; ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias == nullptr) continue;
+    if (alias->isWrite()) traits.writes |= uint64_t{1} << i;
+    aliases = true;
+  }
+  traits.views_only = aliases && traits.writes == 0;
+  return traits;
+}
+
+const Traits& traits_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const void*, Traits> known;
+  const auto& schema = op.schema();
+  auto it = known.find(&schema);
+  if (it == known.end()) it = known.emplace(&schema, read_traits(schema)).first;
+  return it->second;
+}
+
+using Uses = c10::SmallVector<Use, 4>;
+
+void collect(const Tensor& tensor, bool write, Uses& uses) {
+  if (!tensor.defined() || !tensor.key_set().has(kGateKey) || !tensor.has_storage()) return;
+  Use use;
+  if (!Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use)) return;
+  for (Use& known : uses) {
+    if (known.parameter == use.parameter) {
+      known.write |= write;
+      return;
+    }
+  }
+  use.write = write;
+  uses.push_back(use);
+}
+
+void collect(const IValue& value, bool write, Uses& uses) {
+  if (value.isTensor()) {
+    collect(value.toTensor(), write, uses);
+  } else if (value.isTensorList()) {
+    for (const Tensor& tensor : value.toTensorVector()) collect(tensor, write, uses);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+      if (tensor) collect(*tensor, write, uses);
+    }
+  } else if (value.isList()) {
+    for (const IValue& item : value.toListRef()) collect(item, write, uses);
+  }
+}
+
+/// Everything the running operator uses, held whole until it returns or throws. Parameters of one engine at a time: two
+/// engines' parameters in one operator (a GAN's loss on both) are acquired in engine order on every rank.
+class Hold {
+ public:
+  explicit Hold(Uses& uses) : uses_(uses) {
+    std::stable_sort(uses_.begin(), uses_.end(),
+                     [](const Use& a, const Use& b) { return a.residency->id() < b.residency->id(); });
+    for (size_t first = 0; first < uses_.size();) {
+      size_t last = first;
+      while (last < uses_.size() && uses_[last].residency == uses_[first].residency) ++last;
+      uses_[first].residency->acquire({uses_.data() + first, last - first});
+      first = held_ = last;
+    }
+  }
+  Hold(const Hold&) = delete;
+  ~Hold() {
+    for (size_t first = 0; first < held_;) {
+      size_t last = first;
+      while (last < held_ && uses_[last].residency == uses_[first].residency) ++last;
+      uses_[first].residency->release({uses_.data() + first, last - first}, succeeded);
+      first = last;
+    }
+  }
+  bool succeeded = false;
+
+ private:
+  Uses& uses_;
+  size_t held_ = 0;
+};
+
+void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kGateKey);
+  const Traits& traits = traits_of(op);
+  if (traits.views_only) {
+    // A composite that copies after all (reshape, to) reaches the gate again with its inner operators.
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  Uses uses;
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) collect(arguments[i], i < 64 && (traits.writes >> i & 1), uses);
+  if (uses.empty()) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  count.fetch_add(1, std::memory_order_relaxed);
+  Hold hold(uses);
+  c10::impl::ExcludeDispatchKeyGuard exclude(kGateKey);
+  op.redispatchBoxed(below, stack);
+  hold.succeeded = true;
+}
+
+}  // namespace
+
+void set_gate_key(const Tensor& tensor, bool on) {
+  auto& keys = Keys::of(*tensor.unsafeGetTensorImpl());
+  keys = on ? keys.add(kGateKey) : keys.remove(kGateKey);
+}
+
+bool has_gate_key(const Tensor& tensor) { return tensor.key_set().has(kGateKey); }
+
+int64_t gate_count() { return count.load(std::memory_order_relaxed); }
+
+GateEntry::GateEntry(Parameter& parameter, Residency& residency) : storage_(parameter.storage.get()) {
+  Registry::instance().add(parameter, residency);
+}
+
+GateEntry::GateEntry(GateEntry&& other) noexcept : storage_(std::exchange(other.storage_, nullptr)) {}
+
+GateEntry& GateEntry::operator=(GateEntry&& other) noexcept {
+  std::swap(storage_, other.storage_);
+  return *this;
+}
+
+GateEntry::~GateEntry() {
+  if (storage_ != nullptr) Registry::instance().remove(storage_);
+}
+
+}  // namespace deeptide::sharding
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&deeptide::sharding::gate>());
+}

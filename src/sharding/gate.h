@@ -1,0 +1,32 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The gate: every operator that receives a sharded parameter, or a view of it, passes here and finds its unit whole.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace deeptide::sharding {
+
+class Residency;
+struct Parameter;
+
+/// Makes the gate know a storage; RAII. The registry holds the storage, so its address is never another's.
+class GateEntry {
+ public:
+  GateEntry() = default;
+  GateEntry(Parameter& parameter, Residency& residency);
+  GateEntry(GateEntry&& other) noexcept;
+  GateEntry& operator=(GateEntry&& other) noexcept;
+  ~GateEntry();
+
+ private:
+  const void* storage_ = nullptr;
+};
+
+/// Operators that passed the gate in this process so far.
+int64_t gate_count();
+
+}  // namespace deeptide::sharding

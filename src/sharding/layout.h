@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Which parameters share a unit and where each lies in its flat buffer: pure arithmetic, the same on every rank.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace deeptide::sharding {
+
+/// One logical parameter as the layout sees it; `index` is its place in the model's list of distinct parameters.
+struct ParameterSpec {
+  std::string name;
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
+  bool trainable = true;
+  int group = -1;  // optimizer group; -1: none (frozen)
+};
+
+struct ModuleSpec {
+  std::string path;
+  std::string type;
+};
+
+/// A parameter's place in its unit. Units: elements.
+struct Slot {
+  int parameter = 0;   // index into the specs
+  int64_t offset = 0;  // a multiple of 64 bytes
+  int64_t numel = 0;
+};
+
+/// [begin, end) of a unit's flat buffer under one optimizer group; gaps between parameters belong to the one before.
+struct Segment {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int group = 0;
+};
+
+struct UnitLayout {
+  std::string name;  // "h.3", "wte … wpe"
+  at::ScalarType dtype = at::kFloat;
+  bool trainable = true;
+  std::vector<Slot> slots;
+  std::vector<Segment> segments;  // of trainable units: covers [0, numel)
+  int64_t used = 0;               // elements that parameters take, without padding
+  int64_t numel = 0;              // world * shard
+  int64_t shard = 0;              // elements a rank owns: a multiple of 64 bytes
+};
+
+struct LayoutOptions {
+  int world_size = 1;
+  int64_t max_unit_numel = 0;  // 0: no limit but the repeated block; a larger single parameter stays whole
+};
+
+/// Cuts the parameters, in the given order, into units: one repeated block (the outermost modules of a numbered container of
+/// two or more like children) each; what lies between blocks is grouped with its neighbours up to a block's size.
+/// A unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
+std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters, const std::vector<ModuleSpec>& modules,
+                                     const LayoutOptions& options);
+
+}  // namespace deeptide::sharding

@@ -1,0 +1,289 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Rounds, gathers, pins and the budget of live units.
+#include "sharding/residency.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+namespace deeptide::sharding {
+
+using at::Tensor;
+using comm::Message;
+
+namespace {
+
+int64_t next_id() {
+  static std::atomic<int64_t> counter{0};
+  return counter.fetch_add(1);
+}
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+bool training() { return in_backward() || at::GradMode::is_enabled(); }
+
+const char* phase() { return in_backward() ? "backward" : at::GradMode::is_enabled() ? "forward" : "evaluation"; }
+
+int64_t two_largest(const std::vector<Unit*>& units) {
+  int64_t first = 0, second = 0;
+  for (const Unit* unit : units) {
+    if (unit == nullptr) continue;
+    const int64_t numel = unit->numel();
+    if (numel > first) {
+      second = std::exchange(first, numel);
+    } else {
+      second = std::max(second, numel);
+    }
+  }
+  return first + second;
+}
+
+bool contains(const std::vector<Unit*>& units, const Unit* unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+/// The units of a round in the order in which all ranks issue them: needs by rank, then what every rank would like.
+std::vector<std::pair<int, bool>> agree(const std::vector<Message>& messages, int own_rank) {
+  std::vector<std::pair<int, bool>> order;  // unit, wanted here
+  auto known = [&](int unit) {
+    return std::any_of(order.begin(), order.end(), [&](const auto& o) { return o.first == unit; });
+  };
+  auto mentions = [](const Message& m, int unit) {
+    const auto* end = m.units.begin() + m.num_needs + m.num_wishes;
+    return std::find(m.units.begin(), end, unit) != end;
+  };
+  for (const Message& m : messages) {
+    for (int i = 0; i < m.num_needs; ++i) {
+      if (!known(m.units[i])) order.emplace_back(m.units[i], mentions(messages[own_rank], m.units[i]));
+    }
+  }
+  const Message& first = messages.front();
+  for (int i = first.num_needs; i < first.num_needs + first.num_wishes; ++i) {
+    const int unit = first.units[i];
+    const bool all = std::all_of(messages.begin(), messages.end(), [&](const Message& m) { return mentions(m, unit); });
+    if (all && !known(unit)) order.emplace_back(unit, true);
+  }
+  return order;
+}
+
+}  // namespace
+
+Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
+                     std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits)
+    : id_(next_id()),
+      units_(std::move(units)),
+      gathers_(gathers),
+      rendezvous_(control),
+      pool_(std::move(ledger), device::Role::gathered, device),
+      limits_(limits),
+      train_plan_(static_cast<int>(units_.size()), /*backward=*/true),
+      eval_plan_(static_cast<int>(units_.size()), /*backward=*/false),
+      last_use_(units_.size(), 0) {
+  limits_.max_live = std::max(limits_.max_live, two_largest(units_));
+  for (Unit* unit : units_) {
+    if (unit == nullptr) continue;
+    for (Parameter& p : unit->parameters()) entries_.emplace_back(p, *this);
+  }
+}
+
+Residency::~Residency() { entries_.clear(); }
+
+void Residency::acquire(c10::ArrayRef<Use> uses) {
+  std::lock_guard lock(mutex_);
+  needed_.clear();
+  for (const Use& use : uses) {
+    Unit* unit = use.parameter->unit;
+    if (!contains(needed_, unit)) needed_.push_back(unit);
+    visit(*unit);
+  }
+  const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
+  if (!all_whole) bring(needed_);
+  for (const Use& use : uses) use.parameter->unit->open(*use.parameter);
+}
+
+void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+  std::lock_guard lock(mutex_);
+  for (const Use& use : uses) {
+    Unit& unit = *use.parameter->unit;
+    if (use.write && succeeded) unit.write_back(*use.parameter);
+    unit.close(*use.parameter);
+  }
+}
+
+void Residency::visit(const Unit& unit) {
+  last_use_[unit.index()] = ++clock_;
+  if (last_visited_ == unit.index()) return;
+  const int previous = std::exchange(last_visited_, unit.index());
+  plan().visit(unit.index());
+  if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
+  Unit* left = units_[previous];
+  if (!left->is_whole() || left->is_pinned() || contains(needed_, left)) return;
+  const auto until = plan().elements_until(previous, [&](int u) { return units_[u] ? units_[u]->numel() : 0; });
+  if (!until || *until > limits_.max_reuse_distance) let_go(*left);
+}
+
+void Residency::bring(const std::vector<Unit*>& needed) {
+  for (Unit* unit : needed) {
+    while (!unit->is_whole()) {
+      if (in_flight(*unit)) {
+        land_front();
+      } else {
+        if (!rendezvous_.posted()) rendezvous_.post(request(needed));
+        serve(rendezvous_.collect(site("agreeing on", *unit)));
+      }
+    }
+  }
+}
+
+Message Residency::request(const std::vector<Unit*>& needed) const {
+  Message message;
+  for (const Unit* unit : needed) {
+    if (unit->is_whole() || in_flight(*unit) || message.num_needs == Message::kMaxUnits) continue;
+    message.units[message.num_needs++] = unit->index();
+  }
+  add_wishes(message, needed);
+  return message;
+}
+
+void Residency::add_wishes(Message& message, const std::vector<Unit*>& needed) const {
+  int64_t ahead = 0;
+  int64_t live = 0;  // needed now, whatever is used sooner, and the wishes
+  for (const Unit* unit : needed) live += unit->numel();
+  for (int index : plan().upcoming(Message::kMaxUnits)) {
+    const Unit* unit = units_[index];
+    if (unit == nullptr || contains(needed, unit)) continue;
+    live += unit->numel();
+    if (live > limits_.max_live) return;
+    if (unit->is_whole() || in_flight(*unit)) continue;
+    ahead += unit->numel();
+    if (ahead > limits_.prefetch || message.num_needs + message.num_wishes == Message::kMaxUnits) return;
+    message.units[message.num_needs + message.num_wishes++] = index;
+  }
+}
+
+void Residency::serve(const std::vector<Message>& messages) {
+  for (const auto& [index, wanted] : agree(messages, gathers_.rank())) {
+    Unit& unit = *units_[index];
+    if (in_flight(unit)) land_all();
+    launch(unit, wanted && !unit.is_whole());
+  }
+}
+
+void Residency::launch(Unit& unit, bool keep) {
+  make_room(unit.numel());
+  count(unit, +1);
+  Tensor buffer = pool_.take(unit.numel(), unit.layout().dtype);
+  auto pending = gathers_.all_gather(buffer, unit.shard());
+  flights_.push_back({&unit, std::move(buffer), std::move(pending), keep});
+  ++gathers_issued_;
+}
+
+bool Residency::in_flight(const Unit& unit) const {
+  return std::any_of(flights_.begin(), flights_.end(), [&](const Flight& f) { return f.unit == &unit; });
+}
+
+void Residency::land_front() {
+  Flight& flight = flights_.front();
+  gathers_.wait(flight.pending, site("gathering", *flight.unit));
+  if (flight.keep) {
+    flight.unit->attach(std::move(flight.buffer));
+  } else {
+    count(*flight.unit, -1);
+    pool_.put(std::move(flight.buffer));
+  }
+  flights_.pop_front();
+}
+
+void Residency::land_all() {
+  while (!flights_.empty()) land_front();
+}
+
+void Residency::make_room(int64_t numel) {
+  while (live_numel_ + numel > limits_.max_live) {
+    if (Unit* victim = choose_victim()) {
+      let_go(*victim);
+    } else if (!flights_.empty()) {
+      land_all();
+    } else {
+      return;  // the operator in flight uses more than the budget: it must have all it uses
+    }
+  }
+}
+
+Unit* Residency::choose_victim() const {
+  Unit* victim = nullptr;
+  auto rank_of = [&](const Unit& u) {  // farthest next use first, then least recently used
+    return std::make_pair(plan().distance(u.index()).value_or(INT64_MAX), -last_use_[u.index()]);
+  };
+  for (Unit* unit : units_) {
+    if (unit == nullptr || !unit->is_whole() || unit->is_pinned() || contains(needed_, unit)) continue;
+    if (victim == nullptr || rank_of(*unit) > rank_of(*victim)) victim = unit;
+  }
+  return victim;
+}
+
+void Residency::let_go(Unit& unit) {
+  count(unit, -1);
+  pool_.put(unit.detach());
+}
+
+void Residency::count(const Unit& unit, int sign) {
+  live_numel_ += sign * unit.numel();
+  live_bytes_ += sign * unit.numel() * static_cast<int64_t>(c10::elementSize(unit.layout().dtype));
+  peak_bytes_ = std::max(peak_bytes_, live_bytes_);
+}
+
+std::vector<Message> Residency::close(const Message& own, int64_t step) {
+  std::lock_guard lock(mutex_);
+  needed_.clear();
+  const comm::Site here{step, "step", "waiting for all ranks to end the micro-batch"};
+  for (;;) {
+    if (!rendezvous_.posted()) rendezvous_.post(own);
+    const auto messages = rendezvous_.collect(here);
+    serve(messages);
+    land_all();
+    const bool all_close = std::all_of(messages.begin(), messages.end(),
+                                       [](const Message& m) { return m.kind == Message::Kind::close; });
+    if (all_close) {
+      train_plan_.finish_pass();
+      eval_plan_.finish_pass();
+      last_visited_ = -1;
+      return messages;
+    }
+  }
+}
+
+std::vector<Message> Residency::exchange(const Message& own, const comm::Site& site) {
+  std::lock_guard lock(mutex_);
+  rendezvous_.post(own);
+  return rendezvous_.collect(site);
+}
+
+void Residency::release_all() {
+  std::lock_guard lock(mutex_);
+  needed_.clear();
+  land_all();
+  for (Unit* unit : units_) {
+    if (unit != nullptr && unit->is_whole() && !unit->is_pinned()) let_go(*unit);
+  }
+}
+
+int64_t Residency::live_bytes() const {
+  std::lock_guard lock(mutex_);
+  return live_bytes_;
+}
+
+int64_t Residency::peak_bytes() const {
+  std::lock_guard lock(mutex_);
+  return peak_bytes_;
+}
+
+Plan& Residency::plan() const { return training() ? train_plan_ : eval_plan_; }
+
+comm::Site Residency::site(const char* verb, const Unit& unit) const {
+  return {step_, phase(), std::string(verb) + " unit '" + unit.layout().name + "' (first parameter '" +
+                              unit.parameters().front().name + "')"};
+}
+
+}  // namespace deeptide::sharding

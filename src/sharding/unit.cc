@@ -1,0 +1,119 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Storages that point into flat buffers.
+#include "sharding/unit.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+namespace deeptide::sharding {
+
+using at::DataPtr;
+using at::Tensor;
+using c10::StorageImpl;
+
+namespace {
+
+/// Keeps a flat buffer alive for as long as a storage points into it.
+DataPtr pointer_into(const Tensor& flat, int64_t offset_bytes) {
+  auto* owner = new Tensor(flat);
+  void* data = static_cast<char*>(flat.mutable_data_ptr()) + offset_bytes;
+  return DataPtr(data, owner, [](void* context) { delete static_cast<Tensor*>(context); }, flat.device());
+}
+
+std::string absent_text(const Parameter& p, bool engine_gone) {
+  const std::string subject = "deeptide: the data of parameter '" + p.name + "' was accessed directly ";
+  if (engine_gone) {
+    return subject + "after its engine was destroyed, and only this rank's shard of it ever lay here. Save before: "
+                     "engine.module_state_dict() or engine.save_checkpoint(dir).";
+  }
+  return subject + "while it is sharded (ZeRO stage 3): data_ptr(), numpy(), torch.save and the like bypass the operators that "
+                   "bring it in. Use engine.module_state_dict() or engine.save_checkpoint(dir), or take a copy with "
+                   "parameter.clone(), which every operator may do.";
+}
+
+void point_at_nothing(const Parameter& p, bool engine_gone) {
+  StorageImpl& storage = *p.storage;
+  storage.set_data_ptr_noswap(DataPtr(nullptr, storage._mutable_data_ptr_no_checks().device()));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absent_text(p, engine_gone));
+}
+
+}  // namespace
+
+Tensor Parameter::view_of(const Tensor& flat) const {
+  const Tensor& t = tensors.front();
+  return at::as_strided(flat, t.sizes(), t.strides(), flat.storage_offset() + offset);
+}
+
+Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank)
+    : index_(index), layout_(std::move(layout)), parameters_(std::move(parameters)), sharded_(sharded), rank_(rank) {
+  for (Parameter& p : parameters_) p.unit = this;
+}
+
+Unit::~Unit() {
+  if (!sharded_) return;
+  for (Parameter& p : parameters_) {
+    if (!p.storage) continue;
+    for (const Tensor& t : p.tensors) set_gate_key(t, false);
+    point_at_nothing(p, /*engine_gone=*/true);
+  }
+}
+
+void Unit::pack(Tensor whole) const {
+  whole.zero_();
+  for (const Parameter& p : parameters_) p.view_of(whole).copy_(p.tensors.front().detach());
+}
+
+void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
+  const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
+  for (Parameter& p : parameters_) {
+    p.storage = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), static_cast<size_t>(p.numel * item),
+                                                 pointer_into(whole, p.offset * item), nullptr, false);
+    for (const Tensor& t : p.tensors) {
+      auto* impl = t.unsafeGetTensorImpl();
+      impl->set_storage_keep_dtype(c10::Storage(p.storage));
+      impl->set_storage_offset(0);
+      if (sharded_) set_gate_key(t, true);
+    }
+    p.version = p.tensors.front()._version();
+  }
+  Tensor slice = whole.narrow(0, shard_begin(), layout_.shard);
+  if (!sharded_) {
+    whole_ = whole;
+    shard_ = slice;
+    return;
+  }
+  shard_ = device::allocate_flat(ledger, device::Role::parameters, layout_.shard, layout_.dtype, whole.device());
+  shard_.copy_(slice);
+  for (Parameter& p : parameters_) point_at_nothing(p, /*engine_gone=*/false);
+}
+
+void Unit::open(Parameter& p) {
+  ++pins_;
+  if (p.pins++ > 0) return;
+  p.storage->clear_data_ptr_access_error_msg_();
+  char* data = static_cast<char*>(whole_.mutable_data_ptr()) + p.offset * static_cast<int64_t>(whole_.element_size());
+  p.storage->set_data_ptr_noswap(DataPtr(data, whole_.device()));
+}
+
+void Unit::close(Parameter& p) {
+  --pins_;
+  if (--p.pins == 0) point_at_nothing(p, /*engine_gone=*/false);
+}
+
+std::pair<int64_t, int64_t> Unit::owned_range(const Parameter& p) const {
+  const int64_t first = std::max(p.offset, shard_begin());
+  const int64_t last = std::min(p.offset + p.numel, shard_begin() + layout_.shard);
+  return {first, std::max(first, last)};
+}
+
+void Unit::write_back(const Parameter& p) {
+  const auto [first, last] = owned_range(p);
+  rewritten = true;
+  if (first == last) return;
+  shard_.narrow(0, first - shard_begin(), last - first).copy_(whole_.narrow(0, first, last - first));
+}
+
+}  // namespace deeptide::sharding

@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A unit: consecutive parameters in one flat buffer that comes whole and goes again; each parameter's storage points into it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/memory.h"
+#include "sharding/layout.h"
+
+namespace deeptide::sharding {
+
+class Residency;
+class Unit;
+
+/// A logical parameter: all tensors that share its memory (tied ones under several names), and where it lies.
+struct Parameter {
+  std::string name;
+  std::vector<std::string> aliases;  // further names
+  std::vector<at::Tensor> tensors;   // distinct TensorImpls over the one storage; the first is the name's
+  int64_t offset = 0;                // in the unit, elements
+  int64_t numel = 0;
+  int group = -1;
+  Unit* unit = nullptr;
+  c10::intrusive_ptr<c10::StorageImpl> storage;  // ours: views keep it, the registry finds us by it
+  uint32_t version = 0;                          // of tensors[0] after our last own write
+  int pins = 0;                                  // operators in flight that use it (sharded units)
+
+  /// The same element order in another buffer: a view of `flat` with this parameter's sizes and strides.
+  at::Tensor view_of(const at::Tensor& flat) const;
+};
+
+/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent) or *sharded* (stage 3). Even while a sharded
+/// unit is whole, a parameter's storage has its memory only while an operator in flight has it open: so raw access always
+/// throws our text, and never works by luck today and dangles tomorrow. Not thread-safe: Residency guards the sharded ones.
+class Unit {
+ public:
+  Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank);
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+  /// Parameters of a unit kept whole stay usable; sharded ones throw a text from now on.
+  ~Unit();
+
+  /// Copies the parameters' present values into the flat buffer `whole` (numel,); gaps become zero.
+  void pack(at::Tensor whole) const;
+  /// Takes the shard out of `whole`, moves the parameters' storages over, and, when sharded, lets `whole` go.
+  void adopt(at::Tensor whole, const std::shared_ptr<device::Ledger>& ledger);
+
+  /// Lends the unit `whole` (numel,), which holds its values; `detach` gives it back for reuse.
+  void attach(at::Tensor whole) { whole_ = std::move(whole); }
+  at::Tensor detach() { return std::move(whole_); }
+  bool is_whole() const { return whole_.defined(); }
+  bool is_pinned() const { return pins_ > 0; }
+
+  /// Points the storage of `p` into the whole buffer until as many calls of `close`.
+  void open(Parameter& p);
+  void close(Parameter& p);
+
+  /// After an operator wrote parameter `p` in the whole buffer: brings this rank's slice of it into the shard.
+  void write_back(const Parameter& p);
+
+  int index() const { return index_; }
+  const UnitLayout& layout() const { return layout_; }
+  bool sharded() const { return sharded_; }
+  std::vector<Parameter>& parameters() { return parameters_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory of its own when sharded.
+  const at::Tensor& shard() const { return shard_; }
+  const at::Tensor& whole() const { return whole_; }
+  int64_t numel() const { return layout_.numel; }
+  int64_t shard_begin() const { return rank_ * layout_.shard; }
+  /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if none.
+  std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
+
+  /// Set by write_back and by the version check: the master weights must be read from the shard again.
+  bool rewritten = false;
+
+ private:
+  int index_;
+  UnitLayout layout_;
+  std::vector<Parameter> parameters_;
+  bool sharded_;
+  int rank_;
+  int pins_ = 0;
+  at::Tensor whole_;
+  at::Tensor shard_;
+};
+
+/// Puts or takes the extra dispatch key on a tensor: the one place that names it.
+void set_gate_key(const at::Tensor& tensor, bool on);
+bool has_gate_key(const at::Tensor& tensor);
+
+}  // namespace deeptide::sharding

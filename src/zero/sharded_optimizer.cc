@@ -1,0 +1,131 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One kernel call per segment of each shard, then the all-gathers that publish.
+#include "zero/sharded_optimizer.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "optim/kernels.h"
+
+namespace deeptide::zero {
+
+using at::Tensor;
+using device::Role;
+using sharding::Unit;
+
+ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, OptimizerKind kind, const StagePolicy& policy,
+                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device)
+    : units_(std::move(units)),
+      kind_(kind),
+      policy_(policy),
+      ledger_(std::move(ledger)),
+      group_(group),
+      gradient_pool_(ledger_, Role::communication, device) {
+  if (kind_ == OptimizerKind::none) return;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    const Tensor parameters = parameters_of(static_cast<int>(i));
+    const auto allocate = [&] {
+      return device::allocate_flat(ledger_, Role::optimizer, parameters.numel(), at::kFloat, device);
+    };
+    UnitState state;
+    state.aliased = parameters.scalar_type() == at::kFloat;
+    state.master = state.aliased ? parameters : allocate();
+    state.first = allocate();
+    if (kind_ == OptimizerKind::adam) state.second = allocate();
+    states_.push_back(std::move(state));
+    refresh_master(static_cast<int>(i));
+  }
+}
+
+/// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
+Tensor ShardedOptimizer::parameters_of(int unit) const {
+  return policy_.shard_optimizer ? units_[unit]->shard() : units_[unit]->whole();
+}
+
+int64_t ShardedOptimizer::state_begin(int unit) const {
+  return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0;
+}
+
+std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
+  if (kind_ == OptimizerKind::none) return {};
+  const UnitState& state = states_[unit];
+  if (kind_ == OptimizerKind::adam) {
+    return {{"master", state.master}, {"exp_avg", state.first}, {"exp_avg_sq", state.second}};
+  }
+  return {{"master", state.master}, {"momentum", state.first}};
+}
+
+void ShardedOptimizer::refresh_master(int unit) {
+  at::NoGradGuard no_grad;
+  if (kind_ != OptimizerKind::none && !states_[unit].aliased) states_[unit].master.copy_(parameters_of(unit));
+}
+
+void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
+                            const std::vector<Hyperparameters>& groups) {
+  at::NoGradGuard no_grad;
+  ++steps_;
+  std::vector<int> published;
+  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
+    if (units_[i]->rewritten) {
+      refresh_master(i);
+      units_[i]->rewritten = false;
+    }
+    Tensor gradient = reducer.accumulator(i);
+    if (!policy_.shard_optimizer) gradient = whole_gradient(i, gradient);
+    step_unit(i, gradient, gradient_scale, groups);
+    if (!policy_.shard_optimizer) gradient_pool_.put(std::move(gradient));
+    if (policy_.shard_optimizer && !units_[i]->sharded()) published.push_back(i);
+  }
+  publish(published);
+}
+
+Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
+  Tensor whole = gradient_pool_.take(units_[unit]->numel(), at::kFloat);
+  auto pending = group_.all_gather(whole, shard);
+  group_.wait(pending, {site_step_, "step", "gathering gradients of unit '" + units_[unit]->layout().name + "'"});
+  return whole;
+}
+
+void ShardedOptimizer::step_unit(int unit, const Tensor& gradient, double gradient_scale,
+                                 const std::vector<Hyperparameters>& groups) {
+  UnitState& state = states_[unit];
+  const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);
+  const int64_t begin = state_begin(unit);
+  const int64_t end = begin + state.master.numel();
+  for (const auto& segment : units_[unit]->layout().segments) {
+    const int64_t first = std::max(segment.begin, begin);
+    const int64_t count = std::min(segment.end, end) - first;
+    if (count <= 0) continue;
+    const auto cut = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first - begin, count) : Tensor(); };
+    const Hyperparameters& hyper = groups.at(segment.group);
+    if (kind_ == OptimizerKind::adam) {
+      optim::adam_step({cut(state.master), cut(state.first), cut(state.second), cut(gradient), cut(parameters)}, hyper,
+                       steps_, gradient_scale);
+    } else {
+      const Tensor momentum = hyper.momentum != 0.0 ? cut(state.first) : Tensor();
+      optim::sgd_step({cut(state.master), momentum, cut(gradient), cut(parameters)}, hyper, steps_, gradient_scale);
+    }
+  }
+}
+
+void ShardedOptimizer::publish(const std::vector<int>& units) {
+  std::vector<comm::Pending> pending;
+  for (int i : units) pending.push_back(group_.all_gather(units_[i]->whole(), units_[i]->shard()));
+  for (size_t k = 0; k < units.size(); ++k) {
+    group_.wait(pending[k], {site_step_, "step", "publishing unit '" + units_[units[k]]->layout().name + "'"});
+  }
+}
+
+void ShardedOptimizer::publish_all() {
+  at::NoGradGuard no_grad;
+  std::vector<int> published;
+  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
+    if (kind_ != OptimizerKind::none && !states_[i].aliased) parameters_of(i).copy_(states_[i].master);
+    if (!units_[i]->sharded()) published.push_back(i);
+  }
+  publish(published);
+}
+
+}  // namespace deeptide::zero
