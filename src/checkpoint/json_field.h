@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What reading distrusted JSON needs everywhere.
+// JSON whose failures are CheckpointErrors.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,16 @@ int64_t integer_of(const Json& value, const std::string& path) {
     malformed(path, std::string("an integer is expected where a ") + value.type_name() + " stands");
   }
   return value.template get<int64_t>();
+}
+
+/// Errors: CheckpointError for text that is not UTF-8, which JSON cannot hold.
+template <typename Json>
+std::string dump_text(const Json& value, int indent = -1) {
+  try {
+    return value.dump(indent);
+  } catch (const typename Json::exception& error) {
+    throw CheckpointError(std::string("cannot save a name or a state that is not UTF-8: ") + error.what());
+  }
 }
 
 }  // namespace deeptide::checkpoint

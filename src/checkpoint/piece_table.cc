@@ -78,14 +78,6 @@ Table decode_tensors(const ordered_json& tensors, const std::string& path) {
   return table;
 }
 
-std::string dump(const ordered_json& value, int indent) {
-  try {
-    return value.dump(indent);
-  } catch (const ordered_json::exception& error) {
-    throw CheckpointError(std::string("cannot save a name or a state that is not UTF-8: ") + error.what());
-  }
-}
-
 // Runs `decode` on the parsed text; the library's complaints become ours.
 template <typename Decode>
 auto parse(const std::string& text, const std::string& path, Decode decode) {
@@ -138,18 +130,19 @@ void check_extents(Table& table, const std::string& where) {
 }
 
 std::string encode(const RankTable& table) {
-  return dump({{"state", table.state_json}, {"tensors", encode_tensors(table.tensors)}}, -1);
+  const ordered_json value = {{"state", table.state_json}, {"tensors", encode_tensors(table.tensors)}};
+  return dump_text(value);
 }
 
 std::string encode(const ManifestTable& table) {
-  return dump({{"format", kFormat},
-               {"version", kVersion},
-               {"world_size", table.manifest.world_size},
-               {"state", table.manifest.state_json},
-               {"client_state", table.manifest.client_state_json},
-               {"rank_states", table.rank_states},
-               {"tensors", encode_tensors(table.tensors)}},
-              1);
+  const ordered_json value = {{"format", kFormat},
+                              {"version", kVersion},
+                              {"world_size", table.manifest.world_size},
+                              {"state", table.manifest.state_json},
+                              {"client_state", table.manifest.client_state_json},
+                              {"rank_states", table.rank_states},
+                              {"tensors", encode_tensors(table.tensors)}};
+  return dump_text(value, 1);
 }
 
 RankTable decode_rank_table(const std::string& text, const std::string& path) {

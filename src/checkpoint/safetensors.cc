@@ -112,7 +112,7 @@ std::string encode_header(const Entries& entries, const std::map<std::string, st
     header[key] = {
         {"dtype", dtype_name(entry.dtype)}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
   }
-  std::string text = header.dump();
+  std::string text = dump_text(header);
   const int64_t used = kLengthBytes + static_cast<int64_t>(text.size());
   text.append((kAlignment - used % kAlignment) % kAlignment, ' ');
   const uint64_t length = text.size();

@@ -25,7 +25,7 @@ void check_piece(const Piece& piece) {
     throw CheckpointError(what + "the role '" + piece.role + "' is empty or has '/' or '@'");
   }
   const std::string range = "[" + std::to_string(piece.begin) + ", " + std::to_string(piece.end) + ")";
-  const int64_t numel = numel_of(piece.shape, what);
+  const int64_t numel = numel_of(piece.shape, "shape of '" + piece.name + "'");
   if (piece.begin < 0 || piece.end < piece.begin || piece.end > numel) {
     throw CheckpointError(what + "the range " + range + " is not within its " + std::to_string(numel) + " elements");
   }
