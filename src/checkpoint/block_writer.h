@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Appends bytes and tensors to a file in large blocks at aligned offsets.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "checkpoint/file_io.h"
+
+namespace deeptide::checkpoint {
+
+/// Bytes per write, and per staged copy of a tensor that cannot be read in place.
+constexpr int64_t kBlockBytes = int64_t{8} << 20;
+
+/// Every write but the last is a multiple of kBlockBytes at a multiple of kBlockBytes. Small pieces are joined in one
+/// block of memory; of large ones, whole blocks go to the file without a copy.
+class BlockWriter {
+ public:
+  explicit BlockWriter(File file);
+  void append(const void* data, int64_t bytes);
+  /// A tensor of any device; contiguous of any shape, or (n,) of any stride.
+  void append(const at::Tensor& data);
+  /// Writes what is left and fsyncs. Without it the file is incomplete.
+  void finish();
+
+ private:
+  File file_;
+  std::unique_ptr<char[]> block_;
+  int64_t used_ = 0;
+  int64_t offset_ = 0;  // of the block in the file
+};
+
+}  // namespace deeptide::checkpoint

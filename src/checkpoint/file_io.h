@@ -1,0 +1,56 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Files and folders whose every failure is a CheckpointError with path, bytes, errno's text and the cure.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "deeptide/errors.h"
+
+namespace deeptide::checkpoint {
+
+/// An open file. Positions are explicit, so threads may read one File at once.
+class File {
+ public:
+  static File create(const std::string& path);  // truncates what is there
+  static File open(const std::string& path);    // to read
+  File(File&& other) noexcept;
+  File& operator=(File&&) = delete;
+  ~File();
+
+  const std::string& path() const { return path_; }
+  int64_t size() const;
+  void write_at(const void* data, int64_t bytes, int64_t offset) const;
+  /// Errors: CheckpointError also when the file ends before `offset + bytes`.
+  void read_at(void* data, int64_t bytes, int64_t offset) const;
+  void sync() const;
+
+ private:
+  File(std::string path, int descriptor);
+  std::string path_;
+  int descriptor_;
+};
+
+std::string read_text(const std::string& path);
+/// Writes and fsyncs.
+void write_text(const std::string& path, const std::string& text);
+
+bool exists(const std::string& path);
+void make_folders(const std::string& path);
+/// Makes the folder's entries durable.
+void sync_folder(const std::string& path);
+/// The names in the folder, in no order.
+std::vector<std::string> list_folder(const std::string& path);
+void move_path(const std::string& from, const std::string& to);
+/// Removes a file or a tree; what cannot be removed stays.
+void remove_quietly(const std::string& path) noexcept;
+
+/// Where replace_folder() keeps the old folder while the new one takes its place in two steps.
+std::string aside_path(const std::string& path);
+/// Puts folder `from` in the place of `to` and removes the old `to`. With `exchange` and a filesystem that can, the two
+/// swap in one step; else the old one is moved aside first, and moved back when the second step fails.
+void replace_folder(const std::string& from, const std::string& to, bool exchange = true);
+
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,221 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A save that fails, or whose process is killed, leaves the previous checkpoint as it was.
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "checkpoint/file_io.h"
+#include "checkpoint/scratch.h"
+
+namespace deeptide::checkpoint {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kSmall = 100;
+constexpr int64_t kLarge = 4 << 20;
+
+Tensor filled(int64_t numel, float value) { return at::full({numel}, value, at::kFloat); }
+
+float saved_value(const std::string& directory, const std::string& tag) {
+  const Tensor back = at::zeros({kSmall}, at::kFloat);
+  Reader(directory, tag).read({whole("w", "param", back)});
+  return back.const_data_ptr<float>()[kSmall - 1];
+}
+
+struct Unmount {
+  ~Unmount() { ::umount2(path.c_str(), MNT_DETACH); }
+  const std::string& path;
+};
+
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(::signal(SIGXFSZ, SIG_IGN)) {
+    ::getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    ::setrlimit(RLIMIT_FSIZE, &before_);
+    ::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_;
+  sighandler_t handler_;
+};
+
+// A save over the same tag and one under another fail with `reason`; both leave the first one in place.
+void expect_failed_saves_change_nothing(const std::string& directory, const std::string& reason) {
+  for (const char* tag : {"t", "other"}) {
+    const std::string text =
+        error_of([&] { write_rank(directory, tag, 0, {whole("w", "param", filled(kLarge, 2))}, "{}"); });
+    EXPECT_TRUE(contains(text, reason) && contains(text, "bytes at offset") && contains(text, directory)) << text;
+    EXPECT_TRUE(contains(error_of([&] { commit(directory, tag, {}, true); }), "rank_00000.json"));
+    abandon(directory, tag);
+    EXPECT_FALSE(exists(directory + "/" + tag + ".tmp"));
+    EXPECT_EQ(latest_tag(directory), "t");
+    EXPECT_EQ(saved_value(directory, "t"), 1);
+  }
+}
+
+TEST(SaveFailure, KeepsThePreviousCheckpointWhenTheFilesystemIsFull) {
+  Scratch scratch;
+  if (::mount("tmpfs", scratch.path().c_str(), "tmpfs", 0, "size=1m") != 0) {
+    GTEST_SKIP() << "mounting a small tmpfs needs root; the file size limit below covers the path";
+  }
+  const Unmount unmount{scratch.path()};
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
+  expect_failed_saves_change_nothing(scratch.path(), "No space left on device; free some space");
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 3))});
+  EXPECT_EQ(saved_value(scratch.path(), "t"), 3);
+}
+
+TEST(SaveFailure, KeepsThePreviousCheckpointWhenAFileMayNotGrow) {
+  Scratch scratch;
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
+  const FileSizeLimit limit(1 << 20);
+  expect_failed_saves_change_nothing(scratch.path(), "File too large; raise the file size limit");
+}
+
+TEST(SaveFailure, NamesTheFolderThatMayNotBeWritten) {
+  Scratch scratch;
+  const std::string locked = scratch / "locked";
+  make_folders(locked);
+  ::chmod(scratch.path().c_str(), 0755);
+  ::chmod(locked.c_str(), 0555);
+  // Root may write anywhere, so it becomes somebody else for the moment.
+  const bool is_root = ::geteuid() == 0;
+  const int left = is_root ? ::seteuid(65534) : 0;
+  const std::string text = error_of([&] { write_rank(locked, "t", 0, {}, "{}"); });
+  const int back = is_root ? ::seteuid(0) : 0;
+  ASSERT_EQ(left + back, 0);
+  EXPECT_TRUE(contains(text, locked + "/t.tmp: Permission denied; check the folder's owner")) << text;
+}
+
+TEST(SaveFailure, CreatesTheFolderThatIsMissing) {
+  Scratch scratch;
+  save(scratch / "a/b/c", "t", {whole("w", "param", filled(kSmall, 1))});
+  EXPECT_EQ(saved_value(scratch / "a/b/c", "t"), 1);
+  EXPECT_EQ(latest_tag(scratch / "nowhere"), "");
+  EXPECT_TRUE(contains(error_of([&] { Reader(scratch / "nowhere", "t"); }), "No such file"));
+  EXPECT_TRUE(contains(error_of([&] { Reader(scratch / "a/b/c", "u"); }), "u/manifest.json"));
+}
+
+TEST(SaveFailure, SaysThatAFileIsInTheFoldersPlace) {
+  Scratch scratch;
+  write_text(scratch / "file", "x");
+  EXPECT_TRUE(contains(error_of([&] { write_rank(scratch / "file", "t", 0, {}, "{}"); }), "Not a directory"));
+}
+
+TEST(SaveFailure, RefusesTagsThatAreNoFolderNames) {
+  Scratch scratch;
+  for (const char* tag : {"", ".", "..", "../up", "a/b", "/abs", "a..b", "line\nbreak"}) {
+    EXPECT_TRUE(contains(error_of([&] { write_rank(scratch.path(), tag, 0, {}, "{}"); }), "cannot name a folder"))
+        << tag;
+    EXPECT_TRUE(contains(error_of([&] { commit(scratch.path(), tag, {}, true); }), "cannot name a folder")) << tag;
+    EXPECT_TRUE(contains(error_of([&] { Reader(scratch.path(), tag); }), "cannot name a folder")) << tag;
+    abandon(scratch.path(), tag);
+  }
+  for (const char* tag : {"latest", "t.tmp", "t.replaced"}) {
+    EXPECT_TRUE(contains(error_of([&] { write_rank(scratch.path(), tag, 0, {}, "{}"); }), "is reserved")) << tag;
+  }
+  EXPECT_TRUE(contains(error_of([&] { write_rank("", "t", 0, {}, "{}"); }), "path is empty"));
+  EXPECT_TRUE(std::filesystem::is_empty(scratch.path()));
+  write_text(scratch / "latest", "../../etc");
+  EXPECT_TRUE(contains(error_of([&] { latest_tag(scratch.path()); }), scratch / "latest"));
+}
+
+TEST(SaveFailure, RefusesToReplaceWhatIsNoCheckpoint) {
+  Scratch scratch;
+  make_folders(scratch / "src");
+  write_text(scratch / "src/precious.cc", "x");
+  write_text(scratch / "train.py", "y");
+  for (const char* tag : {"src", "train.py"}) {
+    const std::string text = error_of([&] { write_rank(scratch.path(), tag, 0, {}, "{}"); });
+    EXPECT_TRUE(contains(text, "is not a checkpoint")) << text;
+    abandon(scratch.path(), tag);
+  }
+  EXPECT_EQ(read_text(scratch / "src/precious.cc"), "x");
+  EXPECT_EQ(read_text(scratch / "train.py"), "y");
+}
+
+TEST(SaveFailure, RefusesTextThatIsNotUtf8) {
+  Scratch scratch;
+  const Piece odd = whole("\xff\xfe", "param", filled(kSmall, 1));
+  EXPECT_TRUE(contains(error_of([&] { write_rank(scratch.path(), "t", 0, {odd}, "{}"); }), "not UTF-8"));
+  EXPECT_TRUE(contains(error_of([&] { write_rank(scratch.path(), "t", 0, {}, "\xff"); }), "not UTF-8"));
+  write_rank(scratch.path(), "t", 0, {}, "{}");
+  EXPECT_TRUE(
+      contains(error_of([&] { commit(scratch.path(), "t", {.client_state_json = "\xff"}, true); }), "not UTF-8"));
+  EXPECT_FALSE(exists(scratch / "t"));
+}
+
+TEST(SaveFailure, NamesTheRankThatDidNotWrite) {
+  Scratch scratch;
+  write_rank(scratch.path(), "t", 0, {}, "{}");
+  const std::string text = error_of([&] { commit(scratch.path(), "t", {.world_size = 2}, true); });
+  EXPECT_TRUE(contains(text, "rank_00001.json") && contains(text, "every rank sees")) << text;
+}
+
+TEST(SaveFailure, DropsWhatACrashedSaveOfALargerWorldLeft) {
+  Scratch scratch;
+  for (int rank = 0; rank < 3; ++rank) {
+    write_rank(scratch.path(), "t", rank, {{"w", "param", {kSmall}, 30 * rank, 30 * rank + 30, filled(30, 7)}}, "{}");
+  }
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
+  EXPECT_EQ(list_folder(scratch / "t").size(), 2u);
+  EXPECT_EQ(saved_value(scratch.path(), "t"), 1);
+}
+
+TEST(SaveFailure, MovesLatestOnlyWhenAsked) {
+  Scratch scratch;
+  save(scratch.path(), "one", {whole("w", "param", filled(kSmall, 1))});
+  write_rank(scratch.path(), "two", 0, {whole("w", "param", filled(kSmall, 2))}, "{}");
+  EXPECT_EQ(latest_tag(scratch.path()), "one");
+  commit(scratch.path(), "two", {}, false);
+  EXPECT_EQ(latest_tag(scratch.path()), "one");
+  EXPECT_EQ(saved_value(scratch.path(), "two"), 2);
+}
+
+// The child saves generation after generation under one tag until it is killed; its tensors must agree at any moment.
+TEST(SaveFailure, SurvivesAKillAtAnyMoment) {
+  Scratch scratch;
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, -1)), whole("v", "param", filled(kSmall, -1))});
+  for (int kill_after_ms : {1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144}) {
+    Tensor generation = filled(kSmall, 0);
+    float* values = generation.mutable_data_ptr<float>();
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      // noexcept: an error must end the child, not let it go on as a second test runner.
+      [&]() noexcept {
+        for (int i = 0;; ++i) {
+          for (int64_t k = 0; k < kSmall; ++k) values[k] = static_cast<float>(i);
+          save(scratch.path(), "t", {whole("w", "param", generation), whole("v", "param", generation)});
+        }
+      }();
+    }
+    ::usleep(kill_after_ms * 1000);
+    ::kill(child, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "the child stopped by itself: " << status;
+    EXPECT_EQ(latest_tag(scratch.path()), "t");
+    const Tensor w = at::zeros({kSmall}, at::kFloat);
+    const Tensor v = at::zeros({kSmall}, at::kFloat);
+    Reader(scratch.path(), "t").read({whole("w", "param", w), whole("v", "param", v)});
+    EXPECT_TRUE(same_bits(w, v));
+  }
+}
+
+}  // namespace
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,76 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A folder that is gone when the test ends, and what the checkpoint tests share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <cstring>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "checkpoint/file_io.h"
+#include "checkpoint/shard_file.h"
+
+namespace deeptide::checkpoint {
+
+class Scratch {
+ public:
+  Scratch() {
+    std::string name = (std::filesystem::temp_directory_path() / "deeptide_test_XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder at " + name);
+    path_ = name;
+  }
+  Scratch(const Scratch&) = delete;
+  ~Scratch() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+inline Piece whole(const std::string& name, const std::string& role, const at::Tensor& data) {
+  return {name, role, {data.numel()}, 0, data.numel(), data};
+}
+
+/// Quick, for thousands of them: no fsync, and a new file, since ext4 flushes one that was truncated.
+inline void overwrite(const std::string& path, const std::string& bytes) {
+  remove_quietly(path);
+  File::create(path).write_at(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+}
+
+/// A save by a world of one.
+inline void save(const std::string& directory, const std::string& tag, const std::vector<Piece>& pieces) {
+  write_rank(directory, tag, 0, pieces, "{}");
+  commit(directory, tag, Manifest{}, true);
+}
+
+/// Bit for bit, so that NaN equals itself and -0 differs from 0.
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+/// The text of the CheckpointError that `call` throws; a failed test and "" when it throws none.
+template <typename Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const CheckpointError& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "no CheckpointError was thrown";
+  return "";
+}
+
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace deeptide::checkpoint
