@@ -70,16 +70,20 @@ Hyperparameters hyper_from_json(const json& j) {
 
 /// Generator states that a rank needs to go on exactly where it was.
 json rng_to_json(at::Device device) {
-  json states = {{"cpu", to_hex(at::globalContext().defaultGenerator(at::kCPU).get_state())}};
-  if (!device.is_cpu()) states["device"] = to_hex(at::globalContext().defaultGenerator(device).get_state());
+  at::Generator cpu = at::globalContext().defaultGenerator(at::kCPU);
+  json states = {{"cpu", to_hex(cpu.get_state())}};
+  if (device.is_cpu()) return states;
+  at::Generator own = at::globalContext().defaultGenerator(device);
+  states["device"] = to_hex(own.get_state().cpu());
   return states;
 }
 
 void rng_from_json(const json& states, at::Device device) {
-  at::globalContext().defaultGenerator(at::kCPU).set_state(from_hex(states.at("cpu")));
-  if (!device.is_cpu() && states.contains("device")) {
-    at::globalContext().defaultGenerator(device).set_state(from_hex(states["device"]));
-  }
+  at::Generator cpu = at::globalContext().defaultGenerator(at::kCPU);
+  cpu.set_state(from_hex(states.at("cpu")));
+  if (device.is_cpu() || !states.contains("device")) return;
+  at::Generator own = at::globalContext().defaultGenerator(device);
+  own.set_state(from_hex(states["device"]));
 }
 
 /// The piece of `p` that lies in [begin, begin + flat.numel()) of its unit, out of `flat`, which starts there.
