@@ -1,0 +1,193 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Config: from text through the table to fields.
+#include "deeptide/config.h"
+
+#include <fstream>
+#include <iterator>
+
+#include "base/json.h"
+#include "config/base64.h"
+#include "config/rules.h"
+#include "config/validate.h"
+#include "deeptide/errors.h"
+
+namespace deeptide {
+namespace {
+
+using config::Kind;
+using config::Values;
+
+const std::string kOptimizerParams = "optimizer.params.";
+const std::string kSchedulerParams = "scheduler.params.";
+
+DataType data_type(const std::string& name) {
+  if (name == "bf16") return DataType::bf16;
+  return name == "fp16" ? DataType::fp16 : DataType::fp32;
+}
+
+std::optional<DataType> maybe_type(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  return data_type(name);
+}
+
+BatchConfig batch_config(const Values& values) {
+  return {values.maybe_integer("train_batch_size"), values.maybe_integer("train_micro_batch_size_per_gpu"),
+          values.maybe_integer("gradient_accumulation_steps")};
+}
+
+void fill_adam(const Values& values, OptimizerConfig& optimizer) {
+  const std::vector<JsonValue>& betas = values.value(kOptimizerParams + "betas").items;
+  optimizer.kind = OptimizerKind::adam;
+  optimizer.defaults.beta1 = betas[0].number;
+  optimizer.defaults.beta2 = betas[1].number;
+  optimizer.defaults.eps = values.number(kOptimizerParams + "eps");
+  optimizer.defaults.bias_correction = values.flag(kOptimizerParams + "bias_correction");
+  optimizer.defaults.decoupled_decay = values.flag(kOptimizerParams + "adam_w_mode");
+}
+
+void fill_sgd(const Values& values, OptimizerConfig& optimizer) {
+  optimizer.kind = OptimizerKind::sgd;
+  optimizer.defaults.decoupled_decay = false;
+  optimizer.defaults.momentum = values.number(kOptimizerParams + "momentum");
+  optimizer.defaults.dampening = values.number(kOptimizerParams + "dampening");
+  optimizer.defaults.nesterov = values.flag(kOptimizerParams + "nesterov");
+}
+
+OptimizerConfig optimizer_config(const Values& values) {
+  OptimizerConfig optimizer;
+  const std::string type = values.word("optimizer.type");
+  if (type.empty()) return optimizer;
+  optimizer.type = values.value("optimizer.type").string;
+  optimizer.defaults.lr = values.number(kOptimizerParams + "lr");
+  optimizer.defaults.weight_decay = values.number(kOptimizerParams + "weight_decay");
+  type == "SGD" ? fill_sgd(values, optimizer) : fill_adam(values, optimizer);
+  return optimizer;
+}
+
+// Where one parameter's value comes from another's: the second of OneCycle's halves, the rate after a warm-up.
+void derive_params(const Values& values, SchedulerConfig& scheduler, std::vector<std::string>& decisions) {
+  const auto copy = [&](const char* to, const char* from) { scheduler.params.try_emplace(to, scheduler.params[from]); };
+  if (scheduler.type == "OneCycle") {
+    copy("cycle_second_step_size", "cycle_first_step_size");
+    copy("cycle_second_stair_count", "cycle_first_stair_count");
+  }
+  const std::string rate = kSchedulerParams + "warmup_max_lr";
+  if (scheduler.type != "WarmupDecayLR" || !values.at(rate).automatic || values.word("optimizer.type").empty()) return;
+  scheduler.params["warmup_max_lr"] = values.number(kOptimizerParams + "lr");
+  decisions.push_back(rate + ": \"auto\" became optimizer.params.lr, " +
+                      to_text(JsonValue(values.number(kOptimizerParams + "lr"))));
+}
+
+SchedulerConfig scheduler_config(const Values& values, std::vector<std::string>& decisions) {
+  SchedulerConfig scheduler;
+  scheduler.type = values.word("scheduler.type");
+  if (scheduler.type.empty()) return scheduler;
+  for (const auto& [path, entry] : values.entries()) {
+    if (path.compare(0, kSchedulerParams.size(), kSchedulerParams) != 0) continue;
+    if (entry.key->status != config::Status::honoured) continue;
+    const JsonValue& value = values.value(path);
+    if (value.is(JsonKind::null)) continue;
+    if (entry.key->kind == Kind::word) {
+      scheduler.names[entry.key->name] = value.string;
+    } else {
+      scheduler.params[entry.key->name] = value.is(JsonKind::boolean) ? value.boolean : value.number;
+    }
+  }
+  derive_params(values, scheduler, decisions);
+  return scheduler;
+}
+
+ZeroConfig zero_config(const Values& values) {
+  const std::string zero = "zero_optimization.";
+  ZeroConfig config;
+  config.stage = static_cast<int>(values.integer(zero + "stage"));
+  config.reduce_bucket_size = values.integer(zero + "reduce_bucket_size");
+  config.allgather_bucket_size = values.integer(zero + "allgather_bucket_size");
+  config.overlap_comm = values.flag(zero + "overlap_comm");
+  config.prefetch_bucket_size = values.integer(zero + "stage3_prefetch_bucket_size");
+  config.param_persistence_threshold = values.integer(zero + "stage3_param_persistence_threshold");
+  config.model_persistence_threshold = values.integer(zero + "stage3_model_persistence_threshold");
+  config.max_live_parameters = values.maybe_integer(zero + "stage3_max_live_parameters");
+  config.max_reuse_distance = values.maybe_integer(zero + "stage3_max_reuse_distance");
+  config.ignore_unused_parameters = values.flag(zero + "ignore_unused_parameters");
+  config.load_from_fp32_weights = values.flag(zero + "load_from_fp32_weights");
+  config.gather_16bit_weights_on_model_save = values.flag(zero + "stage3_gather_16bit_weights_on_model_save");
+  return config;
+}
+
+RuntimeConfig runtime_config(const Values& values) {
+  RuntimeConfig config;
+  config.comm_timeout_s = values.number("deeptide.comm_timeout");
+  config.ordered_reduction = values.word("deeptide.reduction") == "ordered";
+  config.tune_allocator = values.flag("deeptide.tune_allocator");
+  config.unit_size = values.integer("deeptide.unit_size");
+  config.seed = static_cast<uint64_t>(values.integer("deeptide.seed"));
+  return config;
+}
+
+void fill(const Values& values, Config& config) {
+  config.batch = batch_config(values);
+  config.optimizer = optimizer_config(values);
+  config.scheduler = scheduler_config(values, config.decisions);
+  config.zero = zero_config(values);
+  config.runtime = runtime_config(values);
+  config.bf16 = values.flag("bf16.enabled");
+  config.communication_dtype = maybe_type(values.word("communication_data_type"));
+  config.gradient_accumulation_dtype = maybe_type(values.word("data_types.grad_accum_dtype"));
+  config.gradient_clipping = values.number("gradient_clipping");
+  config.gradient_mean = values.word("gradient_allreduce_op") == "mean";
+  config.steps_per_print = values.maybe_integer("steps_per_print");
+  config.wall_clock_breakdown = values.flag("wall_clock_breakdown");
+  config.memory_breakdown = values.flag("memory_breakdown");
+  config.dataloader_drop_last = values.flag("dataloader_drop_last");
+  config.dump_state = values.flag("dump_state");
+}
+
+// The text itself, or what it encodes: text that is not an object may be base64 of one.
+std::string decoded(std::string_view text) {
+  constexpr std::string_view kBlanks = " \t\r\n";
+  const auto bytes = config::decode_base64_url(text);
+  if (!bytes) return std::string(text);
+  const size_t first = bytes->find_first_not_of(kBlanks);
+  const bool object = first != std::string::npos && (*bytes)[first] == '{';
+  return object ? *bytes : std::string(text);
+}
+
+}  // namespace
+
+Config::Config() : origin("<default>"), text("{}") {}
+
+Config Config::from_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file.is_open() || file.bad() || (text.empty() && file.fail())) {
+    throw ConfigError(path + ": cannot read this file; expected a string path to an existing deepspeed config");
+  }
+  return from_text(text, path);
+}
+
+Config Config::from_text(std::string_view text, const std::string& origin) {
+  Config config;
+  config.origin = origin;
+  config.text = decoded(text);
+  const JsonValue root = parse_json(config.text, origin);
+  if (!root.is(JsonKind::object)) {
+    throw ConfigError(origin + ":" + std::to_string(root.line) + ": expected an object of keys in braces, got " +
+                      to_text(root).substr(0, 60));
+  }
+  config::Problems problems(origin);
+  const Values values = config::validate(root, problems, config.decisions);
+  config::check_rules(values, problems);
+  problems.raise();
+  fill(values, config);
+  config::note_decisions(values, config.decisions);
+  return config;
+}
+
+DataType Config::compute_dtype() const {
+  if (bf16) return DataType::bf16;
+  return fp16 ? DataType::fp16 : DataType::fp32;
+}
+
+}  // namespace deeptide

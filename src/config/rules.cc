@@ -1,0 +1,91 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What holds between keys, beyond what the table says of each.
+#include "config/rules.h"
+
+namespace deeptide::config {
+namespace {
+
+const std::string kParams = "optimizer.params.";
+
+void blame(const Values& values, const std::string& path, const std::string& what, Problems& problems) {
+  const Entry& entry = values.at(path);
+  problems.add(entry.line, entry.shown, what);
+}
+
+void check_precision(const Values& values, Problems& problems) {
+  if (values.flag("fp16.enabled") && values.flag("bf16.enabled")) {
+    blame(values, "bf16.enabled",
+          "bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16.enabled or bf16.enabled to false",
+          problems);
+  }
+}
+
+void check_reduction(const Values& values, Problems& problems) {
+  if (values.word("gradient_allreduce_op") == "sum" && values.integer("zero_optimization.stage") == 3) {
+    blame(values, "gradient_allreduce_op",
+          "\"sum\" is not supported with ZeRO stage 3; use \"mean\" or a stage from 0 to 2", problems);
+  }
+}
+
+void check_optimizer(const Values& values, Problems& problems) {
+  const std::string type = values.word("optimizer.type");
+  if (type == "AdamW" && values.given(kParams + "adam_w_mode") && !values.flag(kParams + "adam_w_mode")) {
+    blame(values, kParams + "adam_w_mode",
+          "false has no effect here because type AdamW always decouples the decay; choose type \"Adam\" for L2 decay",
+          problems);
+  }
+  if (type == "SGD" && values.flag(kParams + "nesterov") &&
+      (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
+    blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
+  }
+}
+
+void note_optimizer(const Values& values, std::vector<std::string>& decisions) {
+  if (values.word("optimizer.type") != "Adam") return;
+  decisions.push_back(values.flag(kParams + "adam_w_mode")
+                          ? "optimizer.type: \"Adam\" decouples weight decay (AdamW); adam_w_mode: false is L2 decay"
+                          : "optimizer.type: \"Adam\" with adam_w_mode: false adds L2 decay to the gradient");
+}
+
+void note_schedule(const Values& values, std::vector<std::string>& decisions) {
+  const std::string type = values.word("scheduler.type");
+  if (type != "WarmupDecayLR" && type != "WarmupCosineLR") return;
+  const int64_t total = values.integer("scheduler.params.total_num_steps");
+  const int64_t warmup = values.integer("scheduler.params.warmup_num_steps");
+  if (total < warmup) {
+    decisions.push_back("scheduler.params: total_num_steps " + std::to_string(total) +
+                        " is less than warmup_num_steps " + std::to_string(warmup) + ", so the warm-up will not end");
+  }
+}
+
+}  // namespace
+
+void check_rules(const Values& values, Problems& problems) {
+  check_precision(values, problems);
+  check_reduction(values, problems);
+  // With other problems about, the optimizer's parameters may be unknown.
+  if (problems.empty()) check_optimizer(values, problems);
+}
+
+void note_decisions(const Values& values, std::vector<std::string>& decisions) {
+  note_optimizer(values, decisions);
+  note_schedule(values, decisions);
+  if (!values.at("gradient_clipping").automatic && !values.given("gradient_clipping")) {
+    decisions.push_back("gradient_clipping: absent became 1; 0 turns clipping off");
+  }
+  const int64_t stage = values.integer("zero_optimization.stage");
+  for (const char* name : {"stage3_max_live_parameters", "stage3_max_reuse_distance"}) {
+    const std::string path = std::string("zero_optimization.") + name;
+    if (stage == 3 && !values.given(path) && !values.at(path).automatic) {
+      decisions.push_back(path + ": absent became " + values.at(path).key->derived);
+    }
+  }
+  const auto vocabulary = values.maybe_integer("vocabulary_size");
+  if (vocabulary && *vocabulary % 8 != 0) {
+    decisions.push_back("vocabulary_size: " + std::to_string(*vocabulary) +
+                        " is not a multiple of 8, which may slow matrix products down");
+  }
+}
+
+}  // namespace deeptide::config
