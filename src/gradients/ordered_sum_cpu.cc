@@ -13,7 +13,9 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "gradients/ordered_sum_cpu.cc"
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+// Arrays of vectors below: no targets whose vectors have no size at compile time.
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #include <hwy/foreach_target.h>
 // After foreach_target.h, as Highway asks.
 #include <hwy/highway.h>
@@ -67,100 +69,102 @@ HWY_INLINE V load(const c10::Half* from) {
 #endif
 }
 
-/// sum = (kFirst ? row[0] : sum + row[0]) + row[1] + …, in that order. Elementwise, so the scalar tail rounds alike.
-template <int kRows, bool kFirst, class T>
+/// row[0] + row[1] + …, in that order; first after `carry` when there is one.
+template <int kRows, bool kCarry, class T>
+HWY_INLINE V add_rows_at(const T* rows, int64_t stride, const float* carry, size_t i) {
+  V total = load(rows + i);
+  if constexpr (kCarry) total = hn::Add(load(carry + i), total);
+  for (int row = 1; row < kRows; ++row) total = hn::Add(total, load(rows + row * stride + i));
+  return total;
+}
+
+/// The same for one element; nothing here fuses, so it rounds alike.
+template <int kRows, bool kCarry, class T>
+HWY_INLINE float add_element_at(const T* rows, int64_t stride, const float* carry, size_t i) {
+  float total = static_cast<float>(rows[i]);
+  if constexpr (kCarry) total = carry[i] + total;
+  for (int row = 1; row < kRows; ++row) total += static_cast<float>(rows[row * stride + i]);
+  return total;
+}
+
+/// sum = (kCarry ? sum : 0) + the rows.
+template <int kRows, bool kCarry, class T>
 void add_rows(const T* rows, int64_t stride, float* sum, size_t count) {
   const size_t lanes = hn::Lanes(D());
   size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    V total = load(rows + i);
-    if constexpr (!kFirst) total = hn::Add(load(sum + i), total);
-    for (int row = 1; row < kRows; ++row) total = hn::Add(total, load(rows + row * stride + i));
-    hn::StoreU(total, D(), sum + i);
+    hn::StoreU(add_rows_at<kRows, kCarry>(rows, stride, sum, i), D(), sum + i);
   }
-  for (; i < count; ++i) {
-    float total = static_cast<float>(rows[i]);
-    if constexpr (!kFirst) total = sum[i] + total;
-    for (int row = 1; row < kRows; ++row) total += static_cast<float>(rows[row * stride + i]);
-    sum[i] = total;
-  }
+  for (; i < count; ++i) sum[i] = add_element_at<kRows, kCarry>(rows, stride, sum, i);
 }
 
-template <bool kFirst, class T>
-void add_some_rows(int64_t num_rows, const T* rows, int64_t stride, float* sum, size_t count) {
-  switch (num_rows) {
-    case 1:
-      return add_rows<1, kFirst>(rows, stride, sum, count);
-    case 2:
-      return add_rows<2, kFirst>(rows, stride, sum, count);
-    case 3:
-      return add_rows<3, kFirst>(rows, stride, sum, count);
-    default:
-      return add_rows<4, kFirst>(rows, stride, sum, count);
-  }
-}
-
-/// Four rows a pass: few enough streams for the prefetchers however many ranks there are.
-template <class T>
-void sum_rows(const T* rows, int64_t num_rows, int64_t stride, float* sum, size_t count) {
-  add_some_rows<true>(std::min<int64_t>(num_rows, 4), rows, stride, sum, count);
-  for (int64_t row = 4; row < num_rows; row += 4) {
-    add_some_rows<false>(std::min<int64_t>(num_rows - row, 4), rows + row * stride, stride, sum, count);
-  }
-}
-
-template <bool kOverwrite>
-void finish_sums(const float* sum, float scale, float* accumulator, size_t count) {
-  const size_t lanes = hn::Lanes(D());
-  size_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    V value = hn::Mul(load(sum + i), hn::Set(D(), scale));
-    if constexpr (!kOverwrite) value = hn::Add(load(accumulator + i), value);
-    hn::StoreU(value, D(), accumulator + i);
-  }
-  for (; i < count; ++i) {
-    const float value = sum[i] * scale;
-    accumulator[i] = kOverwrite ? value : accumulator[i] + value;
-  }
-}
-
+/// accumulator = (kOverwrite ? 0 : accumulator) + scale * the rows' sum; returns the sum of its squares.
 /// A float's square is exact in double, so only the order of the additions rounds: lane by lane, then lane 0 to 31.
-double sum_squares(const float* x, size_t count) {
-  const hn::ScalableTag<double> d;
-  const hn::Rebind<float, decltype(d)> df;
-  const size_t lanes = hn::Lanes(d);
-  HWY_ALIGN double sums[kSquareLanes];
+template <int kRows, bool kOverwrite, class T>
+double finish_rows(const T* rows, int64_t stride, float scale, float* accumulator, size_t count) {
+  const D d;
+  const hn::ScalableTag<double> d64;
+  const hn::Rebind<float, decltype(d64)> half;
+  constexpr size_t kLanes = HWY_LANES(float), kLanes64 = HWY_LANES(double), kVectors64 = kSquareLanes / kLanes64;
   const size_t whole = count - count % kSquareLanes;
-  for (size_t lane = 0; lane < kSquareLanes; lane += 4 * lanes) {
-    auto sum0 = hn::Zero(d), sum1 = sum0, sum2 = sum0, sum3 = sum0;
-    for (size_t i = lane; i < whole; i += kSquareLanes) {
-      const auto x0 = hn::PromoteTo(d, hn::LoadU(df, x + i));
-      const auto x1 = hn::PromoteTo(d, hn::LoadU(df, x + i + lanes));
-      const auto x2 = hn::PromoteTo(d, hn::LoadU(df, x + i + 2 * lanes));
-      const auto x3 = hn::PromoteTo(d, hn::LoadU(df, x + i + 3 * lanes));
-      sum0 = hn::MulAdd(x0, x0, sum0);
-      sum1 = hn::MulAdd(x1, x1, sum1);
-      sum2 = hn::MulAdd(x2, x2, sum2);
-      sum3 = hn::MulAdd(x3, x3, sum3);
+  hn::Vec<decltype(d64)> squares[kVectors64];
+  for (auto& vector : squares) vector = hn::Zero(d64);
+  for (size_t i = 0; i < whole; i += kSquareLanes) {
+    for (size_t j = i; j < i + kSquareLanes; j += kLanes) {
+      V value = hn::Mul(add_rows_at<kRows, false>(rows, stride, nullptr, j), hn::Set(d, scale));
+      if constexpr (!kOverwrite) value = hn::Add(load(accumulator + j), value);
+      hn::StoreU(value, d, accumulator + j);
     }
-    hn::StoreU(sum0, d, sums + lane);
-    hn::StoreU(sum1, d, sums + lane + lanes);
-    hn::StoreU(sum2, d, sums + lane + 2 * lanes);
-    hn::StoreU(sum3, d, sums + lane + 3 * lanes);
+    for (size_t k = 0; k < kVectors64; ++k) {
+      const auto value = hn::PromoteTo(d64, hn::LoadU(half, accumulator + i + k * kLanes64));
+      squares[k] = hn::MulAdd(value, value, squares[k]);
+    }
   }
-  for (size_t i = whole; i < count; ++i) sums[i - whole] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  HWY_ALIGN double lanes[kSquareLanes];
+  for (size_t k = 0; k < kVectors64; ++k) hn::Store(squares[k], d64, lanes + k * kLanes64);
+  for (size_t i = whole; i < count; ++i) {
+    const float value = add_element_at<kRows, false>(rows, stride, nullptr, i) * scale;
+    accumulator[i] = kOverwrite ? value : accumulator[i] + value;
+    lanes[i - whole] += static_cast<double>(accumulator[i]) * static_cast<double>(accumulator[i]);
+  }
   double total = 0.0;
-  for (double sum : sums) total += sum;
+  for (double lane : lanes) total += lane;
   return total;
 }
 
+template <int kRows, class T>
+double finish_rows(const T* rows, int64_t stride, const Finish& finish, float* accumulator, size_t count) {
+  return finish.overwrite ? finish_rows<kRows, true>(rows, stride, finish.scale, accumulator, count)
+                          : finish_rows<kRows, false>(rows, stride, finish.scale, accumulator, count);
+}
+
+/// Beyond four ranks the sum grows in the first-level cache, four rows a pass: few enough streams for the prefetchers.
 template <class T>
-double reduce_typed(const Rows& rows, int64_t begin, size_t count, const Finish& finish, float* accumulator) {
+double finish_many_rows(const T* rows, const Rows& shape, const Finish& finish, float* accumulator, size_t count) {
   HWY_ALIGN float sum[kBlock];
-  sum_rows(static_cast<const T*>(rows.first) + begin, rows.count, rows.stride, sum, count);
-  finish.overwrite ? finish_sums<true>(sum, finish.scale, accumulator + begin, count)
-                   : finish_sums<false>(sum, finish.scale, accumulator + begin, count);
-  return sum_squares(accumulator + begin, count);
+  add_rows<4, false>(rows, shape.stride, sum, count);
+  int64_t row = 4;
+  for (; row + 4 <= shape.count; row += 4) add_rows<4, true>(rows + row * shape.stride, shape.stride, sum, count);
+  for (; row < shape.count; ++row) add_rows<1, true>(rows + row * shape.stride, 0, sum, count);
+  return finish_rows<1>(sum, 0, finish, accumulator, count);
+}
+
+template <class T>
+double reduce_typed(const Rows& shape, int64_t begin, size_t count, const Finish& finish, float* accumulator) {
+  const T* rows = static_cast<const T*>(shape.first) + begin;
+  accumulator += begin;
+  switch (shape.count) {
+    case 1:
+      return finish_rows<1>(rows, shape.stride, finish, accumulator, count);
+    case 2:
+      return finish_rows<2>(rows, shape.stride, finish, accumulator, count);
+    case 3:
+      return finish_rows<3>(rows, shape.stride, finish, accumulator, count);
+    case 4:
+      return finish_rows<4>(rows, shape.stride, finish, accumulator, count);
+    default:
+      return finish_many_rows(rows, shape, finish, accumulator, count);
+  }
 }
 
 double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish& finish, float* accumulator) {
@@ -171,9 +175,9 @@ double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish&
 
 void add_widened(const void* from, at::ScalarType dtype, int64_t begin, size_t count, float* accumulator) {
   if (dtype == at::kHalf) {
-    add_rows<1, false>(static_cast<const c10::Half*>(from) + begin, 0, accumulator + begin, count);
+    add_rows<1, true>(static_cast<const c10::Half*>(from) + begin, 0, accumulator + begin, count);
   } else {
-    add_rows<1, false>(static_cast<const c10::BFloat16*>(from) + begin, 0, accumulator + begin, count);
+    add_rows<1, true>(static_cast<const c10::BFloat16*>(from) + begin, 0, accumulator + begin, count);
   }
 }
 
