@@ -4,6 +4,8 @@
 // compile.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
@@ -77,6 +79,36 @@ TEST(SgdStep, FollowsLibTorchsSgd) {
         [&](const Tensor& master, const Tensor& gradient, int step) {
           sgd_step({master, momentum, gradient, Tensor()}, hyper, step, 1.0);
         });
+  }
+}
+
+/// The operators behind torch.optim's fused=True in Python.
+TEST(AdamStep, FollowsTorchsFusedAdamAndAdamW) {
+  at::manual_seed(12);
+  for (bool decoupled : {true, false}) {
+    Hyperparameters hyper;
+    hyper.lr = 1e-2;
+    hyper.weight_decay = 0.1;
+    hyper.decoupled_decay = decoupled;
+    const AdamSegment ours{at::randn({kNumel}), at::zeros({kNumel}), at::zeros({kNumel}), at::zeros({kNumel}),
+                           Tensor()};
+    Tensor theirs = ours.master.clone(), exp_avg = ours.exp_avg.clone(), exp_avg_sq = ours.exp_avg_sq.clone();
+    const Tensor state_step = at::zeros({});
+    for (int step = 1; step <= kSteps; ++step) {
+      ours.gradient.normal_();
+      adam_step(ours, hyper, step, 1.0);
+      state_step.add_(1);
+      if (decoupled) {
+        at::_fused_adamw_({theirs}, {ours.gradient}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr, hyper.beta1,
+                          hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false, /*maximize=*/false);
+      } else {
+        at::_fused_adam_({theirs}, {ours.gradient}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr, hyper.beta1,
+                         hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false, /*maximize=*/false);
+      }
+    }
+    EXPECT_TRUE(at::allclose(ours.master, theirs, 2e-6, 2e-6)) << (ours.master - theirs).abs().max().item<float>();
+    EXPECT_TRUE(at::allclose(ours.exp_avg, exp_avg, 1e-6, 1e-7));
+    EXPECT_TRUE(at::allclose(ours.exp_avg_sq, exp_avg_sq, 1e-6, 1e-7));
   }
 }
 
