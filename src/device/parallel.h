@@ -1,0 +1,37 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Splits a range of elements over torch's own intra-operator threads.
+#pragma once
+
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/FunctionRef.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace deeptide {
+
+/// Calls `work(begin, end)` over disjoint ranges that cover [0, numel); inner bounds are multiples of `block` elements.
+/// A thread takes about `grain` blocks at least; honours torch.set_num_threads, runs inline inside a parallel region.
+inline void parallel_blocks(int64_t numel, int64_t block, int64_t grain,
+                            c10::function_ref<void(int64_t, int64_t)> work) {
+  const int64_t num_blocks = (numel + block - 1) / block;
+  if (num_blocks <= grain) {
+    if (numel > 0) work(0, numel);
+    return;
+  }
+  // at::parallel_for is serial in code compiled without OpenMP, and with it may bring a second pool of threads beside
+  // torch's; an iterator runs on the pool that torch was built with.
+  at::Tensor ticks = at::empty({num_blocks}, at::TensorOptions(at::kByte).device(at::kCPU));
+  const char* first = static_cast<const char*>(ticks.const_data_ptr());
+  at::TensorIterator iterator = at::TensorIterator::borrowing_nullary_op(ticks);
+  iterator.for_each(
+      [&](char** data, const int64_t*, int64_t count, int64_t) {
+        const int64_t begin = data[0] - first;
+        work(begin * block, std::min(numel, (begin + count) * block));
+      },
+      grain);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,25 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The ordered sum in plain ATen operators, for any device.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include "gradients/ordered_sum_detail.h"
+
+using at::Tensor;
+
+namespace deeptide::gradients::detail {
+
+void ordered_sum_reference(const Tensor& contributions, float scale, bool overwrite, const Tensor& accumulator,
+                           const Tensor& sum_of_squares) {
+  at::NoGradGuard no_grad;
+  Tensor sum = contributions[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  for (int64_t rank = 1; rank < contributions.size(0); ++rank) sum.add_(contributions[rank]);
+  sum.mul_(scale);
+  overwrite ? accumulator.copy_(sum) : accumulator.add_(sum);
+  // Squares of large finite floats overflow in fp32; the norm casts as it reads.
+  sum_of_squares.copy_(at::linalg_vector_norm(accumulator, 2, at::OptionalIntArrayRef{}, false, at::kDouble));
+  sum_of_squares.square_();
+}
+
+}  // namespace deeptide::gradients::detail

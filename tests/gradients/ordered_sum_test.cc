@@ -1,0 +1,258 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The ordered sum: its order, its bits under any number of threads and instruction set, its norm and its culprits.
+#include "gradients/ordered_sum.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <hwy/highway.h>
+
+#include <cmath>
+#include <limits>
+
+#include "gradients/ordered_sum_detail.h"
+
+using at::Tensor;
+
+namespace deeptide::gradients {
+namespace {
+
+constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4095, 4096, 4097, 65537};
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kBFloat16, at::kHalf};
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+/// (world, numel) with rows at an odd distance and an odd start.
+Tensor ragged_rows(int64_t world, int64_t numel, at::ScalarType dtype) {
+  return at::randn({world, numel + 5}).to(dtype).narrow(1, 3, numel);
+}
+
+struct Result {
+  Tensor accumulator;
+  double sum_of_squares;
+};
+
+Result run(const Tensor& contributions, double scale, bool overwrite, const Tensor& start) {
+  Result result{start.clone(), 0};
+  Tensor squares = at::full({1}, -1.0, at::kDouble);
+  ordered_sum(contributions, scale, overwrite, result.accumulator, squares);
+  result.sum_of_squares = squares.item<double>();
+  return result;
+}
+
+class Threads {
+ public:
+  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
+  ~Threads() { at::set_num_threads(before_); }
+
+ private:
+  int before_;
+};
+
+class Target {
+ public:
+  explicit Target(int64_t target) { choose(target); }
+  ~Target() { choose(0); }
+
+ private:
+  static void choose(int64_t target) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  }
+};
+
+TEST(OrderedSum, EqualsTheSumInRankOrderBitForBit) {
+  Threads threads(1);  // small operators on busy cores spend their time waking threads
+  at::manual_seed(1);
+  for (at::ScalarType dtype : kDtypes) {
+    for (int64_t world : {1, 2, 3, 4, 5, 8, 9}) {
+      for (int64_t numel : kSizes) {
+        for (bool overwrite : {true, false}) {
+          const Tensor rows = ragged_rows(world, numel, dtype), start = at::randn({numel});
+          Tensor sum = rows[0].to(at::kFloat);
+          for (int64_t rank = 1; rank < world; ++rank) sum = sum + rows[rank].to(at::kFloat);
+          const Tensor expected = overwrite ? sum * (1.0f / 3) : start + sum * (1.0f / 3);
+          const Result got = run(rows, 1.0f / 3, overwrite, start);
+          ASSERT_TRUE(at::equal(got.accumulator, expected)) << dtype << " " << world << "x" << numel;
+          const double squares = expected.to(at::kDouble).square().sum().item<double>();
+          ASSERT_NEAR(got.sum_of_squares, squares, 1e-13 * squares) << dtype << " " << world << "x" << numel;
+        }
+      }
+    }
+  }
+}
+
+TEST(OrderedSum, TakesTheRanksInOrder) {
+  // (1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1.
+  const Tensor rows = at::tensor({1e8f, 1.0f, -1e8f}).unsqueeze(1);
+  EXPECT_EQ(run(rows, 1.0, true, at::zeros({1})).accumulator.item<float>(), 0.0f);
+  const Tensor other = at::tensor({1e8f, -1e8f, 1.0f}).unsqueeze(1);
+  EXPECT_EQ(run(other, 1.0, true, at::zeros({1})).accumulator.item<float>(), 1.0f);
+}
+
+TEST(OrderedSum, IsBitEqualForOneAndTwoThreads) {
+  at::manual_seed(2);
+  for (int64_t numel : {32768, 32769, 300007}) {
+    const Tensor rows = ragged_rows(3, numel, at::kBFloat16), start = at::randn({numel});
+    Result one, two;
+    {
+      Threads threads(1);
+      one = run(rows, 0.5, false, start);
+    }
+    {
+      Threads threads(2);
+      two = run(rows, 0.5, false, start);
+    }
+    EXPECT_TRUE(at::equal(one.accumulator, two.accumulator));
+    EXPECT_EQ(one.sum_of_squares, two.sum_of_squares);
+  }
+}
+
+TEST(OrderedSum, IsBitEqualOnEveryInstructionSetOfThisMachine) {
+  at::manual_seed(3);
+  for (at::ScalarType dtype : kDtypes) {
+    for (int64_t numel : {33, 1003, 9001}) {
+      const Tensor rows = ragged_rows(5, numel, dtype), start = at::randn({numel});
+      const Result expected = run(rows, 0.7, false, start);
+      for (int64_t target : {int64_t{HWY_SCALAR}, int64_t{HWY_AVX2}, int64_t{HWY_AVX3}}) {
+        if (target != HWY_SCALAR && !(hwy::SupportedTargets() & target)) continue;
+        Target chosen(target);
+        const Result got = run(rows, 0.7, false, start);
+        EXPECT_TRUE(at::equal(got.accumulator, expected.accumulator)) << hwy::TargetName(target);
+        EXPECT_EQ(got.sum_of_squares, expected.sum_of_squares) << hwy::TargetName(target);
+      }
+    }
+  }
+}
+
+TEST(OrderedSum, AgreesWithTheOracleOfOtherDevices) {
+  at::manual_seed(4);
+  for (at::ScalarType dtype : kDtypes) {
+    for (bool overwrite : {true, false}) {
+      const Tensor rows = ragged_rows(3, 5001, dtype), start = at::randn({5001});
+      Tensor accumulator = start.clone(), squares = at::zeros({1}, at::kDouble);
+      detail::ordered_sum_reference(rows, 0.3f, overwrite, accumulator, squares);
+      const Result got = run(rows, 0.3f, overwrite, start);
+      EXPECT_TRUE(at::equal(got.accumulator, accumulator));
+      EXPECT_NEAR(got.sum_of_squares, squares.item<double>(), 1e-12 * got.sum_of_squares);
+    }
+  }
+}
+
+TEST(OrderedSum, LeavesNeighboursAlone) {
+  for (int64_t numel : kSizes) {
+    Tensor storage = at::zeros({numel + 4}), squares = at::zeros({1}, at::kDouble);
+    ordered_sum(at::ones({2, numel}), 1.0, true, storage.narrow(0, 1, numel), squares);
+    EXPECT_EQ(storage.sum().item<double>(), 2.0 * static_cast<double>(numel));
+    EXPECT_EQ(squares.item<double>(), 4.0 * static_cast<double>(numel));
+    EXPECT_EQ(storage[0].item<float>(), 0.0f);
+    EXPECT_EQ(storage.narrow(0, numel + 1, 3).abs().sum().item<float>(), 0.0f);
+  }
+}
+
+TEST(OrderedSum, SquaresLargeFiniteValuesWithoutOverflow) {
+  const double expected = 3e38f * static_cast<double>(3e38f) * 100;
+  EXPECT_NEAR(run(at::full({1, 100}, 3e38f), 1.0, true, at::zeros({100})).sum_of_squares, expected, 1e-12 * expected);
+}
+
+TEST(OrderedSum, NamesTheFirstBadElementAndRankWhereverItLies) {
+  for (at::ScalarType dtype : kDtypes) {
+    for (int64_t index : {0, 15, 31, 4095, 4096, 9000}) {
+      for (float bad : {kNaN, kInf, -kInf}) {
+        Tensor rows = at::ones({3, 9001}, dtype);
+        rows[2][index] = bad;
+        rows[1][index] = bad;
+        rows[0][9000] = bad;
+        const Result got = run(rows, 1.0, true, at::zeros({9001}));
+        ASSERT_FALSE(std::isfinite(got.sum_of_squares)) << index;
+        const auto found = find_non_finite(rows, got.accumulator);
+        ASSERT_TRUE(found.has_value());
+        EXPECT_EQ(found->index, index);
+        EXPECT_EQ(found->rank, index == 9000 ? 0 : 1);
+      }
+    }
+  }
+}
+
+TEST(OrderedSum, SaysThatOnlyTheSumOverflowed) {
+  const Tensor rows = at::full({2, 5}, 3e38f);
+  const Result got = run(rows, 1.0, true, at::zeros({5}));
+  EXPECT_TRUE(std::isinf(got.sum_of_squares));
+  const auto found = find_non_finite(rows, got.accumulator);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->index, 0);
+  EXPECT_EQ(found->rank, -1);
+}
+
+TEST(FindNonFinite, FindsNothingInFiniteValues) {
+  EXPECT_FALSE(find_non_finite(at::ones({2, 9}), at::ones({9})).has_value());
+  EXPECT_FALSE(find_non_finite(at::ones({2, 0}), at::ones({0})).has_value());
+}
+
+TEST(Accumulate, AddsOrOverwritesWithCast) {
+  at::manual_seed(5);
+  for (at::ScalarType from : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    for (at::ScalarType to : {at::kFloat, at::kBFloat16, at::kHalf}) {
+      for (int64_t numel : kSizes) {
+        const Tensor gradient = at::randn({numel + 3}).to(from).narrow(0, 1, numel);
+        const Tensor start = at::randn({numel}).to(to);
+        Tensor added = start.clone(), written = start.clone();
+        accumulate(gradient, false, added);
+        accumulate(gradient, true, written);
+        ASSERT_TRUE(at::equal(added, (start + gradient).to(to))) << from << " into " << to << ", " << numel;
+        ASSERT_TRUE(at::equal(written, gradient.to(to))) << from << " into " << to << ", " << numel;
+      }
+    }
+  }
+}
+
+TEST(Accumulate, TakesAStridedGradient) {
+  const Tensor gradient = at::randn({10, 3}).to(at::kBFloat16).select(1, 1);
+  Tensor accumulator = at::ones({10});
+  accumulate(gradient, false, accumulator);
+  EXPECT_TRUE(at::equal(accumulator, gradient.to(at::kFloat) + 1));
+}
+
+TEST(OrderedSum, RejectsTensorsThatDoNotFit) {
+  const auto rejects = [](const Tensor& rows, const Tensor& accumulator, const Tensor& squares,
+                          const std::string& word) {
+    try {
+      ordered_sum(rows, 1.0, true, accumulator, squares);
+      ADD_FAILURE() << "accepted; expected an error about " << word;
+    } catch (const c10::ValueError& error) {
+      EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+    }
+  };
+  const Tensor rows = at::ones({2, 4}), sums = at::zeros({4}), squares = at::zeros({1}, at::kDouble);
+  const Tensor elsewhere = at::empty({4}, at::TensorOptions(at::kMeta));
+  rejects(at::ones({2, 5}), sums, squares, "have shape [2, 5], expected (W, 4)");
+  rejects(at::ones({4}), sums, squares, "have shape [4]");
+  rejects(at::ones({0, 4}), sums, squares, "have shape [0, 4]");
+  rejects(Tensor(), sums, squares, "contributions have shape");
+  rejects(at::ones({4, 2}).t(), sums, squares, "each row of contributions must be contiguous");
+  rejects(rows.to(at::kDouble), sums, squares, "contributions are Double");
+  rejects(rows, sums.to(at::kBFloat16), squares, "accumulator is BFloat16");
+  rejects(rows, at::zeros({8}).slice(0, 0, 8, 2), squares, "accumulator must be");
+  rejects(rows, elsewhere, squares, "contributions are on cpu");
+  rejects(rows, sums, squares.to(at::kFloat), "sum_of_squares");
+  rejects(rows, sums, at::zeros({2}, at::kDouble), "sum_of_squares");
+}
+
+TEST(Accumulate, RejectsTensorsThatDoNotFit) {
+  EXPECT_THROW(accumulate(at::ones({3}), false, at::ones({4})), c10::ValueError);
+  EXPECT_THROW(accumulate(at::ones({3}, at::kInt), false, at::ones({3})), c10::ValueError);
+  EXPECT_THROW(accumulate(at::ones({3}), false, at::empty({3}, at::TensorOptions(at::kMeta))), c10::ValueError);
+  EXPECT_THROW(accumulate(Tensor(), false, at::ones({3})), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace deeptide::gradients
