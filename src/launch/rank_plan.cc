@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 
 std::string resolve_program(const std::string& name) {
-  const std::string path = find_program(name);
+  std::string path = find_program(name);
   if (path.empty()) {
     const bool here = fs::exists(name);
     throw UsageError("program '" + name + "' was not found in PATH" + (here ? "; did you mean './" + name + "'?" : ""));

@@ -15,8 +15,6 @@
 #include <system_error>
 #include <vector>
 
-extern char** environ;
-
 namespace deeptide::launch {
 namespace {
 
