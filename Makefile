@@ -1,4 +1,76 @@
+# SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-build:
-	cmake -S . -B build -G Ninja -DPython3_EXECUTABLE=$(CURDIR)/.venv/bin/python
-	cmake --build build
+# Every task of a developer; `make help` lists them. All tools come from .venv, which tools/setup.sh makes.
+BUILD ?= build
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+RANKS ?= 2
+JOBS ?= $(shell tools/jobs.sh)
+CMAKE = $(abspath $(VENV))/bin/cmake
+CTEST = $(abspath $(VENV))/bin/ctest
+RUFF = $(VENV)/bin/ruff
+BUILD_TYPE ?= RelWithDebInfo
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh')
+PYTHON_FOLDERS = $(wildcard python examples bench tests/python tools)
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.PHONY: build setup demo test test-cpp test-python bench lint tidy format docs wheel asan tsan clean help
+.DEFAULT_GOAL := build
+
+build: setup  ## Build the library, the command, the Python module, the examples and the tests
+	@test -f $(BUILD)/build.ninja || $(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) \
+	  -DPython3_EXECUTABLE=$(abspath $(PYTHON))
+	@$(CMAKE) --build $(BUILD) -j $(JOBS)
+
+setup:  ## Install what is missing: system packages (as root), .venv, torch (TORCH_SPEC=…)
+	@VENV=$(VENV) tools/setup.sh
+
+demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, RESUME=1, RANKS=n)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(BUILD)/bin/deeptide -q --num_ranks $(RANKS) --python $(PYTHON) \
+	  examples/gpt/gpt.py $(if $(DATA),--data $(DATA)) $(if $(RESUME),--resume) $(ARGS)
+
+test: test-cpp test-python  ## Build what is needed and run every test
+
+test-cpp: build
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure
+
+test-python: build
+	@if [ -d tests/python ]; then \
+	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/python; \
+	else echo "no tests/python here: skipped"; fi
+
+bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (installs them into .venv-peers)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/run.py $(ARGS)
+
+lint: setup  ## Check format, layer order and Python style
+	@command -v clang-format >/dev/null || { echo "make lint needs clang-format: apt-get install -y clang-format"; exit 1; }
+	@clang-format --dry-run -Werror $(CPP_FILES)
+	@$(PYTHON) tools/check_includes.py
+	@$(RUFF) check $(PYTHON_FOLDERS)
+	@$(RUFF) format --check $(PYTHON_FOLDERS)
+
+tidy: build  ## clang-tidy over src (minutes; FILES=… for some)
+	@clang-tidy --quiet -p $(BUILD) $(or $(FILES),$(shell git ls-files 'src/*.cc'))
+
+format: setup  ## Rewrite all sources in the house's format
+	@clang-format -i $(CPP_FILES)
+	@$(RUFF) check --fix --select I $(PYTHON_FOLDERS)
+	@$(RUFF) format $(PYTHON_FOLDERS)
+
+docs: build  ## Write docs/config.md and the JSON schema anew from the table of keys
+	@$(CMAKE) --build $(BUILD) --target config_docs
+
+wheel: setup  ## Build a wheel against the torch in .venv, into dist/
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+asan tsan: setup  ## Build with sanitizers and run the tests that suit them: asan = address + undefined, tsan = thread
+	@$(CMAKE) --preset $@
+	@$(CMAKE) --build --preset $@ -j $(JOBS)
+	@$(CTEST) --preset $@
+
+clean:  ## Remove all builds; .venv stays
+	rm -rf build build-* dist
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'

@@ -1,0 +1,99 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The command line: what is accepted, and what each mistake is told.
+#include "launch/options.h"
+
+#include <gtest/gtest.h>
+
+#include "launch/launched.h"
+
+namespace deeptide::launch {
+namespace {
+
+using Words = std::vector<std::string>;
+
+std::string error_of(const Words& arguments) {
+  try {
+    parse_options(arguments);
+  } catch (const UsageError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+void expect_in(const std::string& part, const std::string& text) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+}
+
+TEST(Options, LeavesEverythingAfterTheScriptAlone) {
+  const Words command = {"train.py", "--num_gpus", "8", "--", "-q", "--unknown=1", "a b", "", "-"};
+  Words arguments = {"--num_gpus", "2", "-q"};
+  arguments.insert(arguments.end(), command.begin(), command.end());
+  const auto options = parse_options(arguments);
+  EXPECT_EQ(options->num_ranks, 2);
+  EXPECT_TRUE(options->quiet);
+  EXPECT_EQ(options->command, command);
+}
+
+TEST(Options, TakesTheThreeNamesOfTheNumberOfRanks) {
+  for (const char* name : {"--num_gpus", "--num_ranks", "--num_accelerators"}) {
+    EXPECT_EQ(parse_options({name, "3", "x"})->num_ranks, 3) << name;
+    EXPECT_EQ(parse_options({std::string(name) + "=3", "x"})->num_ranks, 3) << name;
+  }
+}
+
+TEST(Options, AppendsTheLocalRankOnlyWhenAsked) {
+  EXPECT_FALSE(parse_options({"x"})->pass_local_rank);
+  EXPECT_FALSE(parse_options({"--no_local_rank", "x"})->pass_local_rank);
+  EXPECT_TRUE(parse_options({"--local_rank", "x"})->pass_local_rank);
+  expect_in("--no_local_rank", error_of({"--local_rank", "--no_local_rank", "x"}));
+}
+
+TEST(Options, RefusesAnUnknownOptionByName) {
+  expect_in("unknown option '--num_gpu'", error_of({"--num_gpu", "2", "train.py"}));
+  expect_in("unknown option '--bogus'", error_of({"--bogus=1", "--num_gpus", "2", "train.py"}));
+}
+
+TEST(Options, SaysThatSeveralHostsAreNotSupportedYet) {
+  expect_in("'--hostfile' is not supported yet", error_of({"--hostfile", "hosts", "train.py"}));
+  expect_in("'--include' is not supported yet", error_of({"--include=a:0", "train.py"}));
+}
+
+TEST(Options, ChecksTheNumbers) {
+  for (const char* count : {"0", "-1", "4097"}) {
+    expect_in("--num_ranks must be between 1 and 4096, got " + std::string(count),
+              error_of({"--num_ranks", count, "x"}));
+  }
+  expect_in("two", error_of({"--num_ranks", "two", "x"}));
+  expect_in("--master_port must be between 1 and 65535, got 65536", error_of({"--master_port", "65536", "x"}));
+  expect_in("--grace", error_of({"--grace", "-1", "x"}));
+  expect_in("--grace", error_of({"--grace", "nan", "x"}));
+}
+
+TEST(Options, NeedsAScript) {
+  expect_in("no script given", error_of({}));
+  expect_in("no script given", error_of({"--num_ranks", "2"}));
+}
+
+TEST(Options, RefusesAModuleWithoutPython) {
+  expect_in("give one of them", error_of({"--module", "--no_python", "x"}));
+}
+
+TEST(Command, AnswersHelpAndVersion) {
+  const LaunchResult help = launch({"--help"});
+  EXPECT_EQ(help.exit_code, 0);
+  expect_in("--num_gpus", help.output);
+  expect_in("only if asked for with --local_rank", help.output);
+  const LaunchResult version = launch({"--version"});
+  EXPECT_EQ(version.exit_code, 0);
+  EXPECT_EQ(version.output.substr(0, 9), "deeptide ");
+}
+
+TEST(Command, EndsWithTwoOnAUsageError) {
+  const LaunchResult result = launch({"--num_ranks", "0", "true"});
+  EXPECT_EQ(result.exit_code, 2);
+  expect_in("--num_ranks must be", result.errors);
+}
+
+}  // namespace
+}  // namespace deeptide::launch

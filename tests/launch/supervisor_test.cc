@@ -1,0 +1,268 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// How jobs end: success, failure, signals, a killed launcher; nothing is left behind.
+#include "launch/supervisor.h"
+
+#include <gtest/gtest.h>
+#include <pty.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+
+#include "launch/launched.h"
+
+namespace deeptide::launch {
+namespace {
+
+void expect_in(const std::string& part, const std::string& text) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
+}
+
+/// Ranks write their process ids (and those of their children) into a folder.
+class Ids {
+ public:
+  std::string folder() const { return folder_.path(""); }
+
+  std::vector<pid_t> read(size_t expected) const {
+    std::vector<pid_t> ids;
+    const bool complete = eventually([&] {
+      ids.clear();
+      for (const auto& entry : std::filesystem::directory_iterator(folder())) {
+        pid_t pid = 0;
+        std::ifstream(entry.path()) >> pid;
+        if (pid > 0) ids.push_back(pid);
+      }
+      return ids.size() == expected;
+    });
+    EXPECT_TRUE(complete) << ids.size() << " of " << expected << " processes started";
+    return ids;
+  }
+
+  static void expect_gone(const std::vector<pid_t>& ids) {
+    for (pid_t pid : ids) {
+      EXPECT_TRUE(eventually([&] { return !process_exists(pid); }, 5)) << "process " << pid << " was left behind";
+    }
+  }
+
+ private:
+  TempFolder folder_;
+};
+
+// A rank with a child of its own; `trap` is what the rank does with signals.
+std::vector<std::string> sleeping_job(const Ids& ids, const std::string& trap, std::vector<std::string> options = {}) {
+  const std::string text = trap + "; sh -c '" + trap + "; sleep 100; sleep 100' & echo $! >" + ids.folder() +
+                           "/child$RANK; echo $$ >" + ids.folder() + "/rank$RANK; wait; wait; wait; sleep 100";
+  for (const char* word : {"--num_ranks", "2", "sh", "-c"}) options.push_back(word);
+  options.push_back(text);
+  return options;
+}
+
+TEST(Job, SucceedsIfAllRanksDo) {
+  const LaunchResult result = launch({"--num_ranks", "3", "true"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.errors.find("rank 0"), std::string::npos) << result.errors;
+}
+
+TEST(Job, PassesOnTheExitCode) {
+  for (int code : {1, 3, 42, 255}) {
+    const LaunchResult result = launch({"--num_ranks", "1", "sh", "-c", "exit " + std::to_string(code)});
+    EXPECT_EQ(result.exit_code, code);
+    expect_in("rank 0 exited with code " + std::to_string(code) + "\n", result.errors);
+  }
+}
+
+TEST(Job, EndsTheOthersWhenARankFails) {
+  Ids ids;
+  const LaunchResult result =
+      launch({"--num_ranks", "3", "sh", "-c",
+              "echo $$ >" + ids.folder() + "/$RANK; if [ $RANK = 1 ]; then exit 3; fi; sleep 100"});
+  EXPECT_EQ(result.exit_code, 3);
+  EXPECT_LT(result.seconds, 5);
+  expect_in("[deeptide] rank 1 exited with code 3; the others were stopped\n", result.errors);
+}
+
+TEST(Job, EndsTheChildrenOfTheOthersToo) {
+  Ids ids;
+  auto job = sleeping_job(ids, "true");
+  job.back() = "if [ $RANK = 1 ]; then while [ ! -s " + ids.folder() + "/rank0 ]; do sleep 0.01; done; exit 3; fi; " +
+               job.back();
+  Launched launched(job);
+  const auto pids = ids.read(2);
+  EXPECT_EQ(launched.wait().exit_code, 3);
+  Ids::expect_gone(pids);
+}
+
+TEST(Job, KillsAfterTheGraceWhatIgnoresTheRequest) {
+  Ids ids;
+  auto job = sleeping_job(ids, "trap \"\" TERM", {"--grace", "0.3"});
+  job.back() = "if [ $RANK = 1 ]; then while [ ! -s " + ids.folder() + "/rank0 ]; do sleep 0.01; done; exit 4; fi; " +
+               job.back();
+  Launched launched(job);
+  const auto pids = ids.read(2);
+  const LaunchResult result = launched.wait();
+  EXPECT_EQ(result.exit_code, 4);
+  EXPECT_LT(result.seconds, 10);
+  Ids::expect_gone(pids);
+}
+
+TEST(Job, LetsARankCleanUpWithinTheGrace) {
+  const LaunchResult result =
+      launch({"--num_ranks", "2", "sh", "-c",
+              "if [ $RANK = 0 ]; then trap 'echo saved; exit 0' TERM; while :; do sleep 0.02; done; fi;"
+              "sleep 0.3; exit 9"});
+  EXPECT_EQ(result.exit_code, 9);
+  expect_in("[rank 0] saved\n", result.output);
+}
+
+TEST(Job, DecodesSignals) {
+  const LaunchResult result =
+      launch({"--num_ranks", "2", "sh", "-c", "if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep 100"});
+  EXPECT_EQ(result.exit_code, 128 + SIGSEGV);
+  expect_in("rank 1 was killed by signal 11 (SIGSEGV); the others were stopped", result.errors);
+  const LaunchResult killed = launch({"--num_ranks", "1", "sh", "-c", "kill -KILL $$"});
+  EXPECT_EQ(killed.exit_code, 137);
+  expect_in("too little memory", killed.errors);
+}
+
+TEST(Job, EndsWhatARankLeftRunning) {
+  Ids ids;
+  const LaunchResult result =
+      launch({"--num_ranks", "2", "sh", "-c", "sleep 100 & echo $! >" + ids.folder() + "/$RANK; exit 0"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_LT(result.seconds, 5);
+  Ids::expect_gone(ids.read(2));
+}
+
+TEST(Interrupt, OnceAsksTheRanksAndWaits) {
+  TempFolder folder;
+  const std::string script = folder.script("train.py", R"(
+import sys, time
+print('ready', flush=True)
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(0.2)
+    print('saved', flush=True)
+)");
+  Launched launched({"--num_ranks", "2", script});
+  ASSERT_TRUE(eventually([&] {
+    return launched.output_so_far().find("[rank 0] ready") != std::string::npos &&
+           launched.output_so_far().find("[rank 1] ready") != std::string::npos;
+  }));
+  launched.send_signal(SIGINT);
+  const LaunchResult result = launched.wait();
+  EXPECT_EQ(result.exit_code, 130);
+  expect_in("[rank 0] saved\n", result.output);
+  expect_in("[rank 1] saved\n", result.output);
+  EXPECT_EQ(result.errors.find("exited"), std::string::npos) << result.errors;
+}
+
+TEST(Interrupt, TwiceKillsAtOnce) {
+  Ids ids;
+  Launched launched(sleeping_job(ids, "trap \"\" INT TERM", {"--grace", "60"}));
+  const auto pids = ids.read(4);
+  launched.send_signal(SIGINT);
+  sleep_briefly();
+  EXPECT_TRUE(process_exists(launched.pid()));
+  launched.send_signal(SIGINT);
+  const LaunchResult result = launched.wait();
+  EXPECT_EQ(result.exit_code, 130);
+  EXPECT_LT(result.seconds, 15);
+  Ids::expect_gone(pids);
+}
+
+TEST(Interrupt, IsBoundedByTheGrace) {
+  Ids ids;
+  Launched launched(sleeping_job(ids, "trap \"\" INT TERM", {"--grace", "0.2"}));
+  const auto pids = ids.read(4);
+  launched.send_signal(SIGINT);
+  EXPECT_EQ(launched.wait().exit_code, 130);
+  Ids::expect_gone(pids);
+}
+
+TEST(Terminate, StopsTheRanks) {
+  Ids ids;
+  Launched launched(sleeping_job(ids, "true"));
+  const auto pids = ids.read(4);
+  launched.send_signal(SIGTERM);
+  EXPECT_EQ(launched.wait().exit_code, 143);
+  Ids::expect_gone(pids);
+}
+
+TEST(Terminate, ReachesAStoppedRank) {
+  Ids ids;
+  Launched launched(sleeping_job(ids, "true"));
+  const auto pids = ids.read(4);
+  for (pid_t pid : pids) kill(pid, SIGSTOP);
+  launched.send_signal(SIGTERM);
+  EXPECT_EQ(launched.wait().exit_code, 143);
+  Ids::expect_gone(pids);
+}
+
+TEST(KilledLauncher, LeavesNoOrphan) {
+  Ids ids;
+  Launched launched(sleeping_job(ids, "trap \"\" INT TERM HUP"));
+  const auto pids = ids.read(4);
+  launched.send_signal(SIGKILL);
+  EXPECT_EQ(launched.wait().exit_code, 137);
+  Ids::expect_gone(pids);
+}
+
+TEST(Reader, ThatIsGoneEndsTheJob) {
+  TempFolder folder;
+  const std::string script =
+      folder.script("head", std::string("#!/bin/sh\n( " DEEPTIDE_COMMAND " --num_ranks 2 yes; echo $? >") +
+                                folder.path("code") + ") | head -n 1\n");
+  EXPECT_EQ(launch({"--num_ranks", "1", script}).output, "[rank 0] [rank 0] y\n");
+  EXPECT_TRUE(eventually([&] { return read_file(folder.path("code")) == "141\n"; })) << read_file(folder.path("code"));
+}
+
+/// What a terminal shows of `arguments`.
+std::string on_terminal(std::vector<std::string> arguments, int& exit_code) {
+  arguments.insert(arguments.begin(), DEEPTIDE_COMMAND);
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  argv.push_back(nullptr);
+  int terminal = -1;
+  const pid_t pid = forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (pid == 0) {
+    execv(argv[0], argv.data());
+    _exit(127);
+  }
+  std::string shown(64 * 1024, '\0');
+  size_t size = 0;
+  // The terminal reports an error once its last user is gone.
+  for (ssize_t got; (got = read(terminal, shown.data() + size, shown.size() - size)) > 0;) size += got;
+  shown.resize(size);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  close(terminal);
+  exit_code = WEXITSTATUS(status);
+  return shown;
+}
+
+TEST(Terminal, BelongsToRankZeroAndTheOthersArePrefixed) {
+  int exit_code = -1;
+  const std::string shown =
+      on_terminal({"-q", "--num_ranks", "2", "sh", "-c",
+                   "if [ $RANK = 0 ]; then test -t 1 && printf '10%%\\r20%%\\rbar\\n'; else sleep 0.2; echo other; fi"},
+                  exit_code);
+  EXPECT_EQ(exit_code, 0) << shown;
+  expect_in("10%\r20%\rbar\r\n", shown);
+  EXPECT_EQ(shown.find("[rank 0]"), std::string::npos) << shown;
+  expect_in("\r\033[K[rank 1] other\r\n", shown);
+}
+
+TEST(Terminal, DoesNotStopARankThatReadsIt) {
+  int exit_code = -1;
+  const std::string shown =
+      on_terminal({"-q", "--num_ranks", "1", "sh", "-c", "read line || echo nothing to read"}, exit_code);
+  EXPECT_EQ(exit_code, 0) << shown;
+  expect_in("nothing to read", shown);
+}
+
+}  // namespace
+}  // namespace deeptide::launch
