@@ -175,3 +175,19 @@ def train_two_engines():
         engine.step()
     for engine in engines:
         engine.destroy()
+
+
+def use_a_group_by_name():
+    torch.distributed.init_process_group("gloo")
+    world = deeptide.make_world(torch.distributed.HashStore(), 0, 1)
+    world.use_group(torch.distributed.new_group().group_name, torch.device("cpu"))
+    try:
+        world.use_group("nobody", torch.device("cpu"))
+    except RuntimeError as error:
+        assert "nobody" in str(error)
+    else:
+        raise AssertionError("an unknown group was taken")
+
+
+def test_a_worlds_backend_is_found_by_its_groups_name():
+    run_processes(1, use_a_group_by_name)
