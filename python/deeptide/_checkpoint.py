@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python front adds to a checkpoint: the caller's client state, schedule, data position and generators."""
+"""What the Python front adds to a checkpoint: the caller's client state and schedule, and the data position."""
 
 import base64
 import ctypes
@@ -11,7 +11,6 @@ import os
 import torch
 
 from deeptide._C import CheckpointError, ConfigError
-from deeptide._world import gather_text
 from deeptide.schedule import ConfigSchedule
 
 _PRIVATE_KEY = "__deeptide__"
@@ -44,7 +43,9 @@ def _check_json(value, path):
     if isinstance(value, dict):
         for key, entry in value.items():
             if not isinstance(key, str):
-                raise ConfigError(f"{path}: key {key!r} is {type(key).__name__}, expected str: JSON knows no other keys")
+                raise ConfigError(
+                    f"{path}: key {key!r} is {type(key).__name__}, expected str: JSON knows no other keys"
+                )
             _check_json(entry, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
@@ -59,21 +60,8 @@ def _check_json(value, path):
             ) from error
 
 
-def _generators(device):
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def _restore_generators(states, device):
-    torch.set_rng_state(states["cpu"])
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
-
-
 def pack_client_state(client_state, engine):
-    """The JSON text that the core saves. Collective: rank 0's text holds every rank's generators."""
+    """The JSON text that the core saves beside its own state."""
     client_state = {} if client_state is None else client_state
     if not isinstance(client_state, dict):
         raise ConfigError(f"client_state: got {type(client_state).__name__}, expected a dict")
@@ -85,7 +73,6 @@ def pack_client_state(client_state, engine):
         private["loader"] = engine.training_dataloader.state_dict()
     if _is_client_schedule(engine.lr_scheduler):
         private["scheduler"] = _pack(engine.lr_scheduler.state_dict())
-    private["generators"] = gather_text(engine.world, "generators", _pack(_generators(engine.device)))
     return json.dumps({**client_state, _PRIVATE_KEY: private})
 
 
@@ -103,9 +90,6 @@ def unpack_client_state(text, engine, schedule_too, all_states):
         engine.training_dataloader.load_state_dict(private["loader"])
     if schedule_too and "scheduler" in private and _is_client_schedule(engine.lr_scheduler):
         engine.lr_scheduler.load_state_dict(_unpack(private["scheduler"]))
-    generators = private.get("generators") or []
-    if engine.world.rank < len(generators):
-        _restore_generators(_unpack(generators[engine.world.rank]), engine.device)
     return client_state
 
 

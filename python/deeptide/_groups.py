@@ -154,7 +154,7 @@ def _plan_of_instance(optimizer, model_names):
     if kind is None:
         raise ConfigError(
             f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet; "
-            "expected torch.optim.Adam, AdamW or SGD, or the configuration's \"optimizer\" section"
+            'expected torch.optim.Adam, AdamW or SGD, or the configuration\'s "optimizer" section'
         )
     if optimizer.state:
         raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deeptide import _C
-from deeptide._C import CommError, ConfigError
+from deeptide._C import ConfigError
 
 # All ranks create their engines in the same order, so the same number means the same engine everywhere.
 _engine_numbers = itertools.count()
@@ -72,23 +72,3 @@ def find_world(world, device, dist_init_required=None, distributed_port=29500):
     if dist.is_initialized():
         return _from_torch_distributed(device)
     return _C.init_distributed(), None
-
-
-def gather_text(world, purpose, text):
-    """Every rank's text, on rank 0 (None elsewhere). Collective; goes through the store, so keep it small."""
-    if world.size == 1:
-        return [text]
-    store = world.store
-    turn = store.add(f"deeptide/{purpose}/{world.rank}", 1)  # every rank's n-th call meets the others' n-th
-    keys = [f"deeptide/{purpose}/{turn}/{rank}" for rank in range(world.size)]
-    store.set(keys[world.rank], text)
-    if world.rank != 0:
-        return None
-    texts = []
-    for rank, key in enumerate(keys):
-        try:
-            texts.append(store.get(key).decode())
-        except RuntimeError as error:
-            raise CommError(f"rank 0 waited for rank {rank} ({purpose}) in vain: {error}") from error
-        store.delete_key(key)
-    return texts

@@ -101,6 +101,11 @@ class Engine:
 
     def join(self):
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, schedule.ConfigSchedule):
+            raise ConfigError(
+                "join is not supported yet with an lr_scheduler of your own: it would stand still on the ranks that "
+                'have joined, and their shards would use another learning rate; use the configuration\'s "scheduler"'
+            )
         self._core.join()
 
     def train(self, mode=True):

@@ -70,7 +70,8 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         """Only while the optimizer is made."""
         if hasattr(self, "_core_groups"):
             raise RuntimeError("groups cannot be added to a running engine; give them all to deeptide.initialize")
-        super().add_param_group(param_group)
+        # torch's own would import its compiler (seconds) to check what the plan has checked.
+        self.param_groups.append(param_group)
 
     def state_dict(self):
         """Not here: the moments are sharded over the ranks."""

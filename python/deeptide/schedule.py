@@ -49,7 +49,7 @@ def resolve_schedule(lr_scheduler, optimizer, config):
     if lr_scheduler is None:
         return ConfigSchedule(config.scheduler.type) if config.scheduler.type and optimizer is not None else None
     if optimizer is None:
-        raise ConfigError("lr_scheduler was given, but there is no optimizer; add the \"optimizer\" section or give one")
+        raise ConfigError('lr_scheduler was given, but there is no optimizer; add the "optimizer" section or give one')
     if not hasattr(lr_scheduler, "step"):
         if not callable(lr_scheduler):
             raise ConfigError(

@@ -13,11 +13,10 @@ import time
 import traceback
 from datetime import timedelta
 
+import deeptide
 import pytest
 import torch
 import torch.distributed as dist
-
-import deeptide
 
 # Loaded once, here: ranks as threads would all be waiting for the first of them to import it.
 _make_world = deeptide.make_world
@@ -45,7 +44,9 @@ def run_ranks(world_size, function, *args, timeout=120):
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout
@@ -143,8 +144,12 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True):
     ]
     failed = [rank for rank, process in enumerate(done) if process.returncode != 0]
     if late or (check and failed):
-        reports = "\n".join(f"-- rank {rank} (exit {done[rank].returncode}):\n{done[rank].stderr[-3000:]}" for rank in failed)
-        pytest.fail(f"ranks {late} did not end in {timeout} s\n{reports}" if late else f"ranks {failed} failed\n{reports}")
+        reports = "\n".join(
+            f"-- rank {rank} (exit {done[rank].returncode}):\n{done[rank].stderr[-3000:]}" for rank in failed
+        )
+        pytest.fail(
+            f"ranks {late} did not end in {timeout} s\n{reports}" if late else f"ranks {failed} failed\n{reports}"
+        )
     return done
 
 

@@ -8,11 +8,10 @@ import json
 import subprocess
 import sys
 
+import deeptide
 import pytest
 import torch
 from conftest import run_processes, run_ranks
-
-import deeptide
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 
@@ -38,7 +37,7 @@ def test_every_exported_name_is_there():
     for name in deeptide.__all__:
         assert getattr(deeptide, name) is not None, name
     with pytest.raises(AttributeError, match="no attribute 'initialise'"):
-        deeptide.initialise
+        _ = deeptide.initialise
 
 
 def test_errors_are_valueerror_and_runtimeerror():

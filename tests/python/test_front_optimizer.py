@@ -6,10 +6,9 @@ import gc
 import warnings
 import weakref
 
+import deeptide
 import pytest
 import torch
-
-import deeptide
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 NO_OPTIMIZER = {"train_micro_batch_size_per_gpu": 2}
@@ -37,7 +36,9 @@ def test_default_is_the_configurations_over_all_trainable_parameters():
     model[0].weight.requires_grad_(False)
     engine, optimizer, _, _ = start(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters() if p.requires_grad]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters() if p.requires_grad
+    ]
     assert engine._core.group_parameters(0) == ["0.bias", "2.weight", "2.bias"]
     assert optimizer.param_groups[0]["lr"] == 0.01
 
