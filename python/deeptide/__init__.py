@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Deeptide trains models that do not fit: `engine, optimizer, loader, scheduler = deeptide.initialize(...)`.
+
+Importing this package loads nothing but itself: torch and the C++ core come in with the first name that needs them.
+"""
+
+import importlib
+
+from deeptide._version import __version__
+
+_HOME = {
+    "CheckpointError": "_C",
+    "CommError": "_C",
+    "Config": "_C",
+    "ConfigError": "_C",
+    "DataLoader": "data",
+    "DeeptideOptimizer": "optimizer",
+    "DistributedSampler": "_C",
+    "Engine": "engine",
+    "RepeatingLoader": "data",
+    "StepOutcome": "_C",
+    "World": "_C",
+    "add_config_arguments": "_arguments",
+    "init_distributed": "_world",
+    "initialize": "_initialize",
+    "make_world": "_C",
+}
+_MODULES = ("config", "data", "engine", "optimizer", "schedule", "utils")
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name):
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"deeptide.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"deeptide.{name}")
+    else:
+        raise AttributeError(f"module 'deeptide' has no attribute '{name}'")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -1,0 +1,25 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+from deeptide import config as config
+from deeptide import data as data
+from deeptide import engine as engine
+from deeptide import optimizer as optimizer
+from deeptide import schedule as schedule
+from deeptide import utils as utils
+from deeptide._arguments import add_config_arguments as add_config_arguments
+from deeptide._C import CheckpointError as CheckpointError
+from deeptide._C import CommError as CommError
+from deeptide._C import Config as Config
+from deeptide._C import ConfigError as ConfigError
+from deeptide._C import DistributedSampler as DistributedSampler
+from deeptide._C import StepOutcome as StepOutcome
+from deeptide._C import World as World
+from deeptide._C import make_world as make_world
+from deeptide._initialize import initialize as initialize
+from deeptide._world import init_distributed as init_distributed
+from deeptide.data import DataLoader as DataLoader
+from deeptide.data import RepeatingLoader as RepeatingLoader
+from deeptide.engine import Engine as Engine
+from deeptide.optimizer import DeeptideOptimizer as DeeptideOptimizer
+
+__version__: str

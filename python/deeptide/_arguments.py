@@ -1,0 +1,15 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line arguments under DeepSpeed's names."""
+
+import argparse
+
+
+def add_config_arguments(parser):
+    """Adds --deepspeed and --deepspeed_config (and the old spelling 'deepscale') to an argparse parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
+    group.add_argument("--deepspeed_config", default=None, type=str, metavar="FILE", help="the ds_config.json")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the Python front adds to a checkpoint: the caller's client state and schedule, and the data position."""
+
+import base64
+import ctypes
+import io
+import json
+import os
+
+import torch
+
+from deeptide._C import CheckpointError, ConfigError
+from deeptide.schedule import ConfigSchedule
+
+_PRIVATE_KEY = "__deeptide__"
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _pack(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _unpack(text):
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+
+
+def _check_json(value, path):
+    """Raises ConfigError naming the first key that JSON would refuse or give back changed."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(
+                    f"{path}: key {key!r} is {type(key).__name__}, expected str: JSON knows no other keys"
+                )
+            _check_json(entry, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            _check_json(entry, f"{path}[{index}]")
+    else:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: {error}; client_state holds what JSON can: numbers, strings, lists, dicts. "
+                "Save tensors with torch.save beside the checkpoint"
+            ) from error
+
+
+def pack_client_state(client_state, engine):
+    """The JSON text that the core saves beside its own state."""
+    client_state = {} if client_state is None else client_state
+    if not isinstance(client_state, dict):
+        raise ConfigError(f"client_state: got {type(client_state).__name__}, expected a dict")
+    if _PRIVATE_KEY in client_state:
+        raise ConfigError(f"client_state: the key {_PRIVATE_KEY!r} is the engine's own; use another")
+    _check_json(client_state, "client_state")
+    private = {}
+    if engine.training_dataloader is not None:
+        private["loader"] = engine.training_dataloader.state_dict()
+    if _is_client_schedule(engine.lr_scheduler):
+        private["scheduler"] = _pack(engine.lr_scheduler.state_dict())
+    return json.dumps({**client_state, _PRIVATE_KEY: private})
+
+
+def _is_client_schedule(schedule):
+    return schedule is not None and not isinstance(schedule, ConfigSchedule) and hasattr(schedule, "state_dict")
+
+
+def unpack_client_state(text, engine, schedule_too, all_states):
+    """The caller's client state; restores what `pack_client_state` added, as far as it is there."""
+    client_state = json.loads(text)
+    private = client_state.pop(_PRIVATE_KEY, {})
+    if not all_states:
+        return client_state
+    if "loader" in private and engine.training_dataloader is not None:
+        engine.training_dataloader.load_state_dict(private["loader"])
+    if schedule_too and "scheduler" in private and _is_client_schedule(engine.lr_scheduler):
+        engine.lr_scheduler.load_state_dict(_unpack(private["scheduler"]))
+    return client_state
+
+
+def _bytes_of(tensor):
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def write_safetensors(path, state):
+    """One safetensors file of CPU tensors, complete or not there at all."""
+    header, offset, tensors = {"__metadata__": {"format": "pt"}}, 0, []
+    for name, tensor in state.items():
+        if tensor.dtype not in _SAFETENSORS_NAMES:
+            raise CheckpointError(f"'{name}' is {tensor.dtype}, which a safetensors file cannot hold")
+        tensor = tensor.detach().contiguous()
+        header[name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+        tensors.append(tensor)
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    unfinished = f"{path}.tmp"
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for tensor in tensors:
+                if tensor.nbytes:
+                    file.write(_bytes_of(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise CheckpointError(f"cannot write {path} ({offset + len(text) + 8} bytes): {error.strerror}") from error

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""deeptide.initialize: a model and a configuration become an engine."""
+
+from deeptide import _C
+from deeptide._C import ConfigError, OptimizerKind
+from deeptide._groups import plan_optimizer
+from deeptide._model import check_model, describe, device_of, parameter_names
+from deeptide._world import find_world
+from deeptide.config import load_config
+from deeptide.data import DataLoader
+from deeptide.engine import Engine
+from deeptide.optimizer import DeeptideOptimizer
+from deeptide.schedule import resolve_schedule
+
+
+def _loader(training_data, collate_fn, config, world):
+    if training_data is None:
+        if collate_fn is not None:
+            raise ConfigError("collate_fn was given without training_data and would have no effect")
+        return None
+    return DataLoader(
+        training_data,
+        batch_size=config.batch_sizes(world.size).micro,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+        seed=config.runtime.seed,
+        world=world,
+    )
+
+
+def initialize(
+    args=None,
+    model=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port=29500,
+    mpu=None,
+    dist_init_required=None,
+    collate_fn=None,
+    config=None,
+    mesh_param=None,
+    config_params=None,
+    world=None,
+):
+    """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
+
+    config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
+    optimizer: torch's Adam, AdamW or SGD, or a function of parameters; else the configuration's.
+    model_parameters: parameters or param groups; else all that require a gradient.
+    training_data: a dataset; each rank gets its part. lr_scheduler: an instance or a function of the optimizer.
+    world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
+    The engine works where the model is: move it before. Errors: ConfigError (a ValueError); nothing is changed then.
+    """
+    check_model(model)
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(f"{name} is not supported yet (tensor and pipeline parallelism); leave it out")
+    config = load_config(config, args, config_params)
+    if lr_scheduler is not None and config.scheduler.type:
+        config = config.without_scheduler()
+    plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
+    world, group = find_world(world, device_of(model), dist_init_required, distributed_port)
+    loader = _loader(training_data, collate_fn, config, world)
+    defaults = config.optimizer.defaults
+    groups = plan.core_groups(defaults) if plan is not None else []
+    kind = plan.override if plan is not None else OptimizerKind.none
+    core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, kind))
+    ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
+    scheduler = resolve_schedule(lr_scheduler, ours, config)
+    engine = Engine(core, model, config, ours, scheduler, loader, group)
+    return engine, ours, loader, scheduler

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the core needs to know of a Python model."""
+
+import torch
+
+from deeptide import _C
+from deeptide._C import ConfigError
+
+
+def check_model(model):
+    """Raises ConfigError unless `model` is a torch.nn.Module."""
+    if model is None:
+        raise ConfigError("deeptide.initialize requires a model: got None, expected a torch.nn.Module")
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+
+
+def parameter_names(model):
+    """{id of a parameter: its first name}."""
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    return names
+
+
+def device_of(model):
+    """Where the model's parameters are; the engine works there."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def describe(model):
+    """The model's parameters, persistent buffers and modules by name, every name of a shared one."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    modules, buffers = [], []
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules.append((path, type(module).__name__))
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers.append((f"{path}.{name}" if path else name, buffer))
+    return _C.ModelDescription(parameters, buffers, modules)

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""From what a caller may give (path, dict, base64, args) to a validated Config."""
+
+import base64
+import binascii
+import json
+import os
+
+from deeptide import _C
+from deeptide._C import Config, ConfigError
+
+
+def _from_args(args):
+    """The configuration that the command line names, if any."""
+    given = getattr(args, "deepspeed_config", None)
+    old = getattr(args, "deepscale_config", None)
+    if given is not None and old is not None:
+        raise ConfigError(
+            "args holds both deepspeed_config and its old spelling deepscale_config; give deepspeed_config alone"
+        )
+    return given if given is not None else old
+
+
+def _from_dict(config):
+    for key, value in config.items():
+        try:
+            json.dumps({key: value}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"config key {key!r}: {error}; expected what JSON can hold") from error
+    return Config.from_text(json.dumps(config), "<dict>")
+
+
+def _from_string(config):
+    if os.path.exists(config):
+        return Config.from_file(config)
+    try:
+        text = base64.urlsafe_b64decode(config).decode("utf-8")
+        json.loads(text)
+    except (binascii.Error, ValueError):
+        raise ConfigError(
+            f"config: got {config!r}, expected the path of an existing file, a dict or a base64 string of JSON; "
+            f"there is no such file (working directory: {os.getcwd()})"
+        ) from None
+    return Config.from_text(text, "<base64>")
+
+
+def load_config(config=None, args=None, config_params=None):
+    """The one configuration among `config`, `config_params` (its old name) and args.deepspeed_config, validated."""
+    if config is not None and config_params is not None:
+        raise ConfigError("both config and config_params (its old name) were given; give config alone")
+    config = config if config is not None else config_params
+    from_args = _from_args(args)
+    if config is not None and from_args is not None:
+        raise ConfigError(
+            "Not sure how to proceed, we were given both a deepspeed_config (args: "
+            f"{from_args!r}) and ds_config (config); give one of them"
+        )
+    config = config if config is not None else from_args
+    if config is None:
+        raise ConfigError("no configuration: give config= (a path, a dict, ...) or args.deepspeed_config")
+    if isinstance(config, _C.Config):
+        return config
+    if isinstance(config, dict):
+        return _from_dict(config)
+    if isinstance(config, (str, os.PathLike)):
+        return _from_string(os.fspath(config))
+    raise ConfigError(
+        f"config: got {type(config).__name__}, expected a path, a dict, a base64 string or a deeptide.Config"
+    )

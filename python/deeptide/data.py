@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Data loading: each rank its part of a dataset, in an order that two integers restore."""
+
+import torch
+import torch.utils.data
+
+from deeptide._C import ConfigError, DistributedSampler
+
+
+class _Batches:
+    """The rest of the sampler's epoch, as torch's DataLoader wants a batch sampler."""
+
+    def __init__(self, sampler):
+        self._sampler = sampler
+
+    def __iter__(self):
+        while indices := self._sampler.next():
+            yield indices
+
+    def __len__(self):
+        return self._sampler.batches_per_epoch()
+
+
+def _count(dataset):
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"training_data: {type(dataset).__name__} has no length; iterable datasets are not supported yet. "
+            "Give a dataset with __len__ and __getitem__, or iterate over a loader of your own"
+        )
+    return len(dataset)
+
+
+class DataLoader:
+    """This rank's micro-batches of `dataset`. Iterating again starts the next epoch, in another order.
+
+    A break leaves the epoch; `load_state_dict` goes on in its middle. Further keywords go to torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        batch_size=1,
+        collate_fn=None,
+        drop_last=False,
+        seed=0,
+        world=None,
+        shuffle=True,
+        **torch_options,
+    ):
+        rank, world_size = (0, 1) if world is None else (world.rank, world.size)
+        self._num_samples = _count(dataset)
+        self._sampler = DistributedSampler(
+            self._num_samples,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+        )
+        self._world_batch = batch_size * world_size
+        self._seed = seed
+        # Without a generator of its own, torch's loader draws from the global one at each epoch: no exact resume.
+        self._generator = torch.Generator()
+        self._torch_loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=_Batches(self._sampler),
+            collate_fn=collate_fn,
+            generator=self._generator,
+            **torch_options,
+        )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._epoch, self._batch = 0, 0
+        self._begun = False  # an iteration has begun since the position was set
+
+    def __len__(self):
+        return self._sampler.batches_per_epoch()
+
+    def __iter__(self):
+        if self._batch >= len(self) or (self._begun and self._batch > 0):
+            self._epoch, self._batch = self._epoch + 1, 0
+        self._begun = True
+        self._sampler.set_position(self._epoch, self._batch)
+        self._generator.manual_seed((self._seed * 1_000_003 + self._epoch) % 2**63)
+        for batch in self._torch_loader:
+            # Counted here and not by the sampler, which runs ahead when workers fetch.
+            self._batch += 1
+            yield batch
+
+    def position(self):
+        """(epoch, batches of it already given)."""
+        return self._epoch, self._batch
+
+    def set_position(self, epoch, batch=0):
+        """Where the next iteration begins."""
+        self._epoch, self._batch, self._begun = epoch, batch, False
+
+    def state_dict(self):
+        """The position, in samples of the whole world: it holds for another number of ranks too."""
+        return {
+            "epoch": self._epoch,
+            "samples": self._batch * self._world_batch,
+            "num_samples": self._num_samples,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state):
+        """Errors: ConfigError when the saved position is of another dataset or order."""
+        for key, mine in (("num_samples", self._num_samples), ("seed", self._seed)):
+            if state[key] != mine:
+                raise ConfigError(
+                    f"the checkpoint's data position is for {key} {state[key]}, this loader has {mine}; "
+                    "give the dataset and seed of the saved run, or load without training_data"
+                )
+        self.set_position(state["epoch"], state["samples"] // self._world_batch)
+
+
+class RepeatingLoader:
+    """A loader without end: when it runs out, it begins again."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self._iterator = iter(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)

@@ -1,0 +1,345 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine a Python user holds: DeepSpeed's names over the C++ core."""
+
+import contextlib
+import os
+from collections import OrderedDict
+
+import torch
+import torch.distributed as dist
+
+from deeptide import _checkpoint, schedule, utils
+from deeptide._C import ConfigError, OptimizerKind
+from deeptide._log import say
+
+
+class Engine:
+    """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
+
+    def __init__(self, core, model, config, optimizer=None, lr_scheduler=None, training_dataloader=None, group=None):
+        self.module = model
+        self.config = config
+        self.world = core.world()
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self._core = core
+        self._group = group  # a process group of our own, to be destroyed with the engine
+        self._outcome = None
+        self._norm = None
+        self._loss = None
+        self._boundary = None  # what set_gradient_accumulation_boundary was told
+        self._in_no_sync = False
+        for owned in (optimizer, lr_scheduler):
+            if hasattr(owned, "attach"):
+                owned.attach(self)
+        utils.register(self)
+
+    def __getattr__(self, name):
+        module = self.__dict__.get("module")
+        if module is None or name.startswith("__"):
+            raise AttributeError(f"'Engine' has no attribute '{name}'")
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither the engine nor its model ({type(module).__name__}) has an attribute '{name}'"
+            ) from None
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        """The model's output."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Runs autograd from a scalar loss; calls add up until step(). Returns the loss over the accumulation steps.
+
+        With scale_wrt_gas=False the gradients are summed over the accumulation steps, not averaged.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
+        accumulation = self.gradient_accumulation_steps()
+        self._core.backward(loss if scale_wrt_gas else loss * accumulation, retain_graph)
+        self._loss = loss.detach()
+        return self._loss / accumulation if scale_wrt_gas else self._loss
+
+    def step(self, lr_kwargs=None):
+        """Ends the micro-batch; at an accumulation boundary reduces, clips and steps. Collective.
+
+        Returns a StepOutcome, true when the step was applied.
+        """
+        if self.optimizer is not None:
+            self.optimizer.push(self._core)
+        at_boundary = self._core.is_gradient_accumulation_boundary()
+        self._outcome = self._core.step()
+        if at_boundary:
+            self._end_step(lr_kwargs)
+        return self._outcome
+
+    def _end_step(self, lr_kwargs):
+        self._norm = self._outcome.grad_norm
+        if self.optimizer is not None:
+            self.optimizer.pull(self._core)
+        if self._outcome.applied:
+            schedule.advance(self.lr_scheduler, lr_kwargs)
+        every = self.config.steps_per_print
+        if every and self.world.rank == 0 and self.global_steps % every == 0:
+            loss = "" if self._loss is None else f", loss={self._loss.item():.6g}"
+            say(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, "
+                f"lr={self.get_lr()}, mom={self.get_mom()}{loss}"
+            )
+
+    def zero_grad(self, set_to_none=True):
+        """Drops the gradients accumulated so far."""
+        self._core.zero_grad()
+
+    def join(self):
+        """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, schedule.ConfigSchedule):
+            raise ConfigError(
+                "join is not supported yet with an lr_scheduler of your own: it would stand still on the ranks that "
+                'have joined, and their shards would use another learning rate; use the configuration\'s "scheduler"'
+            )
+        self._core.join()
+
+    def train(self, mode=True):
+        """The model's train(); returns the engine."""
+        self.module.train(mode)
+        return self
+
+    def eval(self):
+        """The model's eval(); returns the engine."""
+        return self.train(False)
+
+    # -- accumulation -------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self):
+        """Whether the next step() applies."""
+        return self._core.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """True or False overrides the counter until None gives it back."""
+        self._boundary = None if is_boundary is None else bool(is_boundary)
+        self._core.set_gradient_accumulation_boundary(self._boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Inside, nothing is reduced over the ranks: every step() only ends a micro-batch. Stages 0 and 1."""
+        if self.zero_optimization_stage() >= 2:
+            raise ConfigError(
+                f"no_sync needs ZeRO stage 0 or 1: stage {self.zero_optimization_stage()} shards the gradients "
+                "and must reduce each of them"
+            )
+        if self._in_no_sync:
+            raise RuntimeError("no_sync was entered inside no_sync")
+        self._in_no_sync = True
+        self._core.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+            if not self._core.closed:
+                self._core.set_gradient_accumulation_boundary(self._boundary)
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self):
+        """Where the model computes."""
+        return self._core.device()
+
+    @property
+    def global_steps(self):
+        """Optimizer steps so far, the skipped ones included."""
+        return self._core.global_steps()
+
+    @property
+    def skipped_steps(self):
+        """Steps that a non-finite gradient made void."""
+        return self._core.skipped_steps()
+
+    @property
+    def micro_steps(self):
+        """Micro-batches so far."""
+        return self._core.micro_steps()
+
+    @property
+    def global_samples(self):
+        """Samples of all ranks so far."""
+        return self._core.global_samples()
+
+    @property
+    def global_rank(self):
+        """This rank's number."""
+        return self.world.rank
+
+    @property
+    def local_rank(self):
+        """This rank's number on its machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self):
+        """How many ranks train together."""
+        return self.world.size
+
+    def train_batch_size(self):
+        """Samples of one optimizer step over all ranks."""
+        return self._core.batch_sizes().train
+
+    def train_micro_batch_size_per_gpu(self):
+        """Samples of one forward on one rank."""
+        return self._core.batch_sizes().micro
+
+    def gradient_accumulation_steps(self):
+        """Micro-batches of one optimizer step."""
+        return self._core.batch_sizes().accumulation
+
+    def get_batch_info(self):
+        """(train batch, micro-batch, accumulation steps)."""
+        sizes = self._core.batch_sizes()
+        return sizes.train, sizes.micro, sizes.accumulation
+
+    def zero_optimization_stage(self):
+        """0 to 3."""
+        return self.config.zero.stage
+
+    def zero_optimization(self):
+        """Whether anything is sharded."""
+        return self.config.zero.stage > 0
+
+    def bfloat16_enabled(self):
+        """Whether parameters are bfloat16."""
+        return self.config.bf16
+
+    def fp16_enabled(self):
+        """Whether parameters are float16."""
+        return self.config.fp16
+
+    def gradient_clipping(self):
+        """The norm that gradients are clipped to; 0 when they are not."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self):
+        """Steps between two lines of progress; None for silence."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self):
+        """Whether the parts of a step are timed."""
+        return self.config.wall_clock_breakdown
+
+    def get_lr(self):
+        """Each group's learning rate."""
+        return [self._core.hyperparameters(group).lr for group in range(self._core.num_groups())]
+
+    def get_mom(self):
+        """Each group's momentum, or its two betas."""
+        groups = [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
+        if self.optimizer is not None and self.optimizer.kind == OptimizerKind.sgd:
+            return [group.momentum for group in groups]
+        return [(group.beta1, group.beta2) for group in groups]
+
+    def get_global_grad_norm(self):
+        """The last step's gradient norm before clipping; None before the first."""
+        return self._norm
+
+    def was_step_applied(self):
+        """Whether the last call of step() changed the parameters."""
+        return self._outcome is not None and self._outcome.applied
+
+    def memory(self):
+        """The table of bytes on this rank: predicted and measured."""
+        return self._core.memory()
+
+    def summary(self):
+        """The lines printed at start."""
+        return self._core.summary()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective."""
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
+        if exclude_frozen_parameters:
+            raise ConfigError("save_checkpoint: exclude_frozen_parameters is not supported yet; leave it out")
+        if self.optimizer is not None:
+            self.optimizer.push(self._core)
+        text = _checkpoint.pack_client_state(client_state, self)
+        return self._core.save_checkpoint(os.fspath(save_dir), "" if tag is None else str(tag), text, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir,
+        tag=None,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        """Returns (path, client_state), or (None, None) when load_dir holds no checkpoint. Collective."""
+        if not load_dir:
+            raise ConfigError(f"load_checkpoint: load_dir is {load_dir!r}, expected a directory")
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: custom_load_fn is not supported yet; leave it out")
+        loaded = self._core.load_checkpoint(
+            os.fspath(load_dir),
+            "" if tag is None else str(tag),
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        if loaded is None:
+            return None, None
+        if self.optimizer is not None:
+            self.optimizer.pull(self._core)
+        path, text = loaded
+        return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
+
+    def module_state_dict(self):
+        """Whole parameters and buffers by name, on the CPU of every rank. Collective."""
+        return OrderedDict(self._core.module_state_dict())
+
+    def save_16bit_model(self, save_dir, save_filename="model.safetensors", exclude_frozen_parameters=False):
+        """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
+
+        As with DeepSpeed, stage 3 wants "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved.
+        Returns whether it was.
+        """
+        if not save_dir:
+            raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
+        if exclude_frozen_parameters:
+            raise ConfigError("save_16bit_model: exclude_frozen_parameters is not supported yet; leave it out")
+        zero = self.config.zero
+        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+            if self.world.rank == 0:
+                say(
+                    f"{save_filename} was not saved: stage 3 gathers the whole model for it, so set "
+                    '"stage3_gather_16bit_weights_on_model_save": true in "zero_optimization"',
+                    "warning",
+                )
+            return False
+        state = self.module_state_dict()
+        if self.world.rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            _checkpoint.write_safetensors(os.path.join(save_dir, save_filename), state)
+        return True
+
+    def empty_partition_cache(self):
+        """Releases what stage 3 has gathered. Collective."""
+        self._core.empty_partition_cache()
+
+    def destroy(self):
+        """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
+        self._core.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None

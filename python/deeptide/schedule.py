@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules: a view of the configuration's, and the care of a caller's own."""
+
+import weakref
+
+from deeptide._C import ConfigError
+
+
+class ConfigSchedule:
+    """The configuration's schedule as the core runs it; one iteration each applied step."""
+
+    def __init__(self, name):
+        self.name = name
+        self._engine = None
+
+    def attach(self, engine):
+        """The engine that runs it, weakly."""
+        self._engine = weakref.ref(engine)
+
+    def _live_engine(self):
+        engine = self._engine() if self._engine is not None else None
+        if engine is None:
+            raise RuntimeError("this schedule's engine is gone; keep the engine that deeptide.initialize returned")
+        return engine
+
+    def step(self, *args, **kwargs):
+        """Does nothing: engine.step() moves the schedule when, and only when, it applies a step."""
+
+    def get_last_lr(self):
+        """Each group's learning rate."""
+        return self._live_engine().get_lr()
+
+    get_lr = get_last_lr
+
+    def state_dict(self):
+        """Its one number; -1 before the first step."""
+        engine = self._live_engine()
+        return {"last_batch_iteration": engine.global_steps - engine.skipped_steps - 1}
+
+    def load_state_dict(self, state_dict):
+        """Not here: the core keeps the schedule's place in its checkpoint."""
+        raise RuntimeError(f"{self.name} is saved and restored by engine.save_checkpoint and engine.load_checkpoint")
+
+
+def resolve_schedule(lr_scheduler, optimizer, config):
+    """The schedule that `initialize` returns: the caller's (an instance, or a function of the optimizer), the
+    configuration's, or None."""
+    if lr_scheduler is None:
+        return ConfigSchedule(config.scheduler.type) if config.scheduler.type and optimizer is not None else None
+    if optimizer is None:
+        raise ConfigError('lr_scheduler was given, but there is no optimizer; add the "optimizer" section or give one')
+    if not hasattr(lr_scheduler, "step"):
+        if not callable(lr_scheduler):
+            raise ConfigError(
+                f"lr_scheduler: got {type(lr_scheduler).__name__}, expected a scheduler with step() "
+                "or a function that makes one from the optimizer"
+            )
+        lr_scheduler = lr_scheduler(optimizer)
+    bound = getattr(lr_scheduler, "optimizer", None)
+    if bound is not None and bound.param_groups is not optimizer.param_groups:
+        raise ConfigError(
+            "lr_scheduler is bound to another optimizer, so its learning rates would have no effect; "
+            "make it on the optimizer given to deeptide.initialize, or give a function: lambda optimizer: ..."
+        )
+    return lr_scheduler
+
+
+def advance(schedule, lr_kwargs):
+    """One step of a caller's schedule, after a step of the engine was applied."""
+    if schedule is None or isinstance(schedule, ConfigSchedule):
+        return
+    bound = getattr(schedule, "optimizer", None)
+    if bound is not None:
+        bound._opt_called = True  # torch warns when a scheduler steps before its own optimizer object
+    schedule.step(**(lr_kwargs or {}))

@@ -1,0 +1,96 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Config and the values it is made of, read-only in Python but for hyper-parameters.
+#include "bindings.h"
+#include "deeptide/config.h"
+
+namespace deeptide::python {
+namespace {
+
+void bind_enums(py::module_& module) {
+  py::enum_<DataType>(module, "DataType")
+      .value("fp32", DataType::fp32)
+      .value("fp16", DataType::fp16)
+      .value("bf16", DataType::bf16);
+  py::enum_<OptimizerKind>(module, "OptimizerKind")
+      .value("none", OptimizerKind::none)
+      .value("adam", OptimizerKind::adam)
+      .value("sgd", OptimizerKind::sgd);
+}
+
+void bind_hyperparameters(py::module_& module) {
+  py::class_<Hyperparameters>(module, "Hyperparameters")
+      .def(py::init<>())
+      .def(py::init<const Hyperparameters&>())
+      .def_readwrite("lr", &Hyperparameters::lr)
+      .def_readwrite("beta1", &Hyperparameters::beta1)
+      .def_readwrite("beta2", &Hyperparameters::beta2)
+      .def_readwrite("eps", &Hyperparameters::eps)
+      .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
+      .def_readwrite("decoupled_decay", &Hyperparameters::decoupled_decay)
+      .def_readwrite("bias_correction", &Hyperparameters::bias_correction)
+      .def_readwrite("momentum", &Hyperparameters::momentum)
+      .def_readwrite("dampening", &Hyperparameters::dampening)
+      .def_readwrite("nesterov", &Hyperparameters::nesterov);
+}
+
+void bind_sections(py::module_& module) {
+  py::class_<BatchSizes>(module, "BatchSizes")
+      .def_readonly("train", &BatchSizes::train)
+      .def_readonly("micro", &BatchSizes::micro)
+      .def_readonly("accumulation", &BatchSizes::accumulation);
+  py::class_<OptimizerConfig>(module, "OptimizerConfig")
+      .def_readonly("kind", &OptimizerConfig::kind)
+      .def_readonly("type", &OptimizerConfig::type)
+      .def_readonly("defaults", &OptimizerConfig::defaults);
+  py::class_<SchedulerConfig>(module, "SchedulerConfig")
+      .def_readonly("type", &SchedulerConfig::type)
+      .def_readonly("params", &SchedulerConfig::params)
+      .def_readonly("names", &SchedulerConfig::names);
+  py::class_<ZeroConfig>(module, "ZeroConfig")
+      .def_readonly("stage", &ZeroConfig::stage)
+      .def_readonly("overlap_comm", &ZeroConfig::overlap_comm)
+      .def_readonly("reduce_bucket_size", &ZeroConfig::reduce_bucket_size)
+      .def_readonly("allgather_bucket_size", &ZeroConfig::allgather_bucket_size)
+      .def_readonly("gather_16bit_weights_on_model_save", &ZeroConfig::gather_16bit_weights_on_model_save);
+  py::class_<RuntimeConfig>(module, "RuntimeConfig")
+      .def_readonly("comm_timeout_s", &RuntimeConfig::comm_timeout_s)
+      .def_readonly("seed", &RuntimeConfig::seed);
+}
+
+}  // namespace
+
+void bind_config(py::module_& module) {
+  bind_enums(module);
+  bind_hyperparameters(module);
+  bind_sections(module);
+  py::class_<Config>(module, "Config", "A parsed and validated ds_config.json.")
+      .def_static("from_file", &Config::from_file, py::arg("path"), NoGil())
+      .def_static("from_text", &Config::from_text, py::arg("text"), py::arg("origin") = "<text>", NoGil())
+      .def("batch_sizes", &Config::batch_sizes, py::arg("world_size"))
+      .def("compute_dtype", &Config::compute_dtype)
+      .def("without_scheduler",
+           [](const Config& config) {
+             Config copy = config;
+             copy.scheduler = {};
+             copy.decisions.emplace_back("scheduler: the caller's lr_scheduler replaces the configuration's");
+             return copy;
+           })
+      .def_readonly("optimizer", &Config::optimizer)
+      .def_readonly("scheduler", &Config::scheduler)
+      .def_readonly("zero", &Config::zero)
+      .def_readonly("runtime", &Config::runtime)
+      .def_readonly("fp16", &Config::fp16)
+      .def_readonly("bf16", &Config::bf16)
+      .def_readonly("gradient_clipping", &Config::gradient_clipping)
+      .def_readonly("steps_per_print", &Config::steps_per_print)
+      .def_readonly("wall_clock_breakdown", &Config::wall_clock_breakdown)
+      .def_readonly("dataloader_drop_last", &Config::dataloader_drop_last)
+      .def_readonly("origin", &Config::origin)
+      .def_readonly("text", &Config::text)
+      .def_readonly("decisions", &Config::decisions)
+      .def("__repr__", [](const Config& config) { return "<deeptide.Config from " + config.origin + ">"; });
+  module.def("config_json_schema", &config_json_schema);
+}
+
+}  // namespace deeptide::python

@@ -1,0 +1,141 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Engine, behind a handle that Python can close at a moment of its choosing.
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bindings.h"
+#include "deeptide/engine.h"
+
+namespace deeptide::python {
+namespace {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// Owns the engine until close(); a call that runs in another thread keeps it alive until it returns.
+class EngineHandle {
+ public:
+  EngineHandle(const ModelDescription& model, const Config& config, const InitOptions& options)
+      : engine_(std::make_shared<Engine>(model, config, options)) {}
+
+  std::shared_ptr<Engine> get() const {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(engine_, "this engine was destroyed; create another with deeptide.initialize()");
+    return engine_;
+  }
+  bool closed() const {
+    const std::lock_guard lock(mutex_);
+    return !engine_;
+  }
+  void close() {
+    std::shared_ptr<Engine> last;
+    const std::lock_guard lock(mutex_);
+    last.swap(engine_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<Engine> engine_;
+};
+
+using HandlePointer = std::unique_ptr<EngineHandle, DeleteWithoutGil<EngineHandle>>;
+using EngineClass = py::class_<EngineHandle, HandlePointer>;
+
+/// Engine's method `method` on the handle's engine.
+template <typename Result, typename... Args>
+auto forward_to(Result (Engine::*method)(Args...)) {
+  return [method](EngineHandle& handle, Args... args) -> Result {
+    return ((*handle.get()).*method)(std::forward<Args>(args)...);
+  };
+}
+template <typename Result, typename... Args>
+auto forward_to(Result (Engine::*method)(Args...) const) {
+  return [method](EngineHandle& handle, Args... args) -> std::decay_t<Result> {
+    return ((*handle.get()).*method)(std::forward<Args>(args)...);
+  };
+}
+
+HandlePointer make_engine(const ModelDescription& model, const Config& config, const InitOptions& options) {
+  const py::gil_scoped_release no_gil;
+  return HandlePointer(new EngineHandle(model, config, options));
+}
+
+using Loaded = std::optional<std::pair<std::string, std::string>>;
+
+Loaded load_checkpoint(EngineHandle& handle, const std::string& directory, const std::string& tag, bool strict,
+                       bool optimizer_states, bool lr_scheduler_states, bool module_only) {
+  auto loaded = handle.get()->load_checkpoint(directory, tag,
+                                              {.strict = strict,
+                                               .optimizer_states = optimizer_states,
+                                               .lr_scheduler_states = lr_scheduler_states,
+                                               .module_only = module_only});
+  if (!loaded) {
+    return std::nullopt;
+  }
+  return std::make_pair(loaded->path, loaded->client_state_json);
+}
+
+NamedTensors module_state(EngineHandle& handle) {
+  NamedTensors state;
+  for (auto& [name, tensor] : handle.get()->module_state_dict()) {
+    state.emplace_back(name, std::move(tensor));
+  }
+  return state;
+}
+
+void bind_training(EngineClass& engine) {
+  engine.def("backward", forward_to(&Engine::backward), py::arg("loss"), py::arg("retain_graph") = false, NoGil())
+      .def("step", forward_to(&Engine::step), NoGil())
+      .def("join", forward_to(&Engine::join), NoGil())
+      .def("zero_grad", forward_to(&Engine::zero_grad), NoGil())
+      .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
+      .def("set_gradient_accumulation_boundary", forward_to(&Engine::set_gradient_accumulation_boundary),
+           py::arg("boundary"), NoGil())
+      .def("num_groups", forward_to(&Engine::num_groups), NoGil())
+      .def("hyperparameters", forward_to(&Engine::hyperparameters), py::arg("group"), NoGil())
+      .def("set_hyperparameters", forward_to(&Engine::set_hyperparameters), py::arg("group"), py::arg("value"), NoGil())
+      .def("group_parameters", forward_to(&Engine::group_parameters), py::arg("group"), NoGil());
+}
+
+void bind_questions(EngineClass& engine) {
+  engine.def_property_readonly("closed", &EngineHandle::closed)
+      .def("close", &EngineHandle::close, NoGil())
+      .def("global_steps", forward_to(&Engine::global_steps), NoGil())
+      .def("skipped_steps", forward_to(&Engine::skipped_steps), NoGil())
+      .def("micro_steps", forward_to(&Engine::micro_steps), NoGil())
+      .def("global_samples", forward_to(&Engine::global_samples), NoGil())
+      .def("batch_sizes", forward_to(&Engine::batch_sizes), NoGil())
+      .def("world", forward_to(&Engine::world), NoGil())
+      .def("config", forward_to(&Engine::config), NoGil())
+      .def("device", forward_to(&Engine::device), NoGil())
+      .def("memory", forward_to(&Engine::memory), NoGil())
+      .def("live_gathered_bytes", forward_to(&Engine::live_gathered_bytes), NoGil())
+      .def("peak_gathered_bytes", forward_to(&Engine::peak_gathered_bytes), NoGil())
+      .def("summary", forward_to(&Engine::summary), NoGil());
+}
+
+void bind_state(EngineClass& engine) {
+  engine
+      .def("save_checkpoint", forward_to(&Engine::save_checkpoint), py::arg("directory"), py::arg("tag") = "",
+           py::arg("client_state_json") = "{}", py::arg("save_latest") = true, NoGil())
+      .def("load_checkpoint", &load_checkpoint, py::arg("directory"), py::arg("tag") = "", py::kw_only(),
+           py::arg("strict") = true, py::arg("optimizer_states") = true, py::arg("lr_scheduler_states") = true,
+           py::arg("module_only") = false, NoGil())
+      .def("module_state_dict", &module_state, NoGil())
+      .def("full_state", forward_to(&Engine::full_state), py::arg("parameter"), py::arg("role"), NoGil())
+      .def("empty_partition_cache", forward_to(&Engine::empty_partition_cache), NoGil());
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  EngineClass engine(module, "Engine", "The C++ engine; deeptide.Engine is what users hold.");
+  engine.def(py::init(&make_engine), py::arg("model"), py::arg("config"), py::arg("options"));
+  bind_training(engine);
+  bind_questions(engine);
+  bind_state(engine);
+}
+
+}  // namespace deeptide::python

@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Our exceptions as Python classes; torch's own errors keep torch's own translation.
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings.h"
+#include "deeptide/errors.h"
+
+namespace deeptide::python {
+namespace {
+
+struct ErrorTypes {
+  PyObject* config = nullptr;
+  PyObject* comm = nullptr;
+  PyObject* checkpoint = nullptr;
+};
+
+// The classes live as long as the interpreter, which may outlive every static destructor: never freed.
+ErrorTypes& error_types() {
+  static auto* types = new ErrorTypes;
+  return *types;
+}
+
+PyObject* add_error(py::module_& module, const char* name, const char* doc, PyObject* base) {
+  const std::string qualified = std::string("deeptide.") + name;
+  PyObject* type = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, base, nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  module.attr(name) = py::handle(type);
+  return type;
+}
+
+void translate(std::exception_ptr pointer) {
+  if (!pointer) {
+    return;
+  }
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const ConfigError& error) {
+    py::set_error(error_types().config, error.what());
+  } catch (const CommError& error) {
+    py::set_error(error_types().comm, error.what());
+  } catch (const CheckpointError& error) {
+    py::set_error(error_types().checkpoint, error.what());
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(std::current_exception());
+  } catch (const python_error&) {
+    // A Python exception that crossed C++, e.g. from a user's autograd function.
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  // Anything else leaves this function and meets pybind11's own translators.
+}
+
+}  // namespace
+
+void bind_errors(py::module_& module) {
+  auto& types = error_types();
+  types.config = add_error(module, "ConfigError", "The configuration or an argument is wrong.", PyExc_ValueError);
+  types.comm = add_error(module, "CommError", "A peer was lost or a wait timed out.", PyExc_RuntimeError);
+  types.checkpoint = add_error(module, "CheckpointError", "A checkpoint cannot be written or read, or does not fit.",
+                               PyExc_RuntimeError);
+  py::register_local_exception_translator(&translate);
+}
+
+}  // namespace deeptide::python

@@ -1,0 +1,101 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the engine is told (model, groups, options) and what it tells (outcomes, memory).
+#include <cstdio>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bindings.h"
+#include "deeptide/engine.h"
+
+namespace deeptide::python {
+namespace {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using Modules = std::vector<std::pair<std::string, std::string>>;
+
+ModelDescription make_description(const NamedTensors& parameters, const NamedTensors& buffers, const Modules& modules) {
+  ModelDescription description;
+  for (const auto& [name, tensor] : parameters) {
+    description.parameters.push_back({name, tensor});
+  }
+  for (const auto& [name, tensor] : buffers) {
+    description.buffers.push_back({name, tensor});
+  }
+  for (const auto& [path, type] : modules) {
+    description.modules.push_back({path, type});
+  }
+  return description;
+}
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6g", value);
+  return text;
+}
+
+std::string outcome_repr(const StepOutcome& outcome) {
+  std::string text = "StepOutcome(step=" + std::to_string(outcome.step);
+  if (!outcome.applied) {
+    text += ", not applied: " + outcome.reason;
+    if (!outcome.parameter.empty()) {
+      text += " in '" + outcome.parameter + "'";
+    }
+    if (outcome.rank >= 0) {
+      text += " on rank " + std::to_string(outcome.rank);
+    }
+    return text + ")";
+  }
+  return text + ", applied, lr=" + number(outcome.lr) + ", grad_norm=" + number(outcome.grad_norm) +
+         ", clipped_norm=" + number(outcome.clipped_norm) + ")";
+}
+
+std::string memory_repr(const MemoryLine& line) {
+  return line.role + ": predicted " + std::to_string(line.predicted_bytes) + " B, measured " +
+         std::to_string(line.measured_bytes) + " B";
+}
+
+void bind_results(py::module_& module) {
+  py::class_<StepOutcome>(module, "StepOutcome", "What a call of Engine.step() did; true when it was applied.")
+      .def_readonly("applied", &StepOutcome::applied)
+      .def_readonly("step", &StepOutcome::step)
+      .def_readonly("lr", &StepOutcome::lr)
+      .def_readonly("grad_norm", &StepOutcome::grad_norm)
+      .def_readonly("clipped_norm", &StepOutcome::clipped_norm)
+      .def_readonly("reason", &StepOutcome::reason)
+      .def_readonly("parameter", &StepOutcome::parameter)
+      .def_readonly("rank", &StepOutcome::rank)
+      .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied; })
+      .def("__repr__", &outcome_repr);
+  py::class_<MemoryLine>(module, "MemoryLine", "One line of the memory table, in bytes on this rank.")
+      .def_readonly("role", &MemoryLine::role)
+      .def_readonly("predicted_bytes", &MemoryLine::predicted_bytes)
+      .def_readonly("measured_bytes", &MemoryLine::measured_bytes)
+      .def("__repr__", &memory_repr);
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  py::class_<ModelDescription, std::unique_ptr<ModelDescription, DeleteWithoutGil<ModelDescription>>>(
+      module, "ModelDescription")
+      .def(py::init(&make_description), py::arg("parameters"), py::arg("buffers"), py::arg("modules"));
+  py::class_<ParameterGroup>(module, "ParameterGroup")
+      .def(py::init([](std::vector<std::string> parameters, const Hyperparameters& hyperparameters) {
+             return ParameterGroup{std::move(parameters), hyperparameters};
+           }),
+           py::arg("parameters"), py::arg("hyperparameters"))
+      .def_readonly("parameters", &ParameterGroup::parameters)
+      .def_readonly("hyperparameters", &ParameterGroup::hyperparameters);
+  py::class_<InitOptions, std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>>(module, "InitOptions")
+      .def(py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
+                       std::optional<OptimizerKind> optimizer) {
+             return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(
+                 new InitOptions{std::move(world), std::move(groups), optimizer});
+           }),
+           py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
+           py::arg("optimizer") = std::nullopt);
+  bind_results(module);
+}
+
+}  // namespace deeptide::python

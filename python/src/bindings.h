@@ -1,0 +1,26 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the files of the Python module share: one function an area, each filling the module `deeptide._C`.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace deeptide::python {
+
+/// Deletes with the GIL released: what we hold may wait for a peer, a thread or a device when it goes.
+template <typename T>
+struct DeleteWithoutGil {
+  void operator()(T* pointer) const { torch::impl::destroy_without_gil(pointer); }
+};
+
+/// For functions that may block or compute: another thread of this process may need the GIL meanwhile.
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_errors(py::module_& module);
+void bind_config(py::module_& module);
+void bind_world(py::module_& module);
+void bind_data(py::module_& module);
+void bind_model(py::module_& module);
+void bind_engine(py::module_& module);
+
+}  // namespace deeptide::python

@@ -1,0 +1,16 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The Python module deeptide._C: the C++ core as Python sees it.
+#include "bindings.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The C++ core of Deeptide.";
+  // torch registers the types of tensors, devices and stores that our signatures name.
+  py::module_::import("torch");
+  deeptide::python::bind_errors(module);
+  deeptide::python::bind_config(module);
+  deeptide::python::bind_world(module);
+  deeptide::python::bind_data(module);
+  deeptide::python::bind_model(module);
+  deeptide::python::bind_engine(module);
+}

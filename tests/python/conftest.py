@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for tests: as threads of this process (`run_ranks`), or as real processes (`run_processes`)."""
+
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import deeptide
+import pytest
+import torch
+import torch.distributed as dist
+
+# Loaded once, here: ranks as threads would all be waiting for the first of them to import it.
+_make_world = deeptide.make_world
+
+
+def _stacks(threads):
+    frames = sys._current_frames()
+    for rank, thread in enumerate(threads):
+        if thread.is_alive() and thread.ident in frames:
+            yield f"rank {rank} is still at:\n" + "".join(traceback.format_stack(frames[thread.ident]))
+
+
+def run_ranks(world_size, function, *args, timeout=120):
+    """Calls function(world, *args) in one thread a rank; returns the results by rank.
+
+    A rank's exception is raised again with its number; when ranks hang, the test fails with their stacks.
+    """
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout))
+    results, errors = [None] * world_size, {}
+
+    def run(rank):
+        try:
+            results[rank] = function(_make_world(store, rank, world_size), *args)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    hanging = list(_stacks(threads))
+    if errors:
+        # The first to fail is the cause; the others fail for want of it.
+        rank, error = next(iter(errors.items()))
+        error.add_note(f"(on rank {rank} of {world_size}; failed: {sorted(errors)})")
+        for text in hanging:
+            error.add_note(text)
+        raise error
+    if hanging:
+        pytest.fail(f"no end after {timeout} s\n" + "\n".join(hanging))
+    return results
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+_CALL = """
+import importlib.util, json, sys
+path, name, arguments = sys.argv[1:4]
+spec = importlib.util.spec_from_file_location("ranks_of_a_test", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+getattr(module, name)(*json.loads(arguments))
+"""
+
+
+def _command(target, args):
+    if callable(target):
+        return [sys.executable, "-c", _CALL, inspect.getsourcefile(target), target.__name__, json.dumps(args)]
+    return [sys.executable, os.fspath(target), *map(str, args)]
+
+
+def _environment(rank, world_size, port, extra):
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    search = [package, os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **(extra or {}),
+    }
+
+
+def run_processes(world_size, target, *args, timeout=180, env=None, check=True):
+    """Runs a script, or a function at a test module's top level, in real processes with torchrun's variables.
+
+    Arguments of a function travel as JSON. Returns each rank's subprocess.CompletedProcess; with `check`, a rank that
+    fails fails the test with its number and its last words.
+    """
+    port = _free_port()
+    command = _command(target, args)
+    processes = [
+        subprocess.Popen(
+            command,
+            env=_environment(rank, world_size, port, env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    outputs = [None] * world_size
+    # One reader a process: a rank that fills its pipe must not stop the others.
+    readers = [
+        threading.Thread(target=lambda r=rank: outputs.__setitem__(r, processes[r].communicate()), daemon=True)
+        for rank in range(world_size)
+    ]
+    for reader in readers:
+        reader.start()
+    deadline = time.monotonic() + timeout
+    for reader in readers:
+        reader.join(max(0.0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    for rank in late:
+        processes[rank].kill()
+    for reader in readers:
+        reader.join(10)
+    done = [
+        subprocess.CompletedProcess(command, process.returncode, *(outputs[rank] or ("", "")))
+        for rank, process in enumerate(processes)
+    ]
+    failed = [rank for rank, process in enumerate(done) if process.returncode != 0]
+    if late or (check and failed):
+        reports = "\n".join(
+            f"-- rank {rank} (exit {done[rank].returncode}):\n{done[rank].stderr[-3000:]}" for rank in failed
+        )
+        pytest.fail(
+            f"ranks {late} did not end in {timeout} s\n{reports}" if late else f"ranks {failed} failed\n{reports}"
+        )
+    return done
+
+
+@pytest.fixture(autouse=True)
+def _few_threads():
+    """Ranks as threads share the machine: one torch thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

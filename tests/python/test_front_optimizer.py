@@ -1,0 +1,284 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""From torch's optimizers, groups and schedules to the engine's, and back."""
+
+import gc
+import warnings
+import weakref
+
+import deeptide
+import pytest
+import torch
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+NO_OPTIMIZER = {"train_micro_batch_size_per_gpu": 2}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def start(model=None, config=CONFIG, **arguments):
+    return deeptide.initialize(model=model or make_model(), config=config, **arguments)
+
+
+def train(engine, steps=1):
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        outcome = engine.step()
+    return outcome
+
+
+def test_default_is_the_configurations_over_all_trainable_parameters():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    engine, optimizer, _, _ = start(model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters() if p.requires_grad
+    ]
+    assert engine._core.group_parameters(0) == ["0.bias", "2.weight", "2.bias"]
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_parameters_given_are_the_only_ones_that_move():
+    model = make_model()
+    before = model[0].weight.detach().clone()
+    engine, _, _, _ = start(model, model_parameters=model[2].parameters())
+    last = engine.module_state_dict()["2.weight"].clone()
+    train(engine)
+    after = engine.module_state_dict()
+    assert torch.equal(after["0.weight"], before)
+    assert not torch.equal(after["2.weight"], last)
+
+
+def test_groups_keep_their_own_hyperparameters():
+    model = make_model()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"params": [model[2].weight]},
+        {"params": model[2].bias, "eps": 1e-6},
+    ]
+    engine, optimizer, _, _ = start(model, model_parameters=groups)
+    core = [engine._core.hyperparameters(i) for i in range(3)]
+    assert [h.lr for h in core] == [0.5, 0.01, 0.01]
+    assert [h.beta1 for h in core] == [0.8, 0.9, 0.9]
+    assert core[0].weight_decay == 0.1 and core[2].eps == 1e-6
+    assert engine.get_lr() == [0.5, 0.01, 0.01]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_groups_without_a_trainable_parameter_are_left_out_of_the_core():
+    model = make_model()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters(), "lr": 0.25}]
+    engine, optimizer, _, _ = start(model, model_parameters=groups)
+    assert engine.get_lr() == [0.25]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    optimizer.param_groups[1]["lr"] = 0.125
+    assert train(engine).lr == 0.125
+
+
+@pytest.mark.parametrize(
+    "make, kind, expected",
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.5, 0.6)), "adam", (0.1, 0.2, 0.5, True)),
+        (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.5, 0.6)), "adam", (0.1, 0.2, 0.5, False)),
+        (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.5), fused=True), "adam", (0.5, 0.0, 0.9, False)),
+    ],
+)
+def test_torchs_adams_become_ours(make, kind, expected):
+    model = make_model()
+    engine, optimizer, _, _ = start(model, config=NO_OPTIMIZER, optimizer=make(model.parameters()))
+    values = engine._core.hyperparameters(0)
+    assert (values.lr, values.weight_decay, values.beta1, values.decoupled_decay) == expected
+    assert optimizer.kind.name == kind
+
+
+def test_torchs_sgd_becomes_ours():
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    engine, _, _, _ = start(model, optimizer=sgd)  # over the configuration's AdamW
+    values = engine._core.hyperparameters(0)
+    assert (values.lr, values.momentum, values.nesterov) == (0.1, 0.9, True)
+    assert engine.get_mom() == [0.9]
+
+
+def test_a_function_of_parameters_makes_the_optimizer():
+    model = make_model()
+    engine, _, _, _ = start(model, config=NO_OPTIMIZER, optimizer=lambda p: torch.optim.SGD(p, lr=0.25))
+    assert engine.get_lr() == [0.25]
+    parameters = list(model[2].parameters())
+    engine.destroy()
+    engine, _, _, _ = start(
+        model, config=NO_OPTIMIZER, model_parameters=parameters, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)
+    )
+    assert engine._core.group_parameters(0) == ["2.weight", "2.bias"]
+
+
+def test_without_any_optimizer_the_engine_evaluates_only():
+    engine, optimizer, _, scheduler = start(config=NO_OPTIMIZER)
+    assert optimizer is None and scheduler is None
+    loss = engine(torch.ones(2, 4)).sum()
+    with pytest.raises(ValueError, match="optimizer"):
+        engine.backward(loss)
+
+
+def stepped_adam(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer, text",
+    [
+        (lambda m: torch.optim.RMSprop(m.parameters()), "torch.optim.*RMSprop is not supported yet"),
+        (lambda m: torch.optim.Adam(m.parameters(), amsgrad=True), "amsgrad=True is not supported yet"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), "maximize=True is not supported yet"),
+        (lambda m: torch.optim.Adam(make_model().parameters()), "is not one of the model's"),
+        (lambda m: lambda parameters: 3, "got int"),
+        (lambda m: "adam", "got str"),
+        (stepped_adam, "already stepped"),
+    ],
+)
+def test_optimizer_is_refused_if(optimizer, text):
+    model = make_model()
+    with pytest.raises(deeptide.ConfigError, match=text):
+        start(model, optimizer=optimizer(model))
+
+
+@pytest.mark.parametrize(
+    "parameters, text",
+    [
+        (lambda m: [], "model_parameters is empty"),
+        (lambda m: m[0].weight, "got a tensor"),
+        (lambda m: [{"lr": 1.0}], "group 0 has no 'params'"),
+        (lambda m: [torch.nn.Parameter(torch.ones(3, 5))], r"parameter 0 of shape \(3, 5\) is not one"),
+        (lambda m: [{"params": [m[0].weight]}, {"params": m[0].parameters()}], "'0.weight' is given twice"),
+        (lambda m: [m[0].weight, m[0].weight], "'0.weight' is given twice: in optimizer group 0 and in group 0"),
+        (lambda m: [{"params": m.parameters(), "learning_rate": 1.0}], "unknown key 'learning_rate'"),
+        (lambda m: [{"params": m.parameters(), "lr": -1.0}], "lr=-1.0, expected a number of at least 0"),
+        (lambda m: [{"params": m.parameters(), "betas": (0.9, 1.0)}], r"expected both in \[0, 1\)"),
+    ],
+)
+def test_model_parameters_are_refused_if(parameters, text):
+    model = make_model()
+    with pytest.raises(deeptide.ConfigError, match=text):
+        start(model, model_parameters=parameters(model))
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    model = make_model().requires_grad_(False)
+    with pytest.raises(deeptide.ConfigError, match="no trainable parameter"):
+        start(model)
+
+
+def test_what_is_written_into_a_group_is_what_the_next_step_uses():
+    engine, optimizer, _, _ = start()
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert train(engine).lr == 0.125
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_the_optimizers_step_is_the_engines():
+    engine, optimizer, _, _ = start()
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    assert optimizer.step()
+    assert engine.global_steps == 1
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    optimizer.zero_grad()
+    with pytest.raises(ValueError):
+        engine.step()
+
+
+def test_the_optimizer_says_where_its_state_is():
+    engine, optimizer, _, _ = start()
+    with pytest.raises(RuntimeError, match="save_checkpoint"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="load_checkpoint"):
+        optimizer.load_state_dict({})
+    with pytest.raises(RuntimeError, match="give them all to deeptide.initialize"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match="closures"):
+        optimizer.step(lambda: None)
+
+
+def test_the_optimizer_does_not_keep_the_engine_alive():
+    engine, optimizer, loader, scheduler = start(config={**CONFIG, "scheduler": SCHEDULE})
+    train(engine)
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError, match="engine is gone"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="engine is gone"):
+        scheduler.get_last_lr()
+
+
+def test_the_configurations_schedule_moves_the_live_groups():
+    engine, optimizer, _, scheduler = start(config={**CONFIG, "scheduler": SCHEDULE})
+    seen = []
+    for _ in range(4):
+        train(engine)
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        assert scheduler.get_last_lr() == engine.get_lr() == [seen[-1]]
+    assert seen == sorted(set(seen)), "a warm-up rises with each step"
+    assert scheduler.state_dict() == {"last_batch_iteration": 3}
+    with pytest.raises(RuntimeError, match="load_checkpoint"):
+        scheduler.load_state_dict({})
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_torch_schedule_is_stepped_with_the_engine(as_function):
+    model = make_model()
+    client = torch.optim.AdamW(model.parameters(), lr=1.0)
+    make = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine, _, _, scheduler = start(model, optimizer=client, lr_scheduler=make if as_function else make(client))
+        lrs = [train(engine).lr for _ in range(3)]
+    assert lrs == [1.0, 0.5, 0.25]
+    assert scheduler.get_last_lr() == [0.125]
+
+
+def test_the_callers_schedule_replaces_the_configurations():
+    make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # noqa: E731
+    engine, _, _, _ = start(config={**CONFIG, "scheduler": SCHEDULE}, lr_scheduler=make)
+    assert [train(engine).lr for _ in range(3)] == [0.01] * 3
+
+
+def test_a_torch_schedule_waits_if_the_step_is_skipped():
+    make = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # noqa: E731
+    engine, optimizer, _, _ = start(lr_scheduler=make)
+    engine.backward(engine(torch.full((2, 4), float("nan"))).sum())
+    outcome = engine.step()
+    assert not outcome and not engine.was_step_applied()
+    assert "not applied" in repr(outcome) and outcome.reason in repr(outcome)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    "config, schedule, text",
+    [
+        (CONFIG, 3, "got int, expected a scheduler"),
+        (NO_OPTIMIZER, lambda optimizer: None, "there is no optimizer"),
+        (
+            CONFIG,
+            torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)], lr=1.0)),
+            "bound to another optimizer",
+        ),
+    ],
+)
+def test_schedule_is_refused_if(config, schedule, text):
+    with pytest.raises(deeptide.ConfigError, match=text):
+        start(config=config, lr_scheduler=schedule)
