@@ -100,6 +100,8 @@ class DEEPTIDE_API Engine {
   StepOutcome step();
   /// Collective. Takes part in the others' steps until every rank has joined: ranks may have different numbers of batches.
   void join();
+  /// Collective. One step of `join`, for callers that do something at each; empty when every rank has joined.
+  std::optional<StepOutcome> join_step();
   void zero_grad();
 
   bool is_gradient_accumulation_boundary() const;

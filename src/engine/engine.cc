@@ -16,9 +16,10 @@ Engine& Engine::operator=(Engine&&) noexcept = default;
 void Engine::backward(const at::Tensor& loss, bool retain_graph) { impl_->backward(loss, retain_graph); }
 StepOutcome Engine::step() { return impl_->step(/*joined=*/false).value(); }
 void Engine::join() {
-  while (impl_->step(/*joined=*/true)) {
+  while (join_step()) {
   }
 }
+std::optional<StepOutcome> Engine::join_step() { return impl_->step(/*joined=*/true); }
 void Engine::zero_grad() { impl_->zero_grad(); }
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->is_boundary(); }

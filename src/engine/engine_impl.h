@@ -29,6 +29,10 @@ namespace deeptide {
 enum class Operation : int64_t { step, save_checkpoint, load_checkpoint, gather_state, release };
 const char* operation_name(Operation operation);
 
+// comm::Message::numbers of a close, by position.
+inline constexpr int kOperation = 0;
+inline constexpr int kRounds = 1;
+
 struct Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
   ~Impl();

@@ -332,7 +332,14 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   at::NoGradGuard no_grad;
   const Parameter* p = model.find(name);
   TORCH_CHECK_VALUE(p != nullptr, "the model has no parameter '", name, "'");
-  enter(Operation::gather_state);
+  Message own;
+  own.numbers[kRounds] = reducer ? reducer->rounds_wanted() : 0;
+  const auto messages = enter(Operation::gather_state, own);
+  if (role == "gradient" && reducer) {  // what backward has left in buckets belongs to it
+    int64_t rounds = 0;
+    for (const Message& m : messages) rounds = std::max(rounds, m.numbers[kRounds]);
+    reducer->finish(rounds);
+  }
   const auto trainable = model.trainable();
   const auto at_unit = std::find(trainable.begin(), trainable.end(), p->unit);
   if (!optimizer || at_unit == trainable.end()) return {};

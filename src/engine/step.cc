@@ -18,10 +18,7 @@ namespace {
 constexpr int32_t kBoundary = 1;
 constexpr int32_t kJoined = 2;
 constexpr int32_t kHasGradient = 4;
-// Message::numbers of a close, by position.
-constexpr int kOperation = 0;
-constexpr int kRounds = 1;
-// … and of the exchange that judges a step.
+// Message::numbers of the exchange that judges a step, by position.
 constexpr int kSquares = 0;
 constexpr int kBadParameter = 1;
 constexpr int kBadRank = 2;
