@@ -321,6 +321,24 @@ def test_whole_values_are_found_by_parameter():
         utils.safe_get_full_fp32_param(torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_gradients_are_there_between_backward_and_step(world_size, stage):
+    plain = Model()
+    plain(torch.full((2, 4), 1.0)).square().mean().backward()
+
+    def run(world):
+        engine = start({**CONFIG, "zero_optimization": {"stage": stage}}, world=world)
+        engine.backward(loss_of(engine))
+        found = {name: utils.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        assert engine.step()
+        return found
+
+    for found in run_ranks(world_size, run):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
 def test_whole_optimizer_states_are_found_by_parameter():
     engine = start()
     train(engine)
