@@ -174,7 +174,9 @@ def test_torchrun_starts_a_script_that_knows_nothing_of_it(tmp_path):
     config.write_text(json.dumps(CONFIG))
     out.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run([*torchrun, script, config, out], check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [*torchrun, script, config, out], check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     first, second = (json.loads((out / str(rank)).read_text()) for rank in range(2))
     assert first[:3] == [2, 0, 4] and second[:3] == [2, 1, 4]
     assert first[3] == second[3] > 0
