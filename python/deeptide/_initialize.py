@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """deeptide.initialize: a model and a configuration become an engine."""
 
+import torch.distributed as dist
+
 from deeptide import _C
 from deeptide._C import ConfigError, OptimizerKind
 from deeptide._groups import plan_optimizer
@@ -67,8 +69,16 @@ def initialize(
     defaults = config.optimizer.defaults
     groups = plan.core_groups(defaults) if plan is not None else []
     kind = plan.override if plan is not None else OptimizerKind.none
-    core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, kind))
-    ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
-    scheduler = resolve_schedule(lr_scheduler, ours, config)
-    engine = Engine(core, model, config, ours, scheduler, loader, group)
-    return engine, ours, loader, scheduler
+    core = None
+    try:
+        core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, kind))
+        ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
+        scheduler = resolve_schedule(lr_scheduler, ours, config)
+        return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
+    except BaseException:
+        # Now and not when the traceback goes: the caller may catch this and use his model.
+        if core is not None:
+            core.close()
+        if group is not None:
+            dist.destroy_process_group(group)
+        raise

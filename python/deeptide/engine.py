@@ -107,6 +107,8 @@ class Engine:
                 'have joined, and their shards would use another learning rate; use the configuration\'s "scheduler"'
             )
         self._core.join()
+        if self.optimizer is not None:
+            self.optimizer.pull(self._core)
 
     def train(self, mode=True):
         """The model's train(); returns the engine."""

@@ -5,6 +5,7 @@
 import argparse
 import base64
 import json
+import os
 import subprocess
 import sys
 
@@ -151,6 +152,34 @@ def test_processes_with_torchruns_variables_train_as_one_world():
     outputs = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes(2, train_in_a_process, 3)]
     assert [output[:3] for output in outputs] == [[0, 2, "torch.distributed"], [1, 2, "torch.distributed"]]
     assert outputs[0][3] == outputs[1][3]
+
+
+TRAIN_SCRIPT = """
+import deeptide, json, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(16, 4))
+engine, optimizer, loader, scheduler = deeptide.initialize(model=model, config=sys.argv[1], training_data=data)
+for (batch,) in loader:
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+with open(f"{sys.argv[2]}/{engine.global_rank}", "w") as file:
+    json.dump([engine.world_size, engine.local_rank, engine.global_steps, engine.get_global_grad_norm()], file)
+"""
+
+
+def test_torchrun_starts_a_script_that_knows_nothing_of_it(tmp_path):
+    script, config, out = tmp_path / "train.py", tmp_path / "ds_config.json", tmp_path / "out"
+    script.write_text(TRAIN_SCRIPT)
+    config.write_text(json.dumps(CONFIG))
+    out.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    subprocess.run(
+        [*torchrun, script, config, out], check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    first, second = (json.loads((out / str(rank)).read_text()) for rank in range(2))
+    assert first[:3] == [2, 0, 4] and second[:3] == [2, 1, 4]
+    assert first[3] == second[3] > 0
 
 
 def train_beside_a_group_of_the_users_own():

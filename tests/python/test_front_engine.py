@@ -130,6 +130,43 @@ def test_join_is_refused_if_the_caller_has_a_schedule_of_his_own():
         engine.join()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_sync_adds_up_until_the_step_after_it(world_size, stage):
+    plain = Model()
+    for value in (1.0, 0.5):
+        plain(torch.full((2, 4), value)).square().mean().backward()
+    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in plain.parameters()]))
+
+    def run(world):
+        engine = start({**CONFIG, "zero_optimization": {"stage": stage}}, world=world)
+        with engine.no_sync():
+            engine.backward(loss_of(engine, 1.0))
+            assert not engine.step()
+        engine.backward(loss_of(engine, 0.5))
+        return engine.step().grad_norm
+
+    for norm in run_ranks(world_size, run):
+        assert norm == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_with_fewer_batches_join(stage):
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+
+    def run(world):
+        engine, optimizer, _, _ = deeptide.initialize(model=Model(), config=config, world=world)
+        train(engine, 2 + 3 * world.rank)
+        engine.join()
+        return engine.global_steps, optimizer.param_groups[0]["lr"], state_of(engine)
+
+    few, many = run_ranks(2, run)
+    assert few[0] == many[0] == 5
+    assert few[1] == many[1]
+    assert same(few[2], many[2])
+
+
 def test_no_sync_is_refused_if_gradients_are_sharded():
     engine = start({**CONFIG, "zero_optimization": {"stage": 2}})
     with pytest.raises(deeptide.ConfigError, match="stage 2 shards the gradients"), engine.no_sync():
@@ -319,6 +356,24 @@ def test_whole_values_are_found_by_parameter():
         utils.safe_get_full_optimizer_state(weight, "exp_average")
     with pytest.raises(deeptide.ConfigError, match=r"shape \(2, 3\) is no parameter of a living engine"):
         utils.safe_get_full_fp32_param(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_gradients_are_there_between_backward_and_step(world_size, stage):
+    plain = Model()
+    plain(torch.full((2, 4), 1.0)).square().mean().backward()
+
+    def run(world):
+        engine = start({**CONFIG, "zero_optimization": {"stage": stage}}, world=world)
+        engine.backward(loss_of(engine))
+        found = {name: utils.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        assert engine.step()
+        return found
+
+    for found in run_ranks(world_size, run):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_whole_optimizer_states_are_found_by_parameter():

@@ -282,3 +282,15 @@ def test_a_torch_schedule_waits_if_the_step_is_skipped():
 def test_schedule_is_refused_if(config, schedule, text):
     with pytest.raises(deeptide.ConfigError, match=text):
         start(config=config, lr_scheduler=schedule)
+
+
+def test_a_refused_call_leaves_the_model_as_it_was():
+    model = make_model()
+    x = torch.ones(2, 4)
+    expected = model(x)
+    with pytest.raises(deeptide.ConfigError) as caught:
+        start(model, config={**CONFIG, "zero_optimization": {"stage": 3}}, lr_scheduler=3)
+    assert caught.value is not None
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
