@@ -3,8 +3,8 @@
 // Splits a range of elements over torch's own intra-operator threads.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline void parallel_blocks(int64_t numel, int64_t block, int64_t grain,
   }
   // at::parallel_for is serial in code compiled without OpenMP, and with it may bring a second pool of threads beside
   // torch's; an iterator runs on the pool that torch was built with.
-  at::Tensor ticks = at::empty({num_blocks}, at::TensorOptions(at::kByte).device(at::kCPU));
+  const at::TensorBase ticks = at::detail::empty_cpu({num_blocks}, at::kByte);
   const char* first = static_cast<const char*>(ticks.const_data_ptr());
   at::TensorIterator iterator = at::TensorIterator::borrowing_nullary_op(ticks);
   iterator.for_each(

@@ -49,6 +49,12 @@ Result run(const Tensor& contributions, double scale, bool overwrite, const Tens
   return result;
 }
 
+/// Small operators on busy cores would spend their time waking threads; the tests about threads ask for two.
+class OneThread : public testing::Environment {
+  void SetUp() override { at::set_num_threads(1); }
+};
+const auto* const kOneThread = testing::AddGlobalTestEnvironment(new OneThread);
+
 class Threads {
  public:
   explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
@@ -71,7 +77,6 @@ class Target {
 };
 
 TEST(OrderedSum, EqualsTheSumInRankOrderBitForBit) {
-  Threads threads(1);  // small operators on busy cores spend their time waking threads
   at::manual_seed(1);
   for (at::ScalarType dtype : kDtypes) {
     for (int64_t world : {1, 2, 3, 4, 5, 8, 9}) {

@@ -87,6 +87,12 @@ std::vector<Hyperparameters> adam_variants() {
   return variants;
 }
 
+/// Small operators on busy cores would spend their time waking threads; the tests about threads ask for two.
+class OneThread : public testing::Environment {
+  void SetUp() override { at::set_num_threads(1); }
+};
+const auto* const kOneThread = testing::AddGlobalTestEnvironment(new OneThread);
+
 class Threads {
  public:
   explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
@@ -109,7 +115,6 @@ class Target {
 };
 
 TEST(AdamStep, AgreesWithTheDefinitionInDoublesAndWithTheOracle) {
-  Threads threads(1);  // small operators on busy cores spend their time waking threads
   at::manual_seed(1);
   for (const auto& hyper : adam_variants()) {
     for (int64_t numel : kSizes) {
