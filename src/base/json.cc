@@ -107,19 +107,23 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
     if (detail != std::string::npos) what.erase(0, detail + 3);
     const size_t end = what.find_last_not_of(" ;\n");
     what.erase(end + 1);
-    throw ConfigError(origin_ + ":" + positions_.line_and_column(last_byte()) + ": malformed JSON: " + what);
+    const size_t at = what.find("unexpected number literal") == 0 ? last_digit() : last_byte();
+    throw ConfigError(origin_ + ":" + positions_.line_and_column(at) + ": malformed JSON: " + what);
   }
 
  private:
   size_t last_byte() const { return read_ == 0 ? 0 : read_ - 1; }
 
   // The parser reads one byte past a number, possibly a newline.
-  int value_line(const JsonValue& value) const {
+  size_t last_digit() const {
     size_t at = last_byte();
-    if (value.is(JsonKind::integer) || value.is(JsonKind::number)) {
-      while (at > 0 && (text_[at] < '0' || text_[at] > '9')) --at;
-    }
-    return positions_.line(at);
+    while (at > 0 && (text_[at] < '0' || text_[at] > '9')) --at;
+    return at;
+  }
+
+  int value_line(const JsonValue& value) const {
+    const bool number = value.is(JsonKind::integer) || value.is(JsonKind::number);
+    return positions_.line(number ? last_digit() : last_byte());
   }
 
   JsonValue* place(JsonValue value) {

@@ -4,7 +4,7 @@
 #include "deeptide/config.h"
 
 #include <fstream>
-#include <iterator>
+#include <sstream>
 
 #include "base/json.h"
 #include "config/base64.h"
@@ -74,9 +74,12 @@ void derive_params(const Values& values, SchedulerConfig& scheduler, std::vector
   }
   const std::string rate = kSchedulerParams + "warmup_max_lr";
   if (scheduler.type != "WarmupDecayLR" || !values.at(rate).automatic || values.word("optimizer.type").empty()) return;
-  scheduler.params["warmup_max_lr"] = values.number(kOptimizerParams + "lr");
-  decisions.push_back(rate + ": \"auto\" became optimizer.params.lr, " +
-                      to_text(JsonValue(values.number(kOptimizerParams + "lr"))));
+  const double lr = values.number(kOptimizerParams + "lr");
+  scheduler.params["warmup_max_lr"] = lr;
+  const std::string line = values.at(rate).shown + ": \"auto\" became ";
+  for (std::string& decision : decisions) {
+    if (decision.rfind(line, 0) == 0) decision = line + to_text(JsonValue(lr)) + " (optimizer.params.lr)";
+  }
 }
 
 SchedulerConfig scheduler_config(const Values& values, std::vector<std::string>& decisions) {
@@ -160,11 +163,12 @@ Config::Config() : origin("<default>"), text("{}") {}
 
 Config Config::from_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file.is_open() || file.bad() || (text.empty() && file.fail())) {
+  std::ostringstream text;
+  if (file.is_open()) text << file.rdbuf();
+  if (!file.is_open() || text.bad()) {
     throw ConfigError(path + ": cannot read this file; expected a string path to an existing deepspeed config");
   }
-  return from_text(text, path);
+  return from_text(text.str(), path);
 }
 
 Config Config::from_text(std::string_view text, const std::string& origin) {

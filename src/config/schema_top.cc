@@ -6,7 +6,7 @@
 namespace deeptide::config {
 namespace {
 
-const char* const kFromTheOthers = "resolved from the other batch sizes and the world size";
+const char* const kFromTheOthers = "what the other batch sizes and the world size give";
 const char* const kSumOrder =
     "gradients are summed in fp32 in rank order and divided once, so neither overflow nor precision depends on it";
 

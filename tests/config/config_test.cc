@@ -1,0 +1,239 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// From a text to fields: what is honoured, what keys mean together, and what errors say.
+#include "deeptide/config.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+
+#include "config/base64.h"
+#include "config/suggest.h"
+#include "config/table_cases.h"
+#include "deeptide/errors.h"
+
+namespace deeptide {
+namespace {
+
+using config::error_of;
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+bool decided(const Config& config, const std::string& part) {
+  return std::any_of(config.decisions.begin(), config.decisions.end(),
+                     [&](const auto& line) { return has(line, part); });
+}
+
+TEST(Config, HasTheTablesDefaultsWhenMadeFromNothing) {
+  const Config made;
+  const Config read = Config::from_text("{}");
+  EXPECT_EQ(made.zero.stage, read.zero.stage);
+  EXPECT_EQ(made.zero.reduce_bucket_size, read.zero.reduce_bucket_size);
+  EXPECT_EQ(made.zero.allgather_bucket_size, read.zero.allgather_bucket_size);
+  EXPECT_EQ(made.zero.overlap_comm, read.zero.overlap_comm);
+  EXPECT_EQ(made.zero.prefetch_bucket_size, read.zero.prefetch_bucket_size);
+  EXPECT_EQ(made.zero.param_persistence_threshold, read.zero.param_persistence_threshold);
+  EXPECT_EQ(made.zero.model_persistence_threshold, read.zero.model_persistence_threshold);
+  EXPECT_EQ(made.zero.max_live_parameters, read.zero.max_live_parameters);
+  EXPECT_EQ(made.zero.max_reuse_distance, read.zero.max_reuse_distance);
+  EXPECT_EQ(made.zero.ignore_unused_parameters, read.zero.ignore_unused_parameters);
+  EXPECT_EQ(made.zero.load_from_fp32_weights, read.zero.load_from_fp32_weights);
+  EXPECT_EQ(made.zero.gather_16bit_weights_on_model_save, read.zero.gather_16bit_weights_on_model_save);
+  EXPECT_EQ(made.runtime.comm_timeout_s, read.runtime.comm_timeout_s);
+  EXPECT_EQ(made.runtime.ordered_reduction, read.runtime.ordered_reduction);
+  EXPECT_EQ(made.runtime.tune_allocator, read.runtime.tune_allocator);
+  EXPECT_EQ(made.runtime.unit_size, read.runtime.unit_size);
+  EXPECT_EQ(made.runtime.seed, read.runtime.seed);
+  EXPECT_EQ(made.gradient_clipping, read.gradient_clipping);
+  EXPECT_EQ(made.gradient_mean, read.gradient_mean);
+  EXPECT_EQ(made.optimizer.kind, read.optimizer.kind);
+  EXPECT_EQ(made.scheduler.type, read.scheduler.type);
+  EXPECT_EQ(made.bf16, read.bf16);
+  EXPECT_EQ(made.communication_dtype, read.communication_dtype);
+  EXPECT_EQ(made.steps_per_print, read.steps_per_print);
+  EXPECT_TRUE(decided(read, "gradient_clipping: absent became 1"));
+}
+
+TEST(Config, ReadsEveryHonouredKey) {
+  const Config c = Config::from_text(R"({
+    // all of it
+    "train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
+    "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, "gradient_allreduce_op": "SUM",
+    "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": true, "memory_breakdown": true,
+    "dataloader_drop_last": true, "dump_state": true, "bf16": {"enabled": true}, "vocabulary_size": 50257,
+    "zero_optimization": {
+      "stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 7, "overlap_comm": false,
+      "stage3_prefetch_bucket_size": 1, "stage3_param_persistence_threshold": 2,
+      "stage3_model_persistence_threshold": 3, "stage3_max_live_parameters": 1e9, "max_reuse_distance": 5,
+      "ignore_unused_parameters": false, "load_from_fp32_weights": false,
+      "stage3_gather_fp16_weights_on_model_save": true },
+    "deeptide": {"comm_timeout": 1.5, "reduction": "transport", "tune_allocator": false, "unit_size": 9, "seed": 42},
+  })");
+  EXPECT_EQ(c.batch_sizes(2).train, 32);
+  EXPECT_EQ(c.communication_dtype, DataType::fp32);
+  EXPECT_EQ(c.gradient_accumulation_dtype, DataType::fp32);
+  EXPECT_FALSE(c.gradient_mean);
+  EXPECT_EQ(c.gradient_clipping, 0.5);
+  EXPECT_EQ(c.steps_per_print, 10);
+  EXPECT_TRUE(c.wall_clock_breakdown && c.memory_breakdown && c.dataloader_drop_last && c.dump_state && c.bf16);
+  EXPECT_EQ(c.compute_dtype(), DataType::bf16);
+  EXPECT_EQ(c.zero.stage, 2);
+  EXPECT_EQ(c.zero.reduce_bucket_size, 200'000'000);
+  EXPECT_EQ(c.zero.allgather_bucket_size, 7);
+  EXPECT_FALSE(c.zero.overlap_comm);
+  EXPECT_EQ(c.zero.prefetch_bucket_size, 1);
+  EXPECT_EQ(c.zero.param_persistence_threshold, 2);
+  EXPECT_EQ(c.zero.model_persistence_threshold, 3);
+  EXPECT_EQ(c.zero.max_live_parameters, 1'000'000'000);
+  EXPECT_EQ(c.zero.max_reuse_distance, 5);
+  EXPECT_FALSE(c.zero.ignore_unused_parameters || c.zero.load_from_fp32_weights);
+  EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
+  EXPECT_EQ(c.runtime.comm_timeout_s, 1.5);
+  EXPECT_FALSE(c.runtime.ordered_reduction || c.runtime.tune_allocator);
+  EXPECT_EQ(c.runtime.unit_size, 9);
+  EXPECT_EQ(c.runtime.seed, 42u);
+  EXPECT_TRUE(decided(c, "vocabulary_size: 50257 is not a multiple of 8"));
+}
+
+TEST(Config, ReadsAdamInAllItsSpellings) {
+  const Config c = Config::from_text(R"({"optimizer": {"type": "adamw", "params": {
+    "lr": 1e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "bias_correction": false}}})");
+  EXPECT_EQ(c.optimizer.kind, OptimizerKind::adam);
+  EXPECT_EQ(c.optimizer.type, "adamw");
+  EXPECT_EQ(c.optimizer.defaults.lr, 1e-4);
+  EXPECT_EQ(c.optimizer.defaults.beta1, 0.8);
+  EXPECT_EQ(c.optimizer.defaults.beta2, 0.95);
+  EXPECT_EQ(c.optimizer.defaults.eps, 1e-6);
+  EXPECT_EQ(c.optimizer.defaults.weight_decay, 0.1);
+  EXPECT_TRUE(c.optimizer.defaults.decoupled_decay);
+  EXPECT_FALSE(c.optimizer.defaults.bias_correction);
+  const Config adam = Config::from_text(R"({"optimizer": {"type": "Adam"}})");
+  EXPECT_TRUE(adam.optimizer.defaults.decoupled_decay);
+  EXPECT_EQ(adam.optimizer.defaults.lr, 1e-3);
+  EXPECT_TRUE(decided(adam, "\"Adam\" decouples weight decay"));
+  const Config l2 = Config::from_text(R"({"optimizer": {"type": "ADAM", "params": {"adam_w_mode": false}}})");
+  EXPECT_FALSE(l2.optimizer.defaults.decoupled_decay);
+}
+
+TEST(Config, ReadsSgd) {
+  const Config c = Config::from_text(R"({"optimizer": {"type": "SGD", "params": {
+    "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": true}}})");
+  EXPECT_EQ(c.optimizer.kind, OptimizerKind::sgd);
+  EXPECT_EQ(c.optimizer.defaults.momentum, 0.9);
+  EXPECT_TRUE(c.optimizer.defaults.nesterov);
+  EXPECT_FALSE(c.optimizer.defaults.decoupled_decay);
+  EXPECT_EQ(
+      Config::from_text(R"({"optimizer": {"type": "sgd", "params": {"dampening": 0.5}}})").optimizer.defaults.dampening,
+      0.5);
+}
+
+TEST(Config, FillsASchedulesDefaultsAndDerivedValues) {
+  const auto scheduler = [](const std::string& inner) {
+    return Config::from_text("{\"scheduler\": {" + inner + "}}").scheduler;
+  };
+  const auto warmup = scheduler(R"("type": "WarmupLR", "params": {"warmup_num_steps": 10})");
+  EXPECT_EQ(warmup.type, "WarmupLR");
+  EXPECT_EQ(warmup.params, (std::map<std::string, double>{{"warmup_min_lr", 0}, {"warmup_num_steps", 10}}));
+  EXPECT_EQ(warmup.names.at("warmup_type"), "log");
+  const auto decay = scheduler(R"("type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_type": "linear"})");
+  EXPECT_EQ(decay.params.at("warmup_max_lr"), 0.001);
+  EXPECT_EQ(decay.params.at("total_num_steps"), 5);
+  EXPECT_EQ(decay.names.at("warmup_type"), "linear");
+  const auto cycle = scheduler(R"("type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1,
+                                  "cycle_first_step_size": 7, "cycle_first_stair_count": 3})");
+  EXPECT_EQ(cycle.params.at("cycle_second_step_size"), 7);
+  EXPECT_EQ(cycle.params.at("cycle_second_stair_count"), 3);
+  EXPECT_EQ(cycle.params.at("cycle_momentum"), 1);
+  EXPECT_EQ(scheduler(R"("type": "LRRangeTest")").params.at("lr_range_test_staircase"), 0);
+  EXPECT_EQ(scheduler(R"("type": "WarmupCosineLR", "params": {"total_num_steps": 5})").params.at("cos_min_ratio"),
+            1e-4);
+}
+
+TEST(Config, DerivesTheWarmedUpRateFromTheOptimizerForAuto) {
+  const Config c = Config::from_text(R"({"optimizer": {"type": "AdamW", "params": {"lr": 0.25}}, "scheduler": {
+    "type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20, "warmup_max_lr": "auto"}}})");
+  EXPECT_EQ(c.scheduler.params.at("warmup_max_lr"), 0.25);
+  EXPECT_TRUE(decided(c, "scheduler.params.warmup_max_lr: \"auto\" became 0.25"));
+  EXPECT_TRUE(decided(c, "the warm-up will not end"));
+}
+
+TEST(Config, TakesABooleanForTheZeroSection) {
+  EXPECT_EQ(Config::from_text(R"({"zero_optimization": true})").zero.stage, 1);
+  EXPECT_EQ(Config::from_text(R"({"zero": false})").zero.stage, 0);
+  EXPECT_EQ(Config::from_text(R"({"zero": {"stage": 3}})").zero.stage, 3);
+}
+
+TEST(Config, ReadsBase64AsDeepSpeedsToolsPassIt) {
+  EXPECT_EQ(Config::from_text("eyJ6ZXJvIjogeyJzdGFnZSI6IDJ9fQ==").zero.stage, 2);
+  EXPECT_EQ(Config::from_text(" eyJ6ZXJvIjogeyJzdGFnZSI6IDJ9fQ\n").text, R"({"zero": {"stage": 2}})");
+  EXPECT_EQ(config::decode_base64_url("-_-_"), std::string("\xfb\xff\xbf"));
+  EXPECT_FALSE(config::decode_base64_url("ab+/").has_value());
+  EXPECT_TRUE(has(error_of("true"), "expected an object of keys in braces, got true"));
+}
+
+TEST(Config, SaysWhichKeysContradictEachOther) {
+  EXPECT_TRUE(has(error_of(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})"),
+                  "bfloat16 and fp16 modes cannot be simultaneously enabled"));
+  EXPECT_TRUE(has(error_of("{\"zero\": {\"stage\": 3},\n\"gradient_allreduce_op\": \"sum\"}"),
+                  "ds_config.json:2: gradient_allreduce_op: \"sum\" is not supported with ZeRO stage 3"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}})"),
+                  "optimizer.params.adam_w_mode: false has no effect here because type AdamW"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "SGD", "params": {"nesterov": true}}})"),
+                  "Nesterov momentum requires a momentum above 0 and zero dampening"));
+}
+
+TEST(Config, NamesTheCureForWhatBelongsElsewhere) {
+  EXPECT_TRUE(has(error_of(R"({"stage": 3})"), "stage: unknown key; it belongs under 'zero_optimization'"));
+  EXPECT_TRUE(has(error_of(R"({"zero": {"gradient_clipping": 1}})"), "it belongs under 'the top level'"));
+  EXPECT_TRUE(has(error_of(R"({"lr": 1})"), "it belongs under 'optimizer.params'"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"momentum": 1}}})"), "of type SGD"));
+  EXPECT_TRUE(has(error_of(R"({"reduce_bucket_sise": 1})"), "did you mean 'zero_optimization.reduce_bucket_size'?"));
+  EXPECT_TRUE(has(error_of(R"({"zero": {"stage3_foo": 1}})"), "unknown key; did you mean 'stage3_"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Adma"}})"), "did you mean \"Adam\"?"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})"),
+                  "please switch to using the deepspeed parameter 'gradient_clipping'"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"params": {"lr": 1}}})"), "there is no 'type' beside it"));
+  EXPECT_TRUE(has(error_of("{\"scheduler\":\n{\"type\": \"WarmupDecayLR\"}}"),
+                  ":1: scheduler.params.total_num_steps: missing; expected an integer of at least 1"));
+  EXPECT_TRUE(has(error_of(R"({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}})"),
+                  "per-group lists are not supported yet"));
+}
+
+TEST(Config, TellsAllErrorsAtOnceInTheOrderOfTheirLines) {
+  const std::string error = error_of("{\"stage\": 1,\n\"gradient_clipping\": -1,\n\"zero\": {\"stage\": 4}}");
+  EXPECT_EQ(error,
+            "ds_config.json:1: stage: unknown key; it belongs under 'zero_optimization'\n"
+            "ds_config.json:2: gradient_clipping: expected a number of at least 0, got -1\n"
+            "ds_config.json:3: zero.stage: expected an integer from 0 to 3, got 4");
+}
+
+TEST(Config, RefusesDuplicateKeys) {
+  EXPECT_TRUE(has(error_of("{\"zero\": {\"stage\": 1,\n \"stage\": 1}}"),
+                  "ds_config.json:2: zero.stage: duplicate key, first given on line 1"));
+}
+
+TEST(Config, ReadsAFileAndNamesOneThatItCannotRead) {
+  const std::string path = testing::TempDir() + "deeptide_config_test.json";
+  std::ofstream(path) << "{\"zero\": {\"stage\": 2}} # end\n";
+  const Config config = Config::from_file(path);
+  EXPECT_EQ(config.zero.stage, 2);
+  EXPECT_EQ(config.origin, path);
+  std::remove(path.c_str());
+  for (const std::string& bad : {path, testing::TempDir()}) {
+    EXPECT_THROW(Config::from_file(bad), ConfigError) << bad;
+  }
+}
+
+TEST(EditDistance, CountsSlipsOfTheFingers) {
+  EXPECT_EQ(config::edit_distance("stage", "stage"), 0u);
+  EXPECT_EQ(config::edit_distance("satge", "stage"), 1u);
+  EXPECT_EQ(config::edit_distance("", "abc"), 3u);
+  EXPECT_EQ(config::edit_distance("kitten", "sitting"), 3u);
+  EXPECT_EQ(config::nearest("b", {"a"}), "");
+  EXPECT_EQ(config::nearest(std::string(100'000, 'a'), {"a"}), "");
+}
+
+}  // namespace
+}  // namespace deeptide

@@ -1,0 +1,195 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What holds for every key of the table, one generated check a key.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "config/check_value.h"
+#include "config/table_cases.h"
+#include "deeptide/config.h"
+
+namespace deeptide::config {
+namespace {
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// The type itself, alone beside "params", has its own meaning of every value.
+bool is_type(const TableCase& c) { return c.path() == "optimizer.type" || c.path() == "scheduler.type"; }
+
+bool refused(Status status) { return status == Status::later || status == Status::never; }
+
+// A section that is on when present is refused whatever it holds.
+bool below_a_refused_presence(const TableCase& c) {
+  return std::any_of(c.sections.begin(), c.sections.end(), [](const Key* section) { return section->on_when_present; });
+}
+
+bool inside_later_variant(const TableCase& c) {
+  if (!c.variant || c.sections.front()->name != "optimizer") return false;
+  const auto& later = schema().keys;
+  for (const Key& section : later) {
+    if (section.name != "optimizer") continue;
+    const auto& names = section.keys.front().later_choices;
+    return std::find(names.begin(), names.end(), c.variant->types.front()) != names.end();
+  }
+  return false;
+}
+
+TEST(Table, HasEveryKeyOnce) {
+  std::set<std::string> seen;
+  for (const TableCase& c : all_leaves()) {
+    const std::string type = c.variant ? c.variant->types.front() : "";
+    EXPECT_TRUE(seen.insert(type + " " + c.path()).second) << c.path();
+    EXPECT_FALSE(c.key->doc.empty()) << c.path();
+    EXPECT_TRUE(c.key->status != Status::never || !c.key->reason.empty()) << c.path();
+  }
+  EXPECT_GT(seen.size(), 400u);
+}
+
+TEST(Table, AcceptsTheDefaultOfEveryKey) {
+  for (const TableCase& c : all_leaves()) {
+    if (c.key->must_be_given || inside_later_variant(c) || below_a_refused_presence(c)) continue;
+    EXPECT_EQ(error_of(c.text(to_text(c.key->fallback))), "") << c.text(to_text(c.key->fallback));
+    EXPECT_TRUE(c.key->fallback.is(JsonKind::null) || type_problem(*c.key, c.key->fallback).empty()) << c.path();
+  }
+}
+
+TEST(Table, RefusesNullWhereThereIsADefault) {
+  for (const TableCase& c : all_leaves()) {
+    if (c.key->fallback.is(JsonKind::null)) continue;
+    EXPECT_TRUE(has(error_of(c.text("null")), "ds_config.json:3: " + c.path() + ": expected ")) << c.path();
+  }
+}
+
+TEST(Table, RefusesWrongTypesAndRangesOfEveryKeyWithItsLine) {
+  for (const TableCase& c : all_leaves()) {
+    for (const std::string& value : wrong_values(*c.key)) {
+      const std::string error = error_of(c.text(value));
+      EXPECT_TRUE(has(error, "ds_config.json:3: " + c.path() + ": expected ")) << error << "\n" << c.text(value);
+    }
+  }
+  for (const TableCase& c : all_sections()) {
+    for (const std::string& value : wrong_values(*c.key)) {
+      const std::string error = error_of(c.text(value));
+      EXPECT_TRUE(has(error, ":3: " + c.path() + ": expected an object")) << error;
+    }
+  }
+}
+
+TEST(Table, AcceptsAutoForEveryKeyAndTellsWhatItBecame) {
+  for (const TableCase& c : all_leaves()) {
+    if (inside_later_variant(c) || below_a_refused_presence(c)) continue;
+    const std::string text = c.text("\"auto\"");
+    if (c.key->must_be_given) {
+      EXPECT_TRUE(has(error_of(text), c.path() + ": \"auto\" cannot be derived here")) << text;
+      continue;
+    }
+    ASSERT_EQ(error_of(text), "") << text;
+    const auto decisions = Config::from_text(text).decisions;
+    const auto told = std::count_if(decisions.begin(), decisions.end(), [&](const std::string& line) {
+      return line.rfind(c.path() + ": \"auto\" became ", 0) == 0;
+    });
+    EXPECT_EQ(told, 1) << text;
+  }
+}
+
+TEST(Table, AcceptsAnotherValueOfEveryKeyThatIsHonoured) {
+  const std::set<std::string> bound_to_others = {"optimizer.params.nesterov"};
+  for (const TableCase& c : all_leaves()) {
+    if (refused(c.key->status) || inside_later_variant(c) || is_type(c)) continue;
+    if (bound_to_others.count(c.path()) || !c.key->later_choices.empty()) continue;
+    const std::string value = other_value(*c.key);
+    ASSERT_NE(value, "") << c.path();
+    EXPECT_EQ(error_of(c.text(value)), "") << c.text(value);
+  }
+}
+
+TEST(Table, RefusesEveryKeyThatCannotBeHadWithItsReason) {
+  int checked = 0;
+  for (const TableCase& c : all_leaves()) {
+    if (!refused(c.key->status)) continue;
+    const std::string value = other_value(*c.key);
+    if (c.key->kind == Kind::anything) continue;
+    // One word has no other than its default.
+    if (value.empty()) {
+      EXPECT_EQ(c.key->choices.size(), 1u) << c.path();
+      continue;
+    }
+    const std::string error = error_of(c.text(value, true));
+    EXPECT_TRUE(has(error, "is not supported yet") || has(error, "has no effect here because ")) << c.text(value, true);
+    const bool alone = c.sections.empty();
+    if (alone) {
+      EXPECT_TRUE(has(error, "ds_config.json:3: " + c.path() + ": ")) << error;
+      EXPECT_TRUE(has(error, c.key->reason)) << error;
+    }
+    ++checked;
+  }
+  EXPECT_GT(checked, 250);
+}
+
+TEST(Table, RefusesLaterChoices) {
+  for (const TableCase& c : all_leaves()) {
+    for (const std::string& name : c.key->later_choices) {
+      const std::string error = error_of(c.text("\"" + name + "\""));
+      EXPECT_TRUE(has(error, ":3: " + c.path() + ": \"" + name + "\" is not supported yet; choose ")) << error;
+    }
+  }
+}
+
+TEST(Table, LetsASectionThatIsOffSayAnything) {
+  int checked = 0;
+  for (const TableCase& c : all_leaves()) {
+    const bool below_a_switch = std::any_of(c.sections.begin(), c.sections.end(),
+                                            [](const Key* section) { return !section->switch_path.empty(); });
+    const bool is_switch = below_a_switch && (c.key->name == "enabled" || c.key->name == "deepcompile" ||
+                                              c.key->name == "device" || c.key->name == "autotp_size");
+    const std::string value = other_value(*c.key);
+    if (!below_a_switch || is_switch || below_a_refused_presence(c) || value.empty() || c.key->kind == Kind::anything)
+      continue;
+    EXPECT_EQ(error_of(c.text(value, false)), "") << c.text(value, false);
+    ++checked;
+  }
+  EXPECT_GT(checked, 100);
+}
+
+TEST(Table, SuggestsEveryKeyForASlipInIt) {
+  for (const TableCase& c : all_leaves()) {
+    const bool open = (!c.sections.empty() && c.sections.back()->open) || (c.variant && c.variant->open);
+    if (open) continue;
+    const std::string error = error_of(c.text(c.key->name + "x", "1", false));
+    const size_t cut = c.path().rfind('.');
+    const std::string path = cut == std::string::npos ? "" : c.path().substr(0, cut + 1);
+    EXPECT_TRUE(has(error, ":3: " + path + c.key->name + "x: unknown key; did you mean '" + c.key->name + "'?"))
+        << error;
+  }
+}
+
+TEST(Table, RefusesUnknownKeysInEverySection) {
+  for (const TableCase& c : all_sections()) {
+    if (c.key->open || !c.key->variants.empty() || c.key->kind == Kind::dictionary) continue;
+    const std::string error = error_of(c.text("{\n\"qqqqqqqqqqqqqqqqqqqq\": 1}"));
+    EXPECT_TRUE(has(error, ":4: " + c.path() + ".qqqqqqqqqqqqqqqqqqqq: unknown key")) << error;
+  }
+}
+
+TEST(Table, KnowsOtherNamesAndRefusesBothAtOnce) {
+  std::vector<TableCase> cases = all_leaves();
+  const std::vector<TableCase> sections = all_sections();
+  cases.insert(cases.end(), sections.begin(), sections.end());
+  int checked = 0;
+  for (const TableCase& c : cases) {
+    const bool section = c.key->kind == Kind::section;
+    const std::string value = section ? "{}" : to_text(c.key->fallback);
+    for (const std::string& other : c.key->other_names) {
+      EXPECT_EQ(error_of(c.text(other, value, false)), "") << other;
+      const std::string both = error_of(c.text(other, value + ", \"" + c.key->name + "\": " + value, false));
+      EXPECT_TRUE(has(both, "another name of '" + c.key->name + "', given on line 3")) << both;
+      ++checked;
+    }
+  }
+  EXPECT_GT(checked, 10);
+}
+
+}  // namespace
+}  // namespace deeptide::config
