@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The table's placement of states: offload_param, offload_optimizer, zenflow, aio.
+// The table's placement of states: offload_param, offload_optimizer, zenflow.
 #include "config/schema_sections.h"
 
 namespace deeptide::config {
