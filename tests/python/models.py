@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Small models and batches that several tests share."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class TinyModel(nn.Module):
+    """Embedding, blocks and a head tied to the embedding; odd sizes, so that shards need padding."""
+
+    def __init__(self, vocab=37, width=20, layers=3, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.h = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens, targets=None):
+        x = self.embed(tokens)
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def make_model(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return TinyModel(**sizes)
+
+
+def batches(count, batch, vocab=37, length=6, seed=1):
+    """`count` global batches: (tokens, targets), each (batch, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, vocab, (batch, length + 1), generator=generator) for _ in range(count)]
+    return [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in draw]
+
+
+def config(stage, micro=2, gas=1, world=1, bf16=False, **extra):
+    """A ds_config as a dict; `extra` updates it, zero keys under `zero`."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **extra.pop("zero", {})}
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": gas,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
+        },
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16},
+        "deeptide": {"comm_timeout": 60},
+        **extra,
+    }
