@@ -33,7 +33,7 @@ demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, 
 test: test-cpp test-python  ## Build what is needed and run every test
 
 test-cpp: build
-	@$(CTEST) --test-dir $(BUILD) --output-on-failure
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python
 
 test-python: build
 	@if [ -d tests/python ]; then \
