@@ -88,14 +88,15 @@ check_compiler() {
 install_python() {
   [ -x "$VENV/bin/python" ] || "$PYTHON3" -m venv "$VENV"
   pip="$VENV/bin/python -m pip --disable-pip-version-check"
+  [ -t 1 ] || pip="$pip -q"  # a terminal sees the progress
   if ! torch_version >/dev/null 2>&1; then
     say "installing $TORCH_SPEC"
     # shellcheck disable=SC2086  # words with pip's options
-    $pip install -q $TORCH_SPEC
+    $pip install $TORCH_SPEC
   fi
   echo "torch==$(torch_version)" >"$VENV/torch-constraint.txt"
   say "torch $(torch_version); installing tools/requirements.txt"
-  $pip install -q -c "$VENV/torch-constraint.txt" -r tools/requirements.txt
+  $pip install -c "$VENV/torch-constraint.txt" -r tools/requirements.txt
 }
 
 torch_version() { "$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))'; }

@@ -26,7 +26,7 @@ struct Options {
   bool bind_cores = false;
   bool quiet = false;
   bool dry_run = false;
-  double grace_s = 10.0;
+  double grace_s = 30.0;             // enough to finish a checkpoint
   std::string python;                // empty: the virtual environment's, else PATH's python3
   std::string log_dir;               // empty: ranks write to the launcher's output
   std::vector<std::string> command;  // the script or program and its arguments, untouched

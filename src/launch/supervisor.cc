@@ -125,8 +125,8 @@ int Supervisor::run(const std::vector<RankPlan>& plans) {
   drain_output();
   report();
   for (const auto& sink : sinks_) sink->flush(Clock::now() + kFlushLimit);
-  if (stop_signal_) return 128 + *stop_signal_;
   if (first_failed_) return first_failed_->process.status()->exit_code();
+  if (stop_signal_) return 128 + *stop_signal_;
   return output_->closed() ? 128 + SIGPIPE : 0;
 }
 

@@ -11,6 +11,7 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "launch/launched.h"
 
@@ -171,6 +172,21 @@ TEST(Interrupt, TwiceKillsAtOnce) {
   const LaunchResult result = launched.wait();
   EXPECT_EQ(result.exit_code, 130);
   EXPECT_LT(result.seconds, 15);
+  Ids::expect_gone(pids);
+}
+
+TEST(Interrupt, DuringAFailuresGraceKeepsTheFailuresCode) {
+  Ids ids;
+  auto job = sleeping_job(ids, "trap \"\" INT TERM", {"--grace", "60"});
+  job.back() = "if [ $RANK = 1 ]; then while [ ! -s " + ids.folder() + "/rank0 ]; do sleep 0.01; done; exit 4; fi; " +
+               job.back();
+  Launched launched(job);
+  const auto pids = ids.read(2);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  launched.send_signal(SIGINT);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  launched.send_signal(SIGINT);
+  EXPECT_EQ(launched.wait().exit_code, 4);
   Ids::expect_gone(pids);
 }
 

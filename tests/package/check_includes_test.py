@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import check_includes  # noqa: E402
 
-OPENING = "// SPDX-FileCopyrightText: The Deeptide authors\n// SPDX-License-Identifier: Apache-2.0\n// What this is for.\n"
+OPENING = "".join(f"// {line}\n" for line in (*check_includes.SPDX, "What this is for."))
 
 
 def problems(files: dict[str, str]) -> str:
