@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one job: fresh processes, one per rank, for one contender; nothing of it outlives the call."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,15 +26,15 @@ def _free_port():
 
 def _environment(rank, port, allocator, deeptide_path):
     """All contenders get the same one; LOCAL_SIZE and DS_ACCELERATOR are what DeepSpeed needs for ranks on one CPU."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
     environment = dict(
-        os.environ,
+        inherited,
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
         DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=f"{sys.prefix}/torch_extensions",
         PATH=f"{sys.prefix}/bin:{os.environ['PATH']}",
     )  # fmt: skip
-    environment.pop("GLIBC_TUNABLES", None)
     if allocator == "tuned":
         environment["GLIBC_TUNABLES"] = TUNED_ALLOCATOR
     if deeptide_path:
@@ -62,7 +63,7 @@ def _wait(processes, timeout):
 
 def _kill(processes):
     for process in processes:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):  # a rank that ended well left no group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

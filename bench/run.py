@@ -76,7 +76,10 @@ def _run(options, jobs):
     for index, (number, precision, name, allocator) in enumerate(schedule, 1):
         outcome = run_job(name, precision, allocator, options)
         jobs.append(dict(contender=name, allocator=allocator, precision=precision, round=number, **outcome))
-        words = f"{report.round_seconds(outcome):.3f} s" if "ranks" in outcome else str(outcome)[:300]
+        if "ranks" in outcome:
+            words = f"{report.round_seconds(outcome):.3f} s"
+        else:
+            words = " ".join(f"{key}: {outcome[key]}" for key in ("skipped", "error") if key in outcome)
         print(f"[{index}/{len(schedule)}] {precision} {name} ({allocator}): {words}", file=sys.stderr, flush=True)
 
 

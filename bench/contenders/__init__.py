@@ -11,6 +11,7 @@ CONTENDERS = {
     "deepspeed-0": ("deepspeed_zero", {"stage": 0}),
     "deepspeed-2": ("deepspeed_zero", {"stage": 2}),
     "deepspeed-3": ("deepspeed_zero", {"stage": 3}),
+    "deepspeed-3-lean": ("deepspeed_zero", {"stage": 3, "lean": True}),
     "deeptide-0": ("deeptide_zero", {"stage": 0}),
     "deeptide-1": ("deeptide_zero", {"stage": 1}),
     "deeptide-2": ("deeptide_zero", {"stage": 2}),
