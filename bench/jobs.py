@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one job: fresh processes, one per rank, for one contender; nothing of it outlives the call."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from settings import TUNED_ALLOCATOR, WORLD
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(rank, port, allocator, deeptide_path):
+    """All contenders get the same one; LOCAL_SIZE and DS_ACCELERATOR are what DeepSpeed needs for ranks on one CPU."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
+    environment = dict(
+        inherited,
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+        DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=f"{sys.prefix}/torch_extensions",
+        PATH=f"{sys.prefix}/bin:{os.environ['PATH']}",
+    )  # fmt: skip
+    if allocator == "tuned":
+        environment["GLIBC_TUNABLES"] = TUNED_ALLOCATOR
+    if deeptide_path:
+        environment["PYTHONPATH"] = str(deeptide_path)
+    return environment
+
+
+def _failure(processes):
+    failures = (
+        f"rank {rank} exited with {process.returncode}" for rank, process in enumerate(processes) if process.poll()
+    )
+    return next(failures, None)
+
+
+def _wait(processes, timeout):
+    """Waits for all ranks; returns why the job failed, or None. After one rank's failure the others get two seconds."""
+    end = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > end:
+            return _failure(processes) or f"timed out after {timeout:g} s"
+        if _failure(processes):
+            end = min(end, time.monotonic() + 2)
+        time.sleep(0.05)
+    return _failure(processes)
+
+
+def _kill(processes):
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # a rank that ended well left no group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _modified(path):
+    return path.stat().st_mtime_ns
+
+
+def _outcome(reason, results, logs):
+    if reason is None:
+        return {"ranks": [json.loads(result.read_text()) for result in results]}
+    # The first to write is the cause; what the others say of a lost peer is its consequence.
+    told = [json.loads(result.read_text()) for result in sorted(filter(Path.exists, results), key=_modified)]
+    for words in told:
+        if "skipped" in words:
+            return words
+    reason = next((words["error"] for words in told if "error" in words), reason)
+    return {"error": reason, "logs": [log.read_text(errors="replace")[-4000:] for log in logs]}
+
+
+def run_job(contender, precision, allocator, options):
+    """Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}."""
+    port, processes = _free_port(), []
+    with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
+        results = [Path(folder, f"{rank}.json") for rank in range(WORLD)]
+        logs = [Path(folder, f"{rank}.log") for rank in range(WORLD)]
+        try:
+            for rank in range(WORLD):
+                with logs[rank].open("w") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, WORKER, "--contender", contender, "--precision", precision,
+                             "--warmup", str(options.warmup), "--steps", str(options.steps), "--result", results[rank]],
+                            env=_environment(rank, port, allocator, options.deeptide),
+                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                        )
+                    )  # fmt: skip
+            reason = _wait(processes, options.timeout)
+        finally:
+            _kill(processes)
+        return _outcome(reason, results, logs)

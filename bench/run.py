@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times Deeptide beside its peers on one CPU machine: one job at a time, in rounds, and prints a Markdown table."""
+
+import argparse
+import itertools
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import machine
+import report
+from contenders import CONTENDERS
+from jobs import run_job
+
+ROOT = Path(__file__).resolve().parent.parent
+PRECISIONS = ("fp32", "bf16")
+
+
+def _names(known):
+    def parse(text):
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, expected some of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def parse_arguments():
+    built = ROOT / "build" / "python"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--only", type=_names(CONTENDERS), default=list(CONTENDERS), metavar="NAME,...")
+    parser.add_argument("--precision", type=_names(PRECISIONS), default=list(PRECISIONS), metavar="fp32,bf16")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh jobs of each contender")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps in a job")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them")
+    parser.add_argument("--quick", action="store_true", help="1 round of 3 steps after 2: a trial, not a measurement")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a job")
+    parser.add_argument("--output", type=Path, help="also write the Markdown here")
+    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench.json", help="raw figures")
+    parser.add_argument(
+        "--deeptide",
+        type=Path,
+        default=built if built.is_dir() else None,
+        help="folder to import deeptide from; none: the one installed",
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.warmup = 1, 3, 2
+    return options
+
+
+def _schedule(options):
+    """Each round runs every job once, every other round backwards, so that drift does not favour anyone."""
+    jobs = [
+        (precision, name, allocator)
+        for precision, name in itertools.product(options.precision, options.only)
+        for allocator in (("its own",) if name.startswith("deeptide") else ("default", "tuned"))
+    ]
+    for number in range(1, options.rounds + 1):
+        for job in jobs if number % 2 else reversed(jobs):
+            yield number, *job
+
+
+def _place_in_report(job):
+    name = job["contender"]
+    return PRECISIONS.index(job["precision"]), list(CONTENDERS).index(name), job["allocator"], job["round"]
+
+
+def _run(options, jobs):
+    schedule = list(_schedule(options))
+    for index, (number, precision, name, allocator) in enumerate(schedule, 1):
+        outcome = run_job(name, precision, allocator, options)
+        jobs.append(dict(contender=name, allocator=allocator, precision=precision, round=number, **outcome))
+        if "ranks" in outcome:
+            words = f"{report.round_seconds(outcome):.3f} s"
+        else:
+            words = " ".join(f"{key}: {outcome[key]}" for key in ("skipped", "error") if key in outcome)
+        print(f"[{index}/{len(schedule)}] {precision} {name} ({allocator}): {words}", file=sys.stderr, flush=True)
+
+
+def _stop(signal_number, frame):
+    raise KeyboardInterrupt  # so that the jobs' clean-up runs for SIGTERM as for ^C
+
+
+def main():
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, _stop)
+    jobs = []
+    record = {"command": shlex.join(["bench/run.py", *sys.argv[1:]]), "machine": machine.describe(), "jobs": jobs}
+    try:
+        _run(options, jobs)
+        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
+    jobs.sort(key=_place_in_report)
+    text = report.markdown(record)
+    print(text)
+    for path, content in ((options.output, text), (options.json, json.dumps(record, indent=1))):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    sys.exit(130 if interrupted else int(any("error" in job for job in jobs)))
+
+
+if __name__ == "__main__":
+    main()
