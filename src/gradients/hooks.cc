@@ -31,7 +31,7 @@ struct TakeGradient : torch::autograd::FunctionPostHook {
     const auto state = state_.lock();
     auto impl = parameter_.lock();
     if (!state || !impl) return outputs;
-    Tensor parameter = Tensor::wrap_tensor_impl(std::move(impl));
+    const Tensor parameter(std::move(impl));  // wrap_tensor_impl would look at the data
     std::lock_guard lock(state->mutex);
     if (!state->sink || !parameter.grad().defined()) return outputs;
     const Tensor gradient = parameter.grad();
