@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 #include "comm/failure_board.h"
 
@@ -35,13 +37,19 @@ void block(const std::function<void()>& wait) {
   }
 }
 
+/// All ranks are on this host: no name needs to be resolved.
+bool is_local(const World& world) {
+  const char* address = std::getenv("MASTER_ADDR");
+  return world.source == "threads" || (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
+}
+
 c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  using Gloo = c10d::ProcessGroupGloo;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  options->devices.push_back(interface ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-                             : world.source == "torchrun" || world.source == "given"
-                                 ? c10d::ProcessGroupGloo::createDefaultDevice()
-                                 : c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+  options->devices.push_back(interface        ? Gloo::createDeviceForInterface(interface)
+                             : is_local(world) ? Gloo::createDeviceForHostname("127.0.0.1")
+                                               : Gloo::createDefaultDevice());
   options->threads = 1;  // one channel's collectives run in order anyway; fewer threads leave the cores to compute
   auto store = c10::make_intrusive<c10d::PrefixStore>("deeptide/" + name, world.store);
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank, world.size, options);

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models and batches that several tests share."""
 
+import threading
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -40,9 +42,14 @@ class TinyModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
-def make_model(seed=0, **sizes):
-    torch.manual_seed(seed)
-    return TinyModel(**sizes)
+_seeding = threading.Lock()
+
+
+def make_model(seed=0, kind=TinyModel, **sizes):
+    """The same weights every time, also when ranks as threads, which share one generator, build at once."""
+    with _seeding:
+        torch.manual_seed(seed)
+        return kind(**sizes)
 
 
 def batches(count, batch, vocab=37, length=6, seed=1):
