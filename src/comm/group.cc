@@ -135,7 +135,10 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
       }
       done = true;
     } catch (const std::exception& error) {
-      if (pending.work_->isCompleted()) failure = error.what();
+      if (!pending.work_->isCompleted()) return;  // only late
+      // It may have ended well just after the limit: then the error is the limit's, not the work's.
+      done = pending.work_->exception() == nullptr;
+      if (!done) failure = error.what();
     }
   });
   if (!failure.empty()) {
