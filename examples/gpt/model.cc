@@ -1,0 +1,118 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The model's arithmetic: the same ATen operators in the same order as model.py, so that both print the same losses.
+#include "model.h"
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <string_view>
+
+// Shapes: B windows in a batch, T bytes in a window, D width, H heads, V = 256 byte values.
+
+namespace gpt {
+namespace {
+
+using at::Tensor;
+using torch::nn::Embedding;
+using torch::nn::LayerNorm;
+using torch::nn::LayerNormOptions;
+using torch::nn::Linear;
+
+// Linear::forward multiplies and adds in two operators, Python's in one: their last bits differ.
+Tensor linear(const Linear& layer, const Tensor& x) { return at::linear(x, layer->weight, layer->bias); }
+
+LayerNorm layer_norm(int64_t width) { return LayerNorm(LayerNormOptions({width})); }
+
+bool ends_with(std::string_view text, std::string_view end) {
+  return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
+}
+
+}  // namespace
+
+AttentionImpl::AttentionImpl(const GPTConfig& config)
+    : heads_(config.heads),
+      qkv_(register_module("qkv", Linear(config.width, 3 * config.width))),
+      proj_(register_module("proj", Linear(config.width, config.width))) {}
+
+Tensor AttentionImpl::forward(const Tensor& x) {
+  const int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
+  auto parts = linear(qkv_, x).split(width, 2);
+  for (Tensor& part : parts) part = part.view({batch, length, heads_, width / heads_}).transpose(1, 2);
+  const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
+  return linear(proj_, y.transpose(1, 2).reshape({batch, length, width}));
+}
+
+MLPImpl::MLPImpl(const GPTConfig& config)
+    : fc_(register_module("fc", Linear(config.width, 4 * config.width))),
+      proj_(register_module("proj", Linear(4 * config.width, config.width))) {}
+
+Tensor MLPImpl::forward(const Tensor& x) { return linear(proj_, at::gelu(linear(fc_, x), "tanh")); }
+
+BlockImpl::BlockImpl(const GPTConfig& config)
+    : ln_1_(register_module("ln_1", layer_norm(config.width))),
+      attn_(register_module("attn", Attention(config))),
+      ln_2_(register_module("ln_2", layer_norm(config.width))),
+      mlp_(register_module("mlp", MLP(config))) {}
+
+Tensor BlockImpl::forward(const Tensor& x) {
+  const auto y = x + attn_(ln_1_(x));
+  return y + mlp_(ln_2_(y));
+}
+
+GPTImpl::GPTImpl(const GPTConfig& config, uint64_t seed)
+    : config_(config),
+      wte_(register_module("wte", Embedding(config.vocabulary, config.width))),
+      wpe_(register_module("wpe", Embedding(config.context, config.width))),
+      h_(register_module("h", torch::nn::ModuleList())),
+      ln_f_(register_module("ln_f", layer_norm(config.width))) {
+  for (int64_t layer = 0; layer < config.layers; ++layer) h_->push_back(Block(config));
+  reset_parameters(seed);
+}
+
+// The same numbers in both languages: one generator, drawn from in the order of the parameters.
+void GPTImpl::reset_parameters(uint64_t seed) {
+  const torch::NoGradGuard no_grad;
+  torch::manual_seed(seed);
+  const double residual_std = 0.02 / std::sqrt(2.0 * static_cast<double>(config_.layers));
+  for (auto& item : named_parameters()) {
+    const std::string& name = item.key();
+    if (ends_with(name, "bias")) {
+      item.value().zero_();
+    } else if (name.find(".ln_") != std::string::npos || name.rfind("ln_f", 0) == 0) {
+      item.value().fill_(1.0);
+    } else {
+      const bool residual = ends_with(name, "proj.weight");  // each block adds two of them to the stream
+      item.value().normal_(0.0, residual ? residual_std : 0.02);
+    }
+  }
+}
+
+Tensor GPTImpl::logits(const Tensor& tokens) {
+  const auto positions = at::arange(tokens.size(1), tokens.options());
+  auto x = wte_(tokens) + wpe_(positions);
+  for (const auto& block : *h_) x = block->as<BlockImpl>()->forward(x);
+  return at::linear(ln_f_(x), wte_->weight);
+}
+
+Tensor GPTImpl::forward(const Tensor& tokens, const Tensor& targets) {
+  return at::cross_entropy_loss(logits(tokens).to(at::kFloat).flatten(0, 1), targets.flatten());
+}
+
+std::string GPTImpl::generate(std::string prompt, int64_t count, double temperature, uint64_t seed) {
+  const torch::NoGradGuard no_grad;
+  const auto device = wte_->weight.device();
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  std::string text = std::move(prompt);
+  for (int64_t i = 0; i < count; ++i) {
+    const std::string_view window =
+        std::string_view(text).substr(text.size() - std::min(text.size(), static_cast<size_t>(config_.context)));
+    const std::vector<int64_t> bytes((const uint8_t*)window.data(), (const uint8_t*)window.data() + window.size());
+    const auto last = logits(torch::tensor(bytes).unsqueeze(0).to(device))[0][-1].to(at::kFloat).cpu();
+    text +=
+        static_cast<char>(at::multinomial(at::softmax(last / temperature, -1), 1, false, generator).item<int64_t>());
+  }
+  return text;
+}
+
+}  // namespace gpt
