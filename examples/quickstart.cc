@@ -7,16 +7,16 @@
 #include <iostream>
 
 int main() {
-  using namespace torch;
+  namespace nn = torch::nn;
   const auto config = deeptide::Config::from_text(R"({
     "train_batch_size": 64,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 3}
   })");
 
-  manual_seed(0);
-  const auto inputs = randn({4096, 8});
-  const auto labels = inputs.prod(1, /*keepdim=*/true).sign();
+  torch::manual_seed(0);
+  const auto inputs = torch::randn({4096, 8});
+  const auto labels = inputs.sin().sum(1, /*keepdim=*/true);
   nn::Sequential model(nn::Linear(8, 256), nn::ReLU(), nn::Linear(256, 256), nn::ReLU(), nn::Linear(256, 1));
 
   auto engine = deeptide::initialize(*model, config);
@@ -24,10 +24,10 @@ int main() {
   deeptide::DistributedSampler sampler(
       inputs.size(0), {.batch_size = engine.batch_sizes().micro, .rank = world.rank, .world_size = world.size});
   for (int epoch = 0; epoch < 10; ++epoch) {
-    Tensor loss;
+    torch::Tensor loss;
     for (auto indices = sampler.next(); !indices.empty(); indices = sampler.next()) {
-      const auto rows = tensor(indices);
-      loss = mse_loss(model->forward(inputs.index_select(0, rows)), labels.index_select(0, rows));
+      const auto rows = torch::tensor(indices);
+      loss = torch::mse_loss(model->forward(inputs.index_select(0, rows)), labels.index_select(0, rows));
       engine.backward(loss);
       engine.step();
     }

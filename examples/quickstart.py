@@ -15,7 +15,7 @@ config = {
 
 torch.manual_seed(0)
 inputs = torch.randn(4096, 8)
-dataset = torch.utils.data.TensorDataset(inputs, inputs.prod(dim=1, keepdim=True).sign())
+dataset = torch.utils.data.TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
 model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
 
 engine, optimizer, loader, scheduler = deeptide.initialize(model=model, config=config, training_data=dataset)

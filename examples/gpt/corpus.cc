@@ -3,12 +3,15 @@
 // Which files are text, in which order, and how they become windows: the same bytes as corpus.py reads.
 #include "corpus.h"
 
+#include <ATen/TensorIndexing.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <stdio.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <string_view>
 
-// Shapes: B windows in a batch, T bytes in a window, D width, H heads, V = 256 byte values.
+// Shapes: B windows in a batch, T bytes in a window, D width, H heads, K = D / H, V = 256 byte values.
 
 namespace gpt {
 namespace {
@@ -24,22 +24,39 @@ Tensor linear(const Linear& layer, const Tensor& x) { return at::linear(x, layer
 
 LayerNorm layer_norm(int64_t width) { return LayerNorm(LayerNormOptions({width})); }
 
+// (B, H, T, K).
+Tensor rotate(const Tensor& x, const RotaryTable& table) {
+  const auto halves = x.chunk(2, -1);
+  const Tensor &a = halves[0], &b = halves[1];
+  return at::cat({a * table.cos - b * table.sin, b * table.cos + a * table.sin}, -1);
+}
+
 bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
 }  // namespace
 
+RotaryTable::RotaryTable(int64_t length, int64_t head_width, const at::TensorOptions& options) {
+  const int64_t half = head_width / 2;
+  const auto whole = options.dtype(at::kLong);
+  const auto speeds = at::pow(10000.0, at::arange(half, whole) / -half);
+  const auto angles = at::arange(length, whole).unsqueeze(1) * speeds;
+  cos = angles.cos().to(options.dtype());
+  sin = angles.sin().to(options.dtype());
+}
+
 AttentionImpl::AttentionImpl(const GPTConfig& config)
     : heads_(config.heads),
       qkv_(register_module("qkv", Linear(config.width, 3 * config.width))),
       proj_(register_module("proj", Linear(config.width, config.width))) {}
 
-Tensor AttentionImpl::forward(const Tensor& x) {
+Tensor AttentionImpl::forward(const Tensor& x, const RotaryTable& table) {
   const int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
   auto parts = linear(qkv_, x).split(width, 2);
   for (Tensor& part : parts) part = part.view({batch, length, heads_, width / heads_}).transpose(1, 2);
-  const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, /*is_causal=*/true);
+  const Tensor q = rotate(parts[0], table), k = rotate(parts[1], table);
+  const Tensor y = at::scaled_dot_product_attention(q, k, parts[2], {}, 0.0, /*is_causal=*/true);
   return linear(proj_, y.transpose(1, 2).reshape({batch, length, width}));
 }
 
@@ -55,15 +72,14 @@ BlockImpl::BlockImpl(const GPTConfig& config)
       ln_2_(register_module("ln_2", layer_norm(config.width))),
       mlp_(register_module("mlp", MLP(config))) {}
 
-Tensor BlockImpl::forward(const Tensor& x) {
-  const auto y = x + attn_(ln_1_(x));
+Tensor BlockImpl::forward(const Tensor& x, const RotaryTable& table) {
+  const auto y = x + attn_(ln_1_(x), table);
   return y + mlp_(ln_2_(y));
 }
 
 GPTImpl::GPTImpl(const GPTConfig& config, uint64_t seed)
     : config_(config),
       wte_(register_module("wte", Embedding(config.vocabulary, config.width))),
-      wpe_(register_module("wpe", Embedding(config.context, config.width))),
       h_(register_module("h", torch::nn::ModuleList())),
       ln_f_(register_module("ln_f", layer_norm(config.width))) {
   for (int64_t layer = 0; layer < config.layers; ++layer) h_->push_back(Block(config));
@@ -89,9 +105,9 @@ void GPTImpl::reset_parameters(uint64_t seed) {
 }
 
 Tensor GPTImpl::logits(const Tensor& tokens) {
-  const auto positions = at::arange(tokens.size(1), tokens.options());
-  auto x = wte_(tokens) + wpe_(positions);
-  for (const auto& block : *h_) x = block->as<BlockImpl>()->forward(x);
+  auto x = wte_(tokens);
+  const RotaryTable table(tokens.size(1), config_.width / config_.heads, x.options());
+  for (const auto& block : *h_) x = block->as<BlockImpl>()->forward(x, table);
   return at::linear(ln_f_(x), wte_->weight);
 }
 

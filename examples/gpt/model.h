@@ -14,15 +14,21 @@ namespace gpt {
 struct GPTConfig {
   int64_t vocabulary = 256;
   int64_t context = 128;
-  int64_t width = 384;
-  int64_t layers = 6;
-  int64_t heads = 6;
+  int64_t width = 512;
+  int64_t layers = 3;
+  int64_t heads = 8;
+};
+
+/// Cosines and sines (T, K / 2) of the angles by which position turns each pair of a head's numbers.
+struct RotaryTable {
+  RotaryTable(int64_t length, int64_t head_width, const at::TensorOptions& options);
+  at::Tensor cos, sin;
 };
 
 class AttentionImpl : public torch::nn::Module {
  public:
   explicit AttentionImpl(const GPTConfig& config);
-  at::Tensor forward(const at::Tensor& x);
+  at::Tensor forward(const at::Tensor& x, const RotaryTable& table);
 
  private:
   int64_t heads_;
@@ -43,7 +49,7 @@ TORCH_MODULE(MLP);
 class BlockImpl : public torch::nn::Module {
  public:
   explicit BlockImpl(const GPTConfig& config);
-  at::Tensor forward(const at::Tensor& x);
+  at::Tensor forward(const at::Tensor& x, const RotaryTable& table);
 
  private:
   torch::nn::LayerNorm ln_1_;
@@ -70,7 +76,7 @@ class GPTImpl : public torch::nn::Module {
   void reset_parameters(uint64_t seed);
 
   GPTConfig config_;
-  torch::nn::Embedding wte_, wpe_;
+  torch::nn::Embedding wte_;
   torch::nn::ModuleList h_;
   torch::nn::LayerNorm ln_f_;
 };

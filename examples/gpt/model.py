@@ -10,16 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Shapes: B windows in a batch, T bytes in a window, D width, H heads, V = 256 byte values.
+# Shapes: B windows in a batch, T bytes in a window, D width, H heads, K = D / H, V = 256 byte values.
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     vocabulary: int = 256
     context: int = 128
-    width: int = 384
-    layers: int = 6
-    heads: int = 6
+    width: int = 512
+    layers: int = 3
+    heads: int = 8
+
+
+def rotary_table(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, K / 2) of the angles by which position turns each pair of a head's numbers."""
+    half = head_width // 2
+    speeds = 10000.0 ** (torch.arange(half, device=device) / -half)
+    angles = torch.arange(length, device=device)[:, None] * speeds
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(B, H, T, K), with the table in x's type."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class Attention(nn.Module):
@@ -29,12 +43,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, length, width))
 
@@ -57,8 +72,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cos, sin)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -67,7 +82,6 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocabulary, config.width)
-        self.wpe = nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
         self.reset_parameters(seed)
@@ -87,10 +101,11 @@ class GPT(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) bytes -> (B, T, V). The output layer is the embedding, used a second time."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions)
+        x = self.wte(tokens)
+        table = rotary_table(tokens.shape[1], self.config.width // self.config.heads, tokens.device)
+        cos, sin = (part.to(x.dtype) for part in table)
         for block in self.h:
-            x = block(x)
+            x = block(x, cos, sin)
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
