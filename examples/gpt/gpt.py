@@ -144,7 +144,7 @@ def main() -> int:
         report.say(f"Stopped; nothing is lost: {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
         return EXIT_INTERRUPTED
     if not args.print_losses:
-        sample = trainer.model.generate(b"def ", 400).decode(errors="replace")
+        sample = trainer.model.generate(b"def ", 400)
         report.summary(sample, trainer.engine.memory(), trainer.checkpoint)
     return 0
 

@@ -9,12 +9,11 @@ import json
 from pathlib import Path
 
 
-def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """A running mean that starts at the first value."""
-    result: list[float] = []
-    for value in values:
-        result.append(weight * result[-1] + (1 - weight) * value if result else value)
-    return result
+def smooth(values: list[float]) -> list[float]:
+    """The mean over each value's neighbourhood, a thirtieth of the run wide."""
+    reach = len(values) // 60
+    windows = (values[max(i - reach, 0) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def draw(folder: Path) -> Path:

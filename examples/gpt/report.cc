@@ -53,10 +53,21 @@ json as_json(const Run& run) {
           {"total_steps", run.total_steps}};
 }
 
-std::string indented(const std::string& text) {
+// Indented; a model may write any byte, and a terminal obeys some, so only ASCII and line ends stay as they are.
+std::string quoted(const std::string& text) {
   std::istringstream lines(text);
   std::string result;
-  for (std::string line; std::getline(lines, line);) result += "  | " + line + "\n";
+  for (std::string line; std::getline(lines, line);) {
+    result += "  | ";
+    for (const char byte : line) {
+      if (byte == '\t') {
+        result += "    ";
+      } else {
+        result += byte >= 32 && byte < 127 ? byte : '?';
+      }
+    }
+    result += "\n";
+  }
   return result;
 }
 
@@ -170,7 +181,7 @@ void Report::summary(const std::string& sample, const std::vector<deeptide::Memo
             << fmt::format("Held-out loss: {:.3f} before, {:.3f} after (nats per byte; pure guessing is 5.545)\n\n",
                            held_out_losses_.front(), held_out_losses_.back())
             << "It writes:\n"
-            << indented(sample) << "\n"
+            << quoted(sample) << "\n"
             << memory_table(memory)
             << fmt::format("peak memory of this process (torch and data included): {}\n\n",
                            megabytes(resident_bytes("VmHWM")))

@@ -43,6 +43,12 @@ def duration(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def printable(text: bytes) -> str:
+    """ASCII and line ends as they are; a model may write any byte, and a terminal obeys some."""
+    kept = (chr(byte) if byte == 10 or 32 <= byte < 127 else "?" for byte in text.replace(b"\t", b"    "))
+    return "".join(kept)
+
+
 class Report:
     """Progress on a terminal, a line now and then without one, bare losses with `print_losses`; nothing unless rank 0."""
 
@@ -115,7 +121,7 @@ class Report:
             if self.bar is not None:
                 self.bar.close()
 
-    def summary(self, sample: str, memory: list, checkpoint: str) -> None:
+    def summary(self, sample: bytes, memory: list, checkpoint: str) -> None:
         """What one would show a friend."""
         if not self.shown:
             return
@@ -126,7 +132,7 @@ class Report:
         print(f"{steps} steps in {duration(self.seconds)} min, {speed:,.0f} tokens/s with evaluation and checkpoints")
         before, after = self.held_out_losses[0], self.held_out_losses[-1]
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
-        print("\nIt writes:\n" + "\n".join("  | " + line for line in sample.splitlines()))
+        print("\nIt writes:\n" + "\n".join("  | " + line for line in printable(sample).splitlines()))
         print("\n" + memory_table(memory))
         print(f"peak memory of this process (torch, Python and data included): {megabytes(resident_bytes('VmHWM'))}")
         print(f"\nLoss curve:  {self._draw()}")
