@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest whole training program: `deeptide --num_ranks 2 examples/quickstart.py`, or plain python for one rank."""
+"""The smallest whole training program: `deeptide --num_ranks 2 examples/quickstart.py`; plain python: one rank."""
 
 import torch
 from torch import nn

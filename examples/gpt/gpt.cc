@@ -216,6 +216,9 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     return gpt::train(args);
+  } catch (const c10::Error& error) {
+    std::cerr << "gpt: " << error.what_without_backtrace() << std::endl;
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "gpt: " << error.what() << std::endl;
     return 1;

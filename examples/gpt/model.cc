@@ -5,8 +5,10 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string_view>
+#include <vector>
 
 // Shapes: B windows in a batch, T bytes in a window, D width, H heads, K = D / H, V = 256 byte values.
 
@@ -119,14 +121,18 @@ std::string GPTImpl::generate(std::string prompt, int64_t count, double temperat
   const torch::NoGradGuard no_grad;
   const auto device = wte_->weight.device();
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
+  const auto context = static_cast<size_t>(config_.context);
   std::string text = std::move(prompt);
   for (int64_t i = 0; i < count; ++i) {
-    const std::string_view window =
-        std::string_view(text).substr(text.size() - std::min(text.size(), static_cast<size_t>(config_.context)));
-    const std::vector<int64_t> bytes((const uint8_t*)window.data(), (const uint8_t*)window.data() + window.size());
-    const auto last = logits(torch::tensor(bytes).unsqueeze(0).to(device))[0][-1].to(at::kFloat).cpu();
-    text +=
-        static_cast<char>(at::multinomial(at::softmax(last / temperature, -1), 1, false, generator).item<int64_t>());
+    const size_t length = std::min(text.size(), context);
+    // Always of full length, since oneDNN keeps memory for each length it meets; what follows is not seen.
+    std::vector<int64_t> padded(context, 0);
+    std::transform(text.end() - static_cast<std::ptrdiff_t>(length), text.end(), padded.begin(),
+                   [](char byte) { return static_cast<uint8_t>(byte); });
+    const auto window = torch::tensor(padded).unsqueeze(0).to(device);
+    const auto last = logits(window)[0][static_cast<int64_t>(length) - 1].to(at::kFloat).cpu();
+    const auto next = at::multinomial(at::softmax(last / temperature, -1), 1, false, generator);
+    text += static_cast<char>(next.item<int64_t>());
   }
   return text;
 }

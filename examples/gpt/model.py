@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level GPT in plain torch: it knows nothing of ranks, shards or Deeptide. model.cc is its twin, line by line."""
+"""A byte-level GPT in plain torch: it knows nothing of ranks, shards or Deeptide. model.cc is its twin."""
 
 from __future__ import annotations
 
@@ -118,9 +118,11 @@ class GPT(nn.Module):
         """`count` more bytes. Every rank must take part when the parameters are sharded; all draw the same bytes."""
         device = self.wte.weight.device
         generator = torch.Generator().manual_seed(seed)
-        text = list(prompt)
+        text, context = list(prompt), self.config.context
         for _ in range(count):
-            window = torch.tensor([text[-self.config.context :]], device=device)
-            logits = self.logits(window)[0, -1].float().cpu()
+            window = text[-context:]
+            # Always of full length, since oneDNN keeps memory for each length it meets; what follows is not seen.
+            padded = torch.tensor([window + [0] * (context - len(window))], device=device)
+            logits = self.logits(padded)[0, len(window) - 1].float().cpu()
             text.append(int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)))
         return bytes(text)

@@ -35,7 +35,8 @@ def draw(folder: Path) -> Path:
     if held_out:
         axes.plot(*zip(*held_out), color="tab:orange", marker="o", label="held out")
         last_step, last_loss = held_out[-1]
-        axes.annotate(f"{last_loss:.2f}", (last_step, last_loss), xytext=(0, 8), textcoords="offset points", ha="center")
+        above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{last_loss:.2f}", (last_step, last_loss), **above)
     axes.set_xlabel(f"step ({run['tokens_per_step']:,} bytes each)")
     axes.set_ylabel("loss (nats per byte)")
     axes.set_title(

@@ -50,7 +50,7 @@ def printable(text: bytes) -> str:
 
 
 class Report:
-    """Progress on a terminal, a line now and then without one, bare losses with `print_losses`; nothing unless rank 0."""
+    """Progress on a terminal, else a line now and then; bare losses with `print_losses`. Silent unless rank 0."""
 
     def __init__(self, run: Run, out: Path, start: int, rank: int, print_losses: bool) -> None:
         self.run, self.out, self.start = run, out, start
@@ -65,7 +65,7 @@ class Report:
         if sys.stderr.isatty() and not print_losses:
             from tqdm import tqdm
 
-            layout = "{percentage:3.0f}% {bar:24} {n}/{total} {postfix} {elapsed} < {remaining}"
+            layout = "{percentage:3.0f}% {bar:24} {n}/{total}{postfix} | {remaining} left"
             self.bar = tqdm(total=run.total_steps, initial=start, bar_format=layout)
         self.began = self.last_step = self.last_line = time.monotonic()
 
@@ -128,8 +128,9 @@ class Report:
         run, steps = self.run, self.steps_done
         speed = steps * run.tokens_per_step / self.seconds
         print(RULE)
-        print(f"A GPT with {run.parameters / 1e6:.1f} M parameters: {run.ranks} ranks, ZeRO stage {run.stage}, {run.dtype}")
-        print(f"{steps} steps in {duration(self.seconds)} min, {speed:,.0f} tokens/s with evaluation and checkpoints")
+        million = run.parameters / 1e6
+        print(f"A GPT with {million:.1f} M parameters: {run.ranks} ranks, ZeRO stage {run.stage}, {run.dtype}")
+        print(f"{steps} steps in {duration(self.seconds)} (min:s), {speed:,.0f} tokens/s with evaluation and checkpoints")
         before, after = self.held_out_losses[0], self.held_out_losses[-1]
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
         print("\nIt writes:\n" + "\n".join("  | " + line for line in printable(sample).splitlines()))
