@@ -17,7 +17,7 @@ int main() {
   torch::manual_seed(0);
   const auto inputs = torch::randn({4096, 8});
   const auto labels = inputs.sin().sum(1, /*keepdim=*/true);
-  nn::Sequential model(nn::Linear(8, 256), nn::ReLU(), nn::Linear(256, 256), nn::ReLU(), nn::Linear(256, 1));
+  nn::Sequential model(nn::Linear(8, 512), nn::ReLU(), nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, 1));
 
   auto engine = deeptide::initialize(*model, config);
   const auto& world = engine.world();

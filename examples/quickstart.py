@@ -16,7 +16,7 @@ config = {
 torch.manual_seed(0)
 inputs = torch.randn(4096, 8)
 dataset = torch.utils.data.TensorDataset(inputs, inputs.sin().sum(dim=1, keepdim=True))
-model = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
 
 engine, optimizer, loader, scheduler = deeptide.initialize(model=model, config=config, training_data=dataset)
 for epoch in range(10):

@@ -176,7 +176,7 @@ void Report::summary(const std::string& sample, const std::vector<deeptide::Memo
   std::cout << rule() << "\n"
             << fmt::format("A GPT with {:.1f} M parameters: {} ranks, ZeRO stage {}, {}\n",
                            static_cast<double>(run_.parameters) / 1e6, run_.ranks, run_.stage, run_.dtype)
-            << fmt::format("{} steps in {} (min:s), {:.0f} tokens/s with evaluation and checkpoints\n\n", steps_done_,
+            << fmt::format("{} steps in {} (min:s), {:.0f} tokens/s with evaluation and saving\n\n", steps_done_,
                            duration(seconds_), static_cast<double>(steps_done_ * run_.tokens_per_step) / seconds_)
             << fmt::format("Held-out loss: {:.3f} before, {:.3f} after (nats per byte; pure guessing is 5.545)\n\n",
                            held_out_losses_.front(), held_out_losses_.back())

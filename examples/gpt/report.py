@@ -130,7 +130,7 @@ class Report:
         print(RULE)
         million = run.parameters / 1e6
         print(f"A GPT with {million:.1f} M parameters: {run.ranks} ranks, ZeRO stage {run.stage}, {run.dtype}")
-        print(f"{steps} steps in {duration(self.seconds)} (min:s), {speed:,.0f} tokens/s with evaluation and checkpoints")
+        print(f"{steps} steps in {duration(self.seconds)} (min:s), {speed:,.0f} tokens/s with evaluation and saving")
         before, after = self.held_out_losses[0], self.held_out_losses[-1]
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
         print("\nIt writes:\n" + "\n".join("  | " + line for line in printable(sample).splitlines()))
