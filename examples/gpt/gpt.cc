@@ -199,7 +199,7 @@ int train(const Arguments& args) {
     report.held_out(0, trainer.evaluate());
   }
   if (!trainer.run(report)) {
-    report.say("Stopped; nothing is lost: " + trainer.checkpoint() + ". Go on with RESUME=1 (--resume).");
+    report.say("Stopped; nothing is lost, it is all in " + trainer.checkpoint() + ". Go on with RESUME=1 (--resume).");
     return kExitInterrupted;
   }
   if (!args.print_losses) report.summary(trainer.sample(), trainer.engine().memory(), trainer.checkpoint());

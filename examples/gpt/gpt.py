@@ -141,7 +141,7 @@ def main() -> int:
     else:
         report.held_out(0, trainer.evaluate())
     if not trainer.run(report):
-        report.say(f"Stopped; nothing is lost: {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
+        report.say(f"Stopped; nothing is lost, it is all in {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
         return EXIT_INTERRUPTED
     if not args.print_losses:
         sample = trainer.model.generate(b"def ", 400)

@@ -18,6 +18,7 @@ using nlohmann::json;
 constexpr double kQuietSeconds = 10.0;  // between lines when nobody watches a terminal
 constexpr double kRecent = 0.9;         // weight of the past in the speed shown
 constexpr int kBarWidth = 24;
+constexpr size_t kSampleWidth = 100;
 
 double seconds_of(std::chrono::steady_clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
@@ -59,7 +60,7 @@ std::string quoted(const std::string& text) {
   std::string result;
   for (std::string line; std::getline(lines, line);) {
     result += "  | ";
-    for (const char byte : line) {
+    for (const char byte : line.substr(0, kSampleWidth)) {
       if (byte == '\t') {
         result += "    ";
       } else {
