@@ -28,9 +28,10 @@ constexpr size_t kMaxBytes = 32 << 20;
 constexpr double kHeldOut = 0.05;
 constexpr size_t kSniffedBytes = 4096;
 
+// No text of the library itself, or tables of numbers.
 bool is_skipped_folder(const std::string& name) {
-  static const std::set<std::string> kSkipped = {"__pycache__", "site-packages", "dist-packages",
-                                                 "test",        "tests",         "idle_test"};
+  static const std::set<std::string> kSkipped = {"__pycache__", "site-packages", "dist-packages", "test",
+                                                 "tests",       "idle_test",     "encodings"};
   return kSkipped.count(name) > 0;
 }
 

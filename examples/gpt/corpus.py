@@ -13,7 +13,8 @@ from torch import Tensor
 
 MAX_BYTES = 32 << 20
 HELD_OUT = 0.05
-SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+# No text of the library itself, or tables of numbers.
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 
 
 def standard_library() -> Path:

@@ -33,7 +33,7 @@ struct Arguments {
   bool resume = false;
   std::optional<int64_t> steps;
   std::optional<double> minutes;
-  int64_t eval_every = 100;
+  int64_t eval_every = 50;
   int64_t save_every = 200;
   uint64_t seed = 0;
   std::optional<int> threads;
@@ -142,7 +142,7 @@ class Trainer {
             .total_steps = total_};
   }
 
-  std::string sample() { return model_->generate("def ", 400); }
+  std::string sample() { return model_->generate("\n    def ", 400); }
   const deeptide::Engine& engine() const { return engine_; }
   int64_t start() const { return start_; }
   const std::string& checkpoint() const { return checkpoint_; }

@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's total_num_steps)")
     parser.add_argument("--minutes", type=float, help="stop early after this time")
-    parser.add_argument("--eval-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--eval-every", type=int, default=50, metavar="STEPS")
     parser.add_argument("--save-every", type=int, default=200, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="of each rank (default: its share of the cores)")
@@ -144,7 +144,7 @@ def main() -> int:
         report.say(f"Stopped; nothing is lost, it is all in {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
         return EXIT_INTERRUPTED
     if not args.print_losses:
-        sample = trainer.model.generate(b"def ", 400)
+        sample = trainer.model.generate(b"\n    def ", 400)
         report.summary(sample, trainer.engine.memory(), trainer.checkpoint)
     return 0
 

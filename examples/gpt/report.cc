@@ -6,6 +6,7 @@
 #include <spdlog/fmt/fmt.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -56,7 +57,7 @@ json as_json(const Run& run) {
 
 // Indented; a model may write any byte, and a terminal obeys some, so only ASCII and line ends stay as they are.
 std::string quoted(const std::string& text) {
-  std::istringstream lines(text);
+  std::istringstream lines(text.substr(std::min(text.find_first_not_of('\n'), text.size())));
   std::string result;
   for (std::string line; std::getline(lines, line);) {
     result += "  | ";
