@@ -26,9 +26,9 @@ build: setup  ## Build the library, the command, the Python module, the examples
 setup:  ## Install what is missing: system packages (as root), .venv, torch (TORCH_SPEC=…)
 	@VENV=$(VENV) tools/setup.sh
 
-demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, RESUME=1, RANKS=n)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(BUILD)/bin/deeptide -q --num_ranks $(RANKS) --python $(PYTHON) \
-	  examples/gpt/gpt.py $(if $(DATA),--data $(DATA)) $(if $(RESUME),--resume) $(ARGS)
+demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, RESUME=1, RANKS=n, OUT=folder)
+	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
+	  DATA="$(DATA)" RESUME="$(RESUME)" RANKS=$(RANKS) OUT="$(OUT)" sh examples/demo.sh
 
 test: test-cpp test-python  ## Build what is needed and run every test
 
@@ -40,8 +40,8 @@ test-python: build
 	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/python; \
 	else echo "no tests/python here: skipped"; fi
 
-bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine, in an environment of their own (ARGS=…)
-	@bench/run.sh $(ARGS)
+bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 lint: setup  ## Check format, layer order and Python style
 	@command -v clang-format >/dev/null || { echo "make lint needs clang-format: apt-get install -y clang-format"; exit 1; }
