@@ -72,14 +72,7 @@ void note_decisions(const Values& values, std::vector<std::string>& decisions) {
   note_optimizer(values, decisions);
   note_schedule(values, decisions);
   if (!values.at("gradient_clipping").automatic && !values.given("gradient_clipping")) {
-    decisions.push_back("gradient_clipping: absent became 1; 0 turns clipping off");
-  }
-  const int64_t stage = values.integer("zero_optimization.stage");
-  for (const char* name : {"stage3_max_live_parameters", "stage3_max_reuse_distance"}) {
-    const std::string path = std::string("zero_optimization.") + name;
-    if (stage == 3 && !values.given(path) && !values.at(path).automatic) {
-      decisions.push_back(path + ": absent became " + values.at(path).key->derived);
-    }
+    decisions.push_back("gradient_clipping: not given, so 1 as in DeepSpeed; 0 turns clipping off");
   }
   const auto vocabulary = values.maybe_integer("vocabulary_size");
   if (vocabulary && *vocabulary % 8 != 0) {

@@ -21,6 +21,7 @@ using at::Tensor;
 namespace {
 
 constexpr int64_t kLargePage = 2 << 20;
+constexpr int64_t kLargeRequest = 256 << 10;  // below it a buffer of its own costs nothing
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -100,25 +101,35 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
 BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device)
     : ledger_(std::move(ledger)), role_(role), device_(device) {}
 
+/// The idle buffer that wastes least; a large request takes any that is large enough rather than fault new pages in.
+Tensor BufferPool::take_idle(int64_t bytes) {
+  std::lock_guard lock(mutex_);
+  auto chosen = idle_.end();
+  for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+    if (it->numel() < bytes || (bytes < kLargeRequest && it->numel() > 2 * bytes)) continue;
+    if (chosen == idle_.end() || it->numel() < chosen->numel()) chosen = it;
+  }
+  if (chosen != idle_.end()) {
+    Tensor taken = std::move(*chosen);
+    idle_.erase(chosen);
+    return taken;
+  }
+  // A new buffer takes the place of smaller ones, or the peak would hold both.
+  int64_t freed = 0;
+  while (bytes >= kLargeRequest && freed < bytes && !idle_.empty()) {
+    auto largest = std::max_element(idle_.begin(), idle_.end(),
+                                    [](const Tensor& a, const Tensor& b) { return a.numel() < b.numel(); });
+    freed += largest->numel();
+    idle_.erase(largest);
+  }
+  return Tensor();
+}
+
 Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
   const int64_t bytes = bytes_of(numel, dtype);
-  Tensor best;
-  {
-    std::lock_guard lock(mutex_);
-    auto fits = [&](const Tensor& t) { return t.numel() >= bytes && t.numel() <= 2 * bytes; };
-    auto chosen = idle_.end();
-    for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-      if (fits(*it) && (chosen == idle_.end() || it->numel() < chosen->numel())) chosen = it;
-    }
-    if (chosen != idle_.end()) {
-      best = std::move(*chosen);
-      idle_.erase(chosen);
-    } else {
-      idle_.clear();  // of other sizes: keeping them would add to the peak
-    }
-  }
-  if (!best.defined()) best = allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
-  return best.narrow(0, 0, bytes).view(dtype);
+  Tensor buffer = take_idle(bytes);
+  if (!buffer.defined()) buffer = allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+  return buffer.narrow(0, 0, bytes).view(dtype);
 }
 
 void BufferPool::put(Tensor buffer) {

@@ -51,6 +51,8 @@ class BufferPool {
   void trim();
 
  private:
+  at::Tensor take_idle(int64_t bytes);
+
   std::shared_ptr<Ledger> ledger_;
   Role role_;
   at::Device device_;

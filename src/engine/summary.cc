@@ -54,7 +54,12 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
                       batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
-  if (sharded > 0) text += fmt::format("\n  gathered at once: at most {}", millions(residency->budget()));
+  if (sharded > 0) {
+    text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
+                        config.zero.max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
+                                                        : "a quarter of the model, or the two largest units; "
+                                                          "stage3_max_live_parameters is not given");
+  }
   for (const auto& decision : config.decisions) text += "\n  " + decision;
   return text;
 }

@@ -99,7 +99,18 @@ void Residency::acquire(c10::ArrayRef<Use> uses) {
   }
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
   if (!all_whole) bring(needed_);
-  for (const Use& use : uses) use.parameter->unit->open(*use.parameter);
+  look_ahead();
+  for (const Use& use : uses) use.parameter->unit->open(*use.parameter);  // last: a throw above leaves nothing open
+}
+
+/// Keeps a round of wishes under way, so that the next units arrive while this operator computes.
+void Residency::look_ahead() {
+  if (rendezvous_.ready()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
+  if (rendezvous_.posted() || last_visited_ == last_wished_at_) return;
+  last_wished_at_ = last_visited_;  // one try a unit: what the ranks did not all want is asked for when needed
+  Message message;
+  add_wishes(message, needed_);
+  if (message.num_wishes > 0) rendezvous_.post(message);
 }
 
 void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
@@ -248,7 +259,7 @@ std::vector<Message> Residency::close(const Message& own, int64_t step) {
     if (all_close) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();
-      last_visited_ = -1;
+      last_visited_ = last_wished_at_ = -1;
       return messages;
     }
   }

@@ -73,6 +73,7 @@ class Residency {
 
   void visit(const Unit& unit);
   void bring(const std::vector<Unit*>& needed);
+  void look_ahead();
   comm::Message request(const std::vector<Unit*>& needed) const;
   void add_wishes(comm::Message& message, const std::vector<Unit*>& needed) const;
   void serve(const std::vector<comm::Message>& messages);
@@ -103,6 +104,7 @@ class Residency {
   std::vector<int64_t> last_use_;
   int64_t clock_ = 0;
   int last_visited_ = -1;
+  int last_wished_at_ = -1;
   int64_t live_numel_ = 0;  // whole or in flight
   int64_t live_bytes_ = 0;
   int64_t peak_bytes_ = 0;

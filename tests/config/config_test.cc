@@ -53,7 +53,7 @@ TEST(Config, HasTheTablesDefaultsWhenMadeFromNothing) {
   EXPECT_EQ(made.bf16, read.bf16);
   EXPECT_EQ(made.communication_dtype, read.communication_dtype);
   EXPECT_EQ(made.steps_per_print, read.steps_per_print);
-  EXPECT_TRUE(decided(read, "gradient_clipping: absent became 1"));
+  EXPECT_TRUE(decided(read, "gradient_clipping: not given, so 1"));
 }
 
 TEST(Config, ReadsEveryHonouredKey) {
