@@ -68,8 +68,6 @@ struct ZeroConfig {
   int64_t model_persistence_threshold = INT64_MAX;
   std::optional<int64_t> max_live_parameters;
   std::optional<int64_t> max_reuse_distance;
-  bool ignore_unused_parameters = true;
-  bool load_from_fp32_weights = true;
   bool gather_16bit_weights_on_model_save = false;
 };
 
@@ -109,8 +107,6 @@ class Config {
   double gradient_clipping = 1.0;                      // 0: off
   bool gradient_mean = true;                           // gradient_allreduce_op; false: sum
   std::optional<int64_t> steps_per_print;
-  bool wall_clock_breakdown = false;
-  bool memory_breakdown = false;
   bool dataloader_drop_last = false;
   bool dump_state = false;
   std::string origin;

@@ -28,7 +28,6 @@ class Engine:
         self._group = group  # a process group of our own, to be destroyed with the engine
         self._outcome = None
         self._norm = None
-        self._loss = None
         self._boundary = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
         for owned in (optimizer, lr_scheduler):
@@ -65,8 +64,8 @@ class Engine:
             raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
         accumulation = self.gradient_accumulation_steps()
         self._core.backward(loss if scale_wrt_gas else loss * accumulation, retain_graph)
-        self._loss = loss.detach()
-        return self._loss / accumulation if scale_wrt_gas else self._loss
+        value = loss.detach()
+        return value / accumulation if scale_wrt_gas else value
 
     def step(self, lr_kwargs=None):
         """Ends the micro-batch; at an accumulation boundary reduces, clips and steps. Collective.
@@ -87,13 +86,6 @@ class Engine:
             self.optimizer.pull(self._core)
         if self._outcome.applied:
             schedule.advance(self.lr_scheduler, lr_kwargs)
-        every = self.config.steps_per_print
-        if every and self.world.rank == 0 and self.global_steps % every == 0:
-            loss = "" if self._loss is None else f", loss={self._loss.item():.6g}"
-            say(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, "
-                f"lr={self.get_lr()}, mom={self.get_mom()}{loss}"
-            )
 
     def zero_grad(self, set_to_none=True):
         """Drops the gradients accumulated so far."""
@@ -233,8 +225,8 @@ class Engine:
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self):
-        """Whether the parts of a step are timed."""
-        return self.config.wall_clock_breakdown
+        """Whether the parts of a step are timed: not supported yet, so always False."""
+        return False
 
     def get_lr(self):
         """Each group's learning rate."""

@@ -84,7 +84,6 @@ void bind_config(py::module_& module) {
       .def_readonly("bf16", &Config::bf16)
       .def_readonly("gradient_clipping", &Config::gradient_clipping)
       .def_readonly("steps_per_print", &Config::steps_per_print)
-      .def_readonly("wall_clock_breakdown", &Config::wall_clock_breakdown)
       .def_readonly("dataloader_drop_last", &Config::dataloader_drop_last)
       .def_readonly("origin", &Config::origin)
       .def_readonly("text", &Config::text)

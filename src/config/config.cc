@@ -113,8 +113,6 @@ ZeroConfig zero_config(const Values& values) {
   config.model_persistence_threshold = values.integer(zero + "stage3_model_persistence_threshold");
   config.max_live_parameters = values.maybe_integer(zero + "stage3_max_live_parameters");
   config.max_reuse_distance = values.maybe_integer(zero + "stage3_max_reuse_distance");
-  config.ignore_unused_parameters = values.flag(zero + "ignore_unused_parameters");
-  config.load_from_fp32_weights = values.flag(zero + "load_from_fp32_weights");
   config.gather_16bit_weights_on_model_save = values.flag(zero + "stage3_gather_16bit_weights_on_model_save");
   return config;
 }
@@ -141,8 +139,6 @@ void fill(const Values& values, Config& config) {
   config.gradient_clipping = values.number("gradient_clipping");
   config.gradient_mean = values.word("gradient_allreduce_op") == "mean";
   config.steps_per_print = values.maybe_integer("steps_per_print");
-  config.wall_clock_breakdown = values.flag("wall_clock_breakdown");
-  config.memory_breakdown = values.flag("memory_breakdown");
   config.dataloader_drop_last = values.flag("dataloader_drop_last");
   config.dump_state = values.flag("dump_state");
 }

@@ -58,8 +58,8 @@ std::vector<Key> gradient_keys() {
 std::vector<Key> report_keys() {
   return {
       integer("steps_per_print", {}, "A progress line every so many steps.").at_least(1).derives("no progress lines"),
-      flag("wall_clock_breakdown", false, "Report the time of a step's parts."),
-      flag("memory_breakdown", false, "Report memory at a step's parts."),
+      flag("wall_clock_breakdown", false, "Report the time of a step's parts.").later(),
+      flag("memory_breakdown", false, "Report memory at a step's parts.").later(),
       flag("dump_state", false, "Print the configuration and the engine's state at the start."),
       choice("log_level", {}, {"debug", "info", "warning", "error", "critical"}, "DeepSpeed's own logger.")
           .later("set the environment variable DEEPTIDE_LOG_LEVEL"),

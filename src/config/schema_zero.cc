@@ -22,7 +22,7 @@ std::vector<Key> gradient_keys() {
           .never("a bucket is always reduced to all its owners by one reduce-scatter"),
       flag("round_robin_gradients", false, "Deal parameters out to the ranks one by one.")
           .never("every parameter's buffer is cut evenly over all ranks already"),
-      flag("ignore_unused_parameters", true, "false: a parameter without a gradient is an error."),
+      flag("ignore_unused_parameters", true, "false: a parameter without a gradient is an error.").later(),
       flag("legacy_stage1", false, "The first implementation of stage 1.")
           .never("there is one implementation of all stages"),
       flag("grad_hooks", true, "Listed in DeepSpeed's documentation only.").never("DeepSpeed does not read it either"),
@@ -96,7 +96,7 @@ std::vector<Key> model_keys() {
 
 std::vector<Key> checkpoint_keys() {
   return {
-      flag("load_from_fp32_weights", true, "Restore masters from the checkpoint's fp32 values."),
+      flag("load_from_fp32_weights", true, "Restore masters from the checkpoint's fp32 values.").later(),
       flag("elastic_checkpoint", false, "Save states without padding, for another number of ranks.")
           .either("checkpoints always hold whole tensors by name, without padding"),
       flag("pipeline_loading_checkpoint", false, "Ranks load one after another.").later(),

@@ -92,6 +92,7 @@ struct Engine::Impl {
   void end_micro_batch();
   void note_external_writes();
   StepOutcome accumulate_outcome() const;
+  void print_step(const StepOutcome& outcome) const;
   StepOutcome apply(double total_of_squares, const std::vector<comm::Message>& messages);
 };
 

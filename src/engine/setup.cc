@@ -111,6 +111,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     set_boundary(std::nullopt);
   }
   if (world.rank == 0) log(LogLevel::info, summary());
+  if (world.rank == 0 && config.dump_state) log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
 }
 
 Engine::Impl::~Impl() {

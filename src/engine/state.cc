@@ -99,8 +99,14 @@ Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Ten
   return {buffer.name, role, buffer.tensor.sizes().vec(), 0, buffer.tensor.numel(), storage};
 }
 
+/// All of `p` out of `flat`, which covers its whole unit: stage 0 has every state on every rank.
+Piece whole_piece(const Parameter& p, const std::string& role, const Tensor& flat) {
+  return {p.name, role, p.tensors.front().sizes().vec(), 0, p.numel, flat.narrow(0, p.offset, p.numel)};
+}
+
 /// Everything that this rank saves, or wants on load, as views of the live state. `moments`: optimizer states too.
-std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments) {
+/// `loading`: whole states are wanted whole; on a save each rank writes its own part of them.
+std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, bool loading) {
   std::vector<Piece> pieces;
   int trained = 0;
   for (const auto& unit : impl.model.units()) {
@@ -113,7 +119,9 @@ std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments) {
       for (const auto& state : impl.optimizer->states(trained)) {
         if (!moments && state.role != "master") continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained)));
+          pieces.push_back(loading && !impl.policy.shard_optimizer
+                               ? whole_piece(p, state.role, state.data)
+                               : piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained)));
         }
       }
     }
@@ -212,7 +220,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"zero_stage", config.zero.stage},
                 {"config", config.text}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
-  auto pieces = live_pieces(*this, /*moments=*/true);
+  auto pieces = live_pieces(*this, /*moments=*/true, /*loading=*/false);
   for (const NamedTensor& buffer : model.buffers()) {
     pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
   }
@@ -254,7 +262,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::vector<Tensor> staged;
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    wanted = live_pieces(*this, moments);
+    wanted = live_pieces(*this, moments, /*loading=*/true);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
     add_ignored(*reader, moments, wanted);
@@ -278,7 +286,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
 void Engine::Impl::publish_parameters() {
   if (optimizer) optimizer->publish_all();
   for (const auto& unit : model.units()) {
-    unit->rewritten = false;
+    for (Parameter& p : unit->parameters()) p.rewritten = false;
     if (unit->sharded() || (unit->layout().trainable && optimizer)) continue;
     auto pending = gathers.all_gather(unit->whole(), unit->shard());
     gathers.wait(pending, {global_steps, "checkpoint", "publishing unit '" + unit->layout().name + "'"});

@@ -2,8 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a loss to new parameters: close the micro-batch, reduce, judge, clip, step, publish.
 #include <ATen/ops/ones_like.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <bit>
 
 #include "base/log.h"
@@ -118,6 +120,7 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
   double total = 0.0;
   for (const Message& m : verdicts) total += as_double(m.numbers[kSquares]);
   StepOutcome outcome = apply(total, verdicts);
+  print_step(outcome);
   end_micro_batch();
   return outcome;
 }
@@ -138,7 +141,7 @@ void Engine::Impl::note_external_writes() {
     if (unit->sharded()) continue;
     for (sharding::Parameter& p : unit->parameters()) {
       const auto version = p.tensors.front()._version();
-      if (version != p.version) unit->rewritten = true;
+      if (version != p.version) p.rewritten = true;
       p.version = version;
     }
   }
@@ -175,6 +178,20 @@ StepOutcome Engine::Impl::apply(double total, const std::vector<Message>& verdic
   if (schedule) schedule->apply(++schedule_iteration, base_hyperparameters, hyperparameters);
   outcome.applied = true;
   return outcome;
+}
+
+/// The line of every `steps_per_print` steps, in DeepSpeed's words.
+void Engine::Impl::print_step(const StepOutcome& outcome) const {
+  if (world.rank != 0 || config.steps_per_print.value_or(0) < 1 || global_steps % *config.steps_per_print != 0) return;
+  std::string rates, momenta;
+  for (const Hyperparameters& h : hyperparameters) {
+    const char* separator = rates.empty() ? "" : ", ";
+    rates += fmt::format("{}{:.6g}", separator, h.lr);
+    momenta += optimizer_kind == OptimizerKind::adam ? fmt::format("{}({:.6g}, {:.6g})", separator, h.beta1, h.beta2)
+                                                     : fmt::format("{}{:.6g}", separator, h.momentum);
+  }
+  log(LogLevel::info, fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", global_steps, skipped_steps,
+                                  rates, momenta, outcome.grad_norm, outcome.applied ? "" : ", " + outcome.reason));
 }
 
 }  // namespace deeptide

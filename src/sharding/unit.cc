@@ -109,9 +109,9 @@ std::pair<int64_t, int64_t> Unit::owned_range(const Parameter& p) const {
   return {first, std::max(first, last)};
 }
 
-void Unit::write_back(const Parameter& p) {
+void Unit::write_back(Parameter& p) {
   const auto [first, last] = owned_range(p);
-  rewritten = true;
+  p.rewritten = true;
   if (first == last) return;
   shard_.narrow(0, first - shard_begin(), last - first).copy_(whole_.narrow(0, first, last - first));
 }

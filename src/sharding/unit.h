@@ -30,6 +30,7 @@ struct Parameter {
   Unit* unit = nullptr;
   c10::intrusive_ptr<c10::StorageImpl> storage;  // ours: views keep it, the registry finds us by it
   uint32_t version = 0;                          // of tensors[0] after our last own write
+  bool rewritten = false;                        // written by others than the engine: the master must follow
   int pins = 0;                                  // operators in flight that use it (sharded units)
 
   /// The same element order in another buffer: a view of `flat` with this parameter's sizes and strides.
@@ -63,7 +64,7 @@ class Unit {
   void close(Parameter& p);
 
   /// After an operator wrote parameter `p` in the whole buffer: brings this rank's slice of it into the shard.
-  void write_back(const Parameter& p);
+  void write_back(Parameter& p);
 
   int index() const { return index_; }
   const UnitLayout& layout() const { return layout_; }
@@ -77,9 +78,6 @@ class Unit {
   int64_t shard_begin() const { return rank_ * layout_.shard; }
   /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if none.
   std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
-
-  /// Set by write_back and by the version check: the master weights must be read from the shard again.
-  bool rewritten = false;
 
  private:
   int index_;

@@ -24,6 +24,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, OptimizerKind kind,
       group_(group),
       gradient_pool_(ledger_, Role::communication, device) {
   if (kind_ == OptimizerKind::none) return;
+  at::NoGradGuard no_grad;
   for (size_t i = 0; i < units_.size(); ++i) {
     const Tensor parameters = parameters_of(static_cast<int>(i));
     const auto allocate = [&] {
@@ -35,7 +36,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, OptimizerKind kind,
     state.first = allocate();
     if (kind_ == OptimizerKind::adam) state.second = allocate();
     states_.push_back(std::move(state));
-    refresh_master(static_cast<int>(i));
+    if (!states_.back().aliased) states_.back().master.copy_(parameters);
   }
 }
 
@@ -57,9 +58,15 @@ std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
   return {{"master", state.master}, {"momentum", state.first}};
 }
 
-void ShardedOptimizer::refresh_master(int unit) {
-  at::NoGradGuard no_grad;
-  if (kind_ != OptimizerKind::none && !states_[unit].aliased) states_[unit].master.copy_(parameters_of(unit));
+void ShardedOptimizer::refresh_masters(int unit) {
+  const Tensor parameters = parameters_of(unit);
+  const int64_t begin = state_begin(unit), end = begin + parameters.numel();
+  for (sharding::Parameter& p : units_[unit]->parameters()) {
+    if (!std::exchange(p.rewritten, false) || states_[unit].aliased) continue;
+    const int64_t first = std::max(p.offset, begin);
+    const int64_t count = std::min(p.offset + p.numel, end) - first;
+    if (count > 0) states_[unit].master.narrow(0, first - begin, count).copy_(parameters.narrow(0, first - begin, count));
+  }
 }
 
 void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
@@ -68,10 +75,7 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
   ++steps_;
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    if (units_[i]->rewritten) {
-      refresh_master(i);
-      units_[i]->rewritten = false;
-    }
+    refresh_masters(i);
     Tensor gradient = reducer.accumulator(i);
     if (!policy_.shard_optimizer) gradient = whole_gradient(i, gradient);
     step_unit(i, gradient, gradient_scale, groups);

@@ -41,8 +41,8 @@ class ShardedOptimizer {
   std::vector<StateTensor> states(int unit) const;
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
   void publish_all();
-  /// After parameters were written (load of the module only, user code): masters follow from the parameters.
-  void refresh_master(int unit);
+  /// Masters of parameters that others wrote (Parameter::rewritten) follow from them.
+  void refresh_masters(int unit);
   void set_step_for_errors(int64_t step) { site_step_ = step; }
 
  private:

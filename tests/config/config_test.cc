@@ -38,8 +38,6 @@ TEST(Config, HasTheTablesDefaultsWhenMadeFromNothing) {
   EXPECT_EQ(made.zero.model_persistence_threshold, read.zero.model_persistence_threshold);
   EXPECT_EQ(made.zero.max_live_parameters, read.zero.max_live_parameters);
   EXPECT_EQ(made.zero.max_reuse_distance, read.zero.max_reuse_distance);
-  EXPECT_EQ(made.zero.ignore_unused_parameters, read.zero.ignore_unused_parameters);
-  EXPECT_EQ(made.zero.load_from_fp32_weights, read.zero.load_from_fp32_weights);
   EXPECT_EQ(made.zero.gather_16bit_weights_on_model_save, read.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(made.runtime.comm_timeout_s, read.runtime.comm_timeout_s);
   EXPECT_EQ(made.runtime.ordered_reduction, read.runtime.ordered_reduction);
@@ -61,13 +59,12 @@ TEST(Config, ReadsEveryHonouredKey) {
     // all of it
     "train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
     "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, "gradient_allreduce_op": "SUM",
-    "gradient_clipping": 0.5, "steps_per_print": 10, "wall_clock_breakdown": true, "memory_breakdown": true,
+    "gradient_clipping": 0.5, "steps_per_print": 10,
     "dataloader_drop_last": true, "dump_state": true, "bf16": {"enabled": true}, "vocabulary_size": 50257,
     "zero_optimization": {
       "stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 7, "overlap_comm": false,
       "stage3_prefetch_bucket_size": 1, "stage3_param_persistence_threshold": 2,
       "stage3_model_persistence_threshold": 3, "stage3_max_live_parameters": 1e9, "max_reuse_distance": 5,
-      "ignore_unused_parameters": false, "load_from_fp32_weights": false,
       "stage3_gather_fp16_weights_on_model_save": true },
     "deeptide": {"comm_timeout": 1.5, "reduction": "transport", "tune_allocator": false, "unit_size": 9, "seed": 42},
   })");
@@ -77,7 +74,7 @@ TEST(Config, ReadsEveryHonouredKey) {
   EXPECT_FALSE(c.gradient_mean);
   EXPECT_EQ(c.gradient_clipping, 0.5);
   EXPECT_EQ(c.steps_per_print, 10);
-  EXPECT_TRUE(c.wall_clock_breakdown && c.memory_breakdown && c.dataloader_drop_last && c.dump_state && c.bf16);
+  EXPECT_TRUE(c.dataloader_drop_last && c.dump_state && c.bf16);
   EXPECT_EQ(c.compute_dtype(), DataType::bf16);
   EXPECT_EQ(c.zero.stage, 2);
   EXPECT_EQ(c.zero.reduce_bucket_size, 200'000'000);
@@ -88,7 +85,6 @@ TEST(Config, ReadsEveryHonouredKey) {
   EXPECT_EQ(c.zero.model_persistence_threshold, 3);
   EXPECT_EQ(c.zero.max_live_parameters, 1'000'000'000);
   EXPECT_EQ(c.zero.max_reuse_distance, 5);
-  EXPECT_FALSE(c.zero.ignore_unused_parameters || c.zero.load_from_fp32_weights);
   EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.runtime.comm_timeout_s, 1.5);
   EXPECT_FALSE(c.runtime.ordered_reduction || c.runtime.tune_allocator);

@@ -216,7 +216,7 @@ def test_progress_is_printed_by_rank_0_each_steps_per_print(capfd):
     train(engine, 4)
     lines = [line for line in capfd.readouterr().err.splitlines() if "skipped=" in line]
     assert [line.split(",")[0].split("] ")[1] for line in lines] == ["step=2", "step=4"]
-    assert all("lr=[0.01], mom=[(0.9, 0.999)], loss=" in line for line in lines)
+    assert all("lr=[0.01], mom=[(0.9, 0.999)], norm=" in line for line in lines)
 
 
 def test_nothing_is_printed_without_steps_per_print(capfd):
