@@ -1,0 +1,53 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The two fronts are one engine: the same model, data and configuration print the same losses in C++ and in Python."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deeptide
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_folder():
+    """Where the package under test was built: beside it stand the launcher and the C++ examples."""
+    return Path(deeptide.__file__).absolute().parents[2]
+
+
+def run(program, config, out, steps=3):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(build_folder() / "python"), environment.get("PYTHONPATH", "")])
+    command = [
+        build_folder() / "bin" / "deeptide",
+        *("--quiet", "--num_ranks", "2", "--python", sys.executable),
+        *(program, "--config", ROOT / "examples/gpt" / config, "--out", out, "--threads", "1"),
+        *("--steps", str(steps), "--seed", "3", "--eval-every", "1000", "--save-every", "1000", "--print-losses"),
+    ]
+    done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return [float(value) for value in re.findall(r"step \d+ loss ([0-9.]+)", done.stdout)]
+
+
+@pytest.mark.parametrize("config", ["ds_config_fp32.json", "ds_config.json"])
+def test_cpp_and_python_print_the_same_losses(config, tmp_path):
+    python = run(ROOT / "examples/gpt/gpt.py", config, tmp_path / "python")
+    cpp = run(build_folder() / "examples/gpt/gpt", config, tmp_path / "cpp")
+    assert len(python) == 3
+    assert cpp == pytest.approx(python, abs=1e-5)
+
+
+def test_quickstart_trains(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(build_folder() / "python"), "OMP_NUM_THREADS": "1"}
+    launcher = build_folder() / "bin" / "deeptide"
+    for program in (ROOT / "examples/quickstart.py", build_folder() / "examples/quickstart"):
+        command = [launcher, "--quiet", "--num_ranks", "2", "--python", sys.executable, program]
+        done = subprocess.run(
+            [str(part) for part in command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert done.stdout.strip()
