@@ -49,6 +49,7 @@ def on_rank(world, build, objective, settings):
         loss.backward()
         gradients = gradients_of(engine)
         assert engine.step().applied
+        assert engine._core.peak_gathered_bytes() > 0  # else nothing was sharded
         return loss.detach(), gradients, objective(engine.module).detach()
 
 
