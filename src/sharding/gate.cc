@@ -77,9 +77,9 @@ std::atomic<int64_t> count{0};
 
 /// What an operator's schema says of its arguments.
 struct Traits {
-  uint64_t writes = 0;     // bit i: argument i is written
-  bool views_only = false; // returns views of its arguments and writes none: needs no data of its own
-  bool resolves = false;   // what torch calls before it reads memory directly: tolist(), repr(), numpy(force=True)
+  uint64_t writes = 0;      // bit i: argument i is written
+  bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
+  bool resolves = false;    // what torch calls before it reads memory directly: tolist(), repr(), numpy(force=True)
 };
 
 Traits read_traits(const c10::FunctionSchema& schema) {
