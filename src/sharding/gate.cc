@@ -79,6 +79,7 @@ std::atomic<int64_t> count{0};
 struct Traits {
   uint64_t writes = 0;      // bit i: argument i is written
   bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
+  bool collective = false;  // goes on after it has returned
   bool resolves = false;    // what torch calls before it reads memory directly: tolist(), repr(), numpy(force=True)
 };
 
@@ -93,6 +94,7 @@ Traits read_traits(const c10::FunctionSchema& schema) {
     aliases = true;
   }
   traits.views_only = aliases && traits.writes == 0;
+  traits.collective = schema.name().find("c10d") < schema.name().find("::");
   traits.resolves = schema.name() == "aten::resolve_conj" || schema.name() == "aten::resolve_neg";
   return traits;
 }
@@ -185,6 +187,10 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
     op.redispatchBoxed(below, stack);
     return;
   }
+  TORCH_CHECK_VALUE(!traits.collective, "deeptide: parameter '", uses.front().parameter->name, "' was given to ",
+                    op.schema().name(),
+                    " while it is sharded (ZeRO stage 3): a collective goes on after its memory has gone "
+                    "again. Give it parameter.detach().clone(), and copy the result back with parameter.copy_().");
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
   c10::impl::ExcludeDispatchKeyGuard exclude(kGateKey);

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 
+#include "device/unseen.h"
+
 namespace deeptide::sharding {
 
 using at::Tensor;
@@ -90,6 +92,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
 Residency::~Residency() { entries_.clear(); }
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
+  const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   needed_.clear();
   for (const Use& use : uses) {
@@ -103,6 +106,7 @@ void Residency::acquire(c10::ArrayRef<Use> uses) {
 }
 
 void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+  const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   for (const Use& use : uses) {
     Unit& unit = *use.parameter->unit;
