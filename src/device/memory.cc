@@ -103,15 +103,15 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   return at::from_blob(mapping.start, {numel}, unmap, options);
 }
 
-BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device)
-    : ledger_(std::move(ledger)), role_(role), device_(device) {}
+BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste)
+    : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste) {}
 
 Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
   const int64_t bytes = bytes_of(numel, dtype);
   Tensor best;
   {
     std::lock_guard lock(mutex_);
-    auto fits = [&](const Tensor& t) { return t.numel() >= bytes && t.numel() <= 2 * bytes; };
+    auto fits = [&](const Tensor& t) { return t.numel() >= bytes && t.numel() <= max_waste_ * bytes; };
     auto chosen = idle_.end();
     for (auto it = idle_.begin(); it != idle_.end(); ++it) {
       if (fits(*it) && (chosen == idle_.end() || it->numel() < chosen->numel())) chosen = it;

@@ -77,7 +77,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       units_(std::move(units)),
       gathers_(gathers),
       rendezvous_(control),
-      pool_(std::move(ledger), device::Role::gathered, device),
+      pool_(std::move(ledger), device::Role::gathered, device, /*max_waste=*/1),
       limits_(limits),
       train_plan_(static_cast<int>(units_.size()), /*backward=*/true),
       eval_plan_(static_cast<int>(units_.size()), /*backward=*/false),

@@ -83,6 +83,15 @@ def test_save_on_cpu():
     assert_as_plain(models.TinyModel, objective)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode():
+    def objective(model):
+        with torch.autograd.detect_anomaly():
+            return model(TOKENS, TARGETS)
+
+    assert_as_plain(models.TinyModel, objective)
+
+
 def test_functional_call_with_replaced_and_with_own_parameters():
     def objective(model):
         own = dict(model.named_parameters())

@@ -10,6 +10,7 @@ import torch
 from conftest import run_ranks
 from gated import assert_as_plain, engine_of, gradients_of, on_plain
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 TOKENS, TARGETS = models.batches(1, 2)[0]
 
@@ -182,6 +183,29 @@ def test_deepcopy_gives_a_plain_whole_model():
         assert torch.equal(loss, expected)
         assert_same_values(gradients, expected_gradients)
         assert numbers != 0
+
+
+def test_averaged_model_follows():
+    """An exponential average of the weights: a plain copy, updated from sharded ones."""
+
+    def follow(model, step):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        average.update_parameters(model)
+        model(TOKENS, TARGETS).backward()
+        step()
+        average.update_parameters(model)
+        return {name: p.detach().clone() for name, p in average.module.named_parameters()}
+
+    plain = models.make_model()
+    expected = follow(plain, torch.optim.SGD(plain.parameters(), lr=0.1).step)
+
+    def rank(world):
+        with engine_of(world, models.TinyModel) as engine:
+            return follow(engine.module, engine.step)
+
+    for found in run_ranks(2, rank):
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
 def test_clones_and_casts_are_plain_tensors():
