@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <functional>
 
+#include "comm/blocking.h"
 #include "device/unseen.h"
 
 namespace deeptide::sharding {
@@ -92,6 +94,16 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
 Residency::~Residency() { entries_.clear(); }
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
+  auto work = [&] { acquire_locked(uses); };
+  comm::run_blocking(std::ref(work));  // a reference: nothing to allocate for each operator
+}
+
+void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+  auto work = [&] { release_locked(uses, succeeded); };
+  comm::run_blocking(std::ref(work));
+}
+
+void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   needed_.clear();
@@ -105,7 +117,7 @@ void Residency::acquire(c10::ArrayRef<Use> uses) {
   for (const Use& use : uses) use.parameter->unit->open(*use.parameter);
 }
 
-void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
   const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   for (const Use& use : uses) {

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gate under autograd's own ways: recomputation, autocast, grad(), double backward, functions, transforms, threads."""
-
-import threading
+"""The gate under autograd's own ways: recomputation, autocast, grad(), double backward, functions, transforms."""
 
 import deeptide
 import models
@@ -78,15 +76,6 @@ def test_saved_tensor_hooks():
 def test_save_on_cpu():
     def objective(model):
         with torch.autograd.graph.save_on_cpu():
-            return model(TOKENS, TARGETS)
-
-    assert_as_plain(models.TinyModel, objective)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode():
-    def objective(model):
-        with torch.autograd.detect_anomaly():
             return model(TOKENS, TARGETS)
 
     assert_as_plain(models.TinyModel, objective)
@@ -196,23 +185,31 @@ def test_vmap_over_inputs():
     assert_as_plain(models.TinyModel, objective)
 
 
-def forward_mode():
-    def objective(model):
-        x = model.embed(TOKENS).detach()
-        _, tangent = torch.func.jvp(model.h[0], (x,), (torch.ones_like(x),))
-        return tangent.square().mean() + model(TOKENS, TARGETS)
+def with_tangents(model):
+    x = model.embed(TOKENS).detach()
+    _, tangent = torch.func.jvp(model.h[0], (x,), (torch.ones_like(x),))
+    return tangent.square().mean() + model(TOKENS, TARGETS)
 
+
+def under_anomaly_mode(model):
+    with torch.autograd.detect_anomaly():
+        return model(TOKENS, TARGETS)
+
+
+def compare_in_process(objective):
     deeptide.init_distributed()
     torch.set_num_threads(1)
+    objective = globals()[objective]
     loss, gradients = on_plain(models.TinyModel, objective)
     found, found_gradients, _ = on_rank(None, models.TinyModel, objective, {})
     assert torch.equal(found, loss)
     assert_same_gradients(found_gradients, gradients)
 
 
-def test_jacobian_vector_product_by_forward_mode():
-    """In processes: torch counts forward-mode levels once for all threads."""
-    run_processes(2, forward_mode)
+@pytest.mark.parametrize("objective", [with_tangents, under_anomaly_mode])
+def test_modes_that_threads_would_share(objective):
+    """In processes: torch keeps forward-mode levels and the anomaly flag once for all threads."""
+    run_processes(2, compare_in_process, objective.__name__)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "jacrev"])
@@ -237,56 +234,6 @@ def test_transforms_of_functions_of_the_parameters(transform):
     def rank(world):
         with engine_of(world, models.TinyModel) as engine:
             return compute(engine.module)
-
-    for found in run_ranks(2, rank):
-        assert_same_gradients(found, expected)
-
-
-def test_forward_in_several_threads_of_one_rank():
-    """Two threads of a rank compute on different blocks, all ranks alike or not."""
-    expected = {}
-    plain = models.make_model()
-    for i in range(3):
-        with torch.no_grad():
-            expected[i] = plain.h[i](inputs(4, 20))
-
-    def rank(world):
-        found, errors = {}, []
-
-        def work(block):
-            try:
-                torch.set_num_threads(1)
-                for _ in range(15):
-                    with torch.no_grad():
-                        found[block] = engine.module.h[block](inputs(4, 20))
-            except BaseException as error:
-                errors.append(error)
-
-        with engine_of(world, models.TinyModel) as engine:
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join()
-            assert not errors, errors
-            engine.module(TOKENS, TARGETS).backward()
-            engine.step()
-        return found
-
-    for found in run_ranks(2, rank):
-        assert all(torch.equal(found[i], expected[i]) for i in expected)
-
-
-def test_backward_in_another_thread():
-    _, expected = on_plain(models.TinyModel, lambda m: m(TOKENS, TARGETS))
-
-    def rank(world):
-        with engine_of(world, models.TinyModel) as engine:
-            loss = engine.module(TOKENS, TARGETS)
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            return gradients_of(engine)
 
     for found in run_ranks(2, rank):
         assert_same_gradients(found, expected)
