@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "comm/blocking.h"
 #include "comm/failure_board.h"
 
 namespace deeptide::comm {
@@ -27,14 +28,6 @@ constexpr milliseconds kPollFailures{250};
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
   return region;
-}
-
-void block(const std::function<void()>& wait) {
-  if (blocking_region()) {
-    blocking_region()(wait);
-  } else {
-    wait();
-  }
 }
 
 /// All ranks are on this host: no name needs to be resolved.
@@ -59,6 +52,14 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
 
 std::string Site::text() const { return "step " + std::to_string(step) + ", " + phase + ", " + what; }
 
+void run_blocking(const std::function<void()>& wait) {
+  if (blocking_region()) {
+    blocking_region()(wait);
+  } else {
+    wait();
+  }
+}
+
 void set_blocking_region(BlockingRegion region) { blocking_region() = std::move(region); }
 
 bool Pending::ready() const { return work_ == nullptr || work_->isCompleted(); }
@@ -72,7 +73,7 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
       on_device_(on_device && world.backend) {
   if (size_ == 1) return;
   try {
-    block([&] { backend_ = on_device_ ? world.backend : make_gloo(world, name, timeout); });
+    run_blocking([&] { backend_ = on_device_ ? world.backend : make_gloo(world, name, timeout); });
   } catch (const std::exception& error) {
     throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " could not connect group '" + name +
                     "' within " + std::to_string(timeout.count()) + " ms: " + error.what() +
@@ -126,7 +127,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!pending.valid()) return true;
   std::string failure;
   bool done = false;
-  block([&] {
+  run_blocking([&] {
     try {
       if (on_device_) {
         pending.work_->wait();  // orders the current stream after the collective

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <malloc.h>
 #include <sys/mman.h>
 
@@ -20,31 +21,35 @@ using at::Tensor;
 
 namespace {
 
+constexpr int64_t kPage = 4096;
 constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kLargeRequest = 256 << 10;  // below it a buffer of its own costs nothing
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 struct Mapping {
-  void* base = nullptr;  // as mapped
+  char* start = nullptr;
   int64_t length = 0;
-  char* start = nullptr;  // aligned
 };
 
-/// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages.
+/// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages. The tail stays in plain
+/// pages: a large one for it would take up to 2 MiB more than was asked for, in each of many buffers.
 Mapping map_pages(Role role, int64_t bytes) {
-  const bool large = bytes >= kLargePage;
-  const int64_t wanted = round_up(std::max<int64_t>(bytes, 1), large ? kLargePage : 4096);
   Mapping mapping;
-  mapping.length = wanted + (large ? kLargePage : 0);
-  mapping.base = ::mmap(nullptr, mapping.length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(mapping.base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
+  mapping.length = round_up(std::max<int64_t>(bytes, 1), kPage);
+  const int64_t large = mapping.length / kLargePage * kLargePage;
+  const int64_t slack = large > 0 ? kLargePage : 0;
+  void* base = ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
               std::strerror(errno), ". Use a higher ZeRO stage, more ranks or a smaller model.");
-  mapping.start = static_cast<char*>(mapping.base);
-  if (large) {
-    mapping.start = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(mapping.start), kLargePage));
-    ::madvise(mapping.start, wanted, MADV_HUGEPAGE);  // a wish: plain pages serve as well
-  }
+  mapping.start = static_cast<char*>(base);
+  if (large == 0) return mapping;
+  const int64_t before = round_up(reinterpret_cast<int64_t>(base), kLargePage) - reinterpret_cast<int64_t>(base);
+  mapping.start += before;
+  if (before > 0) ::munmap(base, before);
+  if (slack > before) ::munmap(mapping.start + mapping.length, slack - before);
+  ::madvise(mapping.start, large, MADV_HUGEPAGE);  // a wish: plain pages serve as well
+  if (mapping.length > large) ::madvise(mapping.start + large, mapping.length - large, MADV_NOHUGEPAGE);
   return mapping;
 }
 
@@ -76,6 +81,7 @@ int64_t Ledger::peak(Role role) const {
 
 Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, ScalarType dtype,
                      at::Device device) {
+  const c10::InferenceMode normal(false);  // a buffer first taken under inference_mode serves training later
   const int64_t bytes = bytes_of(numel, dtype);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   ledger->add(role, bytes);
@@ -92,21 +98,21 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
     throw;
   }
   auto unmap = [mapping, ledger, role, bytes](void*) {
-    ::munmap(mapping.base, mapping.length);
+    ::munmap(mapping.start, mapping.length);
     ledger->add(role, -bytes);
   };
   return at::from_blob(mapping.start, {numel}, unmap, options);
 }
 
-BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device)
-    : ledger_(std::move(ledger)), role_(role), device_(device) {}
+BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste)
+    : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste) {}
 
-/// The idle buffer that wastes least; a large request takes any that is large enough rather than fault new pages in.
+/// The idle buffer that wastes least.
 Tensor BufferPool::take_idle(int64_t bytes) {
   std::lock_guard lock(mutex_);
   auto chosen = idle_.end();
   for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-    if (it->numel() < bytes || (bytes < kLargeRequest && it->numel() > 2 * bytes)) continue;
+    if (it->numel() < bytes || it->numel() > max_waste_ * bytes) continue;
     if (chosen == idle_.end() || it->numel() < chosen->numel()) chosen = it;
   }
   if (chosen != idle_.end()) {
@@ -114,14 +120,8 @@ Tensor BufferPool::take_idle(int64_t bytes) {
     idle_.erase(chosen);
     return taken;
   }
-  // A new buffer takes the place of smaller ones, or the peak would hold both.
-  int64_t freed = 0;
-  while (bytes >= kLargeRequest && freed < bytes && !idle_.empty()) {
-    auto largest = std::max_element(idle_.begin(), idle_.end(),
-                                    [](const Tensor& a, const Tensor& b) { return a.numel() < b.numel(); });
-    freed += largest->numel();
-    idle_.erase(largest);
-  }
+  // A large new buffer takes the place of those of other sizes, or the peak would hold both.
+  if (bytes >= kLargeRequest) idle_.clear();
   return Tensor();
 }
 

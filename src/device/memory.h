@@ -43,7 +43,9 @@ at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64
 /// Contents of a taken buffer are undefined. Thread-safe. Must outlive no engine thread, but may die before its buffers.
 class BufferPool {
  public:
-  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device);
+  /// A kept buffer serves a taker of `max_waste` times fewer bytes too; 1: only one of its own size, so that what is
+  /// allocated never exceeds the most that was taken at once.
+  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2);
   /// (numel,) of `dtype`; give it back with `put` (or drop it: then its memory is freed).
   at::Tensor take(int64_t numel, at::ScalarType dtype);
   void put(at::Tensor buffer);
@@ -56,6 +58,7 @@ class BufferPool {
   std::shared_ptr<Ledger> ledger_;
   Role role_;
   at::Device device_;
+  int64_t max_waste_;
   std::mutex mutex_;
   std::vector<at::Tensor> idle_;  // as bytes
 };

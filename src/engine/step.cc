@@ -101,7 +101,9 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
   reducer->finish(rounds);
   const bool boundary = is_boundary();
   TORCH_CHECK_VALUE(any_gradient || reducer->has_gradient(),
-                    "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first.");
+                    "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you did, "
+                    "the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and "
+                    "the like replace them; load in place.");
   if (!boundary) {
     const StepOutcome outcome = accumulate_outcome();
     end_micro_batch();

@@ -80,7 +80,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
           {"optimizer states", states, ledger->peak(Role::optimizer)},
           {"gathered peak", bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
                                   model.units().front()->layout().dtype),
-           residency->peak_bytes()},
+           ledger->peak(Role::gathered)},
           {"communication", 0, ledger->peak(Role::communication)}};
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/unseen.h"
 #include "gradients/ordered_sum.h"
 
 namespace deeptide::gradients {
@@ -50,6 +51,7 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::shared_ptr<d
 Reducer::~Reducer() = default;
 
 void Reducer::add(int unit, int parameter, const Tensor& gradient) {
+  const device::Unseen unseen;
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient);

@@ -77,8 +77,10 @@ std::atomic<int64_t> count{0};
 
 /// What an operator's schema says of its arguments.
 struct Traits {
-  uint64_t writes = 0;     // bit i: argument i is written
-  bool views_only = false; // returns views of its arguments and writes none: needs no data of its own
+  uint64_t writes = 0;      // bit i: argument i is written
+  bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
+  bool collective = false;  // goes on after it has returned
+  bool resolves = false;    // what torch calls before it reads memory directly: tolist(), repr(), numpy(force=True)
 };
 
 Traits read_traits(const c10::FunctionSchema& schema) {
@@ -92,6 +94,8 @@ Traits read_traits(const c10::FunctionSchema& schema) {
     aliases = true;
   }
   traits.views_only = aliases && traits.writes == 0;
+  traits.collective = schema.name().find("c10d") < schema.name().find("::");
+  traits.resolves = schema.name() == "aten::resolve_conj" || schema.name() == "aten::resolve_neg";
   return traits;
 }
 
@@ -166,6 +170,11 @@ class Hold {
 void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kGateKey);
   const Traits& traits = traits_of(op);
+  if (traits.resolves) {
+    // Its result may be a copy by contract; a copy is memory that stays.
+    IValue& subject = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+    subject = subject.toTensor().clone();
+  }
   if (traits.views_only) {
     // A composite that copies after all (reshape, to) reaches the gate again with its inner operators.
     op.redispatchBoxed(below, stack);
@@ -178,6 +187,10 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
     op.redispatchBoxed(below, stack);
     return;
   }
+  TORCH_CHECK_VALUE(!traits.collective, "deeptide: parameter '", uses.front().parameter->name, "' was given to ",
+                    op.schema().name(),
+                    " while it is sharded (ZeRO stage 3): a collective goes on after its memory has gone "
+                    "again. Give it parameter.detach().clone(), and copy the result back with parameter.copy_().");
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
   c10::impl::ExcludeDispatchKeyGuard exclude(kGateKey);

@@ -7,6 +7,10 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <functional>
+
+#include "comm/blocking.h"
+#include "device/unseen.h"
 
 namespace deeptide::sharding {
 
@@ -75,7 +79,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       units_(std::move(units)),
       gathers_(gathers),
       rendezvous_(control),
-      pool_(std::move(ledger), device::Role::gathered, device),
+      pool_(std::move(ledger), device::Role::gathered, device, /*max_waste=*/1),
       limits_(limits),
       train_plan_(static_cast<int>(units_.size()), /*backward=*/true),
       eval_plan_(static_cast<int>(units_.size()), /*backward=*/false),
@@ -90,6 +94,17 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
 Residency::~Residency() { entries_.clear(); }
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
+  auto work = [&] { acquire_locked(uses); };
+  comm::run_blocking(std::ref(work));  // a reference: nothing to allocate for each operator
+}
+
+void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+  auto work = [&] { release_locked(uses, succeeded); };
+  comm::run_blocking(std::ref(work));
+}
+
+void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
+  const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   needed_.clear();
   for (const Use& use : uses) {
@@ -113,7 +128,8 @@ void Residency::look_ahead() {
   if (message.num_wishes > 0) rendezvous_.post(message);
 }
 
-void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
+void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
+  const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   for (const Use& use : uses) {
     Unit& unit = *use.parameter->unit;

@@ -71,6 +71,8 @@ class Residency {
     bool keep;  // false: served for another rank
   };
 
+  void acquire_locked(c10::ArrayRef<Use> uses);
+  void release_locked(c10::ArrayRef<Use> uses, bool succeeded);
   void visit(const Unit& unit);
   void bring(const std::vector<Unit*>& needed);
   void look_ahead();

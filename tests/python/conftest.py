@@ -39,6 +39,7 @@ def run_ranks(world_size, function, *args, timeout=120):
     results, errors = [None] * world_size, {}
 
     def run(rank):
+        torch.set_num_threads(1)  # OpenMP keeps this number for each thread; sums depend on it
         try:
             results[rank] = function(_make_world(store, rank, world_size), *args)
         except BaseException as error:
