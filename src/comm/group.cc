@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "comm/failure_board.h"
+#include "deeptide/interpreter.h"
 
 namespace deeptide::comm {
 
@@ -27,6 +28,17 @@ constexpr milliseconds kPollFailures{250};
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
   return region;
+}
+
+ErrorThrower& error_thrower() {
+  static ErrorThrower thrower;
+  return thrower;
+}
+
+[[noreturn]] void fail(const std::string& text) {
+  const CommError error(text);
+  if (error_thrower()) error_thrower()(error);
+  throw error;
 }
 
 void block(const std::function<void()>& wait) {
@@ -59,7 +71,6 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
 
 std::string Site::text() const { return "step " + std::to_string(step) + ", " + phase + ", " + what; }
 
-void set_blocking_region(BlockingRegion region) { blocking_region() = std::move(region); }
 
 bool Pending::ready() const { return work_ == nullptr || work_->isCompleted(); }
 
@@ -140,7 +151,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
-    throw CommError("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
+    fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
                     board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure.substr(0, 300));
   }
   if (done) pending = Pending();
@@ -151,10 +162,10 @@ void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(kPollFailures, timeout_), site)) {
     if (const auto failure = board_->failure()) {
-      throw CommError("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
+      fail("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
     }
     if (steady_clock::now() - begin > timeout_) {
-      throw CommError("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
+      fail("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
                       " s at " + site.text() + ": " + board_->diagnose("waits: " + site.text()) +
                       ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
@@ -162,3 +173,10 @@ void Group::wait(Pending& pending, const Site& site) {
 }
 
 }  // namespace deeptide::comm
+
+namespace deeptide {
+
+void set_blocking_region(BlockingRegion region) { comm::blocking_region() = std::move(region); }
+void set_error_thrower(ErrorThrower thrower) { comm::error_thrower() = std::move(thrower); }
+
+}  // namespace deeptide

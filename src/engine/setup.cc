@@ -75,7 +75,8 @@ void check_optimizer(const Config& config, OptimizerKind kind, const engine::Bou
 
 const char* operation_name(Operation operation) {
   static constexpr const char* kNames[] = {"step()", "save_checkpoint()", "load_checkpoint()",
-                                           "module_state_dict() or full_state()", "empty_partition_cache()"};
+                                           "module_state_dict() or full_state()", "empty_partition_cache()",
+                                           "zero_grad()"};
   return kNames[static_cast<int64_t>(operation)];
 }
 
@@ -88,6 +89,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
       ledger(std::make_shared<device::Ledger>()),
       board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
+      start(board),
       control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false),
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
       reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
@@ -111,6 +113,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     set_boundary(std::nullopt);
   }
   if (world.rank == 0) log(LogLevel::info, summary());
+  start.succeeded = true;
 }
 
 Engine::Impl::~Impl() {

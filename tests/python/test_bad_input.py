@@ -1,0 +1,340 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold, 5: bad input gets a clear error, on every rank, and changes nothing."""
+
+import json
+import resource
+
+import deeptide
+import models
+import pytest
+import torch
+from conftest import run_processes, run_ranks
+from torch import nn
+
+STAGES = [0, 1, 2, 3]
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
+
+
+def start(world=None, stage=0, model=None, **extra):
+    model = models.make_model() if model is None else model
+    return deeptide.initialize(model=model, config=models.config(stage, **extra), world=world)[0]
+
+
+def loss_of(engine, step=0):
+    tokens, targets = models.batches(step + 1, 8)[step]
+    rank = engine.world.rank
+    return engine(tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2])
+
+
+def train(engine, first=0, last=1):
+    for step in range(first, last):
+        engine.backward(loss_of(engine, step))
+        outcome = engine.step()
+    return outcome
+
+
+def snapshot(engine):
+    """Weights, moments and counters. Collective."""
+    state = {
+        f"{name}/{role}": engine._core.full_state(name, role)
+        for name, _ in engine.module.named_parameters()
+        for role in ("master", "exp_avg", "exp_avg_sq")
+    }
+    state.update(engine.module_state_dict())
+    return state, (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.get_lr())
+
+
+def assert_same(one, other):
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys()
+    for name, value in one[0].items():
+        assert (value is None and other[0][name] is None) or torch.equal(value, other[0][name]), name
+
+
+# -- configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"train_batch_size": 4,\n "zero_optimization": {"stage": 2,\n }', r"bad.json.*line 3"),
+        ('{"train_batch_size": 4, "zero_optimisation": {}}', "zero_optimization"),
+        ('{"train_batch_size": 4, "train_batch_size": 8}', "train_batch_size"),
+        ('{"train_batch_size": "four"}', "train_batch_size"),
+        ("", "bad.json"),
+        ('{"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}', "5 != 2 . 2 . 1"),
+    ],
+)
+def test_a_bad_configuration_is_refused(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    model = models.make_model()
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    with pytest.raises(deeptide.ConfigError, match=message):
+        deeptide.initialize(model=model, config=str(path))
+    assert all((p.data_ptr(), True) == (before[name][0], torch.equal(p, before[name][1])) for name, p in model.named_parameters())
+
+
+def test_an_unreadable_configuration_is_refused(tmp_path):
+    with pytest.raises(deeptide.ConfigError, match="there is no such file"):
+        deeptide.initialize(model=models.make_model(), config=str(tmp_path / "none.json"))
+    with pytest.raises(deeptide.ConfigError, match=str(tmp_path)):
+        deeptide.initialize(model=models.make_model(), config=str(tmp_path))
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class Overlapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        memory = torch.ones(10)
+        self.one, self.other = nn.Parameter(memory[:6]), nn.Parameter(memory[4:])
+
+
+def frozen():
+    return models.make_model().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (frozen, "no trainable parameters"),
+        (Overlapping, "'one' and 'other' overlap in memory"),
+        (nn.Identity, "no parameters"),
+        (lambda: models.make_model().half(), "fp16 comes with loss scaling"),
+        (lambda: models.make_model().to("meta"), "meta"),
+    ],
+    ids=["frozen", "overlapping", "empty", "half", "meta"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_bad_model_is_refused(stage, make, message):
+    model = make()
+    before = [(p, p.data_ptr(), p.dtype) for p in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        start(stage=stage, model=model)
+    assert before == [(p, p.data_ptr(), p.dtype) for p in model.parameters()] or model is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_has_one_engine(stage):
+    def run(world):
+        engine = start(world, stage)
+        with pytest.raises(ValueError, match="belongs to another engine"):
+            start(world, stage, engine.module)
+        assert train(engine)
+        engine.destroy()
+        if stage < 3:  # its weights are whole again
+            assert train(start(world, stage, engine.module))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_moved_is_named(stage):
+    def run(world):
+        engine = start(world, stage)
+        train(engine)
+        before = snapshot(engine)
+        parameter = engine.module.h[1].up.bias
+        storage = parameter.data
+        engine.backward(loss_of(engine))
+        parameter.data = torch.zeros_like(parameter)
+        with pytest.raises(ValueError, match=r"'h.1.up.bias' got other memory after initialize"):
+            engine.step()
+        parameter.data = storage
+        assert_same(before, snapshot(engine))
+
+    run_ranks(2, run)
+
+
+# -- losses and steps ---------------------------------------------------------------------------------------------------
+
+
+def no_loss(engine):
+    return engine(models.batches(1, 2)[0][0])
+
+
+def detached(engine):
+    return loss_of(engine).detach()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.backward(no_loss(e)), "must be a scalar, got shape .2, 6, 37."),
+        (lambda e: e.backward(detached(e)), "does not require grad"),
+        (lambda e: e.step(), "before backward"),
+        (lambda e: e.load_checkpoint("/nowhere", tag="../x"), "'../x'"),
+        (lambda e: e.save_checkpoint("/nowhere", tag="a/b"), "'a/b'"),
+    ],
+    ids=["matrix", "detached", "step", "load", "save"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_bad_call_changes_nothing(stage, call, message):
+    def run(world):
+        engine, other = start(world, stage), start(world, stage)
+        train(engine), train(other)
+        before = snapshot(engine)
+        with pytest.raises((ValueError, deeptide.CheckpointError), match=message):
+            call(engine)
+        assert_same(before, snapshot(engine))
+        train(engine, 1, 2), train(other, 1, 2)
+        assert_same(snapshot(engine), snapshot(other))
+
+    run_ranks(2, run)
+
+
+def test_a_step_without_gradients_within_an_accumulation_is_the_same_at_all_stages():
+    def run(world, stage):
+        engine = start(world, stage, gas=2)
+        engine.backward(loss_of(engine))
+        engine.step()
+        return bool(engine.step()), engine.global_steps
+
+    for stage in STAGES:
+        assert run_ranks(2, run, stage) == [(True, 1)] * 2
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(37, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, tokens, _):
+        return self.head(self.words(tokens)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_sparse_gradient_is_named(stage):
+    def run(world):
+        engine = start(world, stage, models.make_model(kind=Sparse))
+        before = snapshot(engine)
+        with pytest.raises(ValueError, match="'words.weight' received a sparse gradient.*sparse=False"):
+            engine.backward(loss_of(engine))
+        engine.zero_grad()
+        assert_same(before, snapshot(engine))
+
+    run_ranks(2, run)
+
+
+# -- non-finite gradients ---------------------------------------------------------------------------------------------
+
+
+def poison(engine, name, value):
+    def once(gradient):
+        handle.remove()
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] = value
+        return gradient
+
+    handle = dict(engine.module.named_parameters())[name].register_hook(once)
+
+
+def train_with_a_bad_step(world, stage, gas, bad_rank, name, value):
+    engine, other = (start(world, stage, gas=gas, scheduler=SCHEDULE) for _ in range(2))
+    train(engine, 0, gas), train(other, 0, gas)
+    before = snapshot(engine)
+    if world.rank == bad_rank:
+        poison(engine, name, value)
+    outcome = train(engine, gas, 2 * gas)
+    assert not outcome.applied and outcome.reason == "non-finite gradient"
+    assert (outcome.parameter, outcome.rank) == (name, bad_rank)
+    weights, counters = snapshot(engine)
+    assert_same((weights, before[1]), before)
+    assert counters == (2, 1, 2 * gas, before[1][3])
+    assert train(engine, 2 * gas, 3 * gas).lr == train(other, 2 * gas, 3 * gas).lr
+    after, expected = snapshot(engine), snapshot(other)
+    assert_same((after[0], after[1][3]), (expected[0], expected[1][3]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("embed.weight", float("nan")), ("h.1.down.bias", float("inf"))])
+@pytest.mark.parametrize(("world", "gas", "bad_rank"), [(1, 1, 0), (2, 1, 1), (3, 1, 0), (3, 2, 2)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_everywhere(stage, world, gas, bad_rank, name, value):
+    run_ranks(world, train_with_a_bad_step, stage, gas, bad_rank, name, value)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def refuse_to_load(world, stage, folder, message, sizes):
+    engine = start(world, stage, models.make_model(7, **sizes))
+    train(engine)
+    before = snapshot(engine)
+    with pytest.raises(deeptide.CheckpointError, match=message):
+        engine.load_checkpoint(folder, tag="one")
+    assert_same(before, snapshot(engine))
+    train(engine)
+
+
+def save_one(world, stage, folder):
+    engine = start(world, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 4}, r"(?s)nothing was changed.*h\.3\.down\.bias.*h\.3\.up\.weight"),
+        ({"layers": 2}, r"(?s)nothing was changed.*h\.2\.down\.bias.*h\.2\.up\.weight"),
+        ({"width": 22}, r"(?s)nothing was changed.*embed\.weight.*\(37, 20\), expected \(37, 22\)"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_that_does_not_fit_lists_names(stage, sizes, message, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), message, sizes)
+
+
+def damage(folder, kind):
+    shards = sorted(folder.glob("rank_*"))
+    manifest = next(path for path in folder.iterdir() if path.suffix == ".json")
+    if kind == "no manifest":
+        manifest.unlink()
+    elif kind == "garbage":
+        manifest.write_text('{"format": ')
+    elif kind == "no shard":
+        shards[1].unlink()
+    elif kind == "short shard":
+        shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    else:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "state": {"global_steps": "many"}}))
+
+
+@pytest.mark.parametrize("kind", ["no manifest", "garbage", "no shard", "short shard", "bad state"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_damaged_checkpoint_changes_nothing(stage, kind, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    damage(tmp_path / "one", kind)
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), "", {})
+
+
+def save_on_a_full_disk(stage, folder):
+    deeptide.init_distributed()
+    engine = start(None, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+    saved = snapshot(engine)
+    train(engine)
+    before = snapshot(engine)
+    if engine.world.rank == 1:  # a file that grows beyond fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    for tag in ("one", "two"):
+        with pytest.raises(deeptide.CheckpointError, match="rank 1" if engine.world.rank == 0 else "cannot write"):
+            engine.save_checkpoint(folder, tag=tag)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert_same(before, snapshot(engine))
+    assert engine.load_checkpoint(folder)[0].endswith("/one")
+    assert_same(saved, snapshot(engine))
+    train(engine)
+    engine.save_checkpoint(folder, tag="two")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_full_disk_leaves_the_old_checkpoint(stage, tmp_path):
+    run_processes(2, save_on_a_full_disk, stage, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
