@@ -58,7 +58,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch_size": 4,\n "zero_optimization": {"stage": 2,\n }', r"bad.json.*line 3"),
+        ('{"train_batch_size": 4,\n "zero_optimization": {"stage": 2,\n }', r"bad.json:3:3: malformed JSON: unexpected end of input; expected"),
         ('{"train_batch_size": 4, "zero_optimisation": {}}', "zero_optimization"),
         ('{"train_batch_size": 4, "train_batch_size": 8}', "train_batch_size"),
         ('{"train_batch_size": "four"}', "train_batch_size"),
@@ -70,10 +70,10 @@ def test_a_bad_configuration_is_refused(tmp_path, text, message):
     path = tmp_path / "bad.json"
     path.write_text(text)
     model = models.make_model()
-    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
     with pytest.raises(deeptide.ConfigError, match=message):
         deeptide.initialize(model=model, config=str(path))
-    assert all((p.data_ptr(), True) == (before[name][0], torch.equal(p, before[name][1])) for name, p in model.named_parameters())
+    assert all(p.data_ptr() == at and torch.equal(p, value) for p, (at, value) in zip(model.parameters(), before, strict=True))
 
 
 def test_an_unreadable_configuration_is_refused(tmp_path):
@@ -100,21 +100,21 @@ def frozen():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (frozen, "no trainable parameters"),
+        (frozen, "no trainable parameter is left"),
         (Overlapping, "'one' and 'other' overlap in memory"),
-        (nn.Identity, "no parameters"),
+        (nn.Identity, "no trainable parameter is left to optimize: the model has none"),
         (lambda: models.make_model().half(), "fp16 comes with loss scaling"),
-        (lambda: models.make_model().to("meta"), "meta"),
+        (lambda: models.make_model().to("meta"), "on the meta device and has no values"),
     ],
     ids=["frozen", "overlapping", "empty", "half", "meta"],
 )
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_bad_model_is_refused(stage, make, message):
     model = make()
-    before = [(p, p.data_ptr(), p.dtype) for p in model.parameters()]
+    before = [(id(p), p.data_ptr(), p.dtype) for p in model.parameters()]
     with pytest.raises(ValueError, match=message):
         start(stage=stage, model=model)
-    assert before == [(p, p.data_ptr(), p.dtype) for p in model.parameters()] or model is None
+    assert before == [(id(p), p.data_ptr(), p.dtype) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -147,6 +147,20 @@ def test_a_parameter_that_moved_is_named(stage):
         assert_same(before, snapshot(engine))
 
     run_ranks(2, run)
+
+
+def test_a_rank_whose_model_is_refused_ends_the_others():
+    def run(world):
+        model = models.make_model()
+        if world.rank == 1:
+            model = model.half()
+        with pytest.raises((deeptide.CommError, ValueError)) as error:
+            start(world, 2, model)
+        return str(error.value)
+
+    other, refused = run_ranks(2, run, timeout=30)
+    assert "fp16 comes with loss scaling" in refused
+    assert "rank 1 failed in initialize" in other
 
 
 # -- losses and steps ---------------------------------------------------------------------------------------------------
@@ -302,15 +316,24 @@ def damage(folder, kind):
     elif kind == "short shard":
         shards[1].write_bytes(shards[1].read_bytes()[:-100])
     else:
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "state": {"global_steps": "many"}}))
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "state": '{"global_steps": "many"}'}))
 
 
-@pytest.mark.parametrize("kind", ["no manifest", "garbage", "no shard", "short shard", "bad state"])
+DAMAGE = {
+    "no manifest": "manifest",
+    "garbage": "malformed",
+    "no shard": "rank_",
+    "short shard": "rank_",
+    "bad state": "global_steps|type must be number",
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_damaged_checkpoint_changes_nothing(stage, kind, tmp_path):
     run_ranks(2, save_one, stage, str(tmp_path))
     damage(tmp_path / "one", kind)
-    run_ranks(2, refuse_to_load, stage, str(tmp_path), "", {})
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), DAMAGE[kind], {})
 
 
 def save_on_a_full_disk(stage, folder):

@@ -161,7 +161,6 @@ def test_divergent_ranks_train_as_plain_torch(stage, world, scenario):
 @pytest.mark.parametrize("scenario", [random_branch, backwards_in_different_number], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("stage", STAGES)
 def test_divergent_ranks_accumulate_as_plain_torch(stage, scenario):
-    # Nobody has a loss in a micro-batch of the second scenario? Rank 0 or 1 always has.
     ranks = run_ranks(2, train, stage, scenario, 3, True)
     assert_close(ranks, reference(2, scenario, gas=3))
 
@@ -183,6 +182,27 @@ def test_a_small_budget_serves_divergent_ranks(overlap):
     assert_close(ranks, reference(3, random_branch))
 
 
+def train_with_second_thoughts(world, stage, gas):
+    """Before each loss that counts, losses that zero_grad drops again: as many as the rank likes."""
+    model = models.make_model(kind=Branches)
+    engine, *_ = deeptide.initialize(model=model, config=models.config(stage, gas=gas), world=world)
+    for step in range(STEPS * gas):
+        if step % gas == 0:
+            for i in range((world.rank + step // gas) % 3):
+                engine.backward(model(inputs(world.rank, step, i), branches=[i]).abs().mean())
+            engine.zero_grad()
+        (loss,) = random_branch(model, world.rank, step)
+        engine.backward(loss)
+        engine.step()
+    return trained(model, engine)
+
+
+@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_drops_gradients_in_different_number(stage, gas):
+    assert_close(run_ranks(3, train_with_second_thoughts, stage, gas), reference(3, random_branch, gas))
+
+
 # -- join: batches in different number ------------------------------------------------------------------------------
 
 
@@ -197,6 +217,8 @@ def train_and_join(world, stage, gas=1, scheduler=None):
         model=model, config=models.config(stage, gas=gas), world=world, lr_scheduler=scheduler
     )
     for step in itertools.count():
+        if step % gas == 0 and step < 1 + 2 * world.rank:
+            engine.zero_grad()  # as many loops do; ranks that have joined follow
         losses = list(uneven(model, world.rank, step))
         if not losses:
             break
