@@ -162,6 +162,8 @@ void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(kPollFailures, timeout_), site)) {
     if (const auto failure = board_->failure()) {
+      // A peer that ended after its part may have been heard of before its part has arrived.
+      if (wait_for(pending, kPollFailures, site)) return;
       fail("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
     }
     if (steady_clock::now() - begin > timeout_) {
