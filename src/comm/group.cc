@@ -24,6 +24,8 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr milliseconds kPollFailures{250};
+// The transport gives up after us: our error says more.
+constexpr milliseconds kTransportGrace{2000};
 
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
@@ -56,7 +58,7 @@ bool is_local(const World& world) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, milliseconds timeout) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout + kTransportGrace);
   using Gloo = c10d::ProcessGroupGloo;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   options->devices.push_back(interface        ? Gloo::createDeviceForInterface(interface)

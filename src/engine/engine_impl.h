@@ -83,10 +83,10 @@ struct Engine::Impl {
   OptimizerKind optimizer_kind;
   std::shared_ptr<device::Ledger> ledger;
   std::shared_ptr<comm::FailureBoard> board;
-  Start start;  // its end without success is heard by the other ranks
   comm::Group control;     // small messages, always on the CPU
   comm::Group gathers;     // parameters
   comm::Group reductions;  // gradients
+  Start start;             // ends before the groups do: the other ranks read its word, not of a broken connection
   engine::BoundModel model;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<gradients::Reducer> reducer;          // null: nothing to train

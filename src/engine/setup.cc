@@ -89,10 +89,10 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
       ledger(std::make_shared<device::Ledger>()),
       board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
-      start(board),
       control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false),
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
       reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
+      start(board),
       model(description, options.groups, bind_options(config, policy), world, gathers, ledger),
       groups(groups_of(config, options)) {
   check_optimizer(config, optimizer_kind, model);

@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(stage, gas, bf16, tmp_path):
     run_processes(2, resume, stage, bf16, gas, str(tmp_path))
 
 
-# -- other worlds and stages --------------------------------------------------------------------------------------------
+# -- other worlds and stages ------------------------------------------------------------------------------------------
 
 
 def save(world, stage, folder, bf16=False):
@@ -163,7 +163,7 @@ def test_each_rank_gets_its_own_buffers_back(stage, tmp_path):
     assert not torch.equal(one, other)
 
 
-# -- parts of a checkpoint ------------------------------------------------------------------------------------------------
+# -- parts of a checkpoint --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -242,7 +242,7 @@ def test_a_save_within_an_accumulation_is_refused(stage, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-# -- killed while saving --------------------------------------------------------------------------------------------------
+# -- killed while saving ----------------------------------------------------------------------------------------------
 
 
 class Large(models.TinyModel):

@@ -43,7 +43,7 @@ def inputs(*place, rows=3):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(zlib.crc32(repr(place).encode())))
 
 
-# -- what a rank does in a step: yields losses, each to be propagated before the next is computed --------------------
+# -- what a rank does in a step: yields losses, each to be propagated before the next is computed ---------------------
 
 
 def random_branch(model, rank, step):
@@ -203,7 +203,7 @@ def test_zero_grad_drops_gradients_in_different_number(stage, gas):
     assert_close(run_ranks(3, train_with_second_thoughts, stage, gas), reference(3, random_branch, gas))
 
 
-# -- join: batches in different number ------------------------------------------------------------------------------
+# -- join: batches in different number --------------------------------------------------------------------------------
 
 
 def uneven(model, rank, step):
@@ -251,63 +251,3 @@ def test_a_callers_schedule_advances_on_joined_ranks(stage):
     ranks = run_ranks(3, train_and_join, stage, 1, halve)
     assert [rates for _, rates in ranks] == [[1e-2 * 0.5**5]] * 3
     assert all(torch.equal(ranks[0][0][name], ranks[2][0][name]) for name in ranks[0][0])
-
-
-# -- two engines ------------------------------------------------------------------------------------------------------
-
-
-class Mlp(nn.Module):
-    def __init__(self, outputs):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, outputs))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def adversaries():
-    return models.make_model(1, Mlp, outputs=WIDTH), models.make_model(2, Mlp, outputs=1)
-
-
-def discriminator_loss(generator, discriminator, rank, step):
-    fake = generator(inputs(rank, step)).detach()
-    return (discriminator(inputs(rank, step, "real")) - 1).square().mean() + discriminator(fake).square().mean()
-
-
-def generator_loss(generator, discriminator, rank, step):
-    return (discriminator(generator(inputs(rank, step))) - 1).square().mean()
-
-
-def train_adversaries(world, stages):
-    pair = adversaries()
-    engines = [
-        deeptide.initialize(model=model, config=models.config(stage), world=world)[0]
-        for model, stage in zip(pair, stages, strict=True)
-    ]
-    generator, discriminator = engines
-    for step in range(STEPS):
-        discriminator.backward(discriminator_loss(generator, discriminator, world.rank, step))
-        assert discriminator.step()
-        # The gradients that this leaves in the discriminator are not its own.
-        generator.backward(generator_loss(generator, discriminator, world.rank, step))
-        assert generator.step()
-        discriminator.zero_grad()
-    return {f"{i}.{name}": w for i in (0, 1) for name, w in trained(pair[i], engines[i]).items()}
-
-
-def reference_adversaries(world):
-    pair = adversaries()
-    plain = [Plain(model.parameters()) for model in pair]
-    for step in range(STEPS):
-        for model, loss_of in ((1, discriminator_loss), (0, generator_loss)):
-            for rank in range(world):
-                loss_of(*pair, rank, step).backward()
-            plain[model].step(world)
-        plain[1].optimizer.zero_grad(set_to_none=False)
-    return {f"{i}.{name}": p.detach() for i in (0, 1) for name, p in pair[i].named_parameters()}
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stages", [(0, 0), (2, 2), (3, 3), (3, 1)], ids=str)
-def test_two_engines_train_against_each_other(stages, world):
-    assert_close(run_ranks(world, train_adversaries, stages), reference_adversaries(world))

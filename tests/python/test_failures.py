@@ -89,7 +89,7 @@ def test_a_silent_rank_is_named_after_the_timeout(stage):
     assert seconds < 6
 
 
-# -- real processes -------------------------------------------------------------------------------------------------
+# -- real processes ---------------------------------------------------------------------------------------------------
 
 
 def kill_at(place, engine):

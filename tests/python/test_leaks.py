@@ -5,7 +5,6 @@
 import ctypes
 import gc
 import os
-import threading
 import time
 
 import deeptide
@@ -16,9 +15,9 @@ from conftest import run_processes, run_ranks
 
 CYCLES = 50
 WARM_UP = 10
-# One engine of this model holds 12 to 20 MiB (weights, two moments, gradients, buckets: 4 bytes x 0.6 M each), so one leaked in
-# every ten cycles would show as 60 MiB. Free memory is given back before it is measured; what the arenas of ended threads still
-# hold of it grows by some MiB in the first hundred cycles, then no more (10 MiB seen in 50).
+# One engine of this model holds about 10 MiB (weights, two moments, gradients, buckets: 4 bytes x 0.5 M each), so one
+# leaked in every ten cycles would show as 50 MiB. Free memory is given back before it is measured; what the arenas of
+# ended threads still hold of it grows by some MiB in the first hundred cycles, then no more (10 MiB seen in 50).
 TOLERANCE = 24 * 2**20
 
 
@@ -65,7 +64,7 @@ def assert_flat(cycle):
     after = settled_usage(before)
     resident, *counts = (now - then for now, then in zip(after, before, strict=True))
     assert resident < TOLERANCE, f"{resident / 2**20:.1f} MiB more after {CYCLES} cycles"
-    assert all(count <= 0 for count in counts), f"descriptors, threads, /dev/shm entries: {before[1:]} became {after[1:]}"
+    assert all(count <= 0 for count in counts), f"descriptors, threads, shm: {before[1:]} became {after[1:]}"
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -112,4 +111,3 @@ def test_a_destroyed_engine_leaves_a_model_without_hooks():
     plain(*models.batches(1, 2)[0]).backward()
     for (name, mine), other in zip(made.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, other.grad), name
-    assert threading.active_count() == 1 or all(t.daemon for t in threading.enumerate()[1:])
