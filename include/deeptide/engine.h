@@ -102,6 +102,7 @@ class DEEPTIDE_API Engine {
   void join();
   /// Collective. One step of `join`, for callers that do something at each; empty when every rank has joined.
   std::optional<StepOutcome> join_step();
+  /// Collective. Drops the gradients accumulated so far.
   void zero_grad();
 
   bool is_gradient_accumulation_boundary() const;

@@ -145,7 +145,9 @@ def _name_groups(groups, model_names):
         if names:
             named.append((number, names))
     if not named:
-        raise ConfigError("no trainable parameter is left to optimize: every one given has requires_grad=False")
+        raise ConfigError(
+            "no trainable parameter is left to optimize: the model has none, or all given have requires_grad=False"
+        )
     return named
 
 

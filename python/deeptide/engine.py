@@ -88,19 +88,21 @@ class Engine:
             schedule.advance(self.lr_scheduler, lr_kwargs)
 
     def zero_grad(self, set_to_none=True):
-        """Drops the gradients accumulated so far."""
+        """Drops the gradients accumulated so far. Collective."""
         self._core.zero_grad()
 
     def join(self):
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, schedule.ConfigSchedule):
-            raise ConfigError(
-                "join is not supported yet with an lr_scheduler of your own: it would stand still on the ranks that "
-                'have joined, and their shards would use another learning rate; use the configuration\'s "scheduler"'
-            )
-        self._core.join()
-        if self.optimizer is not None:
-            self.optimizer.pull(self._core)
+        while True:
+            if self.optimizer is not None:
+                self.optimizer.push(self._core)
+            at_boundary = self._core.is_gradient_accumulation_boundary()
+            outcome = self._core.join_step()
+            if outcome is None:
+                return
+            self._outcome = outcome
+            if at_boundary:
+                self._end_step(None)
 
     def train(self, mode=True):
         """The model's train(); returns the engine."""

@@ -88,7 +88,7 @@ NamedTensors module_state(EngineHandle& handle) {
 void bind_training(EngineClass& engine) {
   engine.def("backward", forward_to(&Engine::backward), py::arg("loss"), py::arg("retain_graph") = false, NoGil())
       .def("step", forward_to(&Engine::step), NoGil())
-      .def("join", forward_to(&Engine::join), NoGil())
+      .def("join_step", forward_to(&Engine::join_step), NoGil())
       .def("zero_grad", forward_to(&Engine::zero_grad), NoGil())
       .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
       .def("set_gradient_accumulation_boundary", forward_to(&Engine::set_gradient_accumulation_boundary),

@@ -4,7 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
-#include "deeptide/errors.h"
+#include "deeptide/interpreter.h"
 
 namespace deeptide::python {
 namespace {
@@ -52,6 +52,23 @@ void translate(std::exception_ptr pointer) {
   // Anything else leaves this function and meets pybind11's own translators.
 }
 
+/// Waits happen inside torch's operators too, which know Python's exceptions, but not ours.
+void throw_in_python(const CommError& error) {
+  const py::gil_scoped_acquire gil;
+  py::set_error(error_types().comm, error.what());
+  throw py::error_already_set();
+}
+
+/// A rank that waits with the interpreter's lock would keep other threads' ranks from ever arriving.
+void wait_without_gil(const std::function<void()>& wait) {
+  if (PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    wait();
+  } else {
+    wait();
+  }
+}
+
 }  // namespace
 
 void bind_errors(py::module_& module) {
@@ -60,6 +77,8 @@ void bind_errors(py::module_& module) {
   types.comm = add_error(module, "CommError", "A peer was lost or a wait timed out.", PyExc_RuntimeError);
   types.checkpoint = add_error(module, "CheckpointError", "A checkpoint cannot be written or read, or does not fit.",
                                PyExc_RuntimeError);
+  set_error_thrower(&throw_in_python);
+  set_blocking_region(&wait_without_gil);
   py::register_local_exception_translator(&translate);
 }
 

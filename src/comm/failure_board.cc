@@ -3,6 +3,7 @@
 // Failure reports through the world's store.
 #include "comm/failure_board.h"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -12,6 +13,12 @@ namespace deeptide::comm {
 namespace {
 
 constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before anyone reads
+
+/// Torch's store errors go on with a stack trace.
+std::string first_line(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, std::min<size_t>(text.find('\n'), 200));
+}
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -45,7 +52,7 @@ std::optional<std::string> FailureBoard::failure() noexcept {
   try {
     return read_if_there(*store_, prefix_ + "/failed");
   } catch (const std::exception& error) {
-    return "the store is unreachable (" + std::string(error.what()).substr(0, 200) + "); rank 0 has probably ended";
+    return "the store is unreachable (" + first_line(error) + "); rank 0 has probably ended";
   }
 }
 

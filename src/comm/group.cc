@@ -14,6 +14,7 @@
 
 #include "comm/blocking.h"
 #include "comm/failure_board.h"
+#include "deeptide/interpreter.h"
 
 namespace deeptide::comm {
 
@@ -24,10 +25,23 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr milliseconds kPollFailures{250};
+// The transport gives up after us: our error says more.
+constexpr milliseconds kTransportGrace{2000};
 
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
   return region;
+}
+
+ErrorThrower& error_thrower() {
+  static ErrorThrower thrower;
+  return thrower;
+}
+
+[[noreturn]] void fail(const std::string& text) {
+  const CommError error(text);
+  if (error_thrower()) error_thrower()(error);
+  throw error;
 }
 
 /// All ranks are on this host: no name needs to be resolved.
@@ -37,7 +51,7 @@ bool is_local(const World& world) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, milliseconds timeout) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout + kTransportGrace);
   using Gloo = c10d::ProcessGroupGloo;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   options->devices.push_back(interface        ? Gloo::createDeviceForInterface(interface)
@@ -59,8 +73,6 @@ void run_blocking(const std::function<void()>& wait) {
     wait();
   }
 }
-
-void set_blocking_region(BlockingRegion region) { blocking_region() = std::move(region); }
 
 bool Pending::ready() const { return work_ == nullptr || work_->isCompleted(); }
 
@@ -144,7 +156,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
-    throw CommError("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
+    fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
                     board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure.substr(0, 300));
   }
   if (done) pending = Pending();
@@ -155,10 +167,12 @@ void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(kPollFailures, timeout_), site)) {
     if (const auto failure = board_->failure()) {
-      throw CommError("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
+      // A peer that ended after its part may have been heard of before its part has arrived.
+      if (wait_for(pending, kPollFailures, site)) return;
+      fail("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
     }
     if (steady_clock::now() - begin > timeout_) {
-      throw CommError("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
+      fail("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
                       " s at " + site.text() + ": " + board_->diagnose("waits: " + site.text()) +
                       ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
@@ -166,3 +180,10 @@ void Group::wait(Pending& pending, const Site& site) {
 }
 
 }  // namespace deeptide::comm
+
+namespace deeptide {
+
+void set_blocking_region(BlockingRegion region) { comm::blocking_region() = std::move(region); }
+void set_error_thrower(ErrorThrower thrower) { comm::error_thrower() = std::move(thrower); }
+
+}  // namespace deeptide

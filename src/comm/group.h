@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -25,10 +24,6 @@ struct Site {
   std::string what;             // "gathering unit h.3 for h.3.attn.qkv.weight"
   std::string text() const;
 };
-
-/// Installed by language bindings: runs a blocking wait with the interpreter's lock released when this thread holds it.
-using BlockingRegion = std::function<void(const std::function<void()>&)>;
-void set_blocking_region(BlockingRegion region);
 
 /// A collective under way. Keeps its tensors alive. Movable; an unwaited one is waited for by nobody.
 class Pending {

@@ -26,12 +26,22 @@
 namespace deeptide {
 
 /// What the ranks do together; a rank that does something else is told so instead of hanging.
-enum class Operation : int64_t { step, save_checkpoint, load_checkpoint, gather_state, release };
+enum class Operation : int64_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad };
 const char* operation_name(Operation operation);
 
 // comm::Message::numbers of a close, by position.
 inline constexpr int kOperation = 0;
 inline constexpr int kRounds = 1;
+
+/// Tells the other ranks when this one fails while it is being constructed.
+struct Start {
+  explicit Start(std::shared_ptr<comm::FailureBoard> failure_board) : board(std::move(failure_board)) {}
+  ~Start() {
+    if (!succeeded) board->report_failure("failed in initialize; see its error");
+  }
+  std::shared_ptr<comm::FailureBoard> board;
+  bool succeeded = false;
+};
 
 struct Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
@@ -46,8 +56,15 @@ struct Engine::Impl {
   void zero_grad();
   /// Collective. All ranks are at the same operation and need no more units.
   std::vector<comm::Message> enter(Operation operation, comm::Message own = {});
+  /// Of gradients; what the ranks said on entering.
+  static int64_t most_rounds(const std::vector<comm::Message>& messages);
 
   // --- state.cc
+  struct Progress {
+    int64_t global_steps = 0, skipped_steps = 0, micro_steps = 0, optimizer_steps = 0, schedule_iteration = -1;
+    std::vector<Hyperparameters> hyperparameters;
+    at::Tensor cpu_generator, device_generator;
+  };
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               bool save_latest);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag, const LoadOptions& options);
@@ -69,6 +86,7 @@ struct Engine::Impl {
   comm::Group control;     // small messages, always on the CPU
   comm::Group gathers;     // parameters
   comm::Group reductions;  // gradients
+  Start start;             // ends before the groups do: the other ranks read its word, not of a broken connection
   engine::BoundModel model;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<gradients::Reducer> reducer;          // null: nothing to train
@@ -87,8 +105,9 @@ struct Engine::Impl {
 
  private:
   void install_hooks();
-  void publish_parameters();
-  void restore_progress(const std::string& state_json, const std::string& rank_json, bool moments, const LoadOptions& options);
+  void publish_parameters(int64_t rounds_begun);
+  void restore_progress(const Progress& saved, bool moments, const LoadOptions& options);
+  std::vector<comm::Message> enter_step(bool joined);
   void end_micro_batch();
   void note_external_writes();
   StepOutcome accumulate_outcome() const;

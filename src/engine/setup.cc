@@ -75,7 +75,8 @@ void check_optimizer(const Config& config, OptimizerKind kind, const engine::Bou
 
 const char* operation_name(Operation operation) {
   static constexpr const char* kNames[] = {"step()", "save_checkpoint()", "load_checkpoint()",
-                                           "module_state_dict() or full_state()", "empty_partition_cache()"};
+                                           "module_state_dict() or full_state()", "empty_partition_cache()",
+                                           "zero_grad()"};
   return kNames[static_cast<int64_t>(operation)];
 }
 
@@ -91,6 +92,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false),
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
       reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
+      start(board),
       model(description, options.groups, bind_options(config, policy), world, gathers, ledger),
       groups(groups_of(config, options)) {
   check_optimizer(config, optimizer_kind, model);
@@ -112,6 +114,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   }
   if (world.rank == 0) log(LogLevel::info, summary());
   if (world.rank == 0 && config.dump_state) log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
+  start.succeeded = true;
 }
 
 Engine::Impl::~Impl() {

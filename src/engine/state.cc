@@ -68,6 +68,23 @@ Hyperparameters hyper_from_json(const json& j) {
   return h;
 }
 
+/// What a checkpoint restores beside tensors. Parsed whole before anything changes.
+Engine::Impl::Progress parse_progress(const std::string& state_json, const std::string& rank_json) {
+  Engine::Impl::Progress progress;
+  const json state = json::parse(state_json);
+  progress.global_steps = state.at("global_steps");
+  progress.skipped_steps = state.at("skipped_steps");
+  progress.micro_steps = state.at("micro_steps");
+  progress.optimizer_steps = state.at("optimizer_steps");
+  progress.schedule_iteration = state.at("schedule_iteration");
+  for (const json& group : state.at("groups")) progress.hyperparameters.push_back(hyper_from_json(group));
+  if (rank_json.empty()) return progress;
+  const json generators = json::parse(rank_json);
+  progress.cpu_generator = from_hex(generators.at("cpu"));
+  if (generators.contains("device")) progress.device_generator = from_hex(generators["device"]);
+  return progress;
+}
+
 /// Generator states that a rank needs to go on exactly where it was.
 json rng_to_json(at::Device device) {
   at::Generator cpu = at::globalContext().defaultGenerator(at::kCPU);
@@ -78,17 +95,25 @@ json rng_to_json(at::Device device) {
   return states;
 }
 
-void rng_from_json(const json& states, at::Device device) {
+void restore_generators(const Engine::Impl::Progress& progress, at::Device device) {
   at::Generator cpu = at::globalContext().defaultGenerator(at::kCPU);
-  cpu.set_state(from_hex(states.at("cpu")));
-  if (device.is_cpu() || !states.contains("device")) return;
+  if (progress.cpu_generator.defined()) cpu.set_state(progress.cpu_generator);
+  if (device.is_cpu() || !progress.device_generator.defined()) return;
   at::Generator own = at::globalContext().defaultGenerator(device);
-  own.set_state(from_hex(states["device"]));
+  own.set_state(progress.device_generator);
 }
 
-/// The piece of `p` that lies in [begin, begin + flat.numel()) of its unit, out of `flat`, which starts there.
-Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin) {
-  const auto [first, last] = unit.owned_range(p);
+enum class Purpose { save, load };
+
+/// `p` out of `flat`, which starts at `begin` of its unit. What every rank has whole (stage 0) is saved in parts, each by its
+/// owner, but loaded whole.
+Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
+               Purpose purpose) {
+  auto [first, last] = unit.owned_range(p);
+  if (purpose == Purpose::load && flat.numel() == unit.numel()) {
+    first = p.offset;
+    last = p.offset + p.numel;
+  }
   Piece piece{p.name, role, p.tensors.front().sizes().vec(), first - p.offset, last - p.offset, {}};
   if (first == last) piece.begin = piece.end = 0;
   piece.data = first == last ? at::empty({0}, flat.options()) : flat.narrow(0, first - begin, last - first);
@@ -99,29 +124,21 @@ Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Ten
   return {buffer.name, role, buffer.tensor.sizes().vec(), 0, buffer.tensor.numel(), storage};
 }
 
-/// All of `p` out of `flat`, which covers its whole unit: stage 0 has every state on every rank.
-Piece whole_piece(const Parameter& p, const std::string& role, const Tensor& flat) {
-  return {p.name, role, p.tensors.front().sizes().vec(), 0, p.numel, flat.narrow(0, p.offset, p.numel)};
-}
-
 /// Everything that this rank saves, or wants on load, as views of the live state. `moments`: optimizer states too.
-/// `loading`: whole states are wanted whole; on a save each rank writes its own part of them.
-std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, bool loading) {
+std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, Purpose purpose) {
   std::vector<Piece> pieces;
   int trained = 0;
   for (const auto& unit : impl.model.units()) {
     const bool has_states = unit->layout().trainable && impl.optimizer != nullptr;
     if (!has_states) {
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin()));
+        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), purpose));
       }
     } else {
       for (const auto& state : impl.optimizer->states(trained)) {
         if (!moments && state.role != "master") continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(loading && !impl.policy.shard_optimizer
-                               ? whole_piece(p, state.role, state.data)
-                               : piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained)));
+          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained), purpose));
         }
       }
     }
@@ -193,7 +210,6 @@ void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Pie
     for (const auto& [name, role] : known) foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
     if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
     piece.begin = piece.end = 0;
-    piece.data = at::empty({0});
     wanted.push_back(std::move(piece));
   }
 }
@@ -204,7 +220,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                                           const std::string& client_state_json, bool save_latest) {
   at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
-  TORCH_CHECK_VALUE(!reducer || !reducer->has_pending(),
+  TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()),
                     "save_checkpoint between backward() and step(): the gradients would be lost; call step() first");
   TORCH_CHECK_VALUE(micro_steps % batch.accumulation == 0 || boundary_override, "save_checkpoint within an accumulation (",
                     micro_steps % batch.accumulation, "/", batch.accumulation,
@@ -220,7 +236,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"zero_stage", config.zero.stage},
                 {"config", config.text}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
-  auto pieces = live_pieces(*this, /*moments=*/true, /*loading=*/false);
+  auto pieces = live_pieces(*this, /*moments=*/true, Purpose::save);
   for (const NamedTensor& buffer : model.buffers()) {
     pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
   }
@@ -245,7 +261,9 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
   model.check_bound();
-  enter(Operation::load_checkpoint);
+  Message entering;
+  entering.numbers[kRounds] = reducer ? reducer->rounds_begun() : 0;
+  const int64_t rounds_begun = most_rounds(enter(Operation::load_checkpoint, entering));
   residency->release_all();
   if (tag.empty()) tag = checkpoint::latest_tag(directory);
   Message found;
@@ -260,9 +278,11 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::unique_ptr<checkpoint::Reader> reader;
   std::vector<Piece> wanted;
   std::vector<Tensor> staged;
+  Progress progress;
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    wanted = live_pieces(*this, moments, /*loading=*/true);
+    progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(world.rank));
+    wanted = live_pieces(*this, moments, Purpose::load);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
     add_ignored(*reader, moments, wanted);
@@ -277,13 +297,13 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     Tensor buffer = model.buffers()[i].tensor;
     buffer.copy_(staged[i].view(buffer.sizes()));
   }
-  publish_parameters();
-  restore_progress(reader->manifest().state_json, reader->rank_state_json(world.rank), moments, options);
+  publish_parameters(rounds_begun);
+  if (!options.module_only) restore_progress(progress, moments, options);
   return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
 }
 
 /// Parameters follow from the masters that were read; frozen units from their shards.
-void Engine::Impl::publish_parameters() {
+void Engine::Impl::publish_parameters(int64_t rounds_begun) {
   if (optimizer) optimizer->publish_all();
   for (const auto& unit : model.units()) {
     for (Parameter& p : unit->parameters()) p.rewritten = false;
@@ -291,26 +311,21 @@ void Engine::Impl::publish_parameters() {
     auto pending = gathers.all_gather(unit->whole(), unit->shard());
     gathers.wait(pending, {global_steps, "checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
-  if (reducer) reducer->discard();
+  if (reducer) reducer->discard(rounds_begun);
 }
 
-void Engine::Impl::restore_progress(const std::string& state_json, const std::string& rank_json, bool moments,
-                                    const LoadOptions& options) {
-  if (options.module_only) return;
-  const json state = json::parse(state_json);
-  global_steps = state.at("global_steps");
-  skipped_steps = state.at("skipped_steps");
-  micro_steps = state.at("micro_steps");
+void Engine::Impl::restore_progress(const Progress& saved, bool moments, const LoadOptions& options) {
+  global_steps = saved.global_steps;
+  skipped_steps = saved.skipped_steps;
+  micro_steps = saved.micro_steps;
   if (moments) {
-    optimizer->set_steps(state.at("optimizer_steps"));
-    const auto& saved = state.at("groups");
-    for (size_t i = 0; i < std::min<size_t>(saved.size(), hyperparameters.size()); ++i) {
-      hyperparameters[i] = hyper_from_json(saved[i]);
-    }
+    optimizer->set_steps(saved.optimizer_steps);
+    std::copy_n(saved.hyperparameters.begin(), std::min(saved.hyperparameters.size(), hyperparameters.size()),
+                hyperparameters.begin());
   }
-  if (options.lr_scheduler_states) schedule_iteration = state.at("schedule_iteration");
+  if (options.lr_scheduler_states) schedule_iteration = saved.schedule_iteration;
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
-  if (!rank_json.empty()) rng_from_json(json::parse(rank_json), model.device());
+  restore_generators(saved, model.device());
   set_boundary(boundary_override);
 }
 
@@ -344,9 +359,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   own.numbers[kRounds] = reducer ? reducer->rounds_wanted() : 0;
   const auto messages = enter(Operation::gather_state, own);
   if (role == "gradient" && reducer) {  // what backward has left in buckets belongs to it
-    int64_t rounds = 0;
-    for (const Message& m : messages) rounds = std::max(rounds, m.numbers[kRounds]);
-    reducer->finish(rounds);
+    reducer->finish(most_rounds(messages));
   }
   const auto trainable = model.trainable();
   const auto at_unit = std::find(trainable.begin(), trainable.end(), p->unit);

@@ -28,6 +28,15 @@ constexpr int kBadRank = 2;
 int64_t as_bits(double value) { return std::bit_cast<int64_t>(value); }
 double as_double(int64_t bits) { return std::bit_cast<double>(bits); }
 
+Operation operation_of(const Message& message) { return static_cast<Operation>(message.numbers[kOperation]); }
+
+/// The first rank that still trains; 0 when all have joined.
+int leading_rank(const std::vector<Message>& messages) {
+  const auto trains = [](const Message& m) { return (m.flags & kJoined) == 0; };
+  const auto found = std::find_if(messages.begin(), messages.end(), trains);
+  return found == messages.end() ? 0 : static_cast<int>(found - messages.begin());
+}
+
 }  // namespace
 
 void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
@@ -51,19 +60,31 @@ void Engine::Impl::set_boundary(std::optional<bool> boundary) {
 }
 
 void Engine::Impl::zero_grad() {
-  if (reducer) reducer->discard();
+  if (!reducer) return;
+  Message own;
+  own.numbers[kRounds] = reducer->rounds_begun();
+  reducer->discard(most_rounds(enter(Operation::zero_grad, own)));
+}
+
+int64_t Engine::Impl::most_rounds(const std::vector<Message>& messages) {
+  int64_t rounds = 0;
+  for (const Message& m : messages) rounds = std::max(rounds, m.numbers[kRounds]);
+  return rounds;
 }
 
 std::vector<Message> Engine::Impl::enter(Operation operation, Message own) {
   own.kind = Message::Kind::close;
   own.numbers[kOperation] = static_cast<int64_t>(operation);
-  auto messages = residency->close(own, global_steps);
+  auto messages = residency->close(own, global_steps, /*ends_pass=*/operation != Operation::zero_grad);
+  // Ranks that have joined have no loop of their own: they drop gradients when the others do.
+  const int leader = leading_rank(messages);
+  const auto first = operation_of(messages[leader]);
   for (int r = 0; r < world.size; ++r) {
-    const auto other = static_cast<Operation>(messages[r].numbers[kOperation]);
-    const auto first = static_cast<Operation>(messages[0].numbers[kOperation]);
-    if (other != first) {
-      throw CommError("the ranks do different things: rank 0 called " + std::string(operation_name(first)) + ", rank " +
-                      std::to_string(r) + " called " + operation_name(other) +
+    const auto other = operation_of(messages[r]);
+    const bool follows = (messages[r].flags & kJoined) != 0 && first == Operation::zero_grad;
+    if (other != first && !follows) {
+      throw CommError("the ranks do different things: rank " + std::to_string(leader) + " called " +
+                      operation_name(first) + ", rank " + std::to_string(r) + " called " + operation_name(other) +
                       ". Every rank must call the collective methods in the same order; ranks that run out of data call join().");
     }
   }
@@ -78,27 +99,33 @@ void Engine::Impl::end_micro_batch() {
   optimizer->set_step_for_errors(global_steps);
 }
 
-std::optional<StepOutcome> Engine::Impl::step(bool joined) {
-  TORCH_CHECK_VALUE(reducer != nullptr, "step: this engine has no optimizer");
-  model.check_bound();
+std::vector<Message> Engine::Impl::enter_step(bool joined) {
   Message own;
   own.flags = (is_boundary() ? kBoundary : 0) | (joined ? kJoined : 0) | (reducer->has_pending() ? kHasGradient : 0);
   own.numbers[kRounds] = reducer->rounds_wanted();
-  const auto messages = enter(Operation::step, own);
+  return enter(Operation::step, own);
+}
+
+std::optional<StepOutcome> Engine::Impl::step(bool joined) {
+  TORCH_CHECK_VALUE(reducer != nullptr, "step: this engine has no optimizer");
+  model.check_bound();
+  auto messages = enter_step(joined);
+  while (operation_of(messages[leading_rank(messages)]) == Operation::zero_grad) {
+    reducer->discard(most_rounds(messages));
+    messages = enter_step(joined);
+  }
 
   bool all_joined = true, any_gradient = false;
-  int64_t rounds = 0;
   for (const Message& m : messages) {
     all_joined = all_joined && (m.flags & kJoined) != 0;
     any_gradient = any_gradient || (m.flags & kHasGradient) != 0;
-    rounds = std::max(rounds, m.numbers[kRounds]);
     if ((m.flags & kBoundary) != (messages[0].flags & kBoundary)) {
       throw CommError("the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
                       "alike on every rank");
     }
   }
   if (all_joined) return std::nullopt;
-  reducer->finish(rounds);
+  reducer->finish(most_rounds(messages));
   const bool boundary = is_boundary();
   TORCH_CHECK_VALUE(any_gradient || reducer->has_gradient(),
                     "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you did, "

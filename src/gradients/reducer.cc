@@ -233,20 +233,21 @@ void Reducer::clear_accumulated() {
 bool Reducer::has_pending() const {
   std::lock_guard lock(mutex_);
   return rounds_done_ > 0 || next_ > 0 ||
-         std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.num_arrived > 0; });
+         std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.data.defined(); });
 }
 
-void Reducer::discard() {
-  int64_t rounds;
+int64_t Reducer::rounds_begun() const {
+  std::lock_guard lock(mutex_);
+  return rounds_done_ + (next_ > 0 ? 1 : 0);
+}
+
+void Reducer::discard(int64_t rounds) {
   {
     std::lock_guard lock(mutex_);
-    for (size_t i = next_; i < order_.size(); ++i) empty(buckets_[order_[i]]);
-    rounds = rounds_done_ + (next_ > 0 ? 1 : 0);
+    for (Bucket& bucket : buckets_) empty(bucket);
   }
   finish(rounds);
   clear_accumulated();
-  std::lock_guard lock(mutex_);
-  for (Bucket& bucket : buckets_) empty(bucket);
 }
 
 comm::Site Reducer::site(int unit) const {

@@ -57,12 +57,14 @@ class Reducer {
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const;
   const std::optional<BadGradient>& bad() const { return bad_; }
-  /// Something came from backward since the last `finish`, or waits here.
+  /// Something came from backward that is not in the accumulators yet.
   bool has_pending() const;
   /// Forgets what is accumulated (after a step).
   void clear_accumulated();
-  /// Forgets everything (zero_grad): reductions under way are completed first. Call it on all ranks.
-  void discard();
+  /// Rounds this rank has begun since the last `finish`: what it tells the others before all of them discard.
+  int64_t rounds_begun() const;
+  /// Collective. Forgets everything (zero_grad); completes `rounds` rounds first, the maximum over ranks.
+  void discard(int64_t rounds);
 
  private:
   struct Bucket {

@@ -261,7 +261,7 @@ void Residency::count(const Unit& unit, int sign) {
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
 }
 
-std::vector<Message> Residency::close(const Message& own, int64_t step) {
+std::vector<Message> Residency::close(const Message& own, int64_t step, bool ends_pass) {
   std::lock_guard lock(mutex_);
   needed_.clear();
   const comm::Site here{step, "step", "waiting for all ranks to end the micro-batch"};
@@ -272,12 +272,13 @@ std::vector<Message> Residency::close(const Message& own, int64_t step) {
     land_all();
     const bool all_close = std::all_of(messages.begin(), messages.end(),
                                        [](const Message& m) { return m.kind == Message::Kind::close; });
-    if (all_close) {
+    if (!all_close) continue;
+    if (ends_pass) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();
       last_visited_ = last_wished_at_ = -1;
-      return messages;
     }
+    return messages;
   }
 }
 

@@ -48,8 +48,8 @@ class Residency {
   void release(c10::ArrayRef<Use> uses, bool succeeded);
 
   /// Collective. Posts `own` in round after round, serving the ranks that still need units, until all ranks close.
-  /// Returns the last round's messages, one a rank.
-  std::vector<comm::Message> close(const comm::Message& own, int64_t step);
+  /// Returns the last round's messages, one a rank. `ends_pass`: the plan learns what the pass has used.
+  std::vector<comm::Message> close(const comm::Message& own, int64_t step, bool ends_pass);
   /// Collective. One more round among ranks that have all closed: everyone hears everyone's message.
   std::vector<comm::Message> exchange(const comm::Message& own, const comm::Site& site);
   /// Shards have changed or memory is wanted: no unit is whole afterwards. Call it when all ranks have closed.

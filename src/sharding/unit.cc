@@ -7,6 +7,8 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_set>
 
 namespace deeptide::sharding {
 
@@ -40,7 +42,35 @@ void point_at_nothing(const Parameter& p, bool engine_gone) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absent_text(p, engine_gone));
 }
 
+/// Storages of all living units, so that a model is not given to two engines.
+class Bound {
+ public:
+  // Never destroyed: engines may outlive static destruction.
+  static Bound& instance() {
+    static auto* bound = new Bound;
+    return *bound;
+  }
+  void add(const StorageImpl* storage) {
+    std::lock_guard lock(mutex_);
+    storages_.insert(storage);
+  }
+  void remove(const StorageImpl* storage) {
+    std::lock_guard lock(mutex_);
+    storages_.erase(storage);
+  }
+  bool contains(const StorageImpl* storage) {
+    std::lock_guard lock(mutex_);
+    return storages_.count(storage) > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<const StorageImpl*> storages_;
+};
+
 }  // namespace
+
+bool is_bound(const c10::Storage& storage) { return Bound::instance().contains(storage.unsafeGetStorageImpl()); }
 
 Tensor Parameter::view_of(const Tensor& flat) const {
   const Tensor& t = tensors.front();
@@ -53,6 +83,7 @@ Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool
 }
 
 Unit::~Unit() {
+  for (const Parameter& p : parameters_) Bound::instance().remove(p.storage.get());
   if (!sharded_) return;
   for (Parameter& p : parameters_) {
     if (!p.storage) continue;
@@ -71,6 +102,7 @@ void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
   for (Parameter& p : parameters_) {
     p.storage = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), static_cast<size_t>(p.numel * item),
                                                  pointer_into(whole, p.offset * item), nullptr, false);
+    Bound::instance().add(p.storage.get());
     for (const Tensor& t : p.tensors) {
       auto* impl = t.unsafeGetTensorImpl();
       impl->set_storage_keep_dtype(c10::Storage(p.storage));

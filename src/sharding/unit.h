@@ -16,6 +16,9 @@
 
 namespace deeptide::sharding {
 
+/// A living engine's unit owns this storage.
+bool is_bound(const c10::Storage& storage);
+
 class Residency;
 class Unit;
 

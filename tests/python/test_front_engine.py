@@ -124,12 +124,6 @@ def test_no_sync_holds_the_boundary_off():
     assert engine.is_gradient_accumulation_boundary()
 
 
-def test_join_is_refused_if_the_caller_has_a_schedule_of_his_own():
-    engine = start(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    with pytest.raises(deeptide.ConfigError, match="use the configuration's"):
-        engine.join()
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_sync_adds_up_until_the_step_after_it(world_size, stage):

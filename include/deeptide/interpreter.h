@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What a binding to another language installs: how to wait, and how to fail, beneath that language's interpreter.
+#pragma once
+
+#include <functional>
+
+#include "deeptide/errors.h"
+
+namespace deeptide {
+
+/// Runs a blocking wait with the interpreter's lock released when this thread holds it.
+using BlockingRegion = std::function<void(const std::function<void()>&)>;
+DEEPTIDE_API void set_blocking_region(BlockingRegion region);
+
+/// Throws the error as the language's own. Torch's operators and autograd, which run between a wait and the user's code,
+/// would turn a CommError into a nameless runtime error.
+using ErrorThrower = std::function<void(const CommError&)>;
+DEEPTIDE_API void set_error_thrower(ErrorThrower thrower);
+
+}  // namespace deeptide

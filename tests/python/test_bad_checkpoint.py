@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold, 5: a checkpoint that does not fit, is damaged or finds no room changes nothing, on any rank."""
+
+import json
+import resource
+
+import deeptide
+import models
+import pytest
+from conftest import run_processes, run_ranks
+from states import assert_same, snapshot, start, train
+
+
+def refuse_to_load(world, stage, folder, message, sizes):
+    engine = start(world, stage, models.make_model(7, **sizes))
+    train(engine)
+    before = snapshot(engine)
+    with pytest.raises(deeptide.CheckpointError, match=message):
+        engine.load_checkpoint(folder, tag="one")
+    assert_same(before, snapshot(engine))
+    train(engine)
+
+
+def save_one(world, stage, folder):
+    engine = start(world, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 4}, r"(?s)nothing was changed.*h\.3\.down\.bias.*h\.3\.up\.weight"),
+        ({"layers": 2}, r"(?s)nothing was changed.*h\.2\.down\.bias.*h\.2\.up\.weight"),
+        ({"width": 22}, r"(?s)nothing was changed.*embed\.weight.*\(37, 20\), expected \(37, 22\)"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_that_does_not_fit_lists_names(stage, sizes, message, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), message, sizes)
+
+
+def damage(folder, kind):
+    shards = sorted(folder.glob("rank_*"))
+    manifest = next(path for path in folder.iterdir() if path.suffix == ".json")
+    if kind == "no manifest":
+        manifest.unlink()
+    elif kind == "garbage":
+        manifest.write_text('{"format": ')
+    elif kind == "no shard":
+        shards[1].unlink()
+    elif kind == "short shard":
+        shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    else:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "state": '{"global_steps": "many"}'}))
+
+
+DAMAGE = {
+    "no manifest": "manifest",
+    "garbage": "malformed",
+    "no shard": "rank_",
+    "short shard": "rank_",
+    "bad state": "global_steps|type must be number",
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_damaged_checkpoint_changes_nothing(stage, kind, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    damage(tmp_path / "one", kind)
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), DAMAGE[kind], {})
+
+
+def save_on_a_full_disk(stage, folder):
+    deeptide.init_distributed()
+    engine = start(None, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+    saved = snapshot(engine)
+    train(engine)
+    before = snapshot(engine)
+    if engine.world.rank == 1:  # a file that grows beyond fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    for tag in ("one", "two"):
+        with pytest.raises(deeptide.CheckpointError, match="rank 1" if engine.world.rank == 0 else "cannot write"):
+            engine.save_checkpoint(folder, tag=tag)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert_same(before, snapshot(engine))
+    assert engine.load_checkpoint(folder)[0].endswith("/one")
+    assert_same(saved, snapshot(engine))
+    train(engine)
+    engine.save_checkpoint(folder, tag="two")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_full_disk_leaves_the_old_checkpoint(stage, tmp_path):
+    run_processes(2, save_on_a_full_disk, stage, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]

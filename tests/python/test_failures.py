@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold, 4: a rank that fails, dies or goes its own way ends the others soon, with an error that names it."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import deeptide
+import models
+import pytest
+import torch
+from conftest import run_processes, run_ranks
+
+# Far below the comm_timeout of these tests (60 s): a failure is told, not waited for.
+SOON = 15
+
+
+def start(world, stage, **extra):
+    model = models.make_model()
+    return deeptide.initialize(model=model, config=models.config(stage, **extra), world=world)[0]
+
+
+def batch_of(rank, step=0):
+    tokens, targets = models.batches(step + 1, 8)[step]
+    return tokens[2 * rank : 2 * rank + 2], targets[2 * rank : 2 * rank + 2]
+
+
+def train(engine, steps=1):
+    for step in range(steps):
+        engine.backward(engine(*batch_of(engine.world.rank, step)))
+        engine.step()
+
+
+def fail_in_forward(world, stage, failing):
+    engine = start(world, stage)
+    train(engine)
+    if world.rank == failing:
+
+        def out_of_luck(*_):
+            raise ValueError("out of luck")
+
+        engine.module.h[1].register_forward_hook(out_of_luck)
+    begin = time.monotonic()
+    try:
+        train(engine)
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - begin
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("world", "failing"), [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_exception_in_forward_on_one_rank_ends_the_others(stage, world, failing):
+    results = run_ranks(world, fail_in_forward, stage, failing)
+    for rank, (kind, text, seconds) in enumerate(results):
+        if rank == failing:
+            assert kind is ValueError and text == "out of luck"
+            continue
+        assert kind is deeptide.CommError, text
+        # Another survivor may be the first to be heard of: it ended for want of the failing rank.
+        assert f"rank {rank} " in text and "step 1" in text, text
+        assert any(f"rank {other} has ended training at step 1" in text for other in range(world) if other != rank)
+        assert seconds < SOON
+    first = [text for rank, (_, text, _) in enumerate(results) if rank != failing]
+    assert any(f"rank {failing} has ended training at step 1" in text for text in first)
+
+
+def leave_without_word(world, stage):
+    """Rank 1 stops but keeps its engine, so that nobody tells the others; they have the timeout."""
+    engine = start(world, stage, deeptide={"comm_timeout": 2})
+    train(engine)
+    if world.rank == 1:
+        time.sleep(6)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(deeptide.CommError) as error:
+        train(engine)
+    return str(error.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_silent_rank_is_named_after_the_timeout(stage):
+    text, seconds = run_ranks(2, leave_without_word, stage)[0]
+    assert "rank 0 timed out after 2" in text and "no word from rank 1" in text and '"comm_timeout"' in text, text
+    assert seconds < 6
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def kill_at(place, engine):
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place == "forward":
+        engine.module.h[1].register_forward_hook(die)
+    elif place == "backward":
+        engine.module.h[1].register_full_backward_hook(die)
+    elif place == "step":
+        engine.step = die
+
+
+def be_killed(stage, place, victim):
+    deeptide.init_distributed()
+    engine = start(None, stage)
+    rank = engine.world.rank
+    train(engine)
+    begin = time.time()
+    if rank == victim:
+        kill_at(place, engine)
+    try:
+        train(engine)
+    except deeptide.CommError as error:
+        print(json.dumps([str(error), time.time() - begin]))
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+@pytest.mark.parametrize(("stage", "victim"), [(0, 1), (3, 1), (3, 0)])
+def test_survivors_of_a_killed_rank_end_soon(stage, place, victim):
+    begin = time.monotonic()
+    results = run_processes(3, be_killed, stage, place, victim, timeout=90, check=False)
+    assert time.monotonic() - begin < 60
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert result.returncode == -signal.SIGKILL
+            continue
+        assert result.returncode == 3, result.stderr
+        text, seconds = json.loads(result.stdout.splitlines()[-1])
+        assert f"rank {rank} " in text and "step 1" in text and f"rank {victim}" in text, text
+        assert seconds < SOON
+
+
+def raise_in_process(stage):
+    deeptide.init_distributed()
+    engine = start(None, stage)
+    train(engine)
+    if engine.world.rank == 1:
+        raise ValueError("out of luck")
+    train(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_process_that_ends_with_an_exception_ends_the_others(stage):
+    begin = time.monotonic()
+    survivor, failed = run_processes(2, raise_in_process, stage, timeout=90, check=False)
+    assert time.monotonic() - begin < 60
+    assert failed.returncode == 1 and "out of luck" in failed.stderr
+    assert survivor.returncode == 1 and "CommError" in survivor.stderr and "rank 1" in survivor.stderr
+
+
+# -- ranks that call different things ---------------------------------------------------------------------------------
+
+CALLS = {
+    "step()": lambda engine, folder: train(engine),
+    "save_checkpoint()": lambda engine, folder: engine.save_checkpoint(folder),
+    "load_checkpoint()": lambda engine, folder: engine.load_checkpoint(folder),
+    "module_state_dict() or full_state()": lambda engine, folder: engine.module_state_dict(),
+    "empty_partition_cache()": lambda engine, folder: engine.empty_partition_cache(),
+}
+
+
+def call_differently(world, stage, names, folder):
+    engine = start(world, stage)
+    train(engine)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()} if stage == 0 else {}
+    with pytest.raises(deeptide.CommError) as error:
+        CALLS[names[world.rank]](engine, folder)
+    assert all(torch.equal(before[name], p) for name, p in engine.module.named_parameters() if name in before)
+    engine.destroy()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("second", [name for name in CALLS if name != "step()"])
+def test_ranks_that_do_different_things_are_told_both(second, stage, tmp_path):
+    for names in (["step()", second], [second, "step()"]):
+        for text in run_ranks(2, call_differently, stage, names, str(tmp_path)):
+            assert f"rank 0 called {names[0]}, rank 1 called {names[1]}" in text, text
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold, 4: two engines whose losses run through both models."""
+
+import deeptide
+import models
+import pytest
+from conftest import run_ranks
+from test_divergence import STEPS, WIDTH, WORLDS, Plain, assert_close, inputs, trained
+from torch import nn
+
+
+class Mlp(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        hidden = [nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()]
+        self.layers = nn.Sequential(*hidden, nn.Linear(16, outputs))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def adversaries():
+    return models.make_model(1, Mlp, outputs=WIDTH), models.make_model(2, Mlp, outputs=1)
+
+
+def discriminator_loss(generator, discriminator, rank, step):
+    fake = generator(inputs(rank, step)).detach()
+    return (discriminator(inputs(rank, step, "real")) - 1).square().mean() + discriminator(fake).square().mean()
+
+
+def generator_loss(generator, discriminator, rank, step):
+    return (discriminator(generator(inputs(rank, step))) - 1).square().mean()
+
+
+def train_adversaries(world, stages):
+    pair = adversaries()
+    engines = [
+        deeptide.initialize(model=model, config=models.config(stage), world=world)[0]
+        for model, stage in zip(pair, stages, strict=True)
+    ]
+    generator, discriminator = engines
+    for step in range(STEPS):
+        discriminator.backward(discriminator_loss(generator, discriminator, world.rank, step))
+        assert discriminator.step()
+        # The gradients that this leaves in the discriminator are not its own.
+        generator.backward(generator_loss(generator, discriminator, world.rank, step))
+        assert generator.step()
+        discriminator.zero_grad()
+    return {f"{i}.{name}": w for i in (0, 1) for name, w in trained(pair[i], engines[i]).items()}
+
+
+def reference_adversaries(world):
+    pair = adversaries()
+    plain = [Plain(model.parameters()) for model in pair]
+    for step in range(STEPS):
+        for model, loss_of in ((1, discriminator_loss), (0, generator_loss)):
+            for rank in range(world):
+                loss_of(*pair, rank, step).backward()
+            plain[model].step(world)
+        plain[1].optimizer.zero_grad(set_to_none=False)
+    return {f"{i}.{name}": p.detach() for i in (0, 1) for name, p in pair[i].named_parameters()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stages", [(0, 0), (2, 2), (3, 3), (3, 1)], ids=str)
+def test_two_engines_train_against_each_other(stages, world):
+    assert_close(run_ranks(world, train_adversaries, stages), reference_adversaries(world))
