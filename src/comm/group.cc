@@ -23,6 +23,7 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr milliseconds kPollFailures{250};
+constexpr milliseconds kLastBytes{500};  // a peer that has ended may have done its part: its bytes can be under way still
 
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
@@ -135,7 +136,10 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
       }
       done = true;
     } catch (const std::exception& error) {
-      if (pending.work_->isCompleted()) failure = error.what();
+      // The work may complete after the limit has passed: only its own exception is a failure.
+      if (!pending.work_->isCompleted()) return;
+      done = pending.work_->exception() == nullptr;
+      if (!done) failure = error.what();
     }
   });
   if (!failure.empty()) {
@@ -151,6 +155,7 @@ void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(kPollFailures, timeout_), site)) {
     if (const auto failure = board_->failure()) {
+      if (wait_for(pending, kLastBytes, site)) return;
       throw CommError("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
     }
     if (steady_clock::now() - begin > timeout_) {
