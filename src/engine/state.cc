@@ -185,8 +185,7 @@ void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Pie
     for (const auto& [name, role] : known) foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
     if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
     piece.begin = piece.end = 0;
-    piece.data = at::empty({0});
-    wanted.push_back(std::move(piece));
+    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
   }
 }
 

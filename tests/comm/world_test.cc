@@ -20,8 +20,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr const char* kVariables[] = {"RANK",        "WORLD_SIZE", "LOCAL_RANK",
-                                      "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"};
+constexpr const char* kVariables[] = {"RANK",
+                                      "WORLD_SIZE",
+                                      "LOCAL_RANK",
+                                      "MASTER_ADDR",
+                                      "MASTER_PORT",
+                                      "TORCHELASTIC_RUN_ID",
+                                      "TORCHELASTIC_USE_AGENT_STORE"};
 
 /// Sets the variables that describe a world, all others unset; restores on destruction.
 class Environment {
@@ -91,7 +96,8 @@ TEST(World, ListsWhatIsMissing) {
   EXPECT_NE(text.find("missing: WORLD_SIZE, MASTER_PORT."), std::string::npos) << text;
   EXPECT_NE(text.find("torchrun"), std::string::npos) << text;
   EXPECT_NE(error_with({{"WORLD_SIZE", "2"}}).find("missing: RANK, MASTER_ADDR, MASTER_PORT."), std::string::npos);
-  EXPECT_NE(error_with({{"WORLD_SIZE", "2"}, {"RANK", ""}}).find("RANK"), std::string::npos) << "empty counts as missing";
+  EXPECT_NE(error_with({{"WORLD_SIZE", "2"}, {"RANK", ""}}).find("RANK"), std::string::npos)
+      << "empty counts as missing";
 }
 
 struct BadNumber {

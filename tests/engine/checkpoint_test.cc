@@ -8,7 +8,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
-
 #include <unistd.h>
 
 #include <filesystem>
@@ -46,11 +45,12 @@ struct BareModel {
 };
 
 Config config_of(int stage, bool bf16) {
-  return Config::from_text(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+  return Config::from_text(
+      R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
                                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
                                "zero_optimization": {"stage": )" +
-                           std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
-                           (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
+      std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
+      (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
 }
 
 struct Session {
@@ -71,7 +71,8 @@ struct Session {
     std::map<std::string, Tensor> all;
     for (const auto& [name, tensor] : engine.module_state_dict()) all[name] = tensor;
     for (const char* name : {"first", "second"}) {
-      for (const char* role : {"master", "exp_avg", "exp_avg_sq"}) all[std::string(name) + "/" + role] = engine.full_state(name, role);
+      for (const char* role : {"master", "exp_avg", "exp_avg_sq"})
+        all[std::string(name) + "/" + role] = engine.full_state(name, role);
     }
     return all;
   }
@@ -87,8 +88,9 @@ void expect_same_bits(const std::map<std::string, Tensor>& one, const std::map<s
 
 /// A folder that goes with the test.
 struct Folder {
-  Folder() : path(std::filesystem::path(testing::TempDir()) / ("deeptide_engine_" + std::to_string(::getpid()) + "_" +
-                                                              std::to_string(next()++))) {}
+  Folder()
+      : path(std::filesystem::path(testing::TempDir()) /
+             ("deeptide_engine_" + std::to_string(::getpid()) + "_" + std::to_string(next()++))) {}
   ~Folder() { std::filesystem::remove_all(path); }
   static int& next() {
     static int number = 0;

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What must hold of training as a whole, on a C++ model: the same numbers at every stage, and outcomes that say what happened.
+// What must hold of training as a whole, on a C++ model: the same numbers at every stage, and outcomes that say what
+// happened.
 #include "deeptide/engine.h"
 
 #include <gtest/gtest.h>
@@ -75,8 +76,8 @@ Trained reference(int world, int64_t gas) {
   for (const auto& item : model->named_parameters()) {
     if (item.key() != "head.weight") distinct.push_back(item.value());
   }
-  torch::optim::AdamW optimizer(
-      distinct, torch::optim::AdamWOptions(1e-2).betas({0.9, 0.95}).eps(1e-5).weight_decay(0.1));
+  torch::optim::AdamW optimizer(distinct,
+                                torch::optim::AdamWOptions(1e-2).betas({0.9, 0.95}).eps(1e-5).weight_decay(0.1));
   Trained result;
   for (int step = 0; step < kSteps; ++step) {
     const auto [tokens, targets] = batch_of(step, kMicro * gas * world);
@@ -96,7 +97,8 @@ void expect_same_bits(const std::vector<Trained>& one, const std::vector<Trained
   for (size_t r = 0; r < one.size(); ++r) {
     EXPECT_EQ(one[r].losses, other[r].losses);
     EXPECT_EQ(one[r].norms, other[r].norms);
-    for (const auto& [name, weight] : one[r].weights) EXPECT_TRUE(torch::equal(weight, other[r].weights.at(name))) << name;
+    for (const auto& [name, weight] : one[r].weights)
+      EXPECT_TRUE(torch::equal(weight, other[r].weights.at(name))) << name;
   }
 }
 
@@ -202,8 +204,10 @@ TEST(Engine, ExplainsALossThatCannotBeDifferentiated) {
   run_ranks(1, [](const World& world) {
     Session session(world);
     EXPECT_TRUE(contains(error_of([&] { session.engine.backward(Tensor()); }), "the loss is undefined"));
-    EXPECT_TRUE(contains(error_of([&] { session.engine.backward(torch::ones({2})); }), "must be a scalar, got shape [2]"));
-    EXPECT_TRUE(contains(error_of([&] { session.engine.backward(session.loss(0).detach()); }), "does not require grad"));
+    EXPECT_TRUE(
+        contains(error_of([&] { session.engine.backward(torch::ones({2})); }), "must be a scalar, got shape [2]"));
+    EXPECT_TRUE(
+        contains(error_of([&] { session.engine.backward(session.loss(0).detach()); }), "does not require grad"));
     EXPECT_TRUE(contains(error_of([&] { session.engine.step(); }), "step() before backward()"));
     EXPECT_TRUE(session.step(0).applied) << "and goes on";
   });
@@ -264,7 +268,8 @@ TEST(Engine, TrainsTwoModelsAgainstEachOther) {
   run_ranks(2, [](const World& world) {
     Session one(world, 3), other(world, 3);
     for (int step = 0; step < 3; ++step) {
-      const Tensor loss = one.loss(step) + 0.1 * other.loss(step) + (one.model->norm->bias * other.model->norm->bias).sum();
+      const Tensor loss =
+          one.loss(step) + 0.1 * other.loss(step) + (one.model->norm->bias * other.model->norm->bias).sum();
       loss.backward();
       EXPECT_TRUE(one.engine.step().applied);
       EXPECT_TRUE(other.engine.step().applied);
@@ -309,7 +314,8 @@ TEST(Engine, KeepsGatheredBytesWithinTheTwoLargestUnitsAndShardsTheRest) {
       EXPECT_LE(engine.peak_gathered_bytes(), 2 * 4 * (1300 + 64 * size));
       EXPECT_GT(engine.peak_gathered_bytes(), 0);
       int64_t total = 0;
-      for (const auto& item : model->named_parameters()) total += item.key() == "head.weight" ? 0 : item.value().numel();
+      for (const auto& item : model->named_parameters())
+        total += item.key() == "head.weight" ? 0 : item.value().numel();
       const MemoryLine parameters = engine.memory().front();
       EXPECT_EQ(parameters.role, "parameters");
       EXPECT_EQ(parameters.measured_bytes, parameters.predicted_bytes);
@@ -334,7 +340,8 @@ TEST(Engine, TakesOverWhatTheUserWritesUnderNoGrad) {
       }
       session.step(1);
       const Weights weights = weights_of(*session.model, session.engine);
-      EXPECT_LT((weights.at("norm.weight") - 0.5).abs().max().item<double>(), 0.03) << "one step away from what was written";
+      EXPECT_LT((weights.at("norm.weight") - 0.5).abs().max().item<double>(), 0.03)
+          << "one step away from what was written";
       if (world.rank == 0) by_stage[stage] = weights;
     });
     for (const auto& [name, weight] : by_stage[0]) EXPECT_TRUE(torch::equal(weight, by_stage[stage][name])) << name;
@@ -361,7 +368,8 @@ TEST(Engine, GivesBackEveryParameterAndItsTwins) {
     std::map<std::string, Tensor> state;
     for (const auto& item : session.engine.module_state_dict()) state[item.name] = item.tensor;
     TinyModel twin = make_tiny();
-    for (const auto& item : twin->named_parameters()) EXPECT_TRUE(torch::equal(state.at(item.key()), item.value())) << item.key();
+    for (const auto& item : twin->named_parameters())
+      EXPECT_TRUE(torch::equal(state.at(item.key()), item.value())) << item.key();
     EXPECT_EQ(state.count("head.weight"), 1u);
   });
 }

@@ -30,7 +30,8 @@ Tensor ramp(at::IntArrayRef sizes, double low = -1.0, double high = 1.0) {
 std::vector<Tensor> trainable(const nn::Module& module) {
   std::vector<Tensor> parameters;
   for (const auto& item : module.named_parameters()) {
-    const bool known = std::any_of(parameters.begin(), parameters.end(), [&](const Tensor& t) { return t.is_same(item.value()); });
+    const bool known =
+        std::any_of(parameters.begin(), parameters.end(), [&](const Tensor& t) { return t.is_same(item.value()); });
     if (item.value().requires_grad() && !known) parameters.push_back(item.value());
   }
   return parameters;
@@ -40,7 +41,8 @@ std::vector<Tensor> trainable(const nn::Module& module) {
 std::vector<Tensor> results_of(const Subject& subject) {
   const Tensor loss = subject.loss();
   std::vector<Tensor> results{loss.detach().clone()};
-  for (const Tensor& g : torch::autograd::grad({loss}, trainable(*subject.module), {}, {}, false, /*allow_unused=*/true)) {
+  for (const Tensor& g :
+       torch::autograd::grad({loss}, trainable(*subject.module), {}, {}, false, /*allow_unused=*/true)) {
     results.push_back(g.defined() ? g.clone() : Tensor());
   }
   return results;
@@ -50,7 +52,9 @@ void expect_same_bits(const std::vector<Tensor>& one, const std::vector<Tensor>&
   ASSERT_EQ(one.size(), other.size());
   for (size_t i = 0; i < one.size(); ++i) {
     ASSERT_EQ(one[i].defined(), other[i].defined()) << (i ? "gradient " : "loss ") << i;
-    if (one[i].defined()) { EXPECT_TRUE(torch::equal(one[i], other[i])) << (i ? "gradient " : "loss ") << i; }
+    if (one[i].defined()) {
+      EXPECT_TRUE(torch::equal(one[i], other[i])) << (i ? "gradient " : "loss ") << i;
+    }
   }
 }
 
@@ -67,8 +71,9 @@ Subject gru() {
 }
 
 Subject convolutions() {
-  auto module = nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
-                               nn::ConvTranspose2d(nn::ConvTranspose2dOptions(8, 4, 2)), nn::Flatten(), nn::Linear(4 * 49, 5));
+  auto module =
+      nn::Sequential(nn::Conv2d(nn::Conv2dOptions(3, 8, 3).padding(1)), nn::BatchNorm2d(8), nn::ReLU(),
+                     nn::ConvTranspose2d(nn::ConvTranspose2dOptions(8, 4, 2)), nn::Flatten(), nn::Linear(4 * 49, 5));
   return {module.ptr(), [module]() mutable {
             module->apply([](nn::Module& m) {  // each call starts from the same running statistics
               if (auto* norm = m.as<nn::BatchNorm2d>()) norm->reset_running_stats();
@@ -104,7 +109,9 @@ struct Scale : torch::autograd::Function<Scale> {
 
 Subject custom_function() {
   auto module = nn::Linear(7, 7);
-  return {module.ptr(), [module]() mutable { return Scale::apply(module(ramp({3, 7})), module->bias).square().mean(); }};
+  return {module.ptr(), [module]() mutable {
+            return Scale::apply(module(ramp({3, 7})), module->bias).square().mean();
+          }};
 }
 
 /// Reentrant activation checkpointing: forward without a graph, once more with one in backward.
@@ -167,7 +174,8 @@ Subject odd_sizes() {
   const Tensor frozen = module->register_parameter("frozen", ramp({40}).to(torch::kDouble), /*requires_grad=*/false);
   const Tensor half = module->register_parameter("half", ramp({30}).to(torch::kBFloat16));
   return {module, [=] {
-            return (one * few).sum() + none.sum() + frozen.sum().to(torch::kFloat) + half.to(torch::kFloat).square().sum();
+            return (one * few).sum() + none.sum() + frozen.sum().to(torch::kFloat) +
+                   half.to(torch::kFloat).square().sum();
           }};
 }
 

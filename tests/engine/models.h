@@ -79,13 +79,15 @@ inline std::pair<at::Tensor, at::Tensor> batch_of(int64_t step, int64_t batch) {
   return {at.remainder(kVocabulary), (at * at + 3).remainder(kVocabulary)};
 }
 
-inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16 = false, const std::string& more = "") {
+inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16 = false,
+                        const std::string& more = "") {
   return Config::from_text(R"({"train_micro_batch_size_per_gpu": )" + std::to_string(micro) +
                            R"(, "gradient_accumulation_steps": )" + std::to_string(gas) +
                            R"(, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5,
                                "weight_decay": 0.1}},
                              "gradient_clipping": 1.0, "zero_optimization": {"stage": )" +
-                           std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
+                           std::to_string(stage) +
+                           R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
                            (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60})" + more + "}");
 }
 

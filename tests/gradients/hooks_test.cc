@@ -70,7 +70,9 @@ TEST_F(Hooks, AreSilentWhenDestroyedBetweenForwardAndBackward) {
 }
 
 TEST_F(Hooks, LetASecondSetTakeOver) {
-  { const GradientHooks first({p_}, [](int, const Tensor&) { FAIL() << "the first set is gone"; }); }
+  {
+    const GradientHooks first({p_}, [](int, const Tensor&) { FAIL() << "the first set is gone"; });
+  }
   const GradientHooks second({p_}, sink());
   backward(p_.sum());
   EXPECT_EQ(seen_[0], std::vector<float>{3});

@@ -90,6 +90,7 @@ struct Training {
     const Unit& unit = *units[u];
     const Parameter& parameter = unit.parameters()[p];
     const auto [first, last] = unit.owned_range(parameter);
+    if (first == last) return;
     const Tensor mine = reducer->accumulator(u).narrow(0, first - unit.shard_begin(), last - first);
     EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
   }
@@ -112,7 +113,9 @@ Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
 }
 
 /// Small integers: their sums are exact in any order and any type.
-float whole_number(int rank, int u, int p, int pass) { return static_cast<float>((rank + 2 * u + 3 * p + 5 * pass) % 7 - 3); }
+float whole_number(int rank, int u, int p, int pass) {
+  return static_cast<float>((rank + 2 * u + 3 * p + 5 * pass) % 7 - 3);
+}
 
 using Setting = std::tuple<int, at::ScalarType, bool>;  // world, wire type, overlap
 
@@ -120,7 +123,8 @@ class Sums : public testing::TestWithParam<Setting> {
  protected:
   int world() const { return std::get<0>(GetParam()); }
   ReducerOptions options(double scale = 1.0) const {
-    return {.reduce_dtype = std::get<1>(GetParam()), .ordered = true, .overlap = std::get<2>(GetParam()), .scale = scale};
+    return {
+        .reduce_dtype = std::get<1>(GetParam()), .ordered = true, .overlap = std::get<2>(GetParam()), .scale = scale};
   }
 };
 
@@ -205,8 +209,11 @@ TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
     training.reducer->set_local(true);
     for (int pass = 0; pass < 3; ++pass) {
       if (pass == 2) training.reducer->set_local(false);
-      training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n, pass)); });
-      if (pass < 2) { EXPECT_EQ(training.reducer->rounds_wanted(), 0); }
+      training.backwards(
+          [&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n, pass)); });
+      if (pass < 2) {
+        EXPECT_EQ(training.reducer->rounds_wanted(), 0);
+      }
       training.finish();
       EXPECT_EQ(training.reducer->has_gradient(), pass == 2);
     }
@@ -293,7 +300,8 @@ TEST(Reducer, BlamesNobodyWhenOnlyTheSumOverflows) {
 TEST(Reducer, LeavesTheSumToTheTransportWhenAsked) {
   run_ranks(3, [](const World& w) {
     Training training(w, {.ordered = false});
-    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, whole_number(w.rank, u, p, 0))); });
+    training.backwards(
+        [&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, whole_number(w.rank, u, p, 0))); });
     training.finish();
     training.backwards([&](int u, int p, int64_t n) {
       float sum = 0;
@@ -310,7 +318,8 @@ TEST(Reducer, RefusesSparseGradientsByName) {
       training.reducer->add(2, 1, at::full({3}, 1.0f).to_sparse());
       FAIL() << "took a sparse gradient";
     } catch (const std::exception& error) {
-      EXPECT_NE(std::string(error.what()).find("'u2.p1' received a sparse gradient"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("'u2.p1' received a sparse gradient"), std::string::npos)
+          << error.what();
       EXPECT_NE(std::string(error.what()).find("sparse=False"), std::string::npos);
     }
     EXPECT_FALSE(training.reducer->has_pending());
@@ -321,9 +330,12 @@ TEST(Reducer, DoesNotBlockBackwardOnAPeerThatIsElsewhere) {
   run_ranks(2, [](const World& w) {
     Training training(w);
     if (w.rank == 0) {  // several rounds of it while rank 1 has nothing to reduce yet
+      const auto begin = std::chrono::steady_clock::now();
       for (int pass = 0; pass < 2; ++pass) {
         training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
       }
+      // Half a second for the peer to come; a wait a unit would take three.
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(2500));
     }
     training.finish();
     training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, 2.0f)); });

@@ -32,9 +32,8 @@ void fill_then_fail(Tensor& x) {
 }
 
 void call_fill_then_fail(Tensor x) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deeptide_test::fill_then_fail", "")
-                             .typed<void(Tensor&)>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("deeptide_test::fill_then_fail", "").typed<void(Tensor&)>();
   op.call(x);
 }
 
@@ -136,9 +135,9 @@ TEST_F(Gate, ForgetsWhatAFailedOperatorHasHalfWritten) {
 TEST_F(Gate, TellsRawAccessTheParameterAndTheCure) {
   for (const bool gathered : {false, true}) {
     if (gathered) p_.sum();
-    for (const auto& access : std::vector<std::function<void()>>{[&] { (void)p_.data_ptr(); },
-                                                                 [&] { (void)p_.const_data_ptr<float>(); },
-                                                                 [&] { (void)p_.t().mutable_data_ptr(); }}) {
+    for (const auto& access :
+         std::vector<std::function<void()>>{[&] { (void)p_.data_ptr(); }, [&] { (void)p_.const_data_ptr<float>(); },
+                                            [&] { (void)p_.t().mutable_data_ptr(); }}) {
       const std::string text = error_of(access);
       EXPECT_NE(text.find("parameter 'p0' was accessed directly while it is sharded"), std::string::npos) << text;
       EXPECT_NE(text.find("module_state_dict"), std::string::npos) << text;

@@ -15,7 +15,8 @@ struct Model {
   std::vector<ParameterSpec> parameters;
   std::vector<ModuleSpec> modules;
 
-  void add(const std::string& name, int64_t numel, at::ScalarType dtype = at::kFloat, bool trainable = true, int group = 0) {
+  void add(const std::string& name, int64_t numel, at::ScalarType dtype = at::kFloat, bool trainable = true,
+           int group = 0) {
     parameters.push_back({name, numel, dtype, trainable, trainable ? group : -1});
   }
 };
@@ -28,8 +29,13 @@ Model transformer(int layers, int64_t width = 256) {
   model.add("wpe.weight", 32 * width);
   for (int i = 0; i < layers; ++i) {
     const std::string block = "h." + std::to_string(i);
-    for (const auto& [path, type] : {std::pair{"", "Block"}, {".ln", "LayerNorm"}, {".attn", "Attention"},
-                                     {".attn.qkv", "Linear"}, {".mlp", "Mlp"}, {".mlp.0", "Linear"}, {".mlp.1", "Linear"}}) {
+    for (const auto& [path, type] : {std::pair{"", "Block"},
+                                     {".ln", "LayerNorm"},
+                                     {".attn", "Attention"},
+                                     {".attn.qkv", "Linear"},
+                                     {".mlp", "Mlp"},
+                                     {".mlp.0", "Linear"},
+                                     {".mlp.1", "Linear"}}) {
       model.modules.push_back({block + path, type});
     }
     model.add(block + ".ln.weight", width, at::kFloat, true, 1);
@@ -62,8 +68,7 @@ TEST(Layout, MergesNeighbouringBlocksThatAreTiny) {
   const Model model = transformer(40, 8);  // a block has 736 elements
   const auto units = build_layout(model.parameters, model.modules, {1, 0});
   EXPECT_LT(units.size(), 20u);
-  EXPECT_NE(std::find_if(units.begin(), units.end(),
-                         [](const auto& u) { return u.name.rfind("h.0 … h.", 0) == 0; }),
+  EXPECT_NE(std::find_if(units.begin(), units.end(), [](const auto& u) { return u.name.rfind("h.0 … h.", 0) == 0; }),
             units.end())
       << "named after its first and last block";
 }
@@ -197,7 +202,8 @@ void check_sizes(const UnitLayout& unit, int world) {
   ASSERT_EQ(unit.shard * item % 64, 0);
   ASSERT_GT(unit.shard, 0);
   const int64_t gaps = static_cast<int64_t>(unit.slots.size()) * 64;
-  ASSERT_LE(unit.numel * item, unit.used * item + gaps + world * 64) << "padding is a cache line a parameter and a rank";
+  ASSERT_LE(unit.numel * item, unit.used * item + gaps + world * 64)
+      << "padding is a cache line a parameter and a rank";
 }
 
 void check_segments(const UnitLayout& unit, const Model& model) {
@@ -215,7 +221,9 @@ void check_segments(const UnitLayout& unit, const Model& model) {
   for (const auto& slot : unit.slots) {
     for (const auto& segment : unit.segments) {
       const bool overlaps = std::max(slot.offset, segment.begin) < std::min(slot.offset + slot.numel, segment.end);
-      if (overlaps) { ASSERT_EQ(segment.group, model.parameters[slot.parameter].group); }
+      if (overlaps) {
+        ASSERT_EQ(segment.group, model.parameters[slot.parameter].group);
+      }
     }
   }
 }
@@ -236,7 +244,9 @@ TEST_P(AnyLayout, PlacesEveryParameterOnceAlignedWithinShardsUnderItsOwnGroup) {
       check_segments(unit, model);
       if (HasFatalFailure()) return;
       for (const auto& slot : unit.slots) placed.insert(slot.parameter);
-      if (limit > 0) { ASSERT_TRUE(unit.used <= limit || holds_one(unit)) << unit.name; }
+      if (limit > 0) {
+        ASSERT_TRUE(unit.used <= limit || holds_one(unit)) << unit.name;
+      }
     }
     std::multiset<int> all;
     for (int i = 0; i < static_cast<int>(model.parameters.size()); ++i) all.insert(i);

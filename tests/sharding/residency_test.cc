@@ -156,7 +156,8 @@ TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
 TEST(Residency, PrefetchesWhatThePassBeforeUsed) {
   run_ranks(2, [](const World& world) {
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
+    ShardedTensors model(world, "model", tensors,
+                         {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
     std::vector<int64_t> rounds;
     for (int pass = 0; pass < 2; ++pass) {
       const auto before = model.residency->rounds();

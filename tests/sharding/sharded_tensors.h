@@ -18,9 +18,11 @@
 namespace deeptide::sharding {
 
 struct ShardedTensors {
-  /// `name` tells several of one world apart; parameters are called "p0", "p1", …; a unit holds up to `max_unit` elements.
-  ShardedTensors(const World& world, const std::string& name, std::vector<at::Tensor> given, ResidencyLimits limits = {},
-                 int64_t max_unit = 1, std::chrono::milliseconds timeout = std::chrono::seconds(60))
+  /// `name` tells several of one world apart; parameters are called "p0", "p1", …; a unit holds up to `max_unit`
+  /// elements.
+  ShardedTensors(const World& world, const std::string& name, std::vector<at::Tensor> given,
+                 ResidencyLimits limits = {}, int64_t max_unit = 1,
+                 std::chrono::milliseconds timeout = std::chrono::seconds(60))
       : tensors(std::move(given)),
         board(std::make_shared<comm::FailureBoard>(world, name)),
         control(world, name + "/control", timeout, board, false),
