@@ -86,9 +86,17 @@ void rng_from_json(const json& states, at::Device device) {
   own.set_state(from_hex(states["device"]));
 }
 
-/// The piece of `p` that lies in [begin, begin + flat.numel()) of its unit, out of `flat`, which starts there.
-Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin) {
-  const auto [first, last] = unit.owned_range(p);
+/// Of what this rank holds: what it owns (to save it, once a world), or all (to load it; at stage 0 every rank holds all).
+enum class Extent : uint8_t { owned, held };
+
+/// The piece of `p` in `flat`, which starts at element `begin` of its unit.
+Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
+               Extent extent) {
+  auto [first, last] = unit.owned_range(p);
+  if (extent == Extent::held) {
+    first = std::max(p.offset, begin);
+    last = std::max(first, std::min(p.offset + p.numel, begin + flat.numel()));
+  }
   Piece piece{p.name, role, p.tensors.front().sizes().vec(), first - p.offset, last - p.offset, {}};
   if (first == last) piece.begin = piece.end = 0;
   piece.data = first == last ? at::empty({0}, flat.options()) : flat.narrow(0, first - begin, last - first);
@@ -100,20 +108,20 @@ Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Ten
 }
 
 /// Everything that this rank saves, or wants on load, as views of the live state. `moments`: optimizer states too.
-std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments) {
+std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, Extent extent) {
   std::vector<Piece> pieces;
   int trained = 0;
   for (const auto& unit : impl.model.units()) {
     const bool has_states = unit->layout().trainable && impl.optimizer != nullptr;
     if (!has_states) {
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin()));
+        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), extent));
       }
     } else {
       for (const auto& state : impl.optimizer->states(trained)) {
         if (!moments && state.role != "master") continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained)));
+          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained), extent));
         }
       }
     }
@@ -211,7 +219,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"zero_stage", config.zero.stage},
                 {"config", config.text}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
-  auto pieces = live_pieces(*this, /*moments=*/true);
+  auto pieces = live_pieces(*this, /*moments=*/true, Extent::owned);
   for (const NamedTensor& buffer : model.buffers()) {
     pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
   }
@@ -253,7 +261,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::vector<Tensor> staged;
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    wanted = live_pieces(*this, moments);
+    wanted = live_pieces(*this, moments, Extent::held);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
     add_ignored(*reader, moments, wanted);
