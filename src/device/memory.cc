@@ -84,19 +84,14 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   const c10::InferenceMode normal(false);  // a buffer first taken under inference_mode serves training later
   const int64_t bytes = bytes_of(numel, dtype);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
-  ledger->add(role, bytes);
   if (!device.is_cpu()) {
     Tensor owner = at::zeros({numel}, options);
+    ledger->add(role, bytes);
     return at::from_blob(
         owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options);
   }
-  Mapping mapping;
-  try {
-    mapping = map_pages(role, bytes);
-  } catch (...) {
-    ledger->add(role, -bytes);
-    throw;
-  }
+  const Mapping mapping = map_pages(role, bytes);
+  ledger->add(role, bytes);
   auto unmap = [mapping, ledger, role, bytes](void*) {
     ::munmap(mapping.start, mapping.length);
     ledger->add(role, -bytes);

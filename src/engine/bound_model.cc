@@ -111,7 +111,10 @@ std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at
   return specs;
 }
 
-void check_trainable_types(const std::vector<ParameterSpec>& specs) {
+void check_trainable(const std::vector<ParameterSpec>& specs, const std::string& trained_by) {
+  const bool any = std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.trainable; });
+  TORCH_CHECK_VALUE(any || trained_by.empty(), "the model has no trainable parameters (requires_grad is false on all of its ",
+                    specs.size(), "), but ", trained_by, " configures an optimizer");
   for (const auto& spec : specs) {
     TORCH_CHECK_VALUE(!spec.trainable || spec.dtype == at::kFloat || spec.dtype == at::kBFloat16, "parameter '", spec.name,
                       "' is trainable and of type ", spec.dtype,
@@ -136,7 +139,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   device_ = common_device(parameters);
   assign_groups(parameters, groups);
   const auto specs = specs_of(parameters, options.compute_dtype);
-  check_trainable_types(specs);
+  check_trainable(specs, options.trained_by);
   std::vector<sharding::ModuleSpec> modules;
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
   auto layouts = sharding::build_layout(specs, modules, {world.size, options.max_unit_numel});

@@ -21,6 +21,7 @@ struct BindOptions {
   int64_t persistence_threshold = 0;        // units up to this many elements stay whole
   int64_t model_persistence_threshold = 0;  // and all of them together at most this many
   int64_t max_unit_numel = 0;
+  std::string trained_by;  // who configures an optimizer, which needs a trainable parameter; empty: nobody
 };
 
 /// Owns the units. Construction checks everything before it changes a single tensor.

@@ -33,7 +33,7 @@ std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& o
   return {ParameterGroup{{}, config.optimizer.defaults}};
 }
 
-engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy) {
+engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, OptimizerKind optimizer) {
   engine::BindOptions options;
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -42,6 +42,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   // A unit moves in one collective, so the bucket sizes bound it.
   options.max_unit_numel = std::min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size);
   if (config.runtime.unit_size > 0) options.max_unit_numel = std::min(options.max_unit_numel, config.runtime.unit_size);
+  if (optimizer != OptimizerKind::none) options.trained_by = config.origin;
   return options;
 }
 
@@ -63,13 +64,6 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? world_size : 1));
   return options;
 }
-
-void check_optimizer(const Config& config, OptimizerKind kind, const engine::BoundModel& model) {
-  if (kind == OptimizerKind::none) return;
-  TORCH_CHECK_VALUE(model.num_trainable() > 0, "the model has no trainable parameters (requires_grad is false on all of its ",
-                    model.parameters().size(), "), but ", config.origin, " configures an optimizer");
-}
-
 
 }  // namespace
 
@@ -93,9 +87,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
       reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
       start(board),
-      model(description, options.groups, bind_options(config, policy), world, gathers, ledger),
+      model(description, options.groups, bind_options(config, policy, optimizer_kind), world, gathers, ledger),
       groups(groups_of(config, options)) {
-  check_optimizer(config, optimizer_kind, model);
   if (config.runtime.tune_allocator && model.device().is_cpu()) device::tune_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));

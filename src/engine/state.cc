@@ -103,16 +103,16 @@ void restore_generators(const Engine::Impl::Progress& progress, at::Device devic
   own.set_state(progress.device_generator);
 }
 
-enum class Purpose { save, load };
+/// Of what this rank holds: what it owns (to save it, once a world), or all (to load it; at stage 0 every rank holds all).
+enum class Extent : uint8_t { owned, held };
 
-/// `p` out of `flat`, which starts at `begin` of its unit. What every rank has whole (stage 0) is saved in parts, each by its
-/// owner, but loaded whole.
+/// The piece of `p` in `flat`, which starts at element `begin` of its unit.
 Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
-               Purpose purpose) {
+               Extent extent) {
   auto [first, last] = unit.owned_range(p);
-  if (purpose == Purpose::load && flat.numel() == unit.numel()) {
-    first = p.offset;
-    last = p.offset + p.numel;
+  if (extent == Extent::held) {
+    first = std::max(p.offset, begin);
+    last = std::max(first, std::min(p.offset + p.numel, begin + flat.numel()));
   }
   Piece piece{p.name, role, p.tensors.front().sizes().vec(), first - p.offset, last - p.offset, {}};
   if (first == last) piece.begin = piece.end = 0;
@@ -125,20 +125,20 @@ Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Ten
 }
 
 /// Everything that this rank saves, or wants on load, as views of the live state. `moments`: optimizer states too.
-std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, Purpose purpose) {
+std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, Extent extent) {
   std::vector<Piece> pieces;
   int trained = 0;
   for (const auto& unit : impl.model.units()) {
     const bool has_states = unit->layout().trainable && impl.optimizer != nullptr;
     if (!has_states) {
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), purpose));
+        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), extent));
       }
     } else {
       for (const auto& state : impl.optimizer->states(trained)) {
         if (!moments && state.role != "master") continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained), purpose));
+          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained), extent));
         }
       }
     }
@@ -210,7 +210,7 @@ void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Pie
     for (const auto& [name, role] : known) foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
     if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
     piece.begin = piece.end = 0;
-    wanted.push_back(std::move(piece));
+    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
   }
 }
 
@@ -236,7 +236,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"zero_stage", config.zero.stage},
                 {"config", config.text}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
-  auto pieces = live_pieces(*this, /*moments=*/true, Purpose::save);
+  auto pieces = live_pieces(*this, /*moments=*/true, Extent::owned);
   for (const NamedTensor& buffer : model.buffers()) {
     pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
   }
@@ -282,7 +282,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
     progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(world.rank));
-    wanted = live_pieces(*this, moments, Purpose::load);
+    wanted = live_pieces(*this, moments, Extent::held);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
     add_ignored(*reader, moments, wanted);

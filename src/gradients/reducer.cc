@@ -152,8 +152,10 @@ void Reducer::issue(int position) {
 
 void Reducer::limit_flights() {
   if (flights_.size() < kMaxFlights) return;
-  const auto here = site(flights_.front().unit);
-  if (group_.wait_for(flights_.front().pending, kFlightPatience, here)) retire_front();
+  Flight& front = flights_.front();
+  if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
+  peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
+  if (!peers_elsewhere_) retire_front();
 }
 
 void Reducer::retire_front() {
@@ -169,6 +171,7 @@ void Reducer::retire_front() {
   if (flight.contributions.data_ptr() != flight.sent.data_ptr()) receive_pool_.put(std::move(flight.contributions));
   buckets_pool_.put(std::move(flight.sent));
   flights_.pop_front();
+  peers_elsewhere_ = false;
 }
 
 void Reducer::record_bad(int unit, const Flight& flight) {

@@ -110,6 +110,7 @@ class Reducer {
   size_t next_ = 0;          // in order_, of the round under way
   bool local_ = false;
   bool has_accumulated_ = false;
+  bool peers_elsewhere_ = false;  // the flight in front was waited for in vain
   int64_t step_ = 0;
 };
 

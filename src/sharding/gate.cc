@@ -141,7 +141,10 @@ void collect(const IValue& value, bool write, Uses& uses) {
 /// engines' parameters in one operator (a GAN's loss on both) are acquired in engine order on every rank.
 class Hold {
  public:
-  explicit Hold(Uses& uses) : uses_(uses) {
+  explicit Hold(Uses& uses) : uses_(uses) {}
+  Hold(const Hold&) = delete;
+  /// Not in the constructor: when the second engine's units cannot come, the destructor must give back the first's.
+  void acquire() {
     std::stable_sort(uses_.begin(), uses_.end(),
                      [](const Use& a, const Use& b) { return a.residency->id() < b.residency->id(); });
     for (size_t first = 0; first < uses_.size();) {
@@ -151,7 +154,6 @@ class Hold {
       first = held_ = last;
     }
   }
-  Hold(const Hold&) = delete;
   ~Hold() {
     for (size_t first = 0; first < held_;) {
       size_t last = first;
@@ -193,6 +195,7 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
                     "again. Give it parameter.detach().clone(), and copy the result back with parameter.copy_().");
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
+  hold.acquire();
   c10::impl::ExcludeDispatchKeyGuard exclude(kGateKey);
   op.redispatchBoxed(below, stack);
   hold.succeeded = true;

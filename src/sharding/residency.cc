@@ -136,6 +136,11 @@ void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
     if (use.write && succeeded) unit.write_back(*use.parameter);
     unit.close(*use.parameter);
   }
+  if (succeeded) return;
+  for (const Use& use : uses) {  // what a failed operator has half written is nobody's value: gathered anew when needed
+    Unit& unit = *use.parameter->unit;
+    if (use.write && unit.is_whole() && !unit.is_pinned()) let_go(unit);
+  }
 }
 
 void Residency::visit(const Unit& unit) {

@@ -1,92 +1,190 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Flat memory: zeroed, aligned, counted while it lives, and no more of it than was asked for.
 #include "device/memory.h"
 
-#include <c10/core/InferenceMode.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
+#include <set>
 #include <string>
+#include <thread>
 
 namespace deeptide::device {
 namespace {
 
-std::shared_ptr<Ledger> new_ledger() { return std::make_shared<Ledger>(); }
+using at::Tensor;
 
-/// This process's resident bytes.
-int64_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  int64_t total = 0, resident = 0;
-  file >> total >> resident;
-  return resident * 4096;
-}
+constexpr int64_t kLarge = 2 << 20;
 
-TEST(FlatMemory, IsZeroedAlignedAndCountedWhileItLives) {
-  const auto ledger = new_ledger();
-  for (const int64_t numel : {0, 1, 1000, 1 << 19, (1 << 19) + 1, 3'000'001}) {
-    at::Tensor flat = allocate_flat(ledger, Role::gradients, numel, at::kFloat, at::kCPU);
-    EXPECT_EQ(flat.numel(), numel);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(flat.data_ptr()) % kAlignmentBytes, 0);
-    const float* data = flat.const_data_ptr<float>();
-    for (int64_t i = 0; i < numel; ++i) ASSERT_EQ(data[i], 0.0F);
-    if (numel > 0) flat.mutable_data_ptr<float>()[numel - 1] = 1.0F;
-    EXPECT_EQ(ledger->current(Role::gradients), 4 * numel);
-    flat.reset();
-    EXPECT_EQ(ledger->current(Role::gradients), 0);
-  }
-  EXPECT_EQ(ledger->peak(Role::gradients), 4 * 3'000'001);
-  EXPECT_EQ(ledger->peak(Role::parameters), 0);
-}
+uintptr_t address(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); }
 
-TEST(FlatMemory, TakesNoLargePageForATail) {
-  const auto ledger = new_ledger();
-  constexpr int64_t kBytes = (2 << 20) + 4096;  // two large pages would be nearly twice as much
-  std::vector<at::Tensor> buffers;
-  const int64_t before = resident_bytes();
-  for (int i = 0; i < 32; ++i) {
-    buffers.push_back(allocate_flat(ledger, Role::optimizer, kBytes, at::kByte, at::kCPU));
-    char* data = static_cast<char*>(buffers.back().mutable_data_ptr());
-    for (int64_t at = 0; at < kBytes; at += 4096) data[at] = 1;
-  }
-  EXPECT_LT(resident_bytes() - before, 32 * kBytes * 5 / 4);
-}
+class FlatMemory : public testing::TestWithParam<int64_t> {};
 
-TEST(FlatMemory, AllocatedUnderInferenceModeServesTraining) {
-  at::Tensor flat;
+TEST_P(FlatMemory, IsZeroAlignedWritableAndCountedUntilItsLastReferenceGoes) {
+  const auto ledger = std::make_shared<Ledger>();
+  const int64_t numel = GetParam();
   {
-    const c10::InferenceMode inference;
-    flat = allocate_flat(new_ledger(), Role::gathered, 8, at::kFloat, at::kCPU);
+    const Tensor flat = allocate_flat(ledger, Role::parameters, numel, at::kFloat, at::kCPU);
+    EXPECT_EQ(flat.sizes(), at::IntArrayRef({numel}));
+    EXPECT_EQ(address(flat) % (4 * numel >= kLarge ? kLarge : 4096), 0u);
+    EXPECT_EQ(ledger->current(Role::parameters), 4 * numel);
+    EXPECT_EQ(flat.count_nonzero().item<int64_t>(), 0);
+    flat.fill_(1.5);
+    EXPECT_EQ(flat.sum(at::kDouble).item<double>(), 1.5 * static_cast<double>(numel));
+    const Tensor view = flat.narrow(0, 0, numel / 2);
+    EXPECT_EQ(ledger->current(Role::parameters), 4 * numel) << "a view adds nothing";
   }
-  EXPECT_FALSE(flat.is_inference());
+  EXPECT_EQ(ledger->current(Role::parameters), 0);
+  EXPECT_EQ(ledger->peak(Role::parameters), 4 * numel);
 }
 
-TEST(BufferPool, GivesAKeptBufferAgainUpToItsWaste) {
-  const auto ledger = new_ledger();
-  BufferPool pool(ledger, Role::communication, at::kCPU);
-  at::Tensor large = pool.take(1000, at::kFloat);
-  const void* memory = large.data_ptr();
-  pool.put(std::move(large));
-  at::Tensor half = pool.take(500, at::kFloat);
-  EXPECT_EQ(half.data_ptr(), memory);
-  EXPECT_EQ(half.numel(), 500);
-  pool.put(std::move(half));
-  at::Tensor small = pool.take(499, at::kFloat);  // the kept one is more than twice that: it goes
-  EXPECT_EQ(ledger->current(Role::communication), 4 * 499);
+INSTANTIATE_TEST_SUITE_P(Sizes, FlatMemory,
+                         testing::Values(0, 1, 16, 1023, kLarge / 4 - 1, kLarge / 4, kLarge / 4 + 1, 3 * kLarge / 4));
+
+TEST(FlatMemory, LivesAsLongAsAView) {
+  const auto ledger = std::make_shared<Ledger>();
+  Tensor view;
+  {
+    const Tensor flat = allocate_flat(ledger, Role::gathered, 1000, at::kBFloat16, at::kCPU);
+    flat.fill_(3.0);
+    view = flat.narrow(0, 990, 10);
+  }
+  EXPECT_EQ(ledger->current(Role::gathered), 2000);
+  EXPECT_TRUE(view.eq(3.0).all().item<bool>());
+  view.reset();
+  EXPECT_EQ(ledger->current(Role::gathered), 0);
 }
 
-TEST(BufferPool, WithoutWasteNeverHoldsMoreThanWasTakenAtOnce) {
-  const auto ledger = new_ledger();
-  BufferPool pool(ledger, Role::gathered, at::kCPU, /*max_waste=*/1);
-  at::Tensor first = pool.take(1000, at::kFloat);
-  pool.put(std::move(first));
-  at::Tensor second = pool.take(600, at::kFloat);
-  at::Tensor third = pool.take(400, at::kFloat);
-  EXPECT_EQ(ledger->peak(Role::gathered), 4000);
-  const void* memory = third.data_ptr();
-  pool.put(std::move(third));
-  EXPECT_EQ(pool.take(400, at::kFloat).data_ptr(), memory);
-  EXPECT_EQ(ledger->peak(Role::gathered), 4000);
+TEST(FlatMemory, OutlivesTheCallersLedger) {
+  auto ledger = std::make_shared<Ledger>();
+  const std::weak_ptr<Ledger> watched = ledger;
+  Tensor flat = allocate_flat(ledger, Role::gradients, 10, at::kFloat, at::kCPU);
+  ledger.reset();
+  EXPECT_FALSE(watched.expired());
+  flat.reset();
+  EXPECT_TRUE(watched.expired());
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadow memory bounds mappings otherwise
+TEST(FlatMemory, NamesRoleAndBytesWhenThereIsNone) {
+  const auto ledger = std::make_shared<Ledger>();
+  constexpr int64_t kTooMuch = int64_t{1} << 48;
+  try {
+    allocate_flat(ledger, Role::optimizer, kTooMuch, at::kFloat, at::kCPU);
+    FAIL() << "mapped a petabyte";
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("optimizer states"), std::string::npos) << text;
+    EXPECT_NE(text.find(std::to_string(4 * kTooMuch)), std::string::npos) << text;
+    EXPECT_NE(text.find("more ranks"), std::string::npos) << text;
+  }
+  EXPECT_EQ(ledger->current(Role::optimizer), 0);
+  EXPECT_EQ(ledger->peak(Role::optimizer), 0) << "what was never had is no peak";
+}
+#endif
+
+TEST(Ledger, KeepsRolesApartAndRemembersPeaks) {
+  Ledger ledger;
+  ledger.add(Role::gradients, 100);
+  ledger.add(Role::gathered, 30);
+  ledger.add(Role::gradients, -60);
+  ledger.add(Role::gradients, 20);
+  EXPECT_EQ(ledger.current(Role::gradients), 60);
+  EXPECT_EQ(ledger.peak(Role::gradients), 100);
+  EXPECT_EQ(ledger.peak(Role::gathered), 30);
+  EXPECT_EQ(ledger.peak(Role::communication), 0);
+}
+
+TEST(Ledger, CountsFromManyThreads) {
+  Ledger ledger;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 1000; ++i) {
+        ledger.add(Role::communication, 8);
+        if (i % 2) ledger.add(Role::communication, -8);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(ledger.current(Role::communication), 4 * 500 * 8);
+}
+
+TEST(Ledger, NamesEveryRole) {
+  std::set<std::string> names;
+  for (int i = 0; i < kNumRoles; ++i) names.insert(role_name(static_cast<Role>(i)));
+  EXPECT_EQ(names.size(), static_cast<size_t>(kNumRoles));
+}
+
+class Pool : public testing::Test {
+ protected:
+  std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  BufferPool pool_{ledger_, Role::gathered, at::kCPU};
+};
+
+TEST_F(Pool, GivesTheSameMemoryAgainForAnyTypeThatFits) {
+  Tensor first = pool_.take(1000, at::kFloat);
+  const auto where = address(first);
+  pool_.put(std::move(first));
+  Tensor second = pool_.take(1500, at::kBFloat16);
+  EXPECT_EQ(address(second), where);
+  EXPECT_EQ(second.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(second.numel(), 1500);
+  pool_.put(std::move(second));
+  EXPECT_EQ(address(pool_.take(1000, at::kFloat)), where) << "given back whole, not as the part that was taken";
+  EXPECT_EQ(ledger_->peak(Role::gathered), 4000);
+}
+
+TEST_F(Pool, TakesTheSmallestThatFits) {
+  Tensor big = pool_.take(1600, at::kByte), small = pool_.take(1100, at::kByte);
+  const auto where = address(small);
+  pool_.put(std::move(big));
+  pool_.put(std::move(small));
+  EXPECT_EQ(address(pool_.take(1000, at::kByte)), where);
+}
+
+TEST_F(Pool, FreesWhatDoesNotFitInsteadOfAddingToThePeak) {
+  pool_.put(pool_.take(10'000, at::kFloat));
+  EXPECT_EQ(ledger_->current(Role::gathered), 40'000);
+  const Tensor small = pool_.take(100, at::kFloat);
+  EXPECT_EQ(ledger_->current(Role::gathered), 400);
+  const Tensor large = pool_.take(20'000, at::kFloat);
+  EXPECT_EQ(ledger_->current(Role::gathered), 80'400);
+}
+
+TEST_F(Pool, NeverLendsOneBufferTwice) {
+  const Tensor one = pool_.take(64, at::kFloat), other = pool_.take(64, at::kFloat);
+  EXPECT_NE(address(one), address(other));
+}
+
+TEST_F(Pool, FreesADroppedBufferAndTrimsIdleOnes) {
+  pool_.take(100, at::kFloat);
+  EXPECT_EQ(ledger_->current(Role::gathered), 0);
+  pool_.put(pool_.take(100, at::kFloat));
+  EXPECT_EQ(ledger_->current(Role::gathered), 400);
+  pool_.trim();
+  EXPECT_EQ(ledger_->current(Role::gathered), 0);
+}
+
+TEST_F(Pool, TakesNothingForNothing) {
+  pool_.put(Tensor());
+  Tensor empty = pool_.take(0, at::kFloat);
+  EXPECT_EQ(empty.numel(), 0);
+  pool_.put(std::move(empty));
+  EXPECT_EQ(pool_.take(0, at::kFloat).numel(), 0);
+}
+
+TEST(BufferPool, MayDieBeforeItsBuffers) {
+  const auto ledger = std::make_shared<Ledger>();
+  Tensor buffer;
+  {
+    BufferPool pool(ledger, Role::communication, at::kCPU);
+    buffer = pool.take(16, at::kFloat);
+  }
+  buffer.copy_(at::ones({16}));
+  EXPECT_EQ(ledger->current(Role::communication), 64);
+  buffer.reset();
+  EXPECT_EQ(ledger->current(Role::communication), 0);
 }
 
 }  // namespace

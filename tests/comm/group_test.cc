@@ -1,0 +1,213 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Collectives between ranks, rounds of messages, and what the survivors are told when a rank does not come.
+#include "comm/group.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "comm/failure_board.h"
+#include "comm/rendezvous.h"
+#include "ranks.h"
+
+namespace deeptide::comm {
+namespace {
+
+using at::Tensor;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLong{60'000};
+const Site kHere{7, "forward", "gathering unit 'h.3'"};
+
+std::shared_ptr<FailureBoard> board_of(const World& world) { return std::make_shared<FailureBoard>(world, "board"); }
+
+Tensor iota(int64_t first, int64_t count) { return at::arange(first, first + count, at::kFloat); }
+
+class Collectives : public testing::TestWithParam<int> {};
+
+TEST_P(Collectives, MoveEveryRowToItsPlace) {
+  const int size = GetParam();
+  run_ranks(size, [&](const World& world) {
+    Group group(world, "test", kLong, board_of(world), false);
+    const int64_t r = world.rank, n = 5;
+    const Tensor gathered = at::empty({size * n}), exchanged = at::empty({size * n}), reduced = at::empty({n});
+    auto a = group.all_gather(gathered, iota(100 * r, n));
+    auto b = group.all_to_all(exchanged, iota(1000 * r, size * n));
+    auto c = group.reduce_scatter(reduced, at::full({size * n}, static_cast<float>(r + 1)));
+    const Tensor sent = at::full({3}, static_cast<float>(r));
+    auto d = group.broadcast(sent, size - 1);
+    for (auto* pending : {&a, &b, &c, &d}) group.wait(*pending, kHere);
+    for (int64_t peer = 0; peer < size; ++peer) {
+      EXPECT_TRUE(at::equal(gathered.narrow(0, peer * n, n), iota(100 * peer, n)));
+      EXPECT_TRUE(at::equal(exchanged.narrow(0, peer * n, n), iota(1000 * peer + r * n, n)));
+    }
+    EXPECT_TRUE(at::equal(reduced, at::full({n}, size * (size + 1) / 2.0f)));
+    EXPECT_TRUE(at::equal(sent, at::full({3}, size - 1.0f)));
+    EXPECT_FALSE(a.valid()) << "waited for";
+  });
+}
+
+TEST_P(Collectives, DoNotWaitForAnotherChannels) {
+  const int size = GetParam();
+  run_ranks(size, [&](const World& world) {
+    const auto board = board_of(world);
+    Group first(world, "first", kLong, board, false), second(world, "second", kLong, board, false);
+    const Tensor one = at::empty({size}), two = at::empty({size});
+    const bool odd = world.rank % 2;  // issues and waits in the other order
+    Group& mine = odd ? second : first;
+    Group& theirs = odd ? first : second;
+    auto a = mine.all_gather(odd ? two : one, iota(world.rank, 1));
+    auto b = theirs.all_gather(odd ? one : two, iota(world.rank, 1));
+    mine.wait(a, kHere);
+    theirs.wait(b, kHere);
+    EXPECT_TRUE(at::equal(one, iota(0, size)) && at::equal(two, iota(0, size)));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4));
+
+TEST(Group, SaysWhoNeverCameWhereAndWhichSettingLimitsTheWait) {
+  const auto errors = errors_of_ranks(3, [](const World& world) {
+    Group group(world, "test", milliseconds(1500), board_of(world), false);
+    if (world.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(3000));  // connected, alive, but elsewhere
+      return;
+    }
+    const Tensor out = at::empty({3});
+    auto pending = group.all_gather(out, iota(world.rank, 1));
+    group.wait(pending, kHere);
+  });
+  EXPECT_EQ(errors[1], "");
+  for (int r : {0, 2}) {
+    for (const char* part : {"step 7, forward, gathering unit 'h.3'", "no word from rank 1"}) {
+      EXPECT_NE(errors[r].find(part), std::string::npos) << part << " is not in: " << errors[r];
+    }
+    EXPECT_EQ(errors[r].find("rank " + std::to_string(r)), 0u) << errors[r];
+  }
+}
+
+TEST(Group, EndsTheOthersWaitsSoonAfterARankReportsItsFailure) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto errors = errors_of_ranks(3, [](const World& world) {
+    const auto board = board_of(world);
+    Group group(world, "test", kLong, board, false);
+    if (world.rank == 2) {
+      board->report_failure("failed in forward: out of ideas");
+      std::this_thread::sleep_for(milliseconds(2500));  // its channels stay open
+      return;
+    }
+    const Tensor out = at::empty({3});
+    auto pending = group.all_gather(out, iota(world.rank, 1));
+    group.wait(pending, kHere);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kLong / 2);
+  for (int r : {0, 1}) {
+    EXPECT_NE(errors[r].find("rank 2 failed in forward: out of ideas"), std::string::npos) << errors[r];
+  }
+}
+
+TEST(Group, FinishesWhatAPeerDidBeforeItEnded) {
+  run_ranks(2, [](const World& world) {
+    const auto board = board_of(world);
+    const Tensor out = at::empty({2});
+    Group group(world, "test", kLong, board, false);
+    if (world.rank == 0) {
+      board->report_failure("has ended training");  // says so at once, its part comes a little later
+      std::this_thread::sleep_for(milliseconds(400));
+    }
+    auto pending = group.all_gather(out, iota(world.rank, 1));
+    if (world.rank == 1) group.wait(pending, kHere);
+    while (!pending.ready()) std::this_thread::yield();
+    EXPECT_TRUE(at::equal(out, iota(0, 2)));
+  });
+}
+
+TEST(Group, NotesALateCompletionAsSuccess) {
+  // Limits that lapse at about the moment of completion: lateness must never read as a lost peer.
+  run_ranks(2, [](const World& world) {
+    Group group(world, "test", kLong, board_of(world), false);
+    std::mt19937 random(world.rank);
+    for (int i = 0; i < 300; ++i) {
+      const Tensor out = at::empty({2});
+      auto pending = group.all_gather(out, iota(world.rank, 1));
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
+      while (!group.wait_for(pending, milliseconds(1), kHere)) {
+      }
+      ASSERT_TRUE(at::equal(out, iota(0, 2)));
+    }
+  });
+}
+
+TEST(Group, NamesTheRankThatCouldNotConnect) {
+  const auto errors = errors_of_ranks(2, [](const World& world) {
+    if (world.rank == 1) return;
+    World patient = world;
+    Group group(patient, "test", milliseconds(1000), board_of(world), false);
+  });
+  EXPECT_EQ(errors[0].find("rank 0 of 2 could not connect group 'test' within 1000 ms"), 0u) << errors[0];
+  EXPECT_NE(errors[0].find("GLOO_SOCKET_IFNAME"), std::string::npos);
+}
+
+TEST(Group, WaitsWithinTheInstalledRegion) {
+  static std::atomic<int> entered{0};
+  set_blocking_region([](const std::function<void()>& wait) {
+    ++entered;
+    wait();
+  });
+  run_ranks(2, [](const World& world) {
+    Group group(world, "test", kLong, board_of(world), false);
+    const Tensor out = at::empty({2});
+    auto pending = group.all_gather(out, iota(world.rank, 1));
+    group.wait(pending, kHere);
+  });
+  set_blocking_region(nullptr);
+  EXPECT_GE(entered, 4) << "connecting and waiting, on two ranks";
+}
+
+TEST(Rendezvous, TellsEveryRankEveryMessageRoundAfterRound) {
+  for (int size : {1, 2, 4}) {
+    run_ranks(size, [&](const World& world) {
+      Group control(world, "control", kLong, board_of(world), false);
+      Rendezvous rendezvous(control);
+      for (int round = 0; round < 20; ++round) {
+        Message own;
+        own.kind = round % 2 ? Message::Kind::close : Message::Kind::gather;
+        own.num_needs = 1;
+        own.units[0] = 100 * round + world.rank;
+        own.numbers[5] = -world.rank;
+        EXPECT_FALSE(rendezvous.posted());
+        rendezvous.post(own);
+        own.units[0] = -1;  // posted by value
+        EXPECT_TRUE(rendezvous.posted());
+        const auto messages = rendezvous.collect(kHere);
+        ASSERT_EQ(static_cast<int>(messages.size()), size);
+        for (int r = 0; r < size; ++r) {
+          EXPECT_EQ(messages[r].units[0], 100 * round + r);
+          EXPECT_EQ(messages[r].numbers[5], -r);
+          EXPECT_EQ(messages[r].kind, own.kind);
+        }
+        EXPECT_EQ(rendezvous.rounds(), round + 1);
+      }
+    });
+  }
+}
+
+TEST(Rendezvous, RefusesASecondRoundAtOnce) {
+  run_ranks(1, [](const World& world) {
+    Group control(world, "control", kLong, board_of(world), false);
+    Rendezvous rendezvous(control);
+    EXPECT_ANY_THROW(rendezvous.collect(kHere));
+    rendezvous.post({});
+    EXPECT_ANY_THROW(rendezvous.post({}));
+    EXPECT_EQ(rendezvous.collect(kHere).size(), 1u);
+  });
+}
+
+}  // namespace
+}  // namespace deeptide::comm

@@ -1,0 +1,201 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Going on from a checkpoint, bit for bit, and refusing one that does not fit: with a model of bare tensors.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+
+#include "deeptide/engine.h"
+#include "ranks.h"
+
+namespace deeptide {
+namespace {
+
+using at::Tensor;
+
+/// Parameters of odd sizes, a tied one, a frozen one, a buffer.
+struct BareModel {
+  explicit BareModel(float start = 0.0f, int64_t columns = 7) {
+    const auto parameter = [&](int64_t rows) {
+      return (at::arange(rows * columns, at::kFloat).view({rows, columns}) / 50 + start).set_requires_grad(true);
+    };
+    const Tensor first = parameter(9), second = parameter(3);
+    const Tensor frozen = at::full({5}, 2.0f + start);
+    counter = at::zeros({1}, at::kLong);
+    description.parameters = {{"first", first}, {"second", second}, {"frozen", frozen}, {"tied", first}};
+    description.buffers = {{"counter", counter}};
+    description.modules = {{"", "Bare"}};
+  }
+  Tensor loss(int step, int rank) const {
+    const auto& p = description.parameters;
+    counter.add_(1);
+    const float target = 0.1f * static_cast<float>(step + rank);
+    return (p[0].tensor - target).square().mean() + (p[1].tensor * p[2].tensor.sum() + target).square().mean();
+  }
+  ModelDescription description;
+  mutable Tensor counter;
+};
+
+Config config_of(int stage, bool bf16) {
+  return Config::from_text(
+      R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+                               "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
+                               "zero_optimization": {"stage": )" +
+      std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
+      (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
+}
+
+struct Session {
+  Session(const World& w, int stage, bool bf16 = false, float start = 0.0f, int64_t columns = 7)
+      : world(w), model(start, columns), engine(model.description, config_of(stage, bf16), options(w)) {}
+  static InitOptions options(const World& w) {
+    InitOptions options;
+    options.world = w;
+    return options;
+  }
+  void train(int first, int count) {
+    for (int step = first; step < first + count; ++step) {
+      engine.backward(model.loss(step, world.rank));
+      ASSERT_TRUE(engine.step().applied);
+    }
+  }
+  std::map<std::string, Tensor> state() {
+    std::map<std::string, Tensor> all;
+    for (const auto& [name, tensor] : engine.module_state_dict()) all[name] = tensor;
+    for (const char* name : {"first", "second"}) {
+      for (const char* role : {"master", "exp_avg", "exp_avg_sq"})
+        all[std::string(name) + "/" + role] = engine.full_state(name, role);
+    }
+    return all;
+  }
+  World world;
+  BareModel model;
+  Engine engine;
+};
+
+void expect_same_bits(const std::map<std::string, Tensor>& one, const std::map<std::string, Tensor>& other) {
+  ASSERT_EQ(one.size(), other.size());
+  for (const auto& [name, tensor] : one) EXPECT_TRUE(at::equal(tensor, other.at(name))) << name;
+}
+
+/// A folder that goes with the test.
+struct Folder {
+  Folder()
+      : path(std::filesystem::path(testing::TempDir()) /
+             ("deeptide_engine_" + std::to_string(::getpid()) + "_" + std::to_string(next()++))) {}
+  ~Folder() { std::filesystem::remove_all(path); }
+  static int& next() {
+    static int number = 0;
+    return number;
+  }
+  std::filesystem::path path;
+};
+
+class Checkpoints : public testing::TestWithParam<std::tuple<int, int, bool>> {};
+
+TEST_P(Checkpoints, GoOnBitForBit) {
+  const auto [size, stage, bf16] = GetParam();
+  const Folder folder;
+  run_ranks(size, [&, stage = stage, bf16 = bf16](const World& world) {
+    Session straight(world, stage, bf16);
+    straight.train(0, 3);
+    const std::string path = straight.engine.save_checkpoint(folder.path, "", R"({"epoch": 4})");
+    EXPECT_EQ(path, (folder.path / "global_step3").string());
+    straight.train(3, 3);
+
+    Session resumed(world, stage, bf16, /*start=*/5.0f);
+    const auto loaded = resumed.engine.load_checkpoint(folder.path);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(loaded->path, path);
+    EXPECT_EQ(loaded->client_state_json, R"({"epoch": 4})");
+    EXPECT_EQ(resumed.engine.global_steps(), 3);
+    EXPECT_EQ(resumed.model.counter.item<int64_t>(), 3);
+    resumed.train(3, 3);
+    expect_same_bits(resumed.state(), straight.state());
+    EXPECT_EQ(resumed.engine.hyperparameters(0).lr, straight.engine.hyperparameters(0).lr);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, Checkpoints,
+                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0, 1, 3), testing::Bool()));
+
+TEST(Checkpoint, FitsAnotherStageAndAnotherWorld) {
+  const Folder folder;
+  std::map<std::string, Tensor> saved;
+  run_ranks(3, [&](const World& world) {
+    Session session(world, 3);
+    session.train(0, 2);
+    session.engine.save_checkpoint(folder.path, "here");
+    const auto state = session.state();
+    if (world.rank == 0) saved = state;
+  });
+  for (const auto& [size, stage] : {std::pair{2, 3}, {1, 0}, {4, 1}}) {
+    run_ranks(size, [&, stage = stage](const World& world) {
+      Session session(world, stage, false, 1.0f);
+      ASSERT_TRUE(session.engine.load_checkpoint(folder.path, "here"));
+      expect_same_bits(session.state(), saved);
+    });
+  }
+}
+
+TEST(Checkpoint, ThatDoesNotFitIsRefusedOnEveryRankAndChangesNothing) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    {
+      Session session(world, 3);
+      session.train(0, 1);
+      session.engine.save_checkpoint(folder.path);
+    }
+    Session other(world, 3, false, 0.0f, /*columns=*/8);
+    other.train(0, 1);
+    const auto before = other.state();
+    try {
+      other.engine.load_checkpoint(folder.path);
+      ADD_FAILURE() << "loaded what does not fit";
+    } catch (const CheckpointError& error) {
+      const std::string text = error.what();
+      EXPECT_NE(text.find("nothing was changed"), std::string::npos) << text;
+      EXPECT_NE(text.find("first"), std::string::npos) << text;
+      EXPECT_NE(text.find("second"), std::string::npos) << text;
+    }
+    expect_same_bits(other.state(), before);
+    other.train(1, 1);
+  });
+}
+
+TEST(Checkpoint, IsNotThereIsNoError) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 2);
+    EXPECT_FALSE(session.engine.load_checkpoint(folder.path));
+    EXPECT_THROW(session.engine.load_checkpoint(folder.path, "no_such_tag"), CheckpointError);
+    session.train(0, 1);
+  });
+}
+
+TEST(Checkpoint, IsRefusedBetweenBackwardAndStep) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 3);
+    session.engine.backward(session.model.loss(0, world.rank));
+    try {
+      session.engine.save_checkpoint(folder.path);
+      ADD_FAILURE() << "the gradients would be lost";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("call step() first"), std::string::npos) << error.what();
+    }
+    EXPECT_TRUE(session.engine.step().applied);
+    session.engine.save_checkpoint(folder.path);
+  });
+}
+
+}  // namespace
+}  // namespace deeptide

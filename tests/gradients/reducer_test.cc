@@ -1,0 +1,361 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Sums over ranks are the fp32 sums in rank order, bit for bit, whatever came when, where and how often.
+#include "gradients/reducer.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <thread>
+#include <tuple>
+
+#include "comm/failure_board.h"
+#include "ranks.h"
+
+namespace deeptide::gradients {
+namespace {
+
+using at::Tensor;
+using sharding::Parameter;
+using sharding::Unit;
+
+constexpr int64_t kAligned = 16;  // fp32 elements in 64 bytes
+
+sharding::UnitLayout layout_of(const std::string& name, const std::vector<int64_t>& sizes, int world) {
+  sharding::UnitLayout layout;
+  layout.name = name;
+  int64_t end = 0;
+  for (int64_t numel : sizes) {
+    layout.slots.push_back({static_cast<int>(layout.slots.size()), end, numel});
+    end = (end + numel + kAligned - 1) / kAligned * kAligned;
+  }
+  layout.shard = (end / kAligned + world - 1) / world * kAligned;
+  layout.numel = layout.shard * world;
+  return layout;
+}
+
+const std::vector<std::vector<int64_t>> kSizes = {{5, 40}, {1}, {17, 3, 100}, {64}};
+
+/// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
+struct Training {
+  explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
+      : board(std::make_shared<comm::FailureBoard>(world, "board")),
+        control(world, "control", std::chrono::milliseconds(timeout_ms), board, false),
+        group(world, "reductions", std::chrono::milliseconds(timeout_ms), board, false) {
+    std::vector<Unit*> all;
+    for (const auto& sizes : kSizes) {
+      const std::string name = "u" + std::to_string(units.size());
+      auto layout = layout_of(name, sizes, world.size);
+      std::vector<Parameter> members;
+      for (const auto& slot : layout.slots) {
+        Parameter p;
+        p.name = name + ".p" + std::to_string(slot.parameter);
+        p.tensors = {at::zeros({slot.numel})};
+        p.offset = slot.offset;
+        p.numel = slot.numel;
+        members.push_back(std::move(p));
+      }
+      const int index = static_cast<int>(units.size());
+      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), false, world.rank));
+      all.push_back(units.back().get());
+    }
+    reducer = std::make_unique<Reducer>(all, group, ledger, at::kCPU, options);
+  }
+
+  /// What the engine does at a micro-batch's end: the ranks agree on the largest number of rounds.
+  void finish() {
+    const Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong), all = at::empty({group.size()}, at::kLong);
+    auto pending = control.all_gather(all, own);
+    control.wait(pending, {});
+    reducer->finish(all.max().item<int64_t>());
+  }
+
+  /// Calls visit(unit, parameter, numel) as backward would reach them: last first.
+  template <typename Visit>
+  void backwards(Visit visit) {
+    for (int u = static_cast<int>(kSizes.size()) - 1; u >= 0; --u) {
+      for (int p = static_cast<int>(kSizes[u].size()) - 1; p >= 0; --p) visit(u, p, kSizes[u][p]);
+    }
+  }
+
+  /// This rank's part of a parameter's sum equals that of `expected` (numel,), bit for bit.
+  void expect_sum(int u, int p, const Tensor& expected) {
+    const Unit& unit = *units[u];
+    const Parameter& parameter = unit.parameters()[p];
+    const auto [first, last] = unit.owned_range(parameter);
+    if (first == last) return;
+    const Tensor mine = reducer->accumulator(u).narrow(0, first - unit.shard_begin(), last - first);
+    EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
+  }
+
+  std::shared_ptr<comm::FailureBoard> board;
+  comm::Group control;
+  comm::Group group;
+  std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
+  std::vector<std::unique_ptr<Unit>> units;
+  std::unique_ptr<Reducer> reducer;
+};
+
+/// Any rank can say what any rank's gradient is.
+Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
+  std::mt19937 random(((pass * 10 + rank) * 10 + u) * 10 + p + 1);
+  std::normal_distribution<float> normal;
+  const Tensor gradient = at::empty({numel});
+  for (int64_t i = 0; i < numel; ++i) gradient.mutable_data_ptr<float>()[i] = normal(random);
+  return gradient;
+}
+
+/// Small integers: their sums are exact in any order and any type.
+float whole_number(int rank, int u, int p, int pass) {
+  return static_cast<float>((rank + 2 * u + 3 * p + 5 * pass) % 7 - 3);
+}
+
+using Setting = std::tuple<int, at::ScalarType, bool>;  // world, wire type, overlap
+
+class Sums : public testing::TestWithParam<Setting> {
+ protected:
+  int world() const { return std::get<0>(GetParam()); }
+  ReducerOptions options(double scale = 1.0) const {
+    return {
+        .reduce_dtype = std::get<1>(GetParam()), .ordered = true, .overlap = std::get<2>(GetParam()), .scale = scale};
+  }
+};
+
+TEST_P(Sums, AreTakenInRankOrderInFp32AndScaledOnce) {
+  const double scale = 1.0 / (3 * world());
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options(scale));
+    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n)); });
+    EXPECT_TRUE(training.reducer->has_pending());
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) {
+      Tensor sum = gradient_of(0, u, p, n).to(options().reduce_dtype).to(at::kFloat);
+      for (int r = 1; r < w.size; ++r) sum.add_(gradient_of(r, u, p, n).to(options().reduce_dtype).to(at::kFloat));
+      training.expect_sum(u, p, sum.mul_(static_cast<float>(scale)));
+    });
+    double squares = 0.0;  // padding holds zeros, or it would show here
+    for (size_t u = 0; u < kSizes.size(); ++u) {
+      squares += training.reducer->accumulator(static_cast<int>(u)).to(at::kDouble).square().sum().item<double>();
+    }
+    EXPECT_NEAR(training.reducer->sum_of_squares(), squares, 1e-12 * squares);
+    EXPECT_FALSE(training.reducer->has_pending());
+    EXPECT_TRUE(training.reducer->has_gradient());
+    EXPECT_FALSE(training.reducer->bad());
+  });
+}
+
+TEST_P(Sums, TakeAMissingGradientForZeros) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options());
+    const auto missing = [](int rank, int u, int p) { return (rank + u + p) % 3 == 0; };
+    for (int step = 0; step < 3; ++step) {
+      training.backwards([&](int u, int p, int64_t n) {
+        if (!missing(w.rank, u, p)) training.reducer->add(u, p, at::full({n}, whole_number(w.rank, u, p, step)));
+      });
+      training.finish();
+      training.backwards([&](int u, int p, int64_t n) {
+        float sum = 0;
+        for (int r = 0; r < w.size; ++r) sum += missing(r, u, p) ? 0 : whole_number(r, u, p, step);
+        training.expect_sum(u, p, at::full({n}, sum));
+      });
+      training.reducer->clear_accumulated();
+      EXPECT_FALSE(training.reducer->has_gradient());
+    }
+  });
+}
+
+TEST_P(Sums, AddUpHoweverOftenAndInWhateverOrderEachRankGoesBackward) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options());
+    for (int step = 0; step < 4; ++step) {
+      std::vector<std::vector<float>> expected(kSizes.size(), std::vector<float>(3, 0.0f));
+      for (int micro = 0; micro < 2; ++micro) {
+        for (int r = 0; r < w.size; ++r) {  // every rank replays every rank's choices
+          std::mt19937 random(1000 * step + 100 * micro + r);
+          const int passes = static_cast<int>(random() % 4);
+          for (int pass = 0; pass < passes; ++pass) {
+            const bool all = random() % 2;
+            std::vector<std::pair<int, int>> places;
+            training.backwards([&](int u, int p, int64_t) { places.emplace_back(u, p); });
+            if (random() % 3 == 0) std::shuffle(places.begin(), places.end(), random);
+            for (const auto& [u, p] : places) {
+              if (!all && random() % 2) continue;
+              const float value = whole_number(r, u, p, pass);
+              expected[u][p] += value;
+              if (r == w.rank) training.reducer->add(u, p, at::full({kSizes[u][p]}, value));
+            }
+          }
+        }
+        training.finish();
+      }
+      if (training.reducer->has_gradient()) {
+        training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, expected[u][p])); });
+      }
+      training.reducer->clear_accumulated();
+    }
+  });
+}
+
+TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options());
+    training.reducer->set_local(true);
+    for (int pass = 0; pass < 3; ++pass) {
+      if (pass == 2) training.reducer->set_local(false);
+      training.backwards(
+          [&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n, pass)); });
+      if (pass < 2) {
+        EXPECT_EQ(training.reducer->rounds_wanted(), 0);
+      }
+      training.finish();
+      EXPECT_EQ(training.reducer->has_gradient(), pass == 2);
+    }
+    training.backwards([&](int u, int p, int64_t n) {
+      Tensor sum = at::zeros({n});
+      for (int r = 0; r < w.size; ++r) {
+        Tensor own = gradient_of(r, u, p, n, 0);
+        for (int pass = 1; pass < 3; ++pass) own = own + gradient_of(r, u, p, n, pass);
+        const Tensor sent = own.to(options().reduce_dtype).to(at::kFloat);
+        sum = r == 0 ? sent : sum + sent;
+      }
+      training.expect_sum(u, p, sum);
+    });
+  });
+}
+
+TEST_P(Sums, ForgetWhatIsDiscarded) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options());
+    const auto go_backward = [&](float value) {
+      training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, value)); });
+    };
+    go_backward(100);
+    training.reducer->discard();
+    EXPECT_FALSE(training.reducer->has_pending());
+    EXPECT_FALSE(training.reducer->has_gradient());
+    EXPECT_EQ(training.reducer->rounds_wanted(), 0);
+    go_backward(2);
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, 2.0f * w.size)); });
+  });
+}
+
+TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options());
+    const int culprit = w.size - 1;
+    training.backwards([&](int u, int p, int64_t n) {
+      Tensor gradient = at::full({n}, 1.0f);
+      if (w.rank == culprit && u == 2 && p == 1) gradient[2].fill_(std::numeric_limits<float>::quiet_NaN());
+      training.reducer->add(u, p, gradient);
+    });
+    training.finish();
+    const Unit& unit = *training.units[2];
+    const auto [first, last] = unit.owned_range(unit.parameters()[1]);
+    const int64_t at = unit.parameters()[1].offset + 2;
+    const bool mine = first <= at && at < last;
+    EXPECT_EQ(training.reducer->bad().has_value(), mine);
+    EXPECT_EQ(std::isfinite(training.reducer->sum_of_squares()), !mine);
+    if (mine) {
+      EXPECT_EQ(training.reducer->bad()->parameter, "u2.p1");
+      EXPECT_EQ(training.reducer->bad()->rank, culprit);
+    }
+    training.reducer->clear_accumulated();
+    EXPECT_FALSE(training.reducer->bad());
+    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
+    training.finish();
+    EXPECT_TRUE(std::isfinite(training.reducer->sum_of_squares())) << "the next step is a clean one";
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, Sums,
+                         testing::Combine(testing::Values(1, 2, 3, 4), testing::Values(at::kFloat, at::kBFloat16),
+                                          testing::Bool()),
+                         [](const auto& info) {
+                           return "World" + std::to_string(std::get<0>(info.param)) +
+                                  c10::toString(std::get<1>(info.param)) + (std::get<2>(info.param) ? "Overlap" : "");
+                         });
+
+TEST(Reducer, BlamesNobodyWhenOnlyTheSumOverflows) {
+  run_ranks(2, [](const World& w) {
+    Training training(w);
+    training.reducer->add(1, 0, at::full({1}, 3e38f));
+    training.finish();
+    const auto& bad = training.reducer->bad();
+    ASSERT_EQ(bad.has_value(), w.rank == 0) << "the one element lies in rank 0's shard";
+    if (bad) {
+      EXPECT_EQ(bad->parameter, "u1.p0");
+      EXPECT_EQ(bad->rank, -1);
+    }
+  });
+}
+
+TEST(Reducer, LeavesTheSumToTheTransportWhenAsked) {
+  run_ranks(3, [](const World& w) {
+    Training training(w, {.ordered = false});
+    training.backwards(
+        [&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, whole_number(w.rank, u, p, 0))); });
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) {
+      float sum = 0;
+      for (int r = 0; r < 3; ++r) sum += whole_number(r, u, p, 0);
+      training.expect_sum(u, p, at::full({n}, sum));
+    });
+  });
+}
+
+TEST(Reducer, RefusesSparseGradientsByName) {
+  run_ranks(1, [](const World& w) {
+    Training training(w);
+    try {
+      training.reducer->add(2, 1, at::full({3}, 1.0f).to_sparse());
+      FAIL() << "took a sparse gradient";
+    } catch (const std::exception& error) {
+      EXPECT_NE(std::string(error.what()).find("'u2.p1' received a sparse gradient"), std::string::npos)
+          << error.what();
+      EXPECT_NE(std::string(error.what()).find("sparse=False"), std::string::npos);
+    }
+    EXPECT_FALSE(training.reducer->has_pending());
+  });
+}
+
+TEST(Reducer, DoesNotBlockBackwardOnAPeerThatIsElsewhere) {
+  run_ranks(2, [](const World& w) {
+    Training training(w);
+    if (w.rank == 0) {  // several rounds of it while rank 1 has nothing to reduce yet
+      const auto begin = std::chrono::steady_clock::now();
+      for (int pass = 0; pass < 2; ++pass) {
+        training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
+      }
+      // Half a second for the peer to come; a wait a unit would take three.
+      EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(2500));
+    }
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, 2.0f)); });
+  });
+}
+
+TEST(Reducer, SaysWhichUnitItCouldNotReduce) {
+  const auto errors = errors_of_ranks(2, [](const World& w) {
+    Training training(w, {}, 1500);
+    if (w.rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(3500));
+      return;
+    }
+    training.reducer->set_step(4);
+    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
+    training.reducer->finish(1);
+  });
+  EXPECT_NE(errors[0].find("step 4, backward, reducing gradients of unit 'u3'"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("no word from rank 1"), std::string::npos) << errors[0];
+}
+
+}  // namespace
+}  // namespace deeptide::gradients

@@ -1,0 +1,197 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that take different ways through the same units: everyone is served, nobody hangs, the budget holds.
+#include "sharding/residency.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <thread>
+
+#include "ranks.h"
+#include "sharding/sharded_tensors.h"
+
+namespace deeptide::sharding {
+namespace {
+
+using at::Tensor;
+
+constexpr int kNumParameters = 9;
+
+/// Constant tensors of odd sizes, one element and many: value i + 1.
+std::vector<Tensor> constants() {
+  constexpr int64_t kSizes[kNumParameters] = {1, 700, 333, 64, 1000, 2, 513, 900, 90};
+  std::vector<Tensor> tensors;
+  for (int i = 0; i < kNumParameters; ++i) tensors.push_back(at::full({kSizes[i]}, static_cast<float>(i + 1)));
+  return tensors;
+}
+
+bool is_constant(const Tensor& t, float value) {
+  return t.min().item<float>() == value && t.max().item<float>() == value;
+}
+
+struct Way {
+  int world;
+  ResidencyLimits limits;
+  int64_t max_unit;
+};
+
+class DivergentRanks : public testing::TestWithParam<Way> {};
+
+TEST_P(DivergentRanks, FindTheirParametersWithinTheBudget) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    std::mt19937 random(world.rank);
+    for (int pass = 0; pass < 6; ++pass) {
+      const int accesses = static_cast<int>(random() % 40);  // none at all, too
+      for (int k = 0; k < accesses; ++k) {
+        const int i = random() % 3 ? k % kNumParameters : random() % kNumParameters;
+        c10::AutoGradMode mode(random() % 4 != 0);
+        const float sum = tensors[i].sum().item<float>();
+        ASSERT_EQ(sum, static_cast<float>((i + 1) * tensors[i].numel())) << "parameter " << i << ", pass " << pass;
+      }
+      model.close();
+      if (pass % 2) model.residency->release_all();
+    }
+    EXPECT_LE(model.residency->peak_bytes(), model.residency->budget() * 4);
+    EXPECT_FALSE(model.any_pinned());
+    model.residency->release_all();
+    EXPECT_EQ(model.residency->live_bytes(), 0);
+  });
+}
+
+TEST_P(DivergentRanks, AreServedWhenOneOperatorUsesManyUnits) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    std::mt19937 random(100 + world.rank);
+    for (int pass = 0; pass < 4; ++pass) {
+      for (int k = static_cast<int>(random() % 12); k > 0; --k) {
+        const int i = random() % kNumParameters, j = random() % kNumParameters;
+        const Tensor product = tensors[i].unsqueeze(1) * tensors[j].unsqueeze(0);
+        ASSERT_TRUE(is_constant(product, static_cast<float>((i + 1) * (j + 1)))) << i << " x " << j;
+      }
+      model.close();
+    }
+    model.residency->release_all();
+    EXPECT_EQ(model.residency->live_bytes(), 0);
+  });
+}
+
+TEST_P(DivergentRanks, AgreeOnWhatTheyWroteAlike) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    at::NoGradGuard no_grad;
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    std::vector<float> expected;
+    for (int i = 0; i < kNumParameters; ++i) expected.push_back(static_cast<float>(i + 1));
+    std::mt19937 same(5), own(world.rank);
+    for (int pass = 0; pass < 5; ++pass) {
+      for (int k = 0; k < 6; ++k) {
+        const int i = same() % kNumParameters;
+        tensors[i].mul_(2);
+        expected[i] *= 2;
+      }
+      model.close();
+      model.residency->release_all();
+      for (int k = static_cast<int>(own() % 20); k > 0; --k) {
+        const int i = own() % kNumParameters;
+        ASSERT_TRUE(is_constant(tensors[i].clone(), expected[i])) << "parameter " << i << ", pass " << pass;
+      }
+      model.close();
+    }
+  });
+}
+
+std::vector<Way> ways() {
+  std::vector<Way> all;
+  for (int world : {1, 2, 3, 4}) {
+    all.push_back({world, {}, 1});  // no prefetch, the smallest budget: two units
+    all.push_back({world, {.max_live = 2500, .prefetch = 2000, .max_reuse_distance = 500}, 800});
+  }
+  all.push_back({3, {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20}, 1});
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Ways, DivergentRanks, testing::ValuesIn(ways()), [](const auto& info) {
+  const Way& way = info.param;
+  return "World" + std::to_string(way.world) + "Live" + std::to_string(way.limits.max_live) + "Unit" +
+         std::to_string(way.max_unit);
+});
+
+TEST(Residency, ServesARankThatHasAllToItself) {
+  run_ranks(3, [](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors);
+    if (world.rank == 1) {
+      for (int i = 0; i < kNumParameters; ++i) EXPECT_TRUE(is_constant(tensors[i].clone(), static_cast<float>(i + 1)));
+    }
+    model.close();
+    EXPECT_GE(model.residency->gathers_issued(), kNumParameters) << "the others took part";
+  });
+}
+
+TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
+  run_ranks(3, [](const World& world) {
+    ShardedTensors model(world, "model", constants());
+    comm::Message own;
+    own.kind = comm::Message::Kind::close;
+    own.numbers[2] = 10 + world.rank;
+    const auto closing = model.residency->close(own, 1);
+    own.numbers[2] = 20 + world.rank;
+    const auto exchanged = model.residency->exchange(own, {1, "step", "agreeing"});
+    for (int r = 0; r < 3; ++r) {
+      EXPECT_EQ(closing[r].numbers[2], 10 + r);
+      EXPECT_EQ(exchanged[r].numbers[2], 20 + r);
+    }
+  });
+}
+
+TEST(Residency, PrefetchesWhatThePassBeforeUsed) {
+  run_ranks(2, [](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors,
+                         {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
+    std::vector<int64_t> rounds;
+    for (int pass = 0; pass < 2; ++pass) {
+      const auto before = model.residency->rounds();
+      for (const Tensor& t : tensors) t.sum();
+      rounds.push_back(model.residency->rounds() - before);
+      model.close();
+      model.residency->release_all();
+    }
+    EXPECT_LE(rounds[1], 2) << "all units fit the prefetch: one round asks for them all";
+    EXPECT_EQ(model.residency->gathers_issued(), 2 * kNumParameters) << "none is gathered twice in a pass";
+  });
+}
+
+TEST(Residency, LeavesNothingPinnedWhenThePeersDoNotCome) {
+  run_ranks(2, [](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, {}, 1, std::chrono::milliseconds(1000));
+    if (world.rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+      return;
+    }
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        tensors[4].sum();
+        ADD_FAILURE() << "rank 1 never came";
+      } catch (const std::exception& error) {
+        const std::string text = error.what();
+        EXPECT_NE(text.find("'p4'"), std::string::npos) << text;
+        EXPECT_NE(text.find("step 0, forward"), std::string::npos) << text;
+      }
+      EXPECT_FALSE(model.any_pinned());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace deeptide::sharding
