@@ -42,6 +42,8 @@ RAW = {
     "data_ptr": read_by_address,
     "data_ptr of a view": lambda p: read_by_address(p.detach()[1:]),
     "numpy": lambda p: p.detach().numpy(),
+    "tolist": lambda p: p.tolist(),
+    "numpy with force": lambda p: p.numpy(force=True),
     "numpy of a view": lambda p: p.detach().t()[2:].numpy(),
     "numpy asarray": lambda p: numpy.asarray(p.detach()),
     "write by numpy": write_by_numpy,
