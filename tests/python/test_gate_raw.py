@@ -28,9 +28,8 @@ def save_to_memory(p):
     torch.save(p, io.BytesIO())
 
 
-def load_of_save(p):
-    buffer = io.BytesIO()
-    torch.save({"weight": p}, buffer)
+def save_in_dict(p):
+    torch.save({"weight": p}, io.BytesIO())
 
 
 def write_by_numpy(p):
@@ -48,7 +47,7 @@ RAW = {
     "numpy asarray": lambda p: numpy.asarray(p.detach()),
     "write by numpy": write_by_numpy,
     "torch.save": save_to_memory,
-    "torch.save of a dict": load_of_save,
+    "torch.save of a dict": save_in_dict,
     "pickle": pickle.dumps,
     "storage data_ptr": lambda p: p.untyped_storage().data_ptr(),
     "storage clone": lambda p: p.untyped_storage().clone(),
@@ -82,7 +81,7 @@ def attempt(access, parameter, cure):
     return None
 
 
-def try_all(stage=None):
+def try_all():
     """Every raw access in turn, in a process of its own: an access that crashed would end it."""
     deeptide.init_distributed()
     with engine_of(None, models.TinyModel) as engine:
