@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What bypasses the operators: it works, or it throws a text with the parameter's name and the cure; nothing crashes."""
+"""What bypasses the operators works or throws a text with the parameter's name and the cure; nothing crashes."""
 
 import copy
 import ctypes
