@@ -3,6 +3,7 @@
 // What the engine tells at its start, and where every byte is.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <set>
 
 #include "engine/engine_impl.h"
@@ -32,6 +33,18 @@ at::ScalarType reduce_type(const Config& config) {
 }
 
 int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
+
+/// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one.
+int64_t transport_bytes(const Engine::Impl& impl) {
+  if (impl.world.size == 1 || !impl.model.device().is_cpu()) return 0;
+  int64_t largest = 0;
+  for (const auto& unit : impl.model.units()) {
+    const bool gathers_gradients = !impl.policy.shard_optimizer;
+    if (gathers_gradients && !(unit->layout().trainable && impl.optimizer)) continue;
+    largest = std::max(largest, bytes(unit->numel(), gathers_gradients ? at::kFloat : unit->layout().dtype));
+  }
+  return largest;
+}
 
 }  // namespace
 
@@ -81,7 +94,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
           {"gathered peak", bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
                                   model.units().front()->layout().dtype),
            ledger->peak(Role::gathered)},
-          {"communication", 0, ledger->peak(Role::communication)}};
+          {"communication", transport_bytes(*this), ledger->peak(Role::communication) + transport_bytes(*this)}};
 }
 
 }  // namespace deeptide

@@ -80,7 +80,6 @@ struct Traits {
   uint64_t writes = 0;      // bit i: argument i is written
   bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
   bool collective = false;  // goes on after it has returned
-  bool resolves = false;    // what torch calls before it reads memory directly: tolist(), repr(), numpy(force=True)
 };
 
 Traits read_traits(const c10::FunctionSchema& schema) {
@@ -95,7 +94,6 @@ Traits read_traits(const c10::FunctionSchema& schema) {
   }
   traits.views_only = aliases && traits.writes == 0;
   traits.collective = schema.name().find("c10d") < schema.name().find("::");
-  traits.resolves = schema.name() == "aten::resolve_conj" || schema.name() == "aten::resolve_neg";
   return traits;
 }
 
@@ -172,11 +170,6 @@ class Hold {
 void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kGateKey);
   const Traits& traits = traits_of(op);
-  if (traits.resolves) {
-    // Its result may be a copy by contract; a copy is memory that stays.
-    IValue& subject = torch::jit::peek(*stack, 0, op.schema().arguments().size());
-    subject = subject.toTensor().clone();
-  }
   if (traits.views_only) {
     // A composite that copies after all (reshape, to) reaches the gate again with its inner operators.
     op.redispatchBoxed(below, stack);

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One objective on a plain model and on ranks that share it under ZeRO-3: losses and gradients must be the same bits."""
+"""One objective on a plain model and on ranks that shard it (ZeRO-3): losses and gradients must be the same bits."""
 
 import contextlib
 

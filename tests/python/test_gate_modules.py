@@ -5,8 +5,8 @@
 import models
 import pytest
 import torch
-from gated import assert_as_plain, engine_of, inputs
 from conftest import run_ranks
+from gated import assert_as_plain, engine_of, inputs
 from torch import nn
 from torch.nn import functional as F
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What bypasses the operators: it works, or it throws a text with the parameter's name and the cure; nothing crashes."""
+"""What bypasses the operators works or throws a text with the parameter's name and the cure; nothing crashes."""
 
 import copy
 import ctypes
@@ -28,9 +28,8 @@ def save_to_memory(p):
     torch.save(p, io.BytesIO())
 
 
-def load_of_save(p):
-    buffer = io.BytesIO()
-    torch.save({"weight": p}, buffer)
+def save_in_dict(p):
+    torch.save({"weight": p}, io.BytesIO())
 
 
 def write_by_numpy(p):
@@ -42,11 +41,13 @@ RAW = {
     "data_ptr": read_by_address,
     "data_ptr of a view": lambda p: read_by_address(p.detach()[1:]),
     "numpy": lambda p: p.detach().numpy(),
+    "tolist": lambda p: p.tolist(),
+    "numpy with force": lambda p: p.numpy(force=True),
     "numpy of a view": lambda p: p.detach().t()[2:].numpy(),
     "numpy asarray": lambda p: numpy.asarray(p.detach()),
     "write by numpy": write_by_numpy,
     "torch.save": save_to_memory,
-    "torch.save of a dict": load_of_save,
+    "torch.save of a dict": save_in_dict,
     "pickle": pickle.dumps,
     "storage data_ptr": lambda p: p.untyped_storage().data_ptr(),
     "storage clone": lambda p: p.untyped_storage().clone(),
@@ -80,7 +81,7 @@ def attempt(access, parameter, cure):
     return None
 
 
-def try_all(stage=None):
+def try_all():
     """Every raw access in turn, in a process of its own: an access that crashed would end it."""
     deeptide.init_distributed()
     with engine_of(None, models.TinyModel) as engine:

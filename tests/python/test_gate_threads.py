@@ -60,33 +60,3 @@ def test_backward_in_another_thread():
 
     for found in run_ranks(2, rank):
         assert_same_gradients(found, expected)
-
-
-def test_threads_that_read_under_the_interpreter_lock_do_not_hang():
-    """tolist() and repr() hold the interpreter's lock while they gather: two threads of them must not wait on each other."""
-    expected = [block.up.bias.tolist() for block in models.make_model().h]
-
-    def rank(world):
-        found, errors = {}, []
-
-        def work(block):
-            try:
-                for _ in range(10):
-                    found[block] = engine.module.h[block].up.bias.tolist()
-                    repr(engine.module.h[block].down.bias)
-            except BaseException as error:
-                errors.append(error)
-
-        with engine_of(world, models.TinyModel) as engine:
-            threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
-            for t in threads:
-                t.start()
-            for t in threads:
-                t.join()
-            assert not errors, errors
-            engine.module(TOKENS, TARGETS).backward()
-            assert engine.step().applied
-        return found
-
-    for found in run_ranks(2, rank):
-        assert [found[i] for i in range(3)] == expected

