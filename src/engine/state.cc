@@ -105,8 +105,8 @@ void restore_generators(const Engine::Impl::Progress& progress, at::Device devic
 
 enum class Purpose { save, load };
 
-/// `p` out of `flat`, which starts at `begin` of its unit. What every rank has whole (stage 0) is saved in parts, each by its
-/// owner, but loaded whole.
+/// `p` out of `flat`, which starts at `begin` of its unit. What every rank has whole (stage 0) is saved in parts, each
+/// by its owner, but loaded whole.
 Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
                Purpose purpose) {
   auto [first, last] = unit.owned_range(p);
