@@ -13,8 +13,8 @@ namespace deeptide {
 using BlockingRegion = std::function<void(const std::function<void()>&)>;
 DEEPTIDE_API void set_blocking_region(BlockingRegion region);
 
-/// Throws the error as the language's own. Torch's operators and autograd, which run between a wait and the user's code,
-/// would turn a CommError into a nameless runtime error.
+/// Throws the error as the language's own. Torch's operators and autograd, between a wait and the user's code, would
+/// make a nameless runtime error of a CommError.
 using ErrorThrower = std::function<void(const CommError&)>;
 DEEPTIDE_API void set_error_thrower(ErrorThrower thrower);
 

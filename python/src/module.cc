@@ -3,18 +3,10 @@
 // The Python module deeptide._C: the C++ core as Python sees it.
 #include "bindings.h"
 
-#include "comm/group.h"
-
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ core of Deeptide.";
   // torch registers the types of tensors, devices and stores that our signatures name.
   py::module_::import("torch");
-  deeptide::comm::set_blocking_region([](const std::function<void()>& wait) {
-    // Most operators come here without the lock; tolist() and the like bring it.
-    if (PyGILState_Check() == 0) return wait();
-    const py::gil_scoped_release released;
-    wait();
-  });
   deeptide::python::bind_errors(module);
   deeptide::python::bind_config(module);
   deeptide::python::bind_world(module);

@@ -28,8 +28,8 @@ std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named
   for (const auto& [name, tensor] : named) {
     TORCH_CHECK_VALUE(tensor.defined(), "parameter '", name, "' is undefined");
     TORCH_CHECK_VALUE(names.insert(name).second, "parameter name '", name, "' occurs twice in the model's description");
-    TORCH_CHECK_VALUE(!tensor.is_meta(), "parameter '", name, "' is on the meta device and has no values; give the model "
-                      "memory and values first: model.to_empty(device=…), then initialise it");
+    TORCH_CHECK_VALUE(!tensor.is_meta(), "parameter '", name, "' is on the meta device and has no values; give the "
+                      "model memory and values first: model.to_empty(device=…), then initialise it");
     TORCH_CHECK_VALUE(!tensor.has_storage() || !sharding::is_bound(tensor.storage()), "parameter '", name,
                       "' already belongs to another engine; one model has one engine");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.has_storage(), "parameter '", name, "' is ",
