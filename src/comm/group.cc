@@ -23,7 +23,8 @@ using std::chrono::steady_clock;
 namespace {
 
 constexpr milliseconds kPollFailures{250};
-constexpr milliseconds kLastBytes{500};  // a peer that has ended may have done its part: its bytes can be under way still
+// A peer that has ended may have done its part before: its bytes can be under way still.
+constexpr milliseconds kLastBytes{500};
 
 BlockingRegion& blocking_region() {
   static BlockingRegion region;
