@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Ranks, coordinates and peers on the grid with named axes.
 #include "comm/mesh.h"
 
 #include <gtest/gtest.h>

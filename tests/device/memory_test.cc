@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Flat memory is aligned, zeroed and counted to the last byte; pools lend a buffer once at a time.
 #include "device/memory.h"
 
 #include <ATen/ops/ones.h>
@@ -143,13 +144,13 @@ TEST_F(Pool, TakesTheSmallestThatFits) {
   EXPECT_EQ(address(pool_.take(1000, at::kByte)), where);
 }
 
-TEST_F(Pool, FreesWhatDoesNotFitInsteadOfAddingToThePeak) {
-  pool_.put(pool_.take(10'000, at::kFloat));
-  EXPECT_EQ(ledger_->current(Role::gathered), 40'000);
+TEST_F(Pool, FreesWhatDoesNotFitALargeRequestInsteadOfAddingToThePeak) {
+  pool_.put(pool_.take(1'000'000, at::kFloat));
+  EXPECT_EQ(ledger_->current(Role::gathered), 4'000'000);
   const Tensor small = pool_.take(100, at::kFloat);
-  EXPECT_EQ(ledger_->current(Role::gathered), 400);
-  const Tensor large = pool_.take(20'000, at::kFloat);
-  EXPECT_EQ(ledger_->current(Role::gathered), 80'400);
+  EXPECT_EQ(ledger_->current(Role::gathered), 4'000'400) << "a small one costs nothing; the large one stays for the next";
+  const Tensor large = pool_.take(2'000'000, at::kFloat);
+  EXPECT_EQ(ledger_->current(Role::gathered), 8'000'400);
 }
 
 TEST_F(Pool, NeverLendsOneBufferTwice) {

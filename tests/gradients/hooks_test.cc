@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Each gradient is caught once per backward, for as long as the hooks live and no longer.
 #include "gradients/hooks.h"
 
 #include <ATen/TensorOperators.h>

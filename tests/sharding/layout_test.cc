@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Units of models as people write them, and what holds of the units of any model at all.
 #include "sharding/layout.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// The prediction follows the pass, skips, wraps and ends as the model does.
 #include "sharding/plan.h"
 
 #include <gtest/gtest.h>
