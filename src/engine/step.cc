@@ -169,7 +169,7 @@ void Engine::Impl::note_external_writes() {
   for (const auto& unit : model.units()) {
     if (unit->sharded()) continue;
     for (sharding::Parameter& p : unit->parameters()) {
-      const auto version = p.tensors.front()._version();
+      const auto version = p.current_version();
       if (version != p.version) p.rewritten = true;
       p.version = version;
     }

@@ -107,22 +107,25 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   const device::Unseen unseen;
   std::lock_guard lock(mutex_);
   needed_.clear();
+  const int before = last_visited_;
   for (const Use& use : uses) {
     Unit* unit = use.parameter->unit;
     if (!contains(needed_, unit)) needed_.push_back(unit);
     visit(*unit);
   }
+  // Rounds of wishes are posted at one unit and collected at the next, never 'when they happen to be ready': what is whole
+  // then depends on the program alone, so ranks that run alike hold alike, and none needs another that has gone elsewhere.
+  const bool moved = last_visited_ != before;
+  if (moved && rendezvous_.posted()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
   if (!all_whole) bring(needed_);
-  look_ahead();
+  if (moved) look_ahead();
   for (const Use& use : uses) use.parameter->unit->open(*use.parameter);  // last: a throw above leaves nothing open
 }
 
 /// Keeps a round of wishes under way, so that the next units arrive while this operator computes.
 void Residency::look_ahead() {
-  if (rendezvous_.ready()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
-  if (rendezvous_.posted() || last_visited_ == last_wished_at_) return;
-  last_wished_at_ = last_visited_;  // one try a unit: what the ranks did not all want is asked for when needed
+  if (rendezvous_.posted()) return;
   Message message;
   add_wishes(message, needed_);
   if (message.num_wishes > 0) rendezvous_.post(message);
@@ -281,7 +284,7 @@ std::vector<Message> Residency::close(const Message& own, int64_t step, bool end
     if (ends_pass) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();
-      last_visited_ = last_wished_at_ = -1;
+      last_visited_ = -1;
     }
     return messages;
   }

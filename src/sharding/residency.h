@@ -106,7 +106,6 @@ class Residency {
   std::vector<int64_t> last_use_;
   int64_t clock_ = 0;
   int last_visited_ = -1;
-  int last_wished_at_ = -1;
   int64_t live_numel_ = 0;  // whole or in flight
   int64_t live_bytes_ = 0;
   int64_t peak_bytes_ = 0;

@@ -77,6 +77,12 @@ Tensor Parameter::view_of(const Tensor& flat) const {
   return at::as_strided(flat, t.sizes(), t.strides(), flat.storage_offset() + offset);
 }
 
+uint32_t Parameter::current_version() const {
+  uint32_t version = 0;
+  for (const Tensor& tensor : tensors) version += static_cast<uint32_t>(tensor._version());
+  return version;
+}
+
 Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank)
     : index_(index), layout_(std::move(layout)), parameters_(std::move(parameters)), sharded_(sharded), rank_(rank) {
   for (Parameter& p : parameters_) p.unit = this;
@@ -109,7 +115,7 @@ void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
       impl->set_storage_offset(0);
       if (sharded_) set_gate_key(t, true);
     }
-    p.version = p.tensors.front()._version();
+    p.version = p.current_version();
   }
   Tensor slice = whole.narrow(0, shard_begin(), layout_.shard);
   if (!sharded_) {

@@ -32,10 +32,12 @@ struct Parameter {
   int group = -1;
   Unit* unit = nullptr;
   c10::intrusive_ptr<c10::StorageImpl> storage;  // ours: views keep it, the registry finds us by it
-  uint32_t version = 0;                          // of tensors[0] after our last own write
+  uint32_t version = 0;                          // current_version() after our last own write
   bool rewritten = false;                        // written by others than the engine: the master must follow
   int pins = 0;                                  // operators in flight that use it (sharded units)
 
+  /// Counts the writes through any of its tensors.
+  uint32_t current_version() const;
   /// The same element order in another buffer: a view of `flat` with this parameter's sizes and strides.
   at::Tensor view_of(const at::Tensor& flat) const;
 };
