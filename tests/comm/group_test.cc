@@ -14,6 +14,7 @@
 
 #include "comm/failure_board.h"
 #include "comm/rendezvous.h"
+#include "deeptide/interpreter.h"
 #include "ranks.h"
 
 namespace deeptide::comm {

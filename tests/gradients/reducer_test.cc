@@ -237,7 +237,7 @@ TEST_P(Sums, ForgetWhatIsDiscarded) {
       training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, value)); });
     };
     go_backward(100);
-    training.reducer->discard();
+    training.reducer->discard(training.reducer->rounds_begun());
     EXPECT_FALSE(training.reducer->has_pending());
     EXPECT_FALSE(training.reducer->has_gradient());
     EXPECT_EQ(training.reducer->rounds_wanted(), 0);

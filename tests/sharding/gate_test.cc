@@ -99,8 +99,8 @@ TEST_F(Gate, BringsWhatIsWrittenIntoTheShard) {
   p_.t()[5].fill_(-1.0);  // through a view
   Tensor expected = matrix(4, 6) * 2;
   expected.t()[5].fill_(-1.0);
-  EXPECT_TRUE(model_.units[0]->rewritten);
-  EXPECT_FALSE(model_.units[1]->rewritten);
+  EXPECT_TRUE(model_.rewritten(0));
+  EXPECT_FALSE(model_.rewritten(1));
   model_.close();
   model_.residency->release_all();
   EXPECT_FALSE(model_.units[0]->is_whole());
@@ -128,7 +128,7 @@ TEST_F(Gate, ForgetsWhatAFailedOperatorHasHalfWritten) {
   p_.sum();  // whole now
   EXPECT_NE(error_of([&] { call_fill_then_fail(p_); }).find("fails half way"), std::string::npos);
   EXPECT_FALSE(model_.any_pinned());
-  EXPECT_FALSE(model_.units[0]->rewritten);
+  EXPECT_FALSE(model_.rewritten(0));
   EXPECT_TRUE(at::equal(p_.clone(), matrix(4, 6))) << "the shards are the truth";
 }
 

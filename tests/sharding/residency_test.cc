@@ -143,7 +143,7 @@ TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
     comm::Message own;
     own.kind = comm::Message::Kind::close;
     own.numbers[2] = 10 + world.rank;
-    const auto closing = model.residency->close(own, 1);
+    const auto closing = model.residency->close(own, 1, /*ends_pass=*/true);
     own.numbers[2] = 20 + world.rank;
     const auto exchanged = model.residency->exchange(own, {1, "step", "agreeing"});
     for (int r = 0; r < 3; ++r) {

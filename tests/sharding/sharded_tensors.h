@@ -59,7 +59,11 @@ struct ShardedTensors {
   void close() {
     comm::Message own;
     own.kind = comm::Message::Kind::close;
-    residency->close(own, 0);
+    residency->close(own, 0, /*ends_pass=*/true);
+  }
+  bool rewritten(int unit) const {
+    const auto& all = units[unit]->parameters();
+    return std::any_of(all.begin(), all.end(), [](const Parameter& p) { return p.rewritten; });
   }
   bool any_pinned() const {
     return std::any_of(units.begin(), units.end(), [](const auto& unit) { return unit->is_pinned(); });

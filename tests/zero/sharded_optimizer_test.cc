@@ -200,11 +200,11 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
     training.step(0, groups);
     EXPECT_FALSE(shard.eq(0.75).all().item<bool>()) << "the master is the truth until someone says otherwise";
     shard.fill_(0.75);
-    unit.rewritten = true;
+    for (sharding::Parameter& p : unit.parameters()) p.rewritten = true;
     training.step(1, groups);
     EXPECT_TRUE(shard.eq(0.75).all().item<bool>());
     EXPECT_TRUE(training.optimizer->states(0)[0].data.eq(0.75).all().item<bool>());
-    EXPECT_FALSE(unit.rewritten);
+    for (const sharding::Parameter& p : unit.parameters()) EXPECT_FALSE(p.rewritten);
   });
 }
 
