@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine under DeepSpeed's names: training, accumulation, checkpoints, whole values."""
 
+import threading
 import gc
 import json
 import math
@@ -34,8 +35,13 @@ class Model(torch.nn.Module):
         return self.head(self.embed(x) + self.decode(x)) * (-self.scale if flip else self.scale)
 
 
+_seeding = threading.Lock()  # ranks as threads share one generator
+
+
 def start(config=CONFIG, **arguments):
-    return deeptide.initialize(model=Model(), config=config, **arguments)[0]
+    with _seeding:
+        model = Model()
+    return deeptide.initialize(model=model, config=config, **arguments)[0]
 
 
 def loss_of(engine, value=1.0):
