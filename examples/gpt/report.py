@@ -134,7 +134,10 @@ class Report:
         print(f"{steps} steps in {duration(self.seconds)} (min:s), {speed:,.0f} tokens/s with evaluation and saving")
         before, after = self.held_out_losses[0], self.held_out_losses[-1]
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
-        print("\nIt writes:\n" + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in printable(sample).strip("\n").splitlines()))
+        print(
+            "\nIt writes:\n"
+            + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in printable(sample).strip("\n").splitlines())
+        )
         print("\n" + memory_table(memory))
         print(f"peak memory of this process (torch, Python and data included): {megabytes(resident_bytes('VmHWM'))}")
         print(f"\nLoss curve:  {self._draw()}")

@@ -73,10 +73,10 @@ struct ZeroConfig {
 
 /// Deeptide's own section, "deeptide": {…}.
 struct RuntimeConfig {
-  double comm_timeout_s = 1800.0;        // every wait on a peer
-  bool ordered_reduction = true;         // "reduction": "ordered" | "transport"
-  bool tune_allocator = true;            // keep large CPU tensors' pages instead of faulting them anew
-  int64_t unit_size = 0;                 // elements of a unit at most; 0: one repeated block
+  double comm_timeout_s = 1800.0;  // every wait on a peer
+  bool ordered_reduction = true;   // "reduction": "ordered" | "transport"
+  bool tune_allocator = true;      // keep large CPU tensors' pages instead of faulting them anew
+  int64_t unit_size = 0;           // elements of a unit at most; 0: one repeated block
   uint64_t seed = 0;
 };
 
@@ -102,15 +102,15 @@ class Config {
   RuntimeConfig runtime;
   bool fp16 = false;  // rejected by the parser until loss scaling is there
   bool bf16 = false;
-  std::optional<DataType> communication_dtype;         // absent: the compute type
-  std::optional<DataType> gradient_accumulation_dtype; // absent: fp32
-  double gradient_clipping = 1.0;                      // 0: off
-  bool gradient_mean = true;                           // gradient_allreduce_op; false: sum
+  std::optional<DataType> communication_dtype;          // absent: the compute type
+  std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
+  double gradient_clipping = 1.0;                       // 0: off
+  bool gradient_mean = true;                            // gradient_allreduce_op; false: sum
   std::optional<int64_t> steps_per_print;
   bool dataloader_drop_last = false;
   bool dump_state = false;
   std::string origin;
-  std::string text;                    // as read, for checkpoints
+  std::string text;  // as read, for checkpoints
   std::vector<std::string> decisions;
 };
 

@@ -45,9 +45,9 @@ struct ParameterGroup {
 };
 
 struct InitOptions {
-  std::optional<World> world;                // absent: init_distributed()
-  std::vector<ParameterGroup> groups;        // empty: one group of all trainable parameters
-  std::optional<OptimizerKind> optimizer;    // absent: the configuration's
+  std::optional<World> world;              // absent: init_distributed()
+  std::vector<ParameterGroup> groups;      // empty: one group of all trainable parameters
+  std::optional<OptimizerKind> optimizer;  // absent: the configuration's
 };
 
 /// What a call of Engine::step() did.
@@ -98,7 +98,8 @@ class DEEPTIDE_API Engine {
   /// Collective. Ends the micro-batch; at an accumulation boundary reduces, clips, steps and publishes parameters.
   /// Errors: ValueError when no rank has a gradient (step before backward); CommError.
   StepOutcome step();
-  /// Collective. Takes part in the others' steps until every rank has joined: ranks may have different numbers of batches.
+  /// Collective. Takes part in the others' steps until every rank has joined: ranks may have different numbers of
+  /// batches.
   void join();
   /// Collective. One step of `join`, for callers that do something at each; empty when every rank has joined.
   std::optional<StepOutcome> join_step();

@@ -3,14 +3,13 @@
 // c10d backends behind one interface; the only place that waits on peers.
 #include "comm/group.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
 #include "comm/blocking.h"
 #include "comm/failure_board.h"
@@ -47,14 +46,15 @@ ErrorThrower& error_thrower() {
 /// All ranks are on this host: no name needs to be resolved.
 bool is_local(const World& world) {
   const char* address = std::getenv("MASTER_ADDR");
-  return world.source == "threads" || (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
+  return world.source == "threads" ||
+         (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
 }
 
 c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout + kTransportGrace);
   using Gloo = c10d::ProcessGroupGloo;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  options->devices.push_back(interface        ? Gloo::createDeviceForInterface(interface)
+  options->devices.push_back(interface         ? Gloo::createDeviceForInterface(interface)
                              : is_local(world) ? Gloo::createDeviceForHostname("127.0.0.1")
                                                : Gloo::createDefaultDevice());
   options->threads = 1;  // one channel's collectives run in order anyway; fewer threads leave the cores to compute
@@ -87,8 +87,8 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
   try {
     run_blocking([&] { backend_ = on_device_ ? world.backend : make_gloo(world, name, timeout); });
   } catch (const std::exception& error) {
-    throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " could not connect group '" + name +
-                    "' within " + std::to_string(timeout.count()) + " ms: " + error.what() +
+    throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " could not connect group '" +
+                    name + "' within " + std::to_string(timeout.count()) + " ms: " + error.what() +
                     ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME picks the interface).");
   }
 }
@@ -157,7 +157,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
     fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
-                    board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure.substr(0, 300));
+         board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure.substr(0, 300));
   }
   if (done) pending = Pending();
   return done;
@@ -173,8 +173,8 @@ void Group::wait(Pending& pending, const Site& site) {
     }
     if (steady_clock::now() - begin > timeout_) {
       fail("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
-                      " s at " + site.text() + ": " + board_->diagnose("waits: " + site.text()) +
-                      ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
+           " s at " + site.text() + ": " + board_->diagnose("waits: " + site.text()) +
+           ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
   }
 }

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Rounds in which every rank says what it needs next and hears what the others need: what keeps divergent ranks from hanging.
+// Rounds in which every rank says what it needs next and hears what the others need: what keeps divergent ranks from
+// hanging.
 #pragma once
 
 #include <array>
@@ -27,8 +28,9 @@ struct Message {
   std::array<int64_t, 6> numbers{};  // of a close: see engine/closing.cc
 };
 
-/// Rounds on a channel of their own. At most one round is under way; a rank that has posted its message may go on computing
-/// and collect the round later. Every rank takes part in every round, so the sequence of rounds is the same everywhere.
+/// Rounds on a channel of their own. At most one round is under way; a rank that has posted its message may go on
+/// computing and collect the round later. Every rank takes part in every round, so the sequence of rounds is the same
+/// everywhere.
 class Rendezvous {
  public:
   explicit Rendezvous(Group& control);

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Flat memory by role: large pages, 64-byte alignment, every byte counted; pools that keep pages instead of faulting anew.
+// Flat memory by role: large pages, 64-byte alignment, every byte counted; pools that keep pages instead of faulting
+// anew.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +41,8 @@ at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64
                          at::Device device);
 
 /// Keeps released buffers for the next taker: gathered units and gradient buckets come and go many times a step.
-/// Contents of a taken buffer are undefined. Thread-safe. Must outlive no engine thread, but may die before its buffers.
+/// Contents of a taken buffer are undefined. Thread-safe. Must outlive no engine thread, but may die before its
+/// buffers.
 class BufferPool {
  public:
   /// A kept buffer serves a taker of `max_waste` times fewer bytes too; 1: only one of its own size, so that what is
@@ -63,8 +65,8 @@ class BufferPool {
   std::vector<at::Tensor> idle_;  // as bytes
 };
 
-/// Makes glibc keep large blocks instead of returning them to the kernel after every operator (CPU training: up to 13x on
-/// single operators). Once per process; no effect with another malloc.
+/// Makes glibc keep large blocks instead of returning them to the kernel after every operator (CPU training: up to 13x
+/// on single operators). Once per process; no effect with another malloc.
 void tune_allocator();
 
 }  // namespace deeptide::device

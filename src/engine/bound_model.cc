@@ -28,14 +28,15 @@ std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named
   for (const auto& [name, tensor] : named) {
     TORCH_CHECK_VALUE(tensor.defined(), "parameter '", name, "' is undefined");
     TORCH_CHECK_VALUE(names.insert(name).second, "parameter name '", name, "' occurs twice in the model's description");
-    TORCH_CHECK_VALUE(!tensor.is_meta(), "parameter '", name, "' is on the meta device and has no values; give the "
+    TORCH_CHECK_VALUE(!tensor.is_meta(), "parameter '", name,
+                      "' is on the meta device and has no values; give the "
                       "model memory and values first: model.to_empty(device=…), then initialise it");
     TORCH_CHECK_VALUE(!tensor.has_storage() || !sharding::is_bound(tensor.storage()), "parameter '", name,
                       "' already belongs to another engine; one model has one engine");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.has_storage(), "parameter '", name, "' is ",
                       tensor.layout(), "; only dense parameters are supported");
-    TORCH_CHECK_VALUE(c10::isFloatingType(tensor.scalar_type()), "parameter '", name, "' has type ", tensor.scalar_type(),
-                      "; parameters must be of a floating type (make it a buffer)");
+    TORCH_CHECK_VALUE(c10::isFloatingType(tensor.scalar_type()), "parameter '", name, "' has type ",
+                      tensor.scalar_type(), "; parameters must be of a floating type (make it a buffer)");
     Parameter* same = nullptr;
     if (tensor.numel() > 0) {
       for (int i : by_storage[tensor.storage().unsafeGetStorageImpl()]) {
@@ -87,7 +88,8 @@ void assign_groups(std::vector<Parameter>& parameters, const std::vector<Paramet
       TORCH_CHECK_VALUE(found != by_name.end(), "optimizer group ", g, " names parameter '", name,
                         "', which the model does not have");
       Parameter& p = *found->second;
-      TORCH_CHECK_VALUE(p.group < 0 || p.group == g, "parameter '", name, "' is in optimizer groups ", p.group, " and ", g);
+      TORCH_CHECK_VALUE(p.group < 0 || p.group == g, "parameter '", name, "' is in optimizer groups ", p.group, " and ",
+                        g);
       p.group = g;
     }
   }
@@ -113,12 +115,14 @@ std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at
 
 void check_trainable(const std::vector<ParameterSpec>& specs, const std::string& trained_by) {
   const bool any = std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.trainable; });
-  TORCH_CHECK_VALUE(any || trained_by.empty(), "the model has no trainable parameters (requires_grad is false on all of its ",
-                    specs.size(), "), but ", trained_by, " configures an optimizer");
+  TORCH_CHECK_VALUE(any || trained_by.empty(),
+                    "the model has no trainable parameters (requires_grad is false on all of its ", specs.size(),
+                    "), but ", trained_by, " configures an optimizer");
   for (const auto& spec : specs) {
-    TORCH_CHECK_VALUE(!spec.trainable || spec.dtype == at::kFloat || spec.dtype == at::kBFloat16, "parameter '", spec.name,
-                      "' is trainable and of type ", spec.dtype,
-                      "; trainable parameters are fp32 or bf16 (fp16 comes with loss scaling): call .float() on it first");
+    TORCH_CHECK_VALUE(
+        !spec.trainable || spec.dtype == at::kFloat || spec.dtype == at::kBFloat16, "parameter '", spec.name,
+        "' is trainable and of type ", spec.dtype,
+        "; trainable parameters are fp32 or bf16 (fp16 comes with loss scaling): call .float() on it first");
   }
 }
 
@@ -131,8 +135,9 @@ void prepare(Parameter& p, at::ScalarType dtype) {
 
 }  // namespace
 
-BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
-                       const World& world, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger)
+BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
+                       const BindOptions& options, const World& world, comm::Group& gathers,
+                       const std::shared_ptr<device::Ledger>& ledger)
     : buffers_(model.buffers) {
   at::NoGradGuard no_grad;
   auto parameters = distinct_parameters(model.parameters);
@@ -153,8 +158,8 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
       p.offset = slot.offset;
       members.push_back(std::move(p));
     }
-    const bool persists = layout.used <= options.persistence_threshold &&
-                          persistent + layout.used <= options.model_persistence_threshold;
+    const bool persists =
+        layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
     if (persists) persistent += layout.used;
     const bool sharded = options.shard_parameters && world.size > 1 && !persists;
     const int index = static_cast<int>(units_.size());
@@ -216,9 +221,10 @@ int64_t BoundModel::num_trainable() const {
 void BoundModel::check_bound() const {
   for (const auto& unit : units_) {
     for (const Parameter& p : unit->parameters()) {
-      TORCH_CHECK_VALUE(p.tensors.front().storage().unsafeGetStorageImpl() == p.storage.get(), "parameter '", p.name,
-                        "' got other memory after initialize (module.to(), .data = …): the engine no longer sees it. "
-                        "Change device and type before initialize; change values with parameter.copy_() under no_grad.");
+      TORCH_CHECK_VALUE(
+          p.tensors.front().storage().unsafeGetStorageImpl() == p.storage.get(), "parameter '", p.name,
+          "' got other memory after initialize (module.to(), .data = …): the engine no longer sees it. "
+          "Change device and type before initialize; change values with parameter.copy_() under no_grad.");
     }
   }
 }

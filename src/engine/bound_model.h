@@ -27,7 +27,8 @@ struct BindOptions {
 /// Owns the units. Construction checks everything before it changes a single tensor.
 class BoundModel {
  public:
-  /// Collective. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated group members.
+  /// Collective. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated group
+  /// members.
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
              const World& world, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 

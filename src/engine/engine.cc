@@ -35,7 +35,9 @@ at::Device Engine::device() const { return impl_->model.device(); }
 
 int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->groups.size()); }
 Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->hyperparameters.at(group); }
-void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) { impl_->hyperparameters.at(group) = value; }
+void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {
+  impl_->hyperparameters.at(group) = value;
+}
 
 std::vector<std::string> Engine::group_parameters(int64_t group) const {
   std::vector<std::string> names;

@@ -67,7 +67,8 @@ struct Engine::Impl {
   };
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               bool save_latest);
-  std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag, const LoadOptions& options);
+  std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
+                                                  const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict();
   at::Tensor full_state(const std::string& name, const std::string& role);
 
@@ -89,8 +90,8 @@ struct Engine::Impl {
   Start start;             // ends before the groups do: the other ranks read its word, not of a broken connection
   engine::BoundModel model;
   std::unique_ptr<sharding::Residency> residency;
-  std::unique_ptr<gradients::Reducer> reducer;          // null: nothing to train
-  std::unique_ptr<zero::ShardedOptimizer> optimizer;    // null: nothing to train
+  std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
+  std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<gradients::GradientHooks> hooks;
   std::vector<ParameterGroup> groups;
   std::vector<Hyperparameters> hyperparameters;  // live, by group

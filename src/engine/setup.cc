@@ -68,8 +68,11 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
 }  // namespace
 
 const char* operation_name(Operation operation) {
-  static constexpr const char* kNames[] = {"step()", "save_checkpoint()", "load_checkpoint()",
-                                           "module_state_dict() or full_state()", "empty_partition_cache()",
+  static constexpr const char* kNames[] = {"step()",
+                                           "save_checkpoint()",
+                                           "load_checkpoint()",
+                                           "module_state_dict() or full_state()",
+                                           "empty_partition_cache()",
                                            "zero_grad()"};
   return kNames[static_cast<int64_t>(operation)];
 }
@@ -100,8 +103,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     const auto trainable = model.trainable();
     reducer = std::make_unique<gradients::Reducer>(trainable, reductions, ledger, model.device(),
                                                    reducer_options(config, batch, world.size));
-    optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions,
-                                                         model.device());
+    optimizer =
+        std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());
     install_hooks();
     set_boundary(std::nullopt);
   }

@@ -41,16 +41,22 @@ std::string to_hex(const Tensor& bytes) {
 Tensor from_hex(const std::string& text) {
   Tensor bytes = at::empty({static_cast<int64_t>(text.size() / 2)}, at::kByte);
   auto* data = bytes.mutable_data_ptr<uint8_t>();
-  for (size_t i = 0; i + 1 < text.size(); i += 2) data[i / 2] = static_cast<uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16));
+  for (size_t i = 0; i + 1 < text.size(); i += 2)
+    data[i / 2] = static_cast<uint8_t>(std::stoi(text.substr(i, 2), nullptr, 16));
   return bytes;
 }
 
 json hyper_to_json(const Hyperparameters& h) {
-  return {{"lr", h.lr},           {"beta1", h.beta1},
-          {"beta2", h.beta2},     {"eps", h.eps},
-          {"weight_decay", h.weight_decay}, {"decoupled_decay", h.decoupled_decay},
-          {"bias_correction", h.bias_correction}, {"momentum", h.momentum},
-          {"dampening", h.dampening}, {"nesterov", h.nesterov}};
+  return {{"lr", h.lr},
+          {"beta1", h.beta1},
+          {"beta2", h.beta2},
+          {"eps", h.eps},
+          {"weight_decay", h.weight_decay},
+          {"decoupled_decay", h.decoupled_decay},
+          {"bias_correction", h.bias_correction},
+          {"momentum", h.momentum},
+          {"dampening", h.dampening},
+          {"nesterov", h.nesterov}};
 }
 
 Hyperparameters hyper_from_json(const json& j) {
@@ -103,7 +109,8 @@ void restore_generators(const Engine::Impl::Progress& progress, at::Device devic
   own.set_state(progress.device_generator);
 }
 
-/// Of what this rank holds: what it owns (to save it, once a world), or all (to load it; at stage 0 every rank holds all).
+/// Of what this rank holds: what it owns (to save it, once a world), or all (to load it; at stage 0 every rank holds
+/// all).
 enum class Extent : uint8_t { owned, held };
 
 /// The piece of `p` in `flat`, which starts at element `begin` of its unit.
@@ -207,7 +214,8 @@ void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Pie
     const bool buffer = piece.role.rfind("buffer", 0) == 0;
     const bool moment = piece.role != "master" && piece.role != "param" && !buffer;
     bool foreign_buffer = false;  // the same buffer as another rank saved it
-    for (const auto& [name, role] : known) foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
+    for (const auto& [name, role] : known)
+      foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
     if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
     piece.begin = piece.end = 0;
     wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
@@ -222,8 +230,9 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
   TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()),
                     "save_checkpoint between backward() and step(): the gradients would be lost; call step() first");
-  TORCH_CHECK_VALUE(micro_steps % batch.accumulation == 0 || boundary_override, "save_checkpoint within an accumulation (",
-                    micro_steps % batch.accumulation, "/", batch.accumulation,
+  TORCH_CHECK_VALUE(micro_steps % batch.accumulation == 0 || boundary_override,
+                    "save_checkpoint within an accumulation (", micro_steps % batch.accumulation, "/",
+                    batch.accumulation,
                     " micro-batches done): the gradients would be lost; save after an applied step");
   if (tag.empty()) tag = "global_step" + std::to_string(global_steps);
   model.check_bound();
@@ -242,9 +251,8 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   }
   std::string path;
   try {
-    together(*this, "writing the checkpoint", [&] {
-      checkpoint::write_rank(directory, tag, world.rank, pieces, rng_to_json(model.device()).dump());
-    });
+    together(*this, "writing the checkpoint",
+             [&] { checkpoint::write_rank(directory, tag, world.rank, pieces, rng_to_json(model.device()).dump()); });
     together(*this, "committing the checkpoint", [&] {
       const checkpoint::Manifest manifest{1, world.size, state.dump(), client_state_json};
       if (world.rank == 0) path = checkpoint::commit(directory, tag, manifest, save_latest);
@@ -270,7 +278,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   found.numbers[kFailed] = tag.empty() ? 1 : static_cast<int64_t>(std::hash<std::string>{}(tag) >> 2);
   const auto tags = residency->exchange(found, {global_steps, "checkpoint", "agreeing on the tag to load"});
   for (const Message& m : tags) {
-    if (m.numbers[kFailed] != tags[0].numbers[kFailed]) throw CheckpointError("the ranks see different checkpoints in " + directory);
+    if (m.numbers[kFailed] != tags[0].numbers[kFailed])
+      throw CheckpointError("the ranks see different checkpoints in " + directory);
   }
   if (tag.empty()) return std::nullopt;
 
@@ -288,8 +297,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     add_ignored(*reader, moments, wanted);
     const auto mismatches = reader->check(wanted, options.strict);
     if (!mismatches.empty()) {
-      throw CheckpointError("checkpoint " + directory + "/" + tag + " does not fit the model (nothing was changed):" +
-                            joined(mismatches, 20));
+      throw CheckpointError("checkpoint " + directory + "/" + tag +
+                            " does not fit the model (nothing was changed):" + joined(mismatches, 20));
     }
   });
   together(*this, "reading the checkpoint", [&] { reader->read(wanted); });
@@ -337,7 +346,8 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict() {
   for (const auto& unit : model.units()) {
     Tensor whole = unit->whole();
     if (unit->sharded()) {
-      whole = device::allocate_flat(ledger, device::Role::gathered, unit->numel(), unit->layout().dtype, model.device());
+      whole =
+          device::allocate_flat(ledger, device::Role::gathered, unit->numel(), unit->layout().dtype, model.device());
       auto pending = gathers.all_gather(whole, unit->shard());
       gathers.wait(pending, {global_steps, "checkpoint", "gathering unit '" + unit->layout().name + "'"});
     }
@@ -347,7 +357,8 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict() {
       for (const auto& alias : p.aliases) state.push_back({alias, copy});
     }
   }
-  for (const NamedTensor& buffer : model.buffers()) state.push_back({buffer.name, buffer.tensor.detach().clone().cpu()});
+  for (const NamedTensor& buffer : model.buffers())
+    state.push_back({buffer.name, buffer.tensor.detach().clone().cpu()});
   return state;
 }
 

@@ -45,7 +45,8 @@ void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
                     " has no \"optimizer\" section and none was given to initialize)");
   TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
                     "; reduce it first, e.g. loss.mean()");
-  TORCH_CHECK_VALUE(loss.requires_grad(), "backward: the loss does not require grad: it was computed under no_grad, or from "
+  TORCH_CHECK_VALUE(loss.requires_grad(),
+                    "backward: the loss does not require grad: it was computed under no_grad, or from "
                     "detached or frozen tensors only");
   torch::autograd::backward({loss}, {at::ones_like(loss)}, retain_graph);
 }
@@ -83,9 +84,10 @@ std::vector<Message> Engine::Impl::enter(Operation operation, Message own) {
     const auto other = operation_of(messages[r]);
     const bool follows = (messages[r].flags & kJoined) != 0 && first == Operation::zero_grad;
     if (other != first && !follows) {
-      throw CommError("the ranks do different things: rank " + std::to_string(leader) + " called " +
-                      operation_name(first) + ", rank " + std::to_string(r) + " called " + operation_name(other) +
-                      ". Every rank must call the collective methods in the same order; ranks that run out of data call join().");
+      throw CommError(
+          "the ranks do different things: rank " + std::to_string(leader) + " called " + operation_name(first) +
+          ", rank " + std::to_string(r) + " called " + operation_name(other) +
+          ". Every rank must call the collective methods in the same order; ranks that run out of data call join().");
     }
   }
   return messages;
@@ -120,17 +122,20 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
     all_joined = all_joined && (m.flags & kJoined) != 0;
     any_gradient = any_gradient || (m.flags & kHasGradient) != 0;
     if ((m.flags & kBoundary) != (messages[0].flags & kBoundary)) {
-      throw CommError("the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
-                      "alike on every rank");
+      throw CommError(
+          "the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
+          "alike on every rank");
     }
   }
   if (all_joined) return std::nullopt;
   reducer->finish(most_rounds(messages));
   const bool boundary = is_boundary();
-  TORCH_CHECK_VALUE(any_gradient || reducer->has_gradient(),
-                    "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you did, "
-                    "the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and "
-                    "the like replace them; load in place.");
+  TORCH_CHECK_VALUE(
+      any_gradient || reducer->has_gradient(),
+      "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
+      "did, "
+      "the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and "
+      "the like replace them; load in place.");
   if (!boundary) {
     const StepOutcome outcome = accumulate_outcome();
     end_micro_batch();
@@ -141,7 +146,8 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
   verdict.numbers[kBadParameter] = -1;
   if (const auto& bad = reducer->bad()) {
     const auto parameters = model.parameters();
-    const auto at = std::find_if(parameters.begin(), parameters.end(), [&](const auto* p) { return p->name == bad->parameter; });
+    const auto at =
+        std::find_if(parameters.begin(), parameters.end(), [&](const auto* p) { return p->name == bad->parameter; });
     verdict.numbers[kBadParameter] = at - parameters.begin();
     verdict.numbers[kBadRank] = bad->rank;
   }
@@ -159,8 +165,8 @@ StepOutcome Engine::Impl::accumulate_outcome() const {
   outcome.step = global_steps;
   outcome.lr = hyperparameters.front().lr;
   outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
-  outcome.reason = "accumulating " + std::to_string(micro_steps % batch.accumulation + 1) + "/" +
-                   std::to_string(batch.accumulation);
+  outcome.reason =
+      "accumulating " + std::to_string(micro_steps % batch.accumulation + 1) + "/" + std::to_string(batch.accumulation);
   return outcome;
 }
 

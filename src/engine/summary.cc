@@ -20,10 +20,14 @@ std::string millions(int64_t count) {
 
 const char* short_name(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return "fp32";
-    case at::kBFloat16: return "bf16";
-    case at::kHalf: return "fp16";
-    default: return c10::toString(type);
+    case at::kFloat:
+      return "fp32";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kHalf:
+      return "fp16";
+    default:
+      return c10::toString(type);
   }
 }
 
@@ -58,14 +62,14 @@ std::string Engine::Impl::summary() const {
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
   const char* kinds[] = {"no optimizer", "Adam", "SGD"};
-  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size, mesh.text(),
-                                 world.source, model.device().str());
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size,
+                                 mesh.text(), world.source, model.device().str());
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
-  text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
-                      batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
+  text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
+                      batch.micro, batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
@@ -91,8 +95,9 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   return {{"parameters", parameters, ledger->peak(Role::parameters)},
           {"gradients", gradients, ledger->peak(Role::gradients)},
           {"optimizer states", states, ledger->peak(Role::optimizer)},
-          {"gathered peak", bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
-                                  model.units().front()->layout().dtype),
+          {"gathered peak",
+           bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
+                 model.units().front()->layout().dtype),
            ledger->peak(Role::gathered)},
           {"communication", transport_bytes(*this), ledger->peak(Role::communication) + transport_bytes(*this)}};
 }

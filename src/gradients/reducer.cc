@@ -27,8 +27,8 @@ constexpr std::chrono::milliseconds kFlightPatience{500};
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::shared_ptr<device::Ledger> ledger, at::Device device,
-                 const ReducerOptions& options)
+Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
+                 at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       group_(group),
       ledger_(ledger),
@@ -37,8 +37,8 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::shared_ptr<d
       options_(options),
       buckets_(units_.size()),
       accumulated_(units_.size(), false),
-      sums_of_squares_(at::zeros({static_cast<int64_t>(units_.size())},
-                                 at::TensorOptions().dtype(at::kDouble).device(device))) {
+      sums_of_squares_(
+          at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
   for (size_t i = 0; i < units_.size(); ++i) {
     order_.push_back(static_cast<int>(units_.size() - 1 - i));
     buckets_[i].filled.assign(units_[i]->parameters().size(), false);

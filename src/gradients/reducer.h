@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Gradient buckets, one a unit, reduced into shards while backward goes on: always in the units' order, always by the same sum.
+// Gradient buckets, one a unit, reduced into shards while backward goes on: always in the units' order, always by the
+// same sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,9 +31,9 @@ struct BadGradient {
   int rank = -1;  // that produced it; -1: every contribution was finite, the sum was not
 };
 
-/// Takes gradients from hooks, reduces them bucket by bucket. A *round* is one reduction of every unit, in the same order on
-/// all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds: `finish` evens
-/// that out. Thread-safe.
+/// Takes gradients from hooks, reduces them bucket by bucket. A *round* is one reduction of every unit, in the same
+/// order on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
+/// `finish` evens that out. Thread-safe.
 class Reducer {
  public:
   /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit.
@@ -40,8 +41,8 @@ class Reducer {
           at::Device device, const ReducerOptions& options);
   ~Reducer();
 
-  /// Adds a gradient of units[unit].parameters()[parameter]. While `set_local(true)`, buckets stay here (stages 0-1 before
-  /// the boundary); otherwise complete buckets go out.
+  /// Adds a gradient of units[unit].parameters()[parameter]. While `set_local(true)`, buckets stay here (stages 0-1
+  /// before the boundary); otherwise complete buckets go out.
   void add(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
   void set_step(int64_t step) { step_ = step; }

@@ -38,8 +38,8 @@ bool inside(const std::string& path, const std::string& folder) {
   return path.size() > folder.size() && path.compare(0, folder.size(), folder) == 0 && path[folder.size()] == '.';
 }
 
-/// Paths of modules that are blocks: children, of the commonest type, of a container whose numbered children repeat a type
-/// that itself has children, and that are not inside another block.
+/// Paths of modules that are blocks: children, of the commonest type, of a container whose numbered children repeat a
+/// type that itself has children, and that are not inside another block.
 std::vector<std::string> find_blocks(const std::vector<ModuleSpec>& modules) {
   std::map<std::string, bool> has_children;
   for (const auto& module : modules) has_children[parent_of(module.path)] = true;
@@ -189,8 +189,8 @@ class Packer {
 
 }  // namespace
 
-std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters, const std::vector<ModuleSpec>& modules,
-                                     const LayoutOptions& options) {
+std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters,
+                                     const std::vector<ModuleSpec>& modules, const LayoutOptions& options) {
   int64_t total = 0;
   for (const auto& parameter : parameters) total += parameter.numel;
   auto runs = merge_small_blocks(find_runs(parameters, find_blocks(modules)), total);
@@ -198,7 +198,8 @@ std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameter
   Packer packer(parameters, options);
   for (const auto& run : runs) {
     int64_t limit = run.block.empty() ? grouping : 0;
-    if (options.max_unit_numel > 0) limit = limit == 0 ? options.max_unit_numel : std::min(limit, options.max_unit_numel);
+    if (options.max_unit_numel > 0)
+      limit = limit == 0 ? options.max_unit_numel : std::min(limit, options.max_unit_numel);
     packer.pack(run, limit);
   }
   return packer.take();

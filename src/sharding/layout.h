@@ -55,10 +55,10 @@ struct LayoutOptions {
   int64_t max_unit_numel = 0;  // 0: no limit but the repeated block; a larger single parameter stays whole
 };
 
-/// Cuts the parameters, in the given order, into units: one repeated block (the outermost modules of a numbered container of
-/// two or more like children) each; what lies between blocks is grouped with its neighbours up to a block's size.
-/// A unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
-std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters, const std::vector<ModuleSpec>& modules,
-                                     const LayoutOptions& options);
+/// Cuts the parameters, in the given order, into units: one repeated block (the outermost modules of a numbered
+/// container of two or more like children) each; what lies between blocks is grouped with its neighbours up to a
+/// block's size. A unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
+std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters,
+                                     const std::vector<ModuleSpec>& modules, const LayoutOptions& options);
 
 }  // namespace deeptide::sharding

@@ -40,7 +40,8 @@ void Plan::finish_pass() {
 
 std::vector<int> Plan::upcoming(int limit) const {
   std::vector<int> units;
-  for (int64_t at = cursor_ + 1; at < static_cast<int64_t>(order_.size()) && static_cast<int>(units.size()) < limit; ++at) {
+  for (int64_t at = cursor_ + 1; at < static_cast<int64_t>(order_.size()) && static_cast<int>(units.size()) < limit;
+       ++at) {
     const bool known = std::find(units.begin(), units.end(), order_[at]) != units.end();
     if (!known) units.push_back(order_[at]);
   }

@@ -34,10 +34,10 @@ class Plan {
  private:
   void follow(int unit);
 
-  std::vector<int> order_;   // predicted
-  std::vector<int> trace_;   // being recorded
-  int64_t cursor_ = -1;      // of the present unit in order_
-  int64_t max_trace_;        // a pass without an end (generation) stops recording here
+  std::vector<int> order_;  // predicted
+  std::vector<int> trace_;  // being recorded
+  int64_t cursor_ = -1;     // of the present unit in order_
+  int64_t max_trace_;       // a pass without an end (generation) stops recording here
   bool recorded_ = false;
 };
 

@@ -113,8 +113,9 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
     if (!contains(needed_, unit)) needed_.push_back(unit);
     visit(*unit);
   }
-  // Rounds of wishes are posted at one unit and collected at the next, never 'when they happen to be ready': what is whole
-  // then depends on the program alone, so ranks that run alike hold alike, and none needs another that has gone elsewhere.
+  // Rounds of wishes are posted at one unit and collected at the next, never 'when they happen to be ready': what is
+  // whole then depends on the program alone, so ranks that run alike hold alike, and none needs another that has gone
+  // elsewhere.
   const bool moved = last_visited_ != before;
   if (moved && rendezvous_.posted()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
@@ -278,8 +279,8 @@ std::vector<Message> Residency::close(const Message& own, int64_t step, bool end
     const auto messages = rendezvous_.collect(here);
     serve(messages);
     land_all();
-    const bool all_close = std::all_of(messages.begin(), messages.end(),
-                                       [](const Message& m) { return m.kind == Message::Kind::close; });
+    const bool all_close =
+        std::all_of(messages.begin(), messages.end(), [](const Message& m) { return m.kind == Message::Kind::close; });
     if (!all_close) continue;
     if (ends_pass) {
       train_plan_.finish_pass();
@@ -318,8 +319,9 @@ int64_t Residency::peak_bytes() const {
 Plan& Residency::plan() const { return training() ? train_plan_ : eval_plan_; }
 
 comm::Site Residency::site(const char* verb, const Unit& unit) const {
-  return {step_, phase(), std::string(verb) + " unit '" + unit.layout().name + "' (first parameter '" +
-                              unit.parameters().front().name + "')"};
+  return {step_, phase(),
+          std::string(verb) + " unit '" + unit.layout().name + "' (first parameter '" + unit.parameters().front().name +
+              "')"};
 }
 
 }  // namespace deeptide::sharding

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which sharded units are whole: brings them in before an operator, lets them go again, within a budget, in an agreed order.
+// Which sharded units are whole: brings them in before an operator, lets them go again, within a budget, in an agreed
+// order.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -32,13 +33,13 @@ struct ResidencyLimits {
   int64_t max_reuse_distance = 0;  // a unit whose next use is farther away goes at once
 };
 
-/// Serves the gate of one engine. Gathers are issued round by round: in a round every rank says what it needs and what it
-/// would like next; all ranks then issue every unit that anyone needs, and those that everyone would like, in the same order.
-/// So the order of collectives is one, whatever branches the ranks take. Thread-safe.
+/// Serves the gate of one engine. Gathers are issued round by round: in a round every rank says what it needs and what
+/// it would like next; all ranks then issue every unit that anyone needs, and those that everyone would like, in the
+/// same order. So the order of collectives is one, whatever branches the ranks take. Thread-safe.
 class Residency {
  public:
-  Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control, std::shared_ptr<device::Ledger> ledger,
-            at::Device device, const ResidencyLimits& limits);
+  Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
+            std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits);
   ~Residency();
   Residency(const Residency&) = delete;
 

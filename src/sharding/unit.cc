@@ -22,18 +22,21 @@ namespace {
 DataPtr pointer_into(const Tensor& flat, int64_t offset_bytes) {
   auto* owner = new Tensor(flat);
   void* data = static_cast<char*>(flat.mutable_data_ptr()) + offset_bytes;
-  return DataPtr(data, owner, [](void* context) { delete static_cast<Tensor*>(context); }, flat.device());
+  return DataPtr(
+      data, owner, [](void* context) { delete static_cast<Tensor*>(context); }, flat.device());
 }
 
 std::string absent_text(const Parameter& p, bool engine_gone) {
   const std::string subject = "deeptide: the data of parameter '" + p.name + "' was accessed directly ";
   if (engine_gone) {
-    return subject + "after its engine was destroyed, and only this rank's shard of it ever lay here. Save before: "
-                     "engine.module_state_dict() or engine.save_checkpoint(dir).";
+    return subject +
+           "after its engine was destroyed, and only this rank's shard of it ever lay here. Save before: "
+           "engine.module_state_dict() or engine.save_checkpoint(dir).";
   }
-  return subject + "while it is sharded (ZeRO stage 3): data_ptr(), numpy(), torch.save and the like bypass the operators that "
-                   "bring it in. Use engine.module_state_dict() or engine.save_checkpoint(dir), or take a copy with "
-                   "parameter.clone(), which every operator may do.";
+  return subject +
+         "while it is sharded (ZeRO stage 3): data_ptr(), numpy(), torch.save and the like bypass the operators that "
+         "bring it in. Use engine.module_state_dict() or engine.save_checkpoint(dir), or take a copy with "
+         "parameter.clone(), which every operator may do.";
 }
 
 void point_at_nothing(const Parameter& p, bool engine_gone) {

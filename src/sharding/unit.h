@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A unit: consecutive parameters in one flat buffer that comes whole and goes again; each parameter's storage points into it.
+// A unit: consecutive parameters in one flat buffer that comes whole and goes again; each parameter's storage points
+// into it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,9 +43,10 @@ struct Parameter {
   at::Tensor view_of(const at::Tensor& flat) const;
 };
 
-/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent) or *sharded* (stage 3). Even while a sharded
-/// unit is whole, a parameter's storage has its memory only while an operator in flight has it open: so raw access always
-/// throws our text, and never works by luck today and dangles tomorrow. Not thread-safe: Residency guards the sharded ones.
+/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent) or *sharded* (stage 3). Even while a
+/// sharded unit is whole, a parameter's storage has its memory only while an operator in flight has it open: so raw
+/// access always throws our text, and never works by luck today and dangles tomorrow. Not thread-safe: Residency guards
+/// the sharded ones.
 class Unit {
  public:
   Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank);
@@ -81,7 +83,8 @@ class Unit {
   const at::Tensor& whole() const { return whole_; }
   int64_t numel() const { return layout_.numel; }
   int64_t shard_begin() const { return rank_ * layout_.shard; }
-  /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if none.
+  /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if
+  /// none.
   std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
 
  private:

@@ -9,9 +9,9 @@ namespace deeptide::zero {
 
 /// Source: ZeRO, arXiv:1910.02054, sec. 5.
 struct StagePolicy {
-  bool shard_optimizer;        // master weights and moments: a rank's shard only
-  bool shard_parameters;       // parameters: a rank's shard only, gathered by the gate
-  bool reduce_every_micro;     // gradients: reduced in every micro-batch; else kept whole until the boundary
+  bool shard_optimizer;     // master weights and moments: a rank's shard only
+  bool shard_parameters;    // parameters: a rank's shard only, gathered by the gate
+  bool reduce_every_micro;  // gradients: reduced in every micro-batch; else kept whole until the boundary
 };
 
 inline constexpr std::array<StagePolicy, 4> kStages = {{

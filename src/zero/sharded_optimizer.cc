@@ -65,7 +65,8 @@ void ShardedOptimizer::refresh_masters(int unit) {
     if (!std::exchange(p.rewritten, false) || states_[unit].aliased) continue;
     const int64_t first = std::max(p.offset, begin);
     const int64_t count = std::min(p.offset + p.numel, end) - first;
-    if (count > 0) states_[unit].master.narrow(0, first - begin, count).copy_(parameters.narrow(0, first - begin, count));
+    if (count > 0)
+      states_[unit].master.narrow(0, first - begin, count).copy_(parameters.narrow(0, first - begin, count));
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Master weights and moments over the units' shards, stepped unit by unit, and the new parameters published to all ranks.
+// Master weights and moments over the units' shards, stepped unit by unit, and the new parameters published to all
+// ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +19,8 @@
 
 namespace deeptide::zero {
 
-/// A flat state tensor of a unit: "master", "exp_avg", "exp_avg_sq", "momentum". Covers the shard, or, at stage 0, the unit.
+/// A flat state tensor of a unit: "master", "exp_avg", "exp_avg_sq", "momentum". Covers the shard, or, at stage 0, the
+/// unit.
 struct StateTensor {
   std::string role;
   at::Tensor data;
@@ -30,8 +32,8 @@ class ShardedOptimizer {
   ShardedOptimizer(std::vector<sharding::Unit*> units, OptimizerKind kind, const StagePolicy& policy,
                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device);
 
-  /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place again:
-  /// whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
+  /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
+  /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
   void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups);
   int64_t steps() const { return steps_; }
   void set_steps(int64_t steps) { steps_ = steps; }
@@ -55,7 +57,8 @@ class ShardedOptimizer {
 
   at::Tensor parameters_of(int unit) const;
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
-  void step_unit(int unit, const at::Tensor& gradient, double gradient_scale, const std::vector<Hyperparameters>& groups);
+  void step_unit(int unit, const at::Tensor& gradient, double gradient_scale,
+                 const std::vector<Hyperparameters>& groups);
   void publish(const std::vector<int>& units);
 
   std::vector<sharding::Unit*> units_;

@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Files: whole writes, renames and syncs, and what their failures say.
 #include "checkpoint/file_io.h"
 
 #include <ATen/ops/arange.h>

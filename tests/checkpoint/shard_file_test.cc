@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Checkpoints of random worlds: read back bit for bit by any other world.
 #include "checkpoint/shard_file.h"
 
 #include <ATen/ops/arange.h>

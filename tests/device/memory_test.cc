@@ -148,7 +148,8 @@ TEST_F(Pool, FreesWhatDoesNotFitALargeRequestInsteadOfAddingToThePeak) {
   pool_.put(pool_.take(1'000'000, at::kFloat));
   EXPECT_EQ(ledger_->current(Role::gathered), 4'000'000);
   const Tensor small = pool_.take(100, at::kFloat);
-  EXPECT_EQ(ledger_->current(Role::gathered), 4'000'400) << "a small one costs nothing; the large one stays for the next";
+  EXPECT_EQ(ledger_->current(Role::gathered), 4'000'400)
+      << "a small one costs nothing; the large one stays for the next";
   const Tensor large = pool_.take(2'000'000, at::kFloat);
   EXPECT_EQ(ledger_->current(Role::gathered), 8'000'400);
 }

@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Flat memory: zeroed, aligned, counted while it lives, and no more of it than was asked for.
-#include "device/memory.h"
-
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
 #include <string>
+
+#include "device/memory.h"
 
 namespace deeptide::device {
 namespace {

@@ -1,5 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
+// Which samples a rank sees: disjoint, complete, in an order that a position restores.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -13,10 +13,11 @@ import time
 import traceback
 from datetime import timedelta
 
-import deeptide
 import pytest
 import torch
 import torch.distributed as dist
+
+import deeptide
 
 # Loaded once, here: ranks as threads would all be waiting for the first of them to import it.
 _make_world = deeptide.make_world

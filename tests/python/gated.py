@@ -4,10 +4,11 @@
 
 import contextlib
 
-import deeptide
 import models
 import torch
 from conftest import run_ranks
+
+import deeptide
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 

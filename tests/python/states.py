@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's whole state, to tell whether something has changed it."""
 
-import deeptide
 import models
 import torch
+
+import deeptide
 
 
 def start(world=None, stage=0, model=None, **extra):

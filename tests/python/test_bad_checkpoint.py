@@ -5,11 +5,12 @@
 import json
 import resource
 
-import deeptide
 import models
 import pytest
 from conftest import run_processes, run_ranks
 from states import assert_same, snapshot, start, train
+
+import deeptide
 
 
 def refuse_to_load(world, stage, folder, message, sizes):

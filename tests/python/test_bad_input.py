@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold, 5: bad input gets a clear error, on every rank, and changes nothing."""
 
-import deeptide
 import models
 import pytest
 import torch
 from conftest import run_ranks
 from states import assert_same, loss_of, snapshot, start, train
 from torch import nn
+
+import deeptide
 
 STAGES = [0, 1, 2, 3]
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
@@ -20,7 +21,10 @@ SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch_size": 4,\n "zero_optimization": {"stage": 2,\n }', "bad.json:3:2: malformed JSON: unexpected end"),
+        (
+            '{"train_batch_size": 4,\n "zero_optimization": {"stage": 2,\n }',
+            "bad.json:3:2: malformed JSON: unexpected end",
+        ),
         ('{"train_batch_size": 4, "zero_optimisation": {}}', "zero_optimization"),
         ('{"train_batch_size": 4, "train_batch_size": 8}', "train_batch_size"),
         ('{"train_batch_size": "four"}', "train_batch_size"),

@@ -6,13 +6,14 @@ import os
 import resource
 import signal
 
-import deeptide
 import models
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import run_processes, run_ranks
 from torch import nn
+
+import deeptide
 
 STEPS = 4
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_max_lr": 0.02, "warmup_num_steps": 5}}

@@ -6,12 +6,13 @@ import itertools
 import random
 import zlib
 
-import deeptide
 import models
 import pytest
 import torch
 from conftest import run_ranks
 from torch import nn
+
+import deeptide
 
 STEPS = 4
 WORLDS = [2, 3]

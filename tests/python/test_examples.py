@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import deeptide
 import pytest
+
+import deeptide
 
 ROOT = Path(__file__).resolve().parents[2]
 

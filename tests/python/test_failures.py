@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 
-import deeptide
 import models
 import pytest
 import torch
 from conftest import run_processes, run_ranks
+
+import deeptide
 
 # Far below the comm_timeout of these tests (60 s): a failure is told, not waited for.
 SOON = 15

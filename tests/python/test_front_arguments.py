@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 
-import deeptide
 import pytest
 import torch
 from conftest import run_processes, run_ranks
+
+import deeptide
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data loader: each rank its part, positions that restore, epochs that differ."""
 
-import deeptide
 import pytest
 import torch
 from conftest import run_ranks
+
+import deeptide
 from deeptide.data import DataLoader, RepeatingLoader
 
 

@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine under DeepSpeed's names: training, accumulation, checkpoints, whole values."""
 
-import threading
 import gc
 import json
 import math
+import threading
 
-import deeptide
 import pytest
 import torch
 from conftest import run_ranks
+
+import deeptide
 from deeptide import utils
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}

@@ -6,9 +6,10 @@ import gc
 import warnings
 import weakref
 
-import deeptide
 import pytest
 import torch
+
+import deeptide
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 NO_OPTIMIZER = {"train_micro_batch_size_per_gpu": 2}

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate under autograd's own ways: recomputation, autocast, grad(), double backward, functions, transforms."""
 
-import deeptide
 import models
 import pytest
 import torch
@@ -11,6 +10,8 @@ from gated import assert_as_plain, assert_same_gradients, engine_of, gradients_o
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import deeptide
 
 TOKENS, TARGETS = models.batches(1, 2)[0]
 

@@ -7,7 +7,6 @@ torch's tracers are one for all threads of a process, so ranks are processes her
 
 import os
 
-import deeptide
 import models
 import pytest
 import torch
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from conftest import run_processes
 from gated import assert_same_gradients, engine_of, gradients_of, inputs, on_plain
 from torch.fx.experimental.proxy_tensor import make_fx
+
+import deeptide
 
 TOKENS, TARGETS = models.batches(1, 2)[0]
 

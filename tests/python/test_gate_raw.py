@@ -8,13 +8,14 @@ import io
 import pickle
 import sys
 
-import deeptide
 import models
 import numpy
 import pytest
 import torch
-from conftest import run_processes, run_ranks
+from conftest import run_processes
 from gated import engine_of
+
+import deeptide
 
 TOKENS, TARGETS = models.batches(1, 2)[0]
 NAME = "h.1.up.weight"

@@ -114,11 +114,10 @@ def test_load_state_dict_of_whole_tensors(assign):
         return
 
     def rank(world):
-        with engine_of(world, models.TinyModel) as engine:
-            with pytest.raises(ValueError, match="assign=True"):
-                engine.module.load_state_dict({k: v.clone() for k, v in other.items()}, assign=True)
-                engine.module(TOKENS, TARGETS).backward()
-                engine.step()
+        with engine_of(world, models.TinyModel) as engine, pytest.raises(ValueError, match="assign=True"):
+            engine.module.load_state_dict({k: v.clone() for k, v in other.items()}, assign=True)
+            engine.module(TOKENS, TARGETS).backward()
+            engine.step()
 
     run_ranks(2, rank)
 
@@ -278,5 +277,3 @@ def test_module_moves_and_casts_say_the_cure():
                 engine.step()
 
     run_ranks(2, rank)
-
-

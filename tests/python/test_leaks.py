@@ -7,11 +7,12 @@ import gc
 import os
 import time
 
-import deeptide
 import models
 import pytest
 import torch
 from conftest import run_processes, run_ranks
+
+import deeptide
 
 CYCLES = 50
 WARM_UP = 10

@@ -4,13 +4,14 @@
 
 import ctypes
 
-import deeptide
 import models
 import pytest
 import torch
 from conftest import run_processes, run_ranks
 from gated import SGD
 from torch import nn
+
+import deeptide
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BLOCKS, WIDTH, VOCAB = 6, 32, 100

@@ -4,19 +4,20 @@
 
 import functools
 
-import deeptide
 import models
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import run_processes, run_ranks
 
+import deeptide
+
 STEPS = 20
 MICRO = 2
 
-# Plain torch sums the joined batch in one backward; W ranks sum W parts. Each fp32 sum of n terms may differ by its order:
-# about sqrt(n) * 2^-24 relative. Adam divides by sqrt(v) + eps, so near-zero gradients magnify it by 1 / eps: hence eps 1e-5, which
-# bounds an error of 1e-9 in a gradient to 1e-6 in a weight a step (lr 1e-2). 20 steps give 2e-5; 5e-6 was seen.
+# Plain torch sums the joined batch in one backward; W ranks sum W parts. Each fp32 sum of n terms may differ by its
+# order: about sqrt(n) * 2^-24 relative. Adam divides by sqrt(v) + eps, so near-zero gradients magnify that by 1 / eps:
+# hence eps 1e-5, which bounds an error of 1e-9 in a gradient to 1e-6 in a weight a step (lr 1e-2). 20 steps give 2e-5.
 FP32_TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 
 
@@ -46,7 +47,7 @@ def train(world, stage, gas, bf16=False):
     return losses, norms, weights
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(world, gas):
     """The same on one process with torch's own AdamW on the joined batch."""
     model = models.make_model()
@@ -62,7 +63,7 @@ def reference(world, gas):
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def trained(world, stage, gas, bf16=False):
     return run_ranks(world, train, stage, gas, bf16)
 

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold, 4: two engines whose losses run through both models."""
 
-import deeptide
 import models
 import pytest
 from conftest import run_ranks
 from test_divergence import STEPS, WIDTH, WORLDS, Plain, assert_close, inputs, trained
 from torch import nn
+
+import deeptide
 
 
 class Mlp(nn.Module):
