@@ -82,24 +82,31 @@ std::string Engine::Impl::summary() const {
 }
 
 std::vector<MemoryLine> Engine::Impl::memory() const {
-  int64_t parameters = 0, gradients = 0, states = 0;
+  int64_t parameters = 0, gradients = 0, states = 0, bucket = 0, kept = 0;
+  bool sharded = false;
+  const bool accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
   for (const auto& unit : model.units()) {
     const auto& layout = unit->layout();
     parameters += bytes(unit->sharded() ? layout.shard : layout.numel, layout.dtype);
+    sharded = sharded || unit->sharded();
     if (!layout.trainable || !optimizer) continue;
+    bucket = std::max(bucket, bytes(layout.numel, reduce_type(config)));
+    kept += accumulates_whole ? bytes(layout.numel, at::kFloat) : 0;
     gradients += bytes(layout.shard, at::kFloat);
     const int64_t stepped = policy.shard_optimizer ? layout.shard : layout.numel;
     const int copies = (optimizer_kind == OptimizerKind::adam ? 2 : 1) + (layout.dtype == at::kFloat ? 0 : 1);
     states += copies * bytes(stepped, at::kFloat);
   }
+  // One bucket fills while others are under way, each sent and received.
+  const int64_t buckets = world.size > 1 ? 2 * static_cast<int64_t>(gradients::kMaxFlights + 1) : 1;
+  const int64_t communication = kept + bucket * buckets + transport_bytes(*this);
   return {{"parameters", parameters, ledger->peak(Role::parameters)},
           {"gradients", gradients, ledger->peak(Role::gradients)},
           {"optimizer states", states, ledger->peak(Role::optimizer)},
           {"gathered peak",
-           bytes(residency->live_bytes() > 0 || residency->peak_bytes() > 0 ? residency->budget() : 0,
-                 model.units().front()->layout().dtype),
+           bytes(sharded ? residency->budget() : 0, model.units().front()->layout().dtype),
            ledger->peak(Role::gathered)},
-          {"communication", transport_bytes(*this), ledger->peak(Role::communication) + transport_bytes(*this)}};
+          {"communication", communication, ledger->peak(Role::communication) + transport_bytes(*this)}};
 }
 
 }  // namespace deeptide

@@ -21,7 +21,6 @@ using sharding::Unit;
 
 namespace {
 
-constexpr size_t kMaxFlights = 2;
 // A peer that does not come (another branch) must not block this rank's backward: buckets then pile up instead.
 constexpr std::chrono::milliseconds kFlightPatience{500};
 

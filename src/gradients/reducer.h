@@ -18,6 +18,9 @@
 
 namespace deeptide::gradients {
 
+/// Buckets under way at a time while every rank keeps pace; each has what it sends and what it receives.
+inline constexpr size_t kMaxFlights = 2;
+
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;  // on the wire
   bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
