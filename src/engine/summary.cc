@@ -103,8 +103,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   return {{"parameters", parameters, ledger->peak(Role::parameters)},
           {"gradients", gradients, ledger->peak(Role::gradients)},
           {"optimizer states", states, ledger->peak(Role::optimizer)},
-          {"gathered peak",
-           bytes(sharded ? residency->budget() : 0, model.units().front()->layout().dtype),
+          {"gathered peak", bytes(sharded ? residency->budget() : 0, model.units().front()->layout().dtype),
            ledger->peak(Role::gathered)},
           {"communication", communication, ledger->peak(Role::communication) + transport_bytes(*this)}};
 }
