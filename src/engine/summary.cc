@@ -15,6 +15,7 @@ using device::Role;
 namespace {
 
 std::string millions(int64_t count) {
+  if (count < 1000) return std::to_string(count);
   return count < 1'000'000 ? fmt::format("{:.1f} K", count / 1e3) : fmt::format("{:.2f} M", count / 1e6);
 }
 
