@@ -33,6 +33,9 @@ const char* operation_name(Operation operation);
 inline constexpr int kOperation = 0;
 inline constexpr int kRounds = 1;
 
+/// The type in which gradients travel.
+at::ScalarType reduce_type(const Config& config);
+
 /// Tells the other ranks when this one fails while it is being constructed.
 struct Start {
   explicit Start(std::shared_ptr<comm::FailureBoard> failure_board) : board(std::move(failure_board)) {}
@@ -109,6 +112,7 @@ struct Engine::Impl {
   void publish_parameters(int64_t rounds_begun);
   void restore_progress(const Progress& saved, bool moments, const LoadOptions& options);
   std::vector<comm::Message> enter_step(bool joined);
+  std::vector<comm::Message> judge();
   void end_micro_batch();
   void note_external_writes();
   StepOutcome accumulate_outcome() const;

@@ -1,15 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
-#include <atomic>
-
 #include "base/log.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
 
 using at::ScalarType;
-using sharding::Unit;
 
 namespace {
 
@@ -58,7 +55,7 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
 
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
   gradients::ReducerOptions options;
-  options.reduce_dtype = scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
+  options.reduce_dtype = reduce_type(config);
   options.ordered = config.runtime.ordered_reduction;
   options.overlap = config.zero.overlap_comm;
   options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? world_size : 1));
@@ -66,6 +63,10 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
 }
 
 }  // namespace
+
+at::ScalarType reduce_type(const Config& config) {
+  return scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
+}
 
 const char* operation_name(Operation operation) {
   static constexpr const char* kNames[] = {"step()",

@@ -249,13 +249,12 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   for (const NamedTensor& buffer : model.buffers()) {
     pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
   }
-  std::string path;
   try {
     together(*this, "writing the checkpoint",
              [&] { checkpoint::write_rank(directory, tag, world.rank, pieces, rng_to_json(model.device()).dump()); });
     together(*this, "committing the checkpoint", [&] {
       const checkpoint::Manifest manifest{1, world.size, state.dump(), client_state_json};
-      if (world.rank == 0) path = checkpoint::commit(directory, tag, manifest, save_latest);
+      if (world.rank == 0) checkpoint::commit(directory, tag, manifest, save_latest);
     });
   } catch (const CheckpointError&) {
     if (world.rank == 0) checkpoint::abandon(directory, tag);

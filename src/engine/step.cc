@@ -133,14 +133,24 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
   TORCH_CHECK_VALUE(
       any_gradient || reducer->has_gradient(),
       "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
-      "did, "
-      "the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and "
-      "the like replace them; load in place.");
+      "did, the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and the "
+      "like replace them; load in place.");
   if (!boundary) {
     const StepOutcome outcome = accumulate_outcome();
     end_micro_batch();
     return outcome;
   }
+  const auto verdicts = judge();
+  double total = 0.0;
+  for (const Message& m : verdicts) total += as_double(m.numbers[kSquares]);
+  StepOutcome outcome = apply(total, verdicts);
+  print_step(outcome);
+  end_micro_batch();
+  return outcome;
+}
+
+/// What every rank says of its gradient shards: their squares, and the first bad parameter if there is one.
+std::vector<Message> Engine::Impl::judge() {
   Message verdict;
   verdict.numbers[kSquares] = as_bits(reducer->sum_of_squares());
   verdict.numbers[kBadParameter] = -1;
@@ -151,13 +161,7 @@ std::optional<StepOutcome> Engine::Impl::step(bool joined) {
     verdict.numbers[kBadParameter] = at - parameters.begin();
     verdict.numbers[kBadRank] = bad->rank;
   }
-  const auto verdicts = residency->exchange(verdict, {global_steps, "step", "agreeing on the gradient norm"});
-  double total = 0.0;
-  for (const Message& m : verdicts) total += as_double(m.numbers[kSquares]);
-  StepOutcome outcome = apply(total, verdicts);
-  print_step(outcome);
-  end_micro_batch();
-  return outcome;
+  return residency->exchange(verdict, {global_steps, "step", "agreeing on the gradient norm"});
 }
 
 StepOutcome Engine::Impl::accumulate_outcome() const {

@@ -32,11 +32,6 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
-at::ScalarType reduce_type(const Config& config) {
-  static constexpr at::ScalarType kTypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
-  return kTypes[static_cast<int>(config.communication_dtype.value_or(config.compute_dtype()))];
-}
-
 int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
 
 /// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one.

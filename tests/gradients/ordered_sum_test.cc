@@ -20,6 +20,7 @@
 #include <limits>
 
 #include "gradients/ordered_sum_detail.h"
+#include "kernel_modes.h"
 
 using at::Tensor;
 
@@ -48,33 +49,6 @@ Result run(const Tensor& contributions, double scale, bool overwrite, const Tens
   result.sum_of_squares = squares.item<double>();
   return result;
 }
-
-/// Small operators on busy cores would spend their time waking threads; the tests about threads ask for two.
-class OneThread : public testing::Environment {
-  void SetUp() override { at::set_num_threads(1); }
-};
-const auto* const kOneThread = testing::AddGlobalTestEnvironment(new OneThread);
-
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-
- private:
-  int before_;
-};
-
-class Target {
- public:
-  explicit Target(int64_t target) { choose(target); }
-  ~Target() { choose(0); }
-
- private:
-  static void choose(int64_t target) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  }
-};
 
 TEST(OrderedSum, EqualsTheSumInRankOrderBitForBit) {
   at::manual_seed(1);

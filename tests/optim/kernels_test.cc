@@ -23,6 +23,7 @@
 #include <limits>
 #include <random>
 
+#include "kernel_modes.h"
 #include "optim/kernels_detail.h"
 
 using at::Tensor;
@@ -86,33 +87,6 @@ std::vector<Hyperparameters> adam_variants() {
   variants[5].eps = 1e-3;
   return variants;
 }
-
-/// Small operators on busy cores would spend their time waking threads; the tests about threads ask for two.
-class OneThread : public testing::Environment {
-  void SetUp() override { at::set_num_threads(1); }
-};
-const auto* const kOneThread = testing::AddGlobalTestEnvironment(new OneThread);
-
-class Threads {
- public:
-  explicit Threads(int count) : before_(at::get_num_threads()) { at::set_num_threads(count); }
-  ~Threads() { at::set_num_threads(before_); }
-
- private:
-  int before_;
-};
-
-class Target {
- public:
-  explicit Target(int64_t target) { choose(target); }
-  ~Target() { choose(0); }
-
- private:
-  static void choose(int64_t target) {
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  }
-};
 
 TEST(AdamStep, AgreesWithTheDefinitionInDoublesAndWithTheOracle) {
   at::manual_seed(1);
