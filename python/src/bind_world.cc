@@ -37,7 +37,8 @@ void bind_world(py::module_& module) {
       .def_property_readonly("store", [](const World& world) { return world.store; })
       .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), NoGil())
       .def("__repr__", &describe_world);
-  module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), NoGil());
+  module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
+             NoGil());
   module.def("init_distributed", &discover, py::arg("timeout_s") = 300.0, NoGil());
 }
 
