@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -86,6 +87,18 @@ void run_blocking(const std::function<void()>& wait) {
   } else {
     wait();
   }
+}
+
+bool Pending::wait_for(milliseconds limit) {
+  if (operation_ == nullptr) return true;
+  try {
+    if (!operation_->advance(limit)) return false;
+  } catch (const TransportError&) {
+    std::this_thread::sleep_for(limit);
+    return false;
+  }
+  operation_.reset();
+  return true;
 }
 
 Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,

@@ -32,6 +32,8 @@ class Pending {
   explicit Pending(OperationPtr operation) : operation_(std::move(operation)) {}
   bool valid() const { return operation_ != nullptr; }
   bool ready() const { return operation_ == nullptr || operation_->ready(); }
+  /// True when done within `limit`. A lost peer is only late here: Group::wait says what is wrong.
+  bool wait_for(std::chrono::milliseconds limit);
 
  private:
   friend class Group;

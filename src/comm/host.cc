@@ -4,7 +4,6 @@
 #include "comm/host.h"
 
 #include <poll.h>
-#include <sched.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/log.h"
+#include "device/parallel.h"
 
 namespace deeptide::comm {
 
@@ -48,9 +48,8 @@ std::string host_identity(const World& world) {
 
 /// Ranks that are bound to cores are taken to have been given different ones.
 bool has_cores_for(int num_ranks) {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return false;
-  return CPU_COUNT(&set) >= num_ranks || CPU_COUNT(&set) < ::sysconf(_SC_NPROCESSORS_ONLN);
+  const int cores = num_cores();
+  return cores >= num_ranks || cores < ::sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {

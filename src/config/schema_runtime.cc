@@ -13,6 +13,8 @@ std::vector<Key> runtime_sections() {
                   choice("reduction", "ordered", {"ordered", "transport"},
                          "ordered: gradients are summed in rank order, so a run repeats bit for bit; transport: as the "
                          "transport does it."),
+                  choice("reduce_thread", "auto", {"auto", "on", "off"},
+                         "Sum gradients on a thread of its own while backward goes on; auto: where a core is idle."),
                   flag("shared_memory", true, "Ranks of one host share memory; false: they talk as if apart."),
                   flag("tune_allocator", true, "Keep large CPU tensors' pages instead of faulting them anew."),
                   integer("unit_size", 0, "Elements of a unit at most; 0: one repeated block.").at_least(0),

@@ -6,18 +6,41 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
 #include <c10/util/FunctionRef.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace deeptide {
+
+/// Cores that this process may use.
+inline int num_cores() {
+  cpu_set_t set;
+  return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+/// While it lives, `parallel_blocks` keeps to this thread; RAII.
+class RunInline {
+ public:
+  RunInline() : before_(std::exchange(active(), true)) {}
+  ~RunInline() { active() = before_; }
+  RunInline(const RunInline&) = delete;
+  static bool& active() {
+    static thread_local bool active = false;
+    return active;
+  }
+
+ private:
+  bool before_;
+};
 
 /// Calls `work(begin, end)` over disjoint ranges that cover [0, numel); inner bounds are multiples of `block` elements.
 /// A thread takes about `grain` blocks at least; honours torch.set_num_threads, runs inline inside a parallel region.
 inline void parallel_blocks(int64_t numel, int64_t block, int64_t grain,
                             c10::function_ref<void(int64_t, int64_t)> work) {
   const int64_t num_blocks = (numel + block - 1) / block;
-  if (num_blocks <= grain) {
+  if (num_blocks <= grain || RunInline::active()) {
     if (numel > 0) work(0, numel);
     return;
   }

@@ -1,7 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
+#include <ATen/Parallel.h>
+
 #include "base/log.h"
+#include "device/parallel.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -51,6 +54,17 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
   limits.max_reuse_distance = config.zero.max_reuse_distance.value_or(INT64_MAX);
   limits.prefetch = config.zero.overlap_comm ? config.zero.prefetch_bucket_size : 0;
   return limits;
+}
+
+/// Whether a core of this machine is idle while all its ranks compute.
+bool has_idle_core(const comm::Host& host, const World& world) {
+  const bool knows_all_ranks = world.size == 1 || host.size() > 1;
+  return knows_all_ranks && num_cores() > host.size() * at::get_num_threads();
+}
+
+bool wants_side_thread(const Config& config, const comm::Host& host, const World& world) {
+  if (!config.zero.overlap_comm || config.runtime.reduce_thread == "off") return false;
+  return config.runtime.reduce_thread == "on" || has_idle_core(host, world);
 }
 
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
@@ -104,9 +118,11 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
   if (optimizer_kind != OptimizerKind::none) {
     const auto trainable = model.trainable();
+    auto how = reducer_options(config, batch, world.size);
+    how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
     auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
     reducer = std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(),
-                                                   reducer_options(config, batch, world.size));
+                                                   how);
     optimizer =
         std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());
     install_hooks();

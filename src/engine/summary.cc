@@ -34,9 +34,9 @@ const char* short_name(at::ScalarType type) {
 
 int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
 
-/// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one.
+/// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one. Ranks of one host do without.
 int64_t transport_bytes(const Engine::Impl& impl) {
-  if (impl.world.size == 1 || !impl.model.device().is_cpu()) return 0;
+  if (impl.host->holds_all() || !impl.model.device().is_cpu()) return 0;
   int64_t largest = 0;
   for (const auto& unit : impl.model.units()) {
     const bool gathers_gradients = !impl.policy.shard_optimizer;
@@ -44,6 +44,17 @@ int64_t transport_bytes(const Engine::Impl& impl) {
     largest = std::max(largest, bytes(unit->numel(), gathers_gradients ? at::kFloat : unit->layout().dtype));
   }
   return largest;
+}
+
+/// "2 on this host, sharing memory" or "2 hosts x 4 ranks, shared memory within".
+std::string placement(const comm::Host& host, bool shares_parameters) {
+  const auto& hosts = host.hosts();
+  if (host.holds_all()) {
+    return fmt::format("{} on this host, sharing memory{}", host.size(), shares_parameters ? " and parameters" : "");
+  }
+  const bool two_levels = host.is_uniform() && host.size() > 1;
+  return two_levels ? fmt::format("{} hosts x {} ranks, shared memory within", hosts.size(), host.size())
+                    : fmt::format("{} apart", host.hosts().size());
 }
 
 }  // namespace
@@ -67,6 +78,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
+  if (world.size > 1) text += "\n  ranks: " + placement(*host, model.arena() != nullptr);
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero.max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
@@ -83,7 +95,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   const bool accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
   for (const auto& unit : model.units()) {
     const auto& layout = unit->layout();
-    parameters += bytes(unit->sharded() ? layout.shard : layout.numel, layout.dtype);
+    parameters += bytes(unit->sharded() || unit->shared() ? layout.shard : layout.numel, layout.dtype);
     sharded = sharded || unit->sharded();
     if (!layout.trainable || !optimizer) continue;
     bucket = std::max(bucket, bytes(layout.numel, reduce_type(config)));
@@ -93,8 +105,11 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
     const int copies = (optimizer_kind == OptimizerKind::adam ? 2 : 1) + (layout.dtype == at::kFloat ? 0 : 1);
     states += copies * bytes(stepped, at::kFloat);
   }
-  // One bucket fills while others are under way, each sent and received.
-  const int64_t buckets = world.size > 1 ? 2 * static_cast<int64_t>(gradients::kMaxFlights + 1) : 1;
+  // One bucket fills while others are under way, each sent and received; in shared memory they are sent only, and one
+  // may wait for its last reader.
+  int64_t buckets = 1;
+  if (world.size > 1) buckets = 2 * static_cast<int64_t>(gradients::kMaxFlights + 1);
+  if (model.arena()) buckets = static_cast<int64_t>(gradients::kMaxOffers + 2);
   const int64_t communication = kept + bucket * buckets + transport_bytes(*this);
   return {{"parameters", parameters, ledger->peak(Role::parameters)},
           {"gradients", gradients, ledger->peak(Role::gradients)},

@@ -4,14 +4,11 @@
 #include "gradients/reducer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "device/unseen.h"
-#include "gradients/ordered_sum.h"
 
 namespace deeptide::gradients {
 
@@ -21,9 +18,6 @@ using sharding::Parameter;
 using sharding::Unit;
 
 namespace {
-
-// A peer that does not come (another branch) must not block this rank's backward: buckets then pile up instead.
-constexpr std::chrono::milliseconds kFlightPatience{500};
 
 /// The gradient's place in the bucket takes it, with cast. Without ATen where a plain copy does: models of many small
 /// parameters come here for each.
@@ -51,22 +45,15 @@ device::BufferPool::Source bucket_source(const comm::HostExchange* exchange,
 Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
-      group_(group),
       exchange_(std::move(exchange)),
-      ledger_(ledger),
-      buckets_pool_(ledger, Role::communication, device, /*max_waste=*/2, bucket_source(exchange_.get(), ledger)),
-      receive_pool_(ledger, Role::communication, device),
+      pool_(ledger, Role::communication, device, /*max_waste=*/2, bucket_source(exchange_.get(), ledger)),
       options_(options),
       buckets_(units_.size()),
-      accumulated_(units_.size(), false),
-      sums_of_squares_(
-          at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
+      flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
   for (size_t i = 0; i < units_.size(); ++i) {
     order_.push_back(static_cast<int>(units_.size() - 1 - i));
     buckets_[i].filled.assign(units_[i]->parameters().size(), false);
     buckets_[i].arrived = buckets_[i].filled;
-    accumulators_.push_back(
-        device::allocate_flat(ledger_, Role::gradients, units_[i]->layout().shard, at::kFloat, device));
   }
 }
 
@@ -85,7 +72,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
   TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "deeptide: parameter '", p.name,
                     "' received a sparse gradient, which is not supported yet; build its embedding with sparse=False");
   if (!bucket.data.defined()) {
-    bucket.data = buckets_pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
+    bucket.data = pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
   }
   if (!bucket.arrived[parameter]) {
     bucket.arrived[parameter] = true;
@@ -97,9 +84,9 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     return;
   }
   if (bucket.data.scalar_type() != at::kFloat) {  // sums are taken in fp32
-    Tensor wide = buckets_pool_.take(unit.numel(), at::kFloat);
+    Tensor wide = pool_.take(unit.numel(), at::kFloat);
     wide.copy_(bucket.data);
-    buckets_pool_.put(std::exchange(bucket.data, wide));
+    pool_.put(std::exchange(bucket.data, wide));
   }
   p.view_of(bucket.data).add_(gradient);
 }
@@ -114,28 +101,22 @@ bool Reducer::complete(int unit) const {
 }
 
 void Reducer::empty(Bucket& bucket) {
-  buckets_pool_.put(std::exchange(bucket.data, Tensor()));
+  pool_.put(std::exchange(bucket.data, Tensor()));
   bucket.filled.assign(bucket.filled.size(), false);
   bucket.arrived.assign(bucket.arrived.size(), false);
   bucket.num_arrived = 0;
 }
 
 void Reducer::issue_complete() {
-  while (next_ < order_.size() && complete(order_[next_])) {
-    issue(static_cast<int>(next_++));
-    if (next_ == order_.size()) {
-      ++rounds_done_;
-      next_ = 0;
-    }
-  }
-  while (!flights_.empty() && flights_.front().pending.ready()) retire_front();
+  while (complete(order_[next_])) issue_next();
+  flights_->retire_ready();
 }
 
 /// The unit's bucket in the wire's type with zeros wherever no gradient came; the bucket is empty afterwards.
 Tensor Reducer::outgoing(int unit) {
   Bucket& bucket = buckets_[unit];
   const Unit& u = *units_[unit];
-  if (!bucket.data.defined()) return buckets_pool_.take(u.numel(), options_.reduce_dtype).zero_();
+  if (!bucket.data.defined()) return pool_.take(u.numel(), options_.reduce_dtype).zero_();
   int64_t end = 0;  // of what is filled so far
   for (size_t i = 0; i < bucket.filled.size(); ++i) {
     const Parameter& p = u.parameters()[i];
@@ -147,96 +128,19 @@ Tensor Reducer::outgoing(int unit) {
   Tensor data = std::exchange(bucket.data, Tensor());
   empty(bucket);
   if (data.scalar_type() == options_.reduce_dtype) return data;
-  Tensor narrow = buckets_pool_.take(u.numel(), options_.reduce_dtype);
+  Tensor narrow = pool_.take(u.numel(), options_.reduce_dtype);
   narrow.copy_(data);
-  buckets_pool_.put(std::move(data));
+  pool_.put(std::move(data));
   return narrow;
 }
 
-void Reducer::issue(int position) {
-  const int unit = order_[position];
-  const Unit& u = *units_[unit];
-  limit_flights();
-  Flight flight;
-  flight.unit = unit;
-  flight.sent = outgoing(unit);
-  if (exchange_) {
-    auto offer = exchange_->offer(flight.sent);
-    flight.pending = std::move(offer.pending);
-    flight.offer = offer.number;
-  } else if (group_.size() > 1 && options_.ordered) {
-    flight.received = receive_pool_.take(u.numel(), options_.reduce_dtype);
-    flight.pending = group_.all_to_all(flight.received, flight.sent);
-  } else if (group_.size() > 1) {
-    flight.received = receive_pool_.take(u.layout().shard, options_.reduce_dtype);
-    flight.pending = group_.reduce_scatter(flight.received, flight.sent);
-  }
-  flights_.push_back(std::move(flight));
-}
-
-/// What there is to sum for this rank's shard, by rank.
-std::vector<Tensor> Reducer::rows(const Flight& flight) const {
-  const Unit& u = *units_[flight.unit];
-  const int64_t shard = u.layout().shard;
-  if (exchange_) return exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype);
-  const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
-  std::vector<Tensor> rows;
-  for (int64_t begin = 0; begin < flat.numel(); begin += shard) rows.push_back(flat.narrow(0, begin, shard));
-  if (rows.empty()) rows.push_back(flat);
-  return rows;
-}
-
-void Reducer::give_back(Flight& flight) {
-  receive_pool_.put(std::move(flight.received));
-  if (!exchange_) {
-    buckets_pool_.put(std::move(flight.sent));
-    return;
-  }
-  exchange_->set_read(flight.offer);
-  lent_.push_back({std::move(flight.sent), flight.offer});
-  reclaim();
-}
-
-/// Buckets that everybody has read may be filled again.
-void Reducer::reclaim() {
-  while (!lent_.empty() && exchange_->all_read(lent_.front().offer)) {
-    buckets_pool_.put(std::move(lent_.front().sent));
-    lent_.pop_front();
-  }
-}
-
-void Reducer::limit_flights() {
-  if (flights_.size() < kMaxFlights) return;
-  Flight& front = flights_.front();
-  if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
-  peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
-  if (!peers_elsewhere_) retire_front();
-}
-
-void Reducer::retire_front() {
-  Flight& flight = flights_.front();
-  group_.wait(flight.pending, site(flight.unit));
-  const int unit = flight.unit;
-  const auto contributions = rows(flight);
-  const Tensor square = sums_of_squares_.narrow(0, unit, 1);
-  ordered_sum(contributions, options_.scale, !accumulated_[unit], accumulators_[unit], square);
-  accumulated_[unit] = true;
-  has_accumulated_ = true;
-  if (!bad_ && !std::isfinite(square.item<double>())) record_bad(unit, contributions);
-  give_back(flight);
-  flights_.pop_front();
-  peers_elsewhere_ = false;
-}
-
-void Reducer::record_bad(int unit, at::TensorList rows) {
-  const Unit& u = *units_[unit];
-  const auto found = find_non_finite(rows, accumulators_[unit]);
-  if (!found) return;
-  const int64_t at = u.shard_begin() + found->index;
-  bad_ = BadGradient{"", options_.ordered ? found->rank : -1};
-  for (const Parameter& p : u.parameters()) {
-    if (at >= p.offset) bad_->parameter = p.name;
-  }
+/// Sends the next unit of the round under way.
+void Reducer::issue_next() {
+  const int unit = order_[next_++];
+  flights_->launch(unit, outgoing(unit));
+  if (next_ < order_.size()) return;
+  ++rounds_done_;
+  next_ = 0;
 }
 
 int64_t Reducer::rounds_wanted() const {
@@ -254,15 +158,8 @@ int64_t Reducer::rounds_wanted() const {
 void Reducer::finish(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  while (rounds_done_ < rounds) {
-    issue(static_cast<int>(next_++));
-    if (next_ == order_.size()) {
-      ++rounds_done_;
-      next_ = 0;
-    }
-    while (flights_.size() > kMaxFlights) retire_front();
-  }
-  while (!flights_.empty()) retire_front();
+  while (rounds_done_ < rounds) issue_next();
+  flights_->drain();
   rounds_done_ = 0;
   for (Bucket& bucket : buckets_) {  // what stayed here waits for the next micro-batch's gradients
     bucket.arrived.assign(bucket.arrived.size(), false);
@@ -270,21 +167,9 @@ void Reducer::finish(int64_t rounds) {
   }
 }
 
-double Reducer::sum_of_squares() const {
-  std::lock_guard lock(mutex_);
-  double total = 0.0;
-  const Tensor squares = sums_of_squares_.cpu();
-  for (size_t i = 0; i < units_.size(); ++i) {
-    if (accumulated_[i]) total += squares.const_data_ptr<double>()[i];
-  }
-  return total;
-}
-
 void Reducer::clear_accumulated() {
   std::lock_guard lock(mutex_);
-  accumulated_.assign(accumulated_.size(), false);
-  has_accumulated_ = false;
-  bad_.reset();
+  flights_->clear_accumulated();
 }
 
 bool Reducer::has_pending() const {
@@ -305,10 +190,6 @@ void Reducer::discard(int64_t rounds) {
   }
   finish(rounds);
   clear_accumulated();
-}
-
-comm::Site Reducer::site(int unit) const {
-  return {step_, "backward", "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
 }
 
 }  // namespace deeptide::gradients

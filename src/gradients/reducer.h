@@ -6,35 +6,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "comm/group.h"
-#include "comm/host_exchange.h"
-#include "device/memory.h"
-#include "sharding/unit.h"
+#include "gradients/flights.h"
 
 namespace deeptide::gradients {
-
-/// Buckets under way at a time while every rank keeps pace; each has what it sends and, but for shared memory, what it
-/// receives.
-inline constexpr size_t kMaxFlights = 2;
-
-struct ReducerOptions {
-  at::ScalarType reduce_dtype = at::kFloat;  // on the wire
-  bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
-  bool overlap = true;                       // start reductions during backward
-  double scale = 1.0;                        // 1 / (world * accumulation), applied to the sum
-};
-
-/// A gradient that is not finite.
-struct BadGradient {
-  std::string parameter;
-  int rank = -1;  // that produced it; -1: every contribution was finite, the sum was not
-};
 
 /// Takes gradients from hooks, reduces them bucket by bucket. A *round* is one reduction of every unit, in the same
 /// order on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
@@ -51,19 +30,19 @@ class Reducer {
   /// before the boundary); otherwise complete buckets go out.
   void add(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
-  void set_step(int64_t step) { step_ = step; }
+  void set_step(int64_t step) { flights_->set_step(step); }
 
   /// Rounds this rank must take part in to empty its buckets; what it tells the others at a micro-batch's end.
   int64_t rounds_wanted() const;
   /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final.
   void finish(int64_t rounds);
 
-  bool has_gradient() const { return has_accumulated_; }
+  bool has_gradient() const { return flights_->has_accumulated(); }
   /// fp32 gradient shard (shard,) of a unit; zeros when nothing came.
-  const at::Tensor& accumulator(int unit) const { return accumulators_[unit]; }
+  const at::Tensor& accumulator(int unit) const { return flights_->accumulator(unit); }
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
-  double sum_of_squares() const;
-  const std::optional<BadGradient>& bad() const { return bad_; }
+  double sum_of_squares() const { return flights_->sum_of_squares(); }
+  const std::optional<BadGradient>& bad() const { return flights_->bad(); }
   /// Something came from backward that is not in the accumulators yet.
   bool has_pending() const;
   /// Forgets what is accumulated (after a step).
@@ -80,56 +59,26 @@ class Reducer {
     std::vector<bool> arrived;  // by parameter: came in this micro-batch
     int num_arrived = 0;
   };
-  struct Flight {
-    int unit;
-    at::Tensor sent;
-    at::Tensor received;  // (world * shard,), or (shard,) from the transport's own reduction; none in shared memory
-    comm::Pending pending;
-    uint32_t offer = 0;  // in shared memory
-  };
-  /// Summed here, but perhaps not yet by all who read it.
-  struct Lent {
-    at::Tensor sent;
-    uint32_t offer;
-  };
 
   void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
   void issue_complete();
-  void issue(int position);
+  void issue_next();
   at::Tensor outgoing(int unit);
-  void retire_front();
-  void limit_flights();
-  std::vector<at::Tensor> rows(const Flight& flight) const;
-  void give_back(Flight& flight);
-  void reclaim();
-  void record_bad(int unit, at::TensorList rows);
   bool complete(int unit) const;
   void empty(Bucket& bucket);
-  comm::Site site(int unit) const;
 
   std::vector<sharding::Unit*> units_;
-  comm::Group& group_;
   std::unique_ptr<comm::HostExchange> exchange_;
-  std::shared_ptr<device::Ledger> ledger_;
-  device::BufferPool buckets_pool_;
-  device::BufferPool receive_pool_;
+  device::BufferPool pool_;
   ReducerOptions options_;
 
   mutable std::mutex mutex_;
   std::vector<int> order_;  // unit positions, last module first
   std::vector<Bucket> buckets_;
-  std::vector<at::Tensor> accumulators_;
-  std::vector<bool> accumulated_;  // by unit: holds something since the last clear
-  at::Tensor sums_of_squares_;     // (units,), fp64
-  std::deque<Flight> flights_;
-  std::deque<Lent> lent_;
-  std::optional<BadGradient> bad_;
+  std::unique_ptr<Flights> flights_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish
   size_t next_ = 0;          // in order_, of the round under way
   bool local_ = false;
-  bool has_accumulated_ = false;
-  bool peers_elsewhere_ = false;  // the flight in front was waited for in vain
-  int64_t step_ = 0;
 };
 
 }  // namespace deeptide::gradients

@@ -1,0 +1,237 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Sending, summing, lending buckets; who sums is decided by who has time.
+#include "gradients/flights.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cmath>
+
+#include "comm/blocking.h"
+#include "device/parallel.h"
+#include "gradients/ordered_sum.h"
+
+namespace deeptide::gradients {
+
+using at::Tensor;
+using device::Role;
+using sharding::Parameter;
+using sharding::Unit;
+using std::chrono::milliseconds;
+
+namespace {
+
+// A peer that does not come (another branch) must not block this rank's backward: buckets then pile up instead.
+constexpr milliseconds kFlightPatience{500};
+constexpr milliseconds kSidePatience{20};
+constexpr int kSideNice = 10;
+
+}  // namespace
+
+/// While it lives, the side thread takes nothing; waits for what it has in hand.
+class Flights::Pause {
+ public:
+  explicit Pause(Flights& flights) : flights_(flights) {
+    if (!flights_.side_thread_.joinable()) return;
+    comm::run_blocking([&] {
+      std::unique_lock lock(flights_.mutex_);
+      flights_.side_may_work_ = false;
+      flights_.changed_.wait(lock, [&] { return !flights_.side_is_busy_; });
+    });
+  }
+  ~Pause() {
+    if (!flights_.side_thread_.joinable()) return;
+    std::lock_guard lock(flights_.mutex_);
+    flights_.side_may_work_ = true;
+    flights_.changed_.notify_all();
+  }
+
+ private:
+  Flights& flights_;
+};
+
+Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, comm::HostExchange* exchange,
+                 std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
+                 device::BufferPool& buckets)
+    : units_(units),
+      group_(group),
+      exchange_(exchange),
+      buckets_(buckets),
+      receive_pool_(ledger, Role::communication, device),
+      options_(options),
+      accumulated_(units_.size(), false),
+      sums_of_squares_(
+          at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
+  for (const Unit* unit : units_) {
+    accumulators_.push_back(
+        device::allocate_flat(ledger, Role::gradients, unit->layout().shard, at::kFloat, device));
+  }
+  if (!options_.side_thread) return;
+  side_may_work_ = true;
+  side_thread_ = std::thread([this] { run_side_thread(); });
+}
+
+Flights::~Flights() {
+  if (!side_thread_.joinable()) return;
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    changed_.notify_all();
+  }
+  comm::run_blocking([&] { side_thread_.join(); });
+}
+
+void Flights::launch(int unit, Tensor bucket) {
+  limit();
+  Flight flight;
+  flight.unit = unit;
+  flight.sent = std::move(bucket);
+  if (exchange_) {
+    auto offer = exchange_->offer(flight.sent);
+    flight.pending = std::move(offer.pending);
+    flight.offer = offer.number;
+  } else if (group_.size() > 1 && options_.ordered) {
+    flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
+    flight.pending = group_.all_to_all(flight.received, flight.sent);
+  } else if (group_.size() > 1) {
+    flight.received = receive_pool_.take(units_[unit]->layout().shard, options_.reduce_dtype);
+    flight.pending = group_.reduce_scatter(flight.received, flight.sent);
+  }
+  std::lock_guard lock(mutex_);
+  queue_.push_back(std::move(flight));
+  changed_.notify_all();
+}
+
+void Flights::limit() {
+  {
+    std::lock_guard lock(mutex_);
+    if (queue_.size() < (exchange_ ? kMaxOffers : kMaxFlights)) return;
+  }
+  const Pause pause(*this);
+  if (queue_.empty()) return;
+  Flight& front = queue_.front();
+  if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
+  peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
+  if (!peers_elsewhere_) retire_front();
+}
+
+void Flights::retire_ready() {
+  if (side_thread_.joinable()) return;  // its task
+  while (!queue_.empty() && queue_.front().pending.ready()) retire_front();
+}
+
+void Flights::drain() {
+  const Pause pause(*this);
+  while (!queue_.empty()) retire_front();
+}
+
+void Flights::retire_front() {
+  Flight& flight = queue_.front();
+  group_.wait(flight.pending, site(flight.unit));
+  sum(flight);
+  queue_.pop_front();
+  peers_elsewhere_ = false;
+}
+
+void Flights::sum(Flight& flight) {
+  const auto contributions = rows(flight);
+  const Tensor square = sums_of_squares_.narrow(0, flight.unit, 1);
+  ordered_sum(contributions, options_.scale, !accumulated_[flight.unit], accumulators_[flight.unit], square);
+  accumulated_[flight.unit] = true;
+  if (!bad_ && !std::isfinite(square.item<double>())) record_bad(flight.unit, contributions);
+  give_back(flight);
+}
+
+/// What there is to sum for this rank's shard, by rank.
+std::vector<Tensor> Flights::rows(const Flight& flight) const {
+  const Unit& u = *units_[flight.unit];
+  const int64_t shard = u.layout().shard;
+  if (exchange_) return exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype);
+  const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
+  std::vector<Tensor> rows;
+  for (int64_t begin = 0; begin < flat.numel(); begin += shard) rows.push_back(flat.narrow(0, begin, shard));
+  if (rows.empty()) rows.push_back(flat);
+  return rows;
+}
+
+void Flights::give_back(Flight& flight) {
+  receive_pool_.put(std::move(flight.received));
+  if (!exchange_) {
+    buckets_.put(std::move(flight.sent));
+    return;
+  }
+  exchange_->set_read(flight.offer);
+  lent_.push_back({std::move(flight.sent), flight.offer});
+  reclaim();
+}
+
+/// Buckets that everybody has read may be filled again.
+void Flights::reclaim() {
+  while (!lent_.empty() && exchange_->all_read(lent_.front().offer)) {
+    buckets_.put(std::move(lent_.front().sent));
+    lent_.pop_front();
+  }
+}
+
+void Flights::record_bad(int unit, at::TensorList rows) {
+  const Unit& u = *units_[unit];
+  const auto found = find_non_finite(rows, accumulators_[unit]);
+  if (!found) return;
+  const int64_t at = u.shard_begin() + found->index;
+  bad_ = BadGradient{"", options_.ordered ? found->rank : -1};
+  for (const Parameter& p : u.parameters()) {
+    if (at >= p.offset) bad_->parameter = p.name;
+  }
+}
+
+double Flights::sum_of_squares() const {
+  double total = 0.0;
+  const Tensor squares = sums_of_squares_.cpu();
+  for (size_t i = 0; i < units_.size(); ++i) {
+    if (accumulated_[i]) total += squares.const_data_ptr<double>()[i];
+  }
+  return total;
+}
+
+bool Flights::has_accumulated() const {
+  for (bool accumulated : accumulated_) {
+    if (accumulated) return true;
+  }
+  return false;
+}
+
+void Flights::clear_accumulated() {
+  accumulated_.assign(accumulated_.size(), false);
+  bad_.reset();
+}
+
+/// Sums what has arrived. What is late, or lost, stays for `drain`, which knows what to say.
+void Flights::run_side_thread() {
+  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kSideNice);
+  const RunInline on_this_thread;
+  at::NoGradGuard no_grad;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return stop_ || (side_may_work_ && !queue_.empty()); });
+    if (stop_) return;
+    side_is_busy_ = true;
+    Flight& front = queue_.front();
+    lock.unlock();
+    const bool arrived = front.pending.wait_for(kSidePatience);
+    if (arrived) sum(front);
+    lock.lock();
+    if (arrived) queue_.pop_front();
+    side_is_busy_ = false;
+    changed_.notify_all();
+  }
+}
+
+comm::Site Flights::site(int unit) const {
+  return {step_, "backward", "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
+}
+
+}  // namespace deeptide::gradients
