@@ -19,6 +19,10 @@ import torch.distributed as dist
 
 import deeptide
 
+# A transport thread that wakes must not push aside the thread that holds its lock: it would spin until its turn is over,
+# and with more ranks than cores half of the machine would go there. Batch threads wait; children inherit it.
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 # Loaded once, here: ranks as threads would all be waiting for the first of them to import it.
 _make_world = deeptide.make_world
 
