@@ -33,11 +33,12 @@ demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, 
 test: test-cpp test-python  ## Build what is needed and run every test
 
 test-cpp: build
-	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(JOBS)
 
 test-python: build
 	@if [ -d tests/python ]; then \
-	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/python; \
+	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
+	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
@@ -67,7 +68,7 @@ wheel: setup  ## Build a wheel against the torch in .venv, into dist/
 asan tsan: setup  ## Build with sanitizers and run the tests that suit them: asan = address + undefined, tsan = thread
 	@$(CMAKE) --preset $@
 	@$(CMAKE) --build --preset $@ -j $(JOBS)
-	@$(CTEST) --preset $@
+	@$(CTEST) --preset $@ -j $(JOBS)
 
 clean:  ## Remove all builds; .venv stays
 	rm -rf build build-* dist

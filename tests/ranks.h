@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <chrono>
@@ -25,6 +26,13 @@ namespace deeptide {
 
 using RankMain = std::function<void(const World&)>;
 
+/// Gloo's threads spin for a lock: one that wakes must not push aside the thread that holds it, or it spins until its
+/// turn is over; with more ranks than cores most of the time went there. A rank's transport threads inherit this.
+inline void wake_gently() {
+  const sched_param parameters{};
+  sched_setscheduler(0, SCHED_BATCH, &parameters);
+}
+
 /// Calls rank_main(world) in one thread a rank; returns the text of each rank's exception, empty where there was none.
 /// Ranks that do not end in time end the process: a thread that hangs cannot be stopped, and later tests would suffer.
 inline std::vector<std::string> errors_of_ranks(int size, const RankMain& rank_main,
@@ -38,6 +46,7 @@ inline std::vector<std::string> errors_of_ranks(int size, const RankMain& rank_m
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       at::set_num_threads(1);  // the ranks are the parallelism
+      wake_gently();
       std::string error;
       try {
         rank_main(make_world(store, rank, size));

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for tests: as threads of this process (`run_ranks`), or as real processes (`run_processes`)."""
 
+import functools
 import inspect
 import json
 import os
@@ -16,8 +17,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from zygote import Zygote
 
 import deeptide
+
+# Gloo's threads spin for a lock: one that wakes must not push aside the thread that holds it, or it spins until its
+# turn is over; with more ranks than cores most of the time went there. Batch threads wait. Children inherit this.
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Loaded once, here: ranks as threads would all be waiting for the first of them to import it.
 _make_world = deeptide.make_world
@@ -106,24 +112,29 @@ def _environment(rank, world_size, port, extra):
     }
 
 
-def run_processes(world_size, target, *args, timeout=180, env=None, check=True):
+@functools.cache
+def _zygote(number):
+    return Zygote(_environment(0, 1, 0, None))
+
+
+def _start(command, environment, rank, forked):
+    if forked:
+        # Two of them: the ranks' hashes of strings, hence the order of their sets, must differ as they do for users.
+        return _zygote(rank % 2).start(command[2:], environment)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run_processes(world_size, target, *args, timeout=180, env=None, check=True, fresh=False):
     """Runs a script, or a function at a test module's top level, in real processes with torchrun's variables.
 
-    Arguments of a function travel as JSON. Returns each rank's subprocess.CompletedProcess; with `check`, a rank that
+    Arguments of a function travel as JSON. A function's processes are forked from one that has loaded torch, unless
+    `fresh` or `env` ask for new ones. Returns each rank's subprocess.CompletedProcess; with `check`, a rank that
     fails fails the test with its number and its last words.
     """
     port = _free_port()
     command = _command(target, args)
-    processes = [
-        subprocess.Popen(
-            command,
-            env=_environment(rank, world_size, port, env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    forked = callable(target) and not fresh and not env
+    processes = [_start(command, _environment(rank, world_size, port, env), rank, forked) for rank in range(world_size)]
     outputs = [None] * world_size
     # One reader a process: a rank that fills its pipe must not stop the others.
     readers = [

@@ -150,7 +150,7 @@ def raise_in_process(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_process_that_ends_with_an_exception_ends_the_others(stage):
     begin = time.monotonic()
-    survivor, failed = run_processes(2, raise_in_process, stage, timeout=90, check=False)
+    survivor, failed = run_processes(2, raise_in_process, stage, timeout=90, check=False, fresh=True)
     assert time.monotonic() - begin < 60
     assert failed.returncode == 1 and "out of luck" in failed.stderr
     assert survivor.returncode == 1 and "CommError" in survivor.stderr and "rank 1" in survivor.stderr

@@ -150,7 +150,7 @@ def train_in_a_process(steps):
 
 
 def test_processes_with_torchruns_variables_train_as_one_world():
-    outputs = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes(2, train_in_a_process, 3)]
+    outputs = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes(2, train_in_a_process, 3, fresh=True)]
     assert [output[:3] for output in outputs] == [[0, 2, "torch.distributed"], [1, 2, "torch.distributed"]]
     assert outputs[0][3] == outputs[1][3]
 
@@ -175,9 +175,8 @@ def test_torchrun_starts_a_script_that_knows_nothing_of_it(tmp_path):
     config.write_text(json.dumps(CONFIG))
     out.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    subprocess.run(
-        [*torchrun, script, config, out], check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves a folder there
+    subprocess.run([*torchrun, script, config, out], check=True, timeout=240, env=environment)
     first, second = (json.loads((out / str(rank)).read_text()) for rank in range(2))
     assert first[:3] == [2, 0, 4] and second[:3] == [2, 1, 4]
     assert first[3] == second[3] > 0

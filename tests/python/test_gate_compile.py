@@ -51,7 +51,9 @@ def test_compiled_model_trains_to_the_same_bits(backend):
 
 def compiled_by_inductor():
     """Its kernels read memory by address: the gate cannot serve them, so our text must come, not a crash."""
-    with start() as engine:
+    from torch._inductor import config as inductor
+
+    with start() as engine, inductor.patch({"cpp.simdlen": 1, "compile_threads": 1}):  # half of the time goes otherwise
         model = torch.compile(engine.module, backend="inductor")
         try:
             found = model(TOKENS, TARGETS)
@@ -63,7 +65,8 @@ def compiled_by_inductor():
             print("served")
 
 
-def test_inductor_is_refused_by_our_text_or_served():
+def test_inductor_is_refused_by_our_text_or_served(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     said = {done.stdout.split()[-1] for done in run_processes(2, compiled_by_inductor, timeout=300)}
     assert len(said) == 1 and said <= {"refused", "served"}
 

@@ -85,7 +85,7 @@ def cycle_in_process(stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_of_processes_leave_nothing(stage):
-    run_processes(2, cycle_in_process, stage, timeout=300)
+    run_processes(2, cycle_in_process, stage, timeout=300, fresh=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

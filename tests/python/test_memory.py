@@ -146,5 +146,5 @@ def step_and_weigh(stage, bf16):
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, False), (3, False), (3, True)])
 def test_resident_memory_is_what_the_engine_counts(stage, bf16):
-    for done in run_processes(2, step_and_weigh, stage, bf16):
+    for done in run_processes(2, step_and_weigh, stage, bf16, fresh=True):
         print(done.stdout)

@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A process that has loaded torch and forks ranks: one starts in milliseconds, a new interpreter takes two seconds.
+
+A forked rank is as a new one: the main thread of its process, nothing of torch used before, ending as a script does.
+`Zygote` is the tests' side; run as a script, this file is the other.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+
+class ForkedRank:
+    """A rank with the methods of subprocess.Popen that the tests use."""
+
+    def __init__(self, status, stdout, stderr):
+        self._status, self._pipes = os.fdopen(status), (os.fdopen(stdout), os.fdopen(stderr))
+        self.pid = int(self._status.readline())
+        self.returncode = None
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def communicate(self):
+        texts = ["", ""]
+        readers = [
+            threading.Thread(target=lambda i=i: texts.__setitem__(i, self._pipes[i].read()), daemon=True)
+            for i in range(2)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        self.returncode = int(self._status.readline())
+        for file in (self._status, *self._pipes):
+            file.close()
+        return tuple(texts)
+
+
+class Zygote:
+    """Ends with this process: it reads the end of its socket then."""
+
+    def __init__(self, environment):
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            subprocess.Popen(
+                [sys.executable, __file__, str(other.fileno())],
+                env=environment,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def start(self, arguments, environment):
+        """A rank whose sys.argv are the arguments; the first is the program's text, as for Python's -c."""
+        reading, writing = zip(*(os.pipe() for _ in range(3)))
+        request = json.dumps([arguments, environment]).encode()
+        socket.send_fds(self._socket, [request], writing)
+        for end in writing:
+            os.close(end)
+        return ForkedRank(*reading)
+
+
+def serve(control):
+    """Returns in each rank, with the arguments it is to run; in the zygote only when the tests have ended."""
+    while True:
+        request, files, _, _ = socket.recv_fds(control, 1 << 18, 3)
+        if not request:
+            os._exit(0)
+        if os.fork() > 0:
+            for file in files:
+                os.close(file)
+            continue
+        # The rank's parent: tells its pid, waits for its end and tells how that was.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        status, stdout, stderr = files
+        rank = os.fork()
+        if rank == 0:
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
+            for file in files:
+                os.close(file)
+            control.close()
+            arguments, environment = json.loads(request)
+            os.environ.clear()
+            os.environ.update(environment)
+            return arguments
+        os.close(stdout)
+        os.close(stderr)
+        os.write(status, f"{rank}\n".encode())
+        os.write(status, f"{os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])}\n".encode())
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import deeptide  # noqa: F401
+
+    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a process with threads must not fork"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks' parents
+    sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))
+    exec(compile(sys.argv[0], "<rank>", "exec"), {"__name__": "__main__"})
