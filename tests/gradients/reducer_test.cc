@@ -66,7 +66,7 @@ struct Training {
       units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), false, world.rank));
       all.push_back(units.back().get());
     }
-    reducer = std::make_unique<Reducer>(all, group, ledger, at::kCPU, options);
+    reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
   }
 
   /// What the engine does at a micro-batch's end: the ranks agree on the largest number of rounds.
