@@ -51,9 +51,7 @@ def test_compiled_model_trains_to_the_same_bits(backend):
 
 def compiled_by_inductor():
     """Its kernels read memory by address: the gate cannot serve them, so our text must come, not a crash."""
-    from torch._inductor import config as inductor
-
-    with start() as engine, inductor.patch({"cpp.simdlen": 1, "compile_threads": 1}):  # half of the time goes otherwise
+    with start() as engine:
         model = torch.compile(engine.module, backend="inductor")
         try:
             found = model(TOKENS, TARGETS)

@@ -61,7 +61,7 @@ struct Stage {
       all.push_back(units.back().get());
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
-    reducer = std::make_unique<gradients::Reducer>(all, group, ledger, at::kCPU, options);
+    reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
     optimizer = std::make_unique<ShardedOptimizer>(all, kind, policy, ledger, group, at::kCPU);
   }
 
