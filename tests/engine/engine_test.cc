@@ -306,7 +306,7 @@ TEST(Engine, KeepsGatheredBytesWithinTheTwoLargestUnitsAndShardsTheRest) {
       const std::string live = R"(, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
                                    "stage3_max_live_parameters": 0, "reduce_bucket_size": 1300}})";
       std::string text = R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"})" + live;
-      Engine engine = engine_of(*model, world, Config::from_text(text));
+      Engine engine = engine_of(*model, world, apart(Config::from_text(text)));
       const auto [tokens, targets] = batch_of(0, kMicro);
       engine.backward(model(tokens, targets));
       engine.step();

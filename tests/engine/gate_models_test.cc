@@ -191,7 +191,7 @@ TEST_P(GateModels, GiveTheSameBitsShardedAsWhole) {
     run_ranks(size, [&](const World& world) {
       const Subject subject = make_seeded(GetParam().make);
       const auto expected = results_of(subject);
-      Engine engine = engine_of(*subject.module, world, config_of(3));
+      Engine engine = engine_of(*subject.module, world, apart(config_of(3)));
       for (int pass = 0; pass < 2; ++pass) expect_same_bits(results_of(subject), expected);
       EXPECT_GT(engine.peak_gathered_bytes(), 0) << "nothing was sharded";
       engine.backward(subject.loss());
@@ -214,7 +214,7 @@ INSTANTIATE_TEST_SUITE_P(Models, GateModels,
 TEST(GateUse, InitialisesInPlace) {
   run_ranks(2, [](const World& world) {
     auto linear = make_seeded([] { return nn::Linear(6, 6); });
-    Engine engine = engine_of(*linear, world, config_of(3));
+    Engine engine = engine_of(*linear, world, apart(config_of(3)));
     nn::init::constant_(linear->weight, 0.5);
     nn::init::eye_(linear->weight);
     nn::init::zeros_(linear->bias);
@@ -227,7 +227,7 @@ TEST(GateUse, InitialisesInPlace) {
 TEST(GateUse, KeepsViewsThatWereTakenBeforeAStep) {
   run_ranks(2, [](const World& world) {
     TinyModel model = make_tiny();
-    Engine engine = engine_of(*model, world, config_of(3));
+    Engine engine = engine_of(*model, world, apart(config_of(3)));
     const Tensor view = model->embed->weight.detach().t().narrow(0, 3, 2);
     const Tensor before = view.clone();
     const auto [tokens, targets] = batch_of(0, 4);
@@ -244,7 +244,7 @@ TEST(GateUse, ServesSeveralThreadsOfEachRank) {
     TinyModel model = make_tiny();
     const auto [tokens, targets] = batch_of(0, 4);
     const Tensor expected = model(tokens, targets).detach();
-    Engine engine = engine_of(*model, world, config_of(3));
+    Engine engine = engine_of(*model, world, apart(config_of(3)));
     std::vector<Tensor> losses(3);
     std::vector<std::thread> threads;
     for (size_t t = 0; t < losses.size(); ++t) {
@@ -264,7 +264,7 @@ TEST(GateUse, CopiesAModuleAndSavesTheCopy) {
   run_ranks(2, [](const World& world) {
     auto linear = make_seeded([] { return nn::Linear(6, 6); });
     const Tensor expected = linear->weight.detach().clone();
-    Engine engine = engine_of(*linear, world, config_of(3));
+    Engine engine = engine_of(*linear, world, apart(config_of(3)));
     const auto copy = std::dynamic_pointer_cast<nn::LinearImpl>(linear->clone());
     std::stringstream stream;
     torch::save(copy->weight, stream);
@@ -279,7 +279,7 @@ TEST(GateUse, SavesALiveParameterOrSaysWhatToDo) {
   run_ranks(2, [](const World& world) {
     auto linear = make_seeded([] { return nn::Linear(6, 6); });
     const Tensor expected = linear->weight.detach().clone();
-    Engine engine = engine_of(*linear, world, config_of(3));
+    Engine engine = engine_of(*linear, world, apart(config_of(3)));
     std::stringstream stream;
     try {
       torch::save(linear->weight, stream);

@@ -205,7 +205,7 @@ TEST(OrderedSum, RejectsTensorsThatDoNotFit) {
   const auto rejects = [](const Tensor& rows, const Tensor& accumulator, const Tensor& squares,
                           const std::string& word) {
     try {
-      ordered_sum(rows.unbind(0), 1.0, true, accumulator, squares);
+      ordered_sum(rows.defined() ? rows.unbind(0) : std::vector<Tensor>{rows}, 1.0, true, accumulator, squares);
       ADD_FAILURE() << "accepted; expected an error about " << word;
     } catch (const c10::ValueError& error) {
       EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
@@ -213,15 +213,15 @@ TEST(OrderedSum, RejectsTensorsThatDoNotFit) {
   };
   const Tensor rows = at::ones({2, 4}), sums = at::zeros({4}), squares = at::zeros({1}, at::kDouble);
   const Tensor elsewhere = at::empty({4}, at::TensorOptions(at::kMeta));
-  rejects(at::ones({2, 5}), sums, squares, "have shape [2, 5], expected (W, 4)");
-  rejects(at::ones({4}), sums, squares, "have shape [4]");
-  rejects(at::ones({0, 4}), sums, squares, "have shape [0, 4]");
-  rejects(Tensor(), sums, squares, "contributions have shape");
-  rejects(at::ones({4, 2}).t(), sums, squares, "each row of contributions must be contiguous");
-  rejects(rows.to(at::kDouble), sums, squares, "contributions are Double");
+  rejects(at::ones({2, 5}), sums, squares, "a row has shape [5], expected (4,)");
+  rejects(at::ones({4}), sums, squares, "a row has shape []");
+  rejects(at::ones({0, 4}), sums, squares, "there are no rows");
+  rejects(Tensor(), sums, squares, "a row has shape");
+  rejects(at::ones({4, 2}).t(), sums, squares, "each row must be contiguous");
+  rejects(rows.to(at::kDouble), sums, squares, "a row is Double");
   rejects(rows, sums.to(at::kBFloat16), squares, "accumulator is BFloat16");
   rejects(rows, at::zeros({8}).slice(0, 0, 8, 2), squares, "accumulator must be");
-  rejects(rows, elsewhere, squares, "contributions are on cpu");
+  rejects(rows, elsewhere, squares, "a row is on cpu");
   rejects(rows, sums, squares.to(at::kFloat), "sum_of_squares");
   rejects(rows, sums, at::zeros({2}, at::kDouble), "sum_of_squares");
 }
