@@ -3,6 +3,7 @@
 // The whole public C++ interface.
 #pragma once
 
+#include "deeptide/allocator.h"
 #include "deeptide/config.h"
 #include "deeptide/data.h"
 #include "deeptide/engine.h"

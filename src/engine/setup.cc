@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include "base/log.h"
+#include "deeptide/allocator.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -93,7 +94,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       start(board),
       model(description, options.groups, bind_options(config, policy, optimizer_kind), world, gathers, ledger),
       groups(groups_of(config, options)) {
-  if (config.runtime.tune_allocator && model.device().is_cpu()) device::tune_allocator();
+  if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));
   for (const ParameterGroup& group : groups) hyperparameters.push_back(group.hyperparameters);
@@ -117,6 +118,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 Engine::Impl::~Impl() {
   hooks.reset();
   board->report_failure("has ended training at step " + std::to_string(global_steps));
+  release_idle_cpu_memory();  // what this engine's steps needed, the program may not
 }
 
 void Engine::Impl::install_hooks() {
