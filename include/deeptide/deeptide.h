@@ -8,4 +8,5 @@
 #include "deeptide/data.h"
 #include "deeptide/engine.h"
 #include "deeptide/errors.h"
+#include "deeptide/ops.h"
 #include "deeptide/world.h"
