@@ -28,6 +28,8 @@ function(deeptide_finish_library)
   target_include_directories(deeptide PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
   target_link_libraries(deeptide PUBLIC torch PRIVATE ${libraries})
+  # Never unloaded: tensors made by our allocator, and the gate's registration, outlive every handle to the library.
+  target_link_options(deeptide PRIVATE -Wl,-z,nodelete)
   set_target_properties(deeptide PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0)
 endfunction()
 

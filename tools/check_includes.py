@@ -12,7 +12,7 @@ from pathlib import Path
 # Lowest first: a layer includes those before it only.
 LAYERS = [
     *("base", "config", "device", "comm", "sharding", "gradients"),
-    *("optim", "tiers", "zero", "checkpoint", "engine", "launch"),
+    *("optim", "ops", "tiers", "zero", "checkpoint", "engine", "launch"),
 ]
 MAX_LINES = 500
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")

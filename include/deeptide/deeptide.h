@@ -3,8 +3,10 @@
 // The whole public C++ interface.
 #pragma once
 
+#include "deeptide/allocator.h"
 #include "deeptide/config.h"
 #include "deeptide/data.h"
 #include "deeptide/engine.h"
 #include "deeptide/errors.h"
+#include "deeptide/ops.h"
 #include "deeptide/world.h"

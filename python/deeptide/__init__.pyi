@@ -3,6 +3,7 @@
 from deeptide import config as config
 from deeptide import data as data
 from deeptide import engine as engine
+from deeptide import ops as ops
 from deeptide import optimizer as optimizer
 from deeptide import schedule as schedule
 from deeptide import utils as utils

@@ -7,7 +7,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
-#include <malloc.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -141,18 +140,6 @@ void BufferPool::put(Tensor buffer) {
 void BufferPool::trim() {
   std::lock_guard lock(mutex_);
   idle_.clear();
-}
-
-void tune_allocator() {
-#if defined(__GLIBC__)
-  static const bool once = [] {
-    ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    ::mallopt(M_TOP_PAD, 64 << 20);
-    return true;
-  }();
-  (void)once;
-#endif
 }
 
 }  // namespace deeptide::device

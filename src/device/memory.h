@@ -69,8 +69,4 @@ class BufferPool {
   std::vector<at::Tensor> idle_;  // as bytes
 };
 
-/// Makes glibc keep large blocks instead of returning them to the kernel after every operator (CPU training: up to 13x
-/// on single operators). Once per process; no effect with another malloc.
-void tune_allocator();
-
 }  // namespace deeptide::device

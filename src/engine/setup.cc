@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "base/log.h"
+#include "deeptide/allocator.h"
 #include "device/parallel.h"
 #include "engine/engine_impl.h"
 
@@ -109,7 +110,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       model(description, options.groups, bind_options(config, policy, optimizer_kind), world, *host, gathers, ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
-  if (config.runtime.tune_allocator && model.device().is_cpu()) device::tune_allocator();
+  if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));
   for (const ParameterGroup& group : groups) hyperparameters.push_back(group.hyperparameters);
@@ -136,6 +137,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 Engine::Impl::~Impl() {
   hooks.reset();
   board->report_failure("has ended training at step " + std::to_string(global_steps));
+  release_idle_cpu_memory();  // what this engine's steps needed, the program may not
 }
 
 void Engine::Impl::install_hooks() {

@@ -39,6 +39,7 @@ def usage():
     """Resident bytes, and the numbers of file descriptors, threads and of our entries in /dev/shm."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+    deeptide._C.release_idle_cpu_memory()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     # Other programs have theirs there: only those that name this process or us count.

@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that are faster than torch's on a CPU; elsewhere, and for other types, they are torch's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import deeptide._C  # noqa: F401  registers torch.ops.deeptide
+
+__all__ = ["cross_entropy", "gelu_tanh", "linear", "linear_cross_entropy"]
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _reduction(name: str) -> int:
+    if name not in _REDUCTIONS:
+        raise ValueError(f"reduction is {name!r}, expected one of {', '.join(_REDUCTIONS)}")
+    return _REDUCTIONS[name]
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear; in fp32 by oneDNN where torch's BLAS leaves AVX-512 unused (AMD)."""
+    return torch.ops.deeptide.linear(input, weight, bias)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+) -> Tensor:
+    """torch.nn.functional.cross_entropy of (N, V) logits and (N,) classes, in fp32 for bf16 logits too."""
+    return torch.ops.deeptide.cross_entropy(logits, targets, ignore_index, _reduction(reduction), label_smoothing)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """cross_entropy(linear(hidden, weight), targets), with at most 32 MiB of logits at a time."""
+    return torch.ops.deeptide.linear_cross_entropy(
+        hidden, weight, targets, ignore_index, _reduction(reduction), label_smoothing
+    )
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """torch.nn.functional.gelu(x, approximate="tanh")."""
+    return torch.ops.deeptide.gelu_tanh(x)

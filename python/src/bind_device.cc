@@ -1,0 +1,20 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU allocator holds, for those who weigh a process.
+#include "bindings.h"
+#include "deeptide/allocator.h"
+
+namespace deeptide::python {
+
+void bind_device(py::module_& module) {
+  py::class_<CpuAllocatorStats>(module, "CpuAllocatorStats",
+                                "Bytes of the allocator that deeptide.tune_allocator installs.")
+      .def_readonly("in_use_bytes", &CpuAllocatorStats::in_use_bytes)
+      .def_readonly("idle_bytes", &CpuAllocatorStats::idle_bytes)
+      .def_readonly("peak_bytes", &CpuAllocatorStats::peak_bytes);
+  module.def("install_cpu_allocator", &install_cpu_allocator);
+  module.def("cpu_allocator_stats", &cpu_allocator_stats);
+  module.def("release_idle_cpu_memory", &release_idle_cpu_memory, NoGil());
+}
+
+}  // namespace deeptide::python

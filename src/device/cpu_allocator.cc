@@ -1,0 +1,86 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The heap of large pages as one of c10's allocators, and its installation.
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+
+#include "deeptide/allocator.h"
+#include "device/page_heap.h"
+
+namespace deeptide::device {
+
+using c10::DataPtr;
+
+namespace {
+
+constexpr size_t kLargeBlockBytes = 256 << 10;  // smaller ones share pages better in malloc
+
+/// Never destroyed: tensors are freed until the very end of the process.
+PageHeap& heap() {
+  static PageHeap& heap = *new PageHeap();
+  return heap;
+}
+
+/// For blocks of either kind, since c10 wants an allocator to have one deleter.
+void release(void* block) {
+  if (!heap().owns(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
+  c10::profiledCPUMemoryReporter().Delete(block);
+  heap().free(block);
+}
+
+class LargePageAllocator final : public c10::Allocator {
+ public:
+  DataPtr allocate(size_t bytes) override {
+    void* block = bytes >= kLargeBlockBytes ? heap().allocate(static_cast<int64_t>(bytes)) : nullptr;
+    if (block == nullptr) return allocate_default(bytes);
+    DataPtr data(block, block, &release, c10::DeviceType::CPU);
+    c10::profiledCPUMemoryReporter().New(block, bytes);
+    return data;
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+ private:
+  /// Its error is the one that torch's users know.
+  static DataPtr allocate_default(size_t bytes) {
+    c10::Allocator* const allocator = c10::GetDefaultCPUAllocator();
+    DataPtr data;
+    try {
+      data = allocator->allocate(bytes);
+    } catch (const c10::Error&) {
+      if (heap().stats().idle_bytes == 0) throw;
+      heap().release_idle();
+      data = allocator->allocate(bytes);
+    }
+    TORCH_INTERNAL_ASSERT(data.compare_exchange_deleter(allocator->raw_deleter(), &release));
+    return data;
+  }
+};
+
+bool install() {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  return false;
+#else
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
+  // A thread that forks must not leave the heap half changed by another one to its child.
+  ::pthread_atfork([] { heap().mutex().lock(); }, [] { heap().mutex().unlock(); }, [] { heap().mutex().unlock(); });
+  c10::SetCPUAllocator(new LargePageAllocator());  // with the default's priority: the program may still set its own
+  return true;
+#endif
+}
+
+}  // namespace
+}  // namespace deeptide::device
+
+namespace deeptide {
+
+bool install_cpu_allocator() {
+  static const bool installed = device::install();
+  return installed;
+}
+
+CpuAllocatorStats cpu_allocator_stats() { return device::heap().stats(); }
+
+void release_idle_cpu_memory() { device::heap().release_idle(); }
+
+}  // namespace deeptide

@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Which tensors our own kernels may take; what they may not goes to torch's operators.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+
+namespace deeptide::ops {
+
+/// A plain fp32 or bf16 tensor in CPU memory: no subclass, no fake, no wrapper of a transform, and no autocast.
+inline bool fast_path(const at::Tensor& tensor) {
+  constexpr auto kWrapped = c10::python_ks | c10::functorch_transforms_ks |
+                            c10::DispatchKeySet({c10::DispatchKey::Functionalize, c10::DispatchKey::Negative});
+  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16) &&
+         !tensor.key_set().has_any(kWrapped) && !at::autocast::is_autocast_enabled(at::kCPU);
+}
+
+}  // namespace deeptide::ops
