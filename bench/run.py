@@ -15,6 +15,7 @@ import machine
 import report
 from contenders import CONTENDERS
 from jobs import run_job
+from settings import SIZES
 
 ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("fp32", "bf16")
@@ -33,13 +34,14 @@ def _names(known):
 def parse_arguments():
     built = ROOT / "build" / "python"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="46m", help="small: 400 layers of 64 x 64")
     parser.add_argument("--only", type=_names(CONTENDERS), default=list(CONTENDERS), metavar="NAME,...")
     parser.add_argument("--precision", type=_names(PRECISIONS), default=list(PRECISIONS), metavar="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=3, help="fresh jobs of each contender")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps in a job")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them")
+    parser.add_argument("--steps", type=int, help="timed steps in a job; not given: as the model's size suggests")
+    parser.add_argument("--warmup", type=int, help="untimed steps before them; likewise")
     parser.add_argument("--quick", action="store_true", help="1 round of 3 steps after 2: a trial, not a measurement")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a job")
+    parser.add_argument("--timeout", type=float, help="seconds for a job; not given: as steps and size suggest")
     parser.add_argument("--output", type=Path, help="also write the Markdown here")
     parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench.json", help="raw figures")
     parser.add_argument(
@@ -51,6 +53,8 @@ def parse_arguments():
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.warmup = 1, 3, 2
+    size = SIZES[options.model]
+    options.steps, options.warmup = options.steps or size.steps, options.warmup or size.warmup
     return options
 
 
@@ -58,7 +62,7 @@ def _schedule(options):
     """Each round runs every job once, every other round backwards, so that drift does not favour anyone."""
     jobs = [
         (precision, name, allocator)
-        for precision, name in itertools.product(options.precision, options.only)
+        for name, precision in itertools.product(options.only, options.precision)
         for allocator in (("its own",) if name.startswith("deeptide") else ("default", "tuned"))
     ]
     for number in range(1, options.rounds + 1):

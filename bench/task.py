@@ -4,19 +4,21 @@
 
 import torch
 
-from model import CONTEXT, GPT, VOCABULARY
-from settings import BATCH, BETAS, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY
+from model import GPT, SmallLayers
+from settings import BETAS, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY
 
 
-def make_model():
+def make_model(size):
     torch.manual_seed(SEED)
-    return GPT()
+    return GPT(size) if size.heads else SmallLayers(size)
 
 
-def make_batches(rank):
-    """Two batches, taken in turn: random tokens seen again, so the loss falls and a wrong update shows in it."""
+def make_batches(size, rank):
+    """Two batches, taken in turn: random data seen again, so the loss falls and a wrong update shows in it."""
     generator = torch.Generator().manual_seed(SEED + 1 + rank)
-    tokens = torch.randint(VOCABULARY, (2, BATCH, CONTEXT + 1), generator=generator)
+    if not size.heads:
+        return list(torch.randn(2, 2, size.batch, size.width, generator=generator))
+    tokens = torch.randint(size.vocabulary, (2, size.batch, size.context + 1), generator=generator)
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
 
 

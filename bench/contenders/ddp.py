@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from task import fused_adamw
 
 
-def setup(model, precision):
+def setup(model, precision, size):
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = fused_adamw(model.parameters())
 

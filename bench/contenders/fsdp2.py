@@ -10,7 +10,7 @@ from settings import WORLD
 from task import fused_adamw
 
 
-def setup(model, precision):
+def setup(model, precision, size):
     mesh = init_device_mesh("cpu", (WORLD,))
     # Gradients are reduced in the compute type, the policy's default: half the bytes of an fp32 reduction.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
