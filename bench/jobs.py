@@ -26,14 +26,14 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def _environment(rank, world, port, allocator, deeptide_path):
+def _environment(rank, world, port, allocator, deeptide_path, threads):
     """All contenders get the same one; LOCAL_SIZE and DS_ACCELERATOR are what DeepSpeed needs for ranks on one CPU."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
     environment = dict(
         inherited,
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="",
         DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=f"{sys.prefix}/torch_extensions",
         PATH=f"{sys.prefix}/bin:{os.environ['PATH']}",
     )  # fmt: skip
@@ -93,7 +93,7 @@ def _outcome(reason, results, logs):
     return {"error": reason, "logs": [log.read_text(errors="replace")[-4000:] for log in logs]}
 
 
-def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None):
+def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1):
     """Runs `command` and `--result FILE` once a rank; each rank writes what it measured into that file, as JSON.
 
     Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}.
@@ -108,7 +108,7 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
                     processes.append(
                         subprocess.Popen(
                             [*command, "--result", results[rank]],
-                            env=_environment(rank, world, port, allocator, deeptide_path),
+                            env=_environment(rank, world, port, allocator, deeptide_path, threads),
                             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                         )
                     )  # fmt: skip

@@ -4,6 +4,8 @@
 
 from statistics import median
 
+import output
+
 HEADER = (
     "contender", "allocator", "step, best (s)", "step, median (s)", "x floor", "x torch", "x DDP", "x DDP tuned",
     "job peak (MiB)", "peak RSS, set-up (MiB)", "peak RSS, steps (MiB)", "PSS (MiB)", "set-up (s)", "loss",
@@ -70,10 +72,6 @@ def _row(key, groups):
     ], [f"{contender} ({allocator}), {words}" for words in lost]
 
 
-def _line(cells):
-    return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ")[:200] for cell in cells) + " |"
-
-
 def _agreement(jobs):
     """How far apart the contenders' last losses are."""
     losses = {(job["contender"], final_loss(job)) for job in jobs if "ranks" in job and job["contender"] not in APART}
@@ -88,24 +86,23 @@ def _section(precision, jobs):
     for job in jobs:
         groups.setdefault((job["contender"], job["allocator"]), []).append(job)
     rows, notes = zip(*(_row(key, groups) for key in groups), strict=True)
-    lines = [f"## {precision}", "", _line(HEADER), "|" + " --- |" * len(HEADER), *map(_line, rows), ""]
+    lines = [f"## {precision}", "", output.table(HEADER, rows)]
     lines += [f"- Failed in part: {note}" for several in notes for note in several]
     return "\n".join([*lines, _agreement(jobs), ""])
 
 
 def _gain(jobs):
     """What bf16 saves each contender, round by round."""
-    lines = ["## bf16 against fp32", "", _line(("contender", "allocator", "bf16 / fp32")), "|" + " --- |" * 3]
-    for key in dict.fromkeys((job["contender"], job["allocator"]) for job in jobs):
-        of = {precision: [job for job in jobs if (job["contender"], job["allocator"], job["precision"])
-                          == (*key, precision)] for precision in ("bf16", "fp32")}  # fmt: skip
-        lines.append(_line((*key, _ratio(of["bf16"], of["fp32"]))))
-    return "\n".join([*lines, ""])
+    groups = {}
+    for job in jobs:
+        by_precision = groups.setdefault((job["contender"], job["allocator"]), {"bf16": [], "fp32": []})
+        by_precision[job["precision"]].append(job)
+    rows = [(*key, _ratio(of["bf16"], of["fp32"])) for key, of in groups.items()]
+    return "\n".join(["## bf16 against fp32", "", output.table(("contender", "allocator", "bf16 / fp32"), rows)])
 
 
 def markdown(record):
-    machine = "\n".join(f"- {name}: {value}" for name, value in record["machine"].items())
-    parts = ["# Benchmark", "", f"`{record['command']}`", "", machine, "", LEGEND, ""]
+    parts = [output.head("Benchmark", record, LEGEND)]
     precisions = list(dict.fromkeys(job["precision"] for job in record["jobs"]))
     for precision in precisions:
         parts.append(_section(precision, [job for job in record["jobs"] if job["precision"] == precision]))
