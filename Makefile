@@ -15,7 +15,8 @@ PYTHON_FOLDERS = $(wildcard python examples bench tests tools)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: build setup demo test test-cpp test-python bench bench-comm bench-optimizer bench-startup lint tidy format docs wheel asan tsan clean help
+.PHONY: build setup demo test test-cpp test-python bench lint tidy format docs wheel asan tsan clean help
+.PHONY: bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
 build: setup  ## Build the library, the command, the Python module, the examples and the tests

@@ -61,8 +61,8 @@ struct Bench {
         input(flat(max_bytes)),
         output(flat(max_bytes)) {
     TORCH_CHECK(host->holds_all() && host->size() > 1, "needs 2 ranks or more on one host");
-    c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
-        c10::make_intrusive<c10d::PrefixStore>("direct", w.store), w.rank, w.size, gloo_options());
+    c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("direct", w.store),
+                                                            w.rank, w.size, gloo_options());
     // The results that everybody reads, and two buckets a rank by turns: while one is read the other is filled.
     std::string why_not;
     arena = comm::HostArena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
@@ -106,40 +106,54 @@ Tensor own(const Bench& b, const Tensor& whole) {
   return whole.narrow(0, b.world.rank * n, n);
 }
 
-void all_gather(Bench& b, Group& group, int64_t n) {
-  auto pending = group.all_gather(b.output.narrow(0, 0, n), b.input.narrow(0, 0, n / b.world.size));
-  group.wait(pending, kSite);
+Tensor first_slice(const Bench& b, const Tensor& whole) { return whole.narrow(0, 0, whole.numel() / b.world.size); }
+Tensor in_output(Bench& b, int64_t n) { return b.output.narrow(0, 0, n); }
+Tensor in_results(Bench& b, int64_t n) { return b.results.narrow(0, 0, n); }
+
+void all_gather_gloo(Bench& b, int64_t n) {
+  Tensor output = in_output(b, n), input = first_slice(b, b.input.narrow(0, 0, n));
+  b.c10d_gloo->_allgather_base(output, input)->wait(kTimeout);
 }
 
-void reduce_scatter(Bench& b, Group& group, int64_t n) {
-  auto pending = group.reduce_scatter(b.output.narrow(0, 0, n / b.world.size), b.input.narrow(0, 0, n));
-  group.wait(pending, kSite);
-}
-
-void all_reduce_shared(Bench& b, int64_t n) {
-  const Tensor slice = own(b, b.output.narrow(0, 0, n));
-  auto scatter = b.shared.reduce_scatter(slice, b.input.narrow(0, 0, n));
-  b.shared.wait(scatter, kSite);
-  auto gather = b.shared.all_gather(b.output.narrow(0, 0, n), slice);
-  b.shared.wait(gather, kSite);
+void reduce_scatter_gloo(Bench& b, int64_t n) {
+  Tensor output = first_slice(b, in_output(b, n)), input = b.input.narrow(0, 0, n);
+  b.c10d_gloo->_reduce_scatter_base(output, input)->wait(kTimeout);
 }
 
 void all_reduce_gloo(Bench& b, int64_t n) {
-  std::vector<Tensor> tensors{b.output.narrow(0, 0, n)};
+  std::vector<Tensor> tensors{in_output(b, n)};
   b.c10d_gloo->allreduce(tensors)->wait(kTimeout);
+}
+
+void all_gather_shared(Bench& b, int64_t n) {
+  auto pending = b.shared.all_gather(in_output(b, n), first_slice(b, b.input.narrow(0, 0, n)));
+  b.shared.wait(pending, kSite);
+}
+
+void reduce_scatter_shared(Bench& b, int64_t n) {
+  auto pending = b.shared.reduce_scatter(first_slice(b, in_output(b, n)), b.input.narrow(0, 0, n));
+  b.shared.wait(pending, kSite);
+}
+
+void all_reduce_shared(Bench& b, int64_t n) {
+  const Tensor slice = own(b, in_output(b, n));
+  auto scatter = b.shared.reduce_scatter(slice, b.input.narrow(0, 0, n));
+  b.shared.wait(scatter, kSite);
+  auto gather = b.shared.all_gather(in_output(b, n), slice);
+  b.shared.wait(gather, kSite);
 }
 
 /// What our groups do where no memory is shared: the sum is taken here, in rank order.
 void reduce_scatter_ordered(Bench& b, int64_t n) {
-  const Tensor received = b.output.narrow(0, 0, n);
+  const Tensor received = in_output(b, n);
   auto pending = b.gloo.all_to_all(received, b.input.narrow(0, 0, n));
   b.gloo.wait(pending, kSite);
-  gradients::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, b.results.narrow(0, 0, n)), b.squares);
+  gradients::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
 }
 
 /// A slice is written once, where all read it.
 void all_gather_in_place(Bench& b, int64_t n) {
-  const Tensor slice = own(b, b.results.narrow(0, 0, n));
+  const Tensor slice = own(b, in_results(b, n));
   std::memcpy(slice.mutable_data_ptr(), b.input.const_data_ptr(), slice.nbytes());
   b.control.barrier(kSite);
 }
@@ -161,10 +175,10 @@ void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
   b.exchange->set_read(offer.number);
 }
 
-void reduce_scatter_in_place(Bench& b, int64_t n) { sum_in_place(b, n, b.output.narrow(0, 0, n / b.world.size)); }
+void reduce_scatter_in_place(Bench& b, int64_t n) { sum_in_place(b, n, first_slice(b, in_output(b, n))); }
 
 void all_reduce_in_place(Bench& b, int64_t n) {
-  sum_in_place(b, n, own(b, b.results.narrow(0, 0, n)));
+  sum_in_place(b, n, own(b, in_results(b, n)));
   b.control.barrier(kSite);
 }
 
@@ -176,20 +190,17 @@ struct Way {
   bool gathers = false;                           // slice r is rank r's value, not the sum of all
 };
 
-Tensor first_slice(Bench& b, int64_t n) { return b.output.narrow(0, 0, n / b.world.size); }
-Tensor in_output(Bench& b, int64_t n) { return b.output.narrow(0, 0, n); }
-Tensor in_results(Bench& b, int64_t n) { return b.results.narrow(0, 0, n); }
-
 std::vector<Way> ways() {
+  const auto first = [](Bench& b, int64_t n) { return first_slice(b, in_output(b, n)); };
+  const auto own_result = [](Bench& b, int64_t n) { return own(b, in_results(b, n)); };
   return {
-      {"all-gather", "Gloo", [](Bench& b, int64_t n) { all_gather(b, b.gloo, n); }, in_output, true},
-      {"all-gather", "shared", [](Bench& b, int64_t n) { all_gather(b, b.shared, n); }, in_output, true},
+      {"all-gather", "Gloo", all_gather_gloo, in_output, true},
+      {"all-gather", "shared", all_gather_shared, in_output, true},
       {"all-gather", "in place", all_gather_in_place, in_results, true},
-      {"reduce-scatter", "Gloo", [](Bench& b, int64_t n) { reduce_scatter(b, b.gloo, n); }, first_slice},
-      {"reduce-scatter", "Gloo, ordered", reduce_scatter_ordered,
-       [](Bench& b, int64_t n) { return own(b, in_results(b, n)); }},
-      {"reduce-scatter", "shared", [](Bench& b, int64_t n) { reduce_scatter(b, b.shared, n); }, first_slice},
-      {"reduce-scatter", "in place", reduce_scatter_in_place, first_slice},
+      {"reduce-scatter", "Gloo", reduce_scatter_gloo, first},
+      {"reduce-scatter", "Gloo, ordered", reduce_scatter_ordered, own_result},
+      {"reduce-scatter", "shared", reduce_scatter_shared, first},
+      {"reduce-scatter", "in place", reduce_scatter_in_place, first},
       {"all-reduce", "Gloo", all_reduce_gloo, in_output},
       {"all-reduce", "shared", all_reduce_shared, in_output},
       {"all-reduce", "in place", all_reduce_in_place, in_results},
@@ -235,7 +246,8 @@ nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
   }
   auto rows = nlohmann::json::array();
   for (size_t w = 0; w < all.size(); ++w) {
-    rows.push_back({{"collective", all[w].collective}, {"path", all[w].path}, {"bytes", bytes}, {"seconds", seconds[w]}});
+    rows.push_back(
+        {{"collective", all[w].collective}, {"path", all[w].path}, {"bytes", bytes}, {"seconds", seconds[w]}});
   }
   return rows;
 }

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -55,7 +56,12 @@ def main():
     # What deepspeed.comm.inference_all_reduce comes to, without what Python adds to a small message.
     all_reduce = torch.ops.deepspeed.inference_all_reduce_
     sizes = [int(size) for size in arguments.sizes.split(",")]
-    rows = [measure(all_reduce, size, arguments.repetitions) for size in sizes]
+    try:
+        rows = [measure(all_reduce, size, arguments.repetitions) for size in sizes]
+    except Exception as error:
+        traceback.print_exc()
+        arguments.result.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
     arguments.result.write_text(json.dumps(rows))
     torch.distributed.barrier()
 

@@ -29,11 +29,6 @@ class Block(nn.Module):
         return x_btd + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_btd))))
 
 
-def _initialize(module):
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-
-
 class GPT(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -42,7 +37,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
-        self.apply(_initialize)
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, x_bt, y_bt):
         """Mean cross-entropy, in fp32 whatever the weights are: bf16 resolves a loss of 9 to 0.06 only."""
@@ -59,10 +59,12 @@ class SmallLayers(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(size.layers))
-        self.apply(_initialize)
+        for block in self.blocks:
+            nn.init.normal_(block.weight, std=0.002)
+            nn.init.zeros_(block.bias)
 
     def forward(self, x_bd, y_bd):
-        """Mean squared error. Added to its input each layer keeps values and gradients at one scale: no denormals."""
+        """Mean squared error. Layers that each add a little keep values and gradients at one scale: no denormals."""
         x_bd = x_bd.to(self.blocks[0].weight.dtype)
         for block in self.blocks:
             x_bd = x_bd + F.gelu(block(x_bd))

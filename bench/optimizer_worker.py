@@ -8,12 +8,14 @@ import math
 import mmap
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
-from settings import BETAS, EPSILON, LEARNING_RATE
+from settings import BETAS, EPSILON
 
+LEARNING_RATE = 1e-3  # what optimizer_ops.cc leaves at its default
 CLIP = 1.0
 LARGE_PAGE = 2 << 20
 CHECKED_NUMEL = 100_003
@@ -143,10 +145,16 @@ def measure(shard, repetitions):
 
 def main():
     arguments = parse_arguments()
-    torch.ops.load_library(arguments.library)
     torch.set_num_threads(arguments.threads)
-    check()
-    arguments.result.write_text(json.dumps(measure(Shard(arguments.numel), arguments.repetitions)))
+    try:
+        torch.ops.load_library(arguments.library)
+        check()
+        result = measure(Shard(arguments.numel), arguments.repetitions)
+    except Exception as error:
+        traceback.print_exc()
+        arguments.result.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+    arguments.result.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

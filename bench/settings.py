@@ -19,6 +19,7 @@ class Size:
     warmup: int
     steps: int
     slowest_step: float  # seconds that a job may take for one; DeepSpeed at 319 M was seen at 20
+    learning_rate: float = 1e-4
     heads: int = 0  # 0: no transformer
     vocabulary: int = 8192
     context: int = 128
@@ -31,12 +32,11 @@ SIZES = {
                 warmup=3, steps=8, slowest_step=15),
     "319m": Size(layers=24, width=1024, heads=16, batch=1, bucket_elems=20_000_000, live_elems=28_000_000,
                  warmup=2, steps=4, slowest_step=60),
-    "small": Size(layers=400, width=64, batch=64, bucket_elems=500_000, live_elems=10_000,
+    "small": Size(layers=400, width=64, batch=64, bucket_elems=500_000, live_elems=10_000, learning_rate=1e-6,
                   warmup=20, steps=200, slowest_step=1),
 }  # fmt: skip
 
 SEED = 1234
-LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01

@@ -5,7 +5,7 @@
 import torch
 
 from model import GPT, SmallLayers
-from settings import BETAS, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY
+from settings import BETAS, EPSILON, SEED, WEIGHT_DECAY
 
 
 def make_model(size):
@@ -22,8 +22,8 @@ def make_batches(size, rank):
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
 
 
-def fused_adamw(parameters):
+def fused_adamw(parameters, size):
     """Torch's fastest AdamW on a CPU; its default one is several times slower there."""
     return torch.optim.AdamW(
-        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
+        parameters, lr=size.learning_rate, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
     )

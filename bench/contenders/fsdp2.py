@@ -17,7 +17,7 @@ def setup(model, precision, size):
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = fused_adamw(model.parameters())
+    optimizer = fused_adamw(model.parameters(), size)
 
     def step(x, y):
         loss = model(x, y)

@@ -10,7 +10,7 @@ from task import fused_adamw
 def setup(model, precision, size):
     if precision == "bf16":
         model.to(torch.bfloat16)
-    optimizer = fused_adamw(model.parameters())
+    optimizer = fused_adamw(model.parameters(), size)
 
     def step(x, y):
         loss = model(x, y)

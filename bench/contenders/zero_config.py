@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ds_config that DeepSpeed and Deeptide are both given; what it does not name is at each one's default."""
 
-from settings import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY
+from settings import BETAS, EPSILON, WEIGHT_DECAY
 
 
 def zero_config(stage, precision, size):
@@ -18,6 +18,6 @@ def zero_config(stage, precision, size):
         },
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+            "params": {"lr": size.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
         },
     }
