@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from large_pages import on_large_pages
+
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
@@ -23,7 +25,7 @@ def parse_arguments():
 
 def measure(all_reduce, size, repetitions):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    tensor = torch.full((size // 4,), rank + 1.0)
+    tensor = on_large_pages(size // 4, torch.float32, rank + 1.0)
     all_reduce(tensor)
     if not torch.all(tensor == world * (world + 1) / 2):
         raise ValueError(f"all-reduce of {size} bytes: got {tensor.min()} to {tensor.max()}")

@@ -5,7 +5,6 @@
 import argparse
 import json
 import math
-import mmap
 import sys
 import time
 import traceback
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from large_pages import on_large_pages
 from settings import BETAS, EPSILON
 
 LEARNING_RATE = 1e-3  # what optimizer_ops.cc leaves at its default
 CLIP = 1.0
-LARGE_PAGE = 2 << 20
 CHECKED_NUMEL = 100_003
 
 
@@ -29,16 +28,6 @@ def parse_arguments():
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     return parser.parse_args()
-
-
-def on_large_pages(numel, dtype, value):
-    """The same memory for all: page walks would hide what is compared."""
-    size = numel * dtype.itemsize
-    mapping = mmap.mmap(-1, size + LARGE_PAGE)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    pages = torch.frombuffer(mapping, dtype=torch.uint8)
-    begin = -pages.data_ptr() % LARGE_PAGE
-    return pages[begin : begin + size].view(dtype).fill_(value)
 
 
 class Shard:
