@@ -260,7 +260,8 @@ const char* argument(int argc, char** argv, const std::string& name) {
 }
 
 void run(int argc, char** argv) {
-  at::set_num_threads(1);  // the ranks are the parallelism
+  at::set_num_threads(1);    // the ranks are the parallelism
+  device::tune_allocator();  // as the engine does
   std::vector<int64_t> sizes;
   std::stringstream words(argument(argc, argv, "sizes"));
   for (std::string word; std::getline(words, word, ',');) sizes.push_back(std::stoll(word));
