@@ -62,8 +62,8 @@ def _row(key, groups):
     return [
         contender,
         allocator,
-        f"{min(seconds):.4g}",
-        f"{median(seconds):.4g}",
+        f"{min(seconds):#.4g}",
+        f"{median(seconds):#.4g}",
         *(_ratio(done, groups.get(reference, [])) for reference in references),
         f"{max(job['job_peak'] for job in done) / 2**20:.0f}",
         *(_largest_mib(done, field) for field in ("setup_peak_rss", "step_peak_rss", "pss")),
