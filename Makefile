@@ -16,6 +16,7 @@ PYTHON_FOLDERS = $(wildcard python examples bench tests tools)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .PHONY: build setup demo test test-cpp test-python bench lint tidy format docs wheel asan tsan clean help
+.PHONY: bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
 build: setup  ## Build the library, the command, the Python module, the examples and the tests
@@ -43,6 +44,18 @@ test-python: build
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)
+
+bench-comm: build  ## Collectives between ranks of one host, beside Gloo and DeepSpeed's shared memory (ARGS=…)
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_comm_bench
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh comm.py --program $(abspath $(BUILD))/bench/deeptide_comm_bench $(ARGS)
+
+bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and a triad (ARGS=…)
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_optimizer_ops
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step.py \
+	  --library $(abspath $(BUILD))/bench/libdeeptide_optimizer_ops.so $(ARGS)
+
+bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 lint: setup  ## Check format, layer order and Python style
 	@command -v clang-format >/dev/null || { echo "make lint needs clang-format: apt-get install -y clang-format"; exit 1; }
@@ -74,4 +87,4 @@ clean:  ## Remove all builds; .venv stays
 	rm -rf build build-* dist
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z][a-z -]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{ printf "  make %-16s %s\n", $$1, $$2 }'

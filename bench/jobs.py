@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one job: fresh processes, one per rank, for one contender; nothing of it outlives the call."""
+"""Runs one job: fresh processes, one per rank; nothing of it outlives the call."""
 
 import contextlib
 import json
@@ -13,9 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from settings import TUNED_ALLOCATOR, WORLD
+from memory import JobMemory
+from settings import SIZES, TUNED_ALLOCATOR, WORLD
 
 WORKER = Path(__file__).with_name("worker.py")
+SET_UP_SECONDS = 180  # that a job may take besides its steps
 
 
 def _free_port():
@@ -24,14 +26,14 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def _environment(rank, port, allocator, deeptide_path):
+def _environment(rank, world, port, allocator, deeptide_path, threads):
     """All contenders get the same one; LOCAL_SIZE and DS_ACCELERATOR are what DeepSpeed needs for ranks on one CPU."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLIBC_TUNABLES", "MALLOC_"))}
     environment = dict(
         inherited,
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), CUDA_VISIBLE_DEVICES="",
         DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=f"{sys.prefix}/torch_extensions",
         PATH=f"{sys.prefix}/bin:{os.environ['PATH']}",
     )  # fmt: skip
@@ -49,7 +51,7 @@ def _failure(processes):
     return next(failures, None)
 
 
-def _wait(processes, timeout):
+def _wait(processes, timeout, memory):
     """Waits for all ranks; returns why the job failed, or None. After one rank's failure the others get two seconds."""
     end = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
@@ -57,6 +59,7 @@ def _wait(processes, timeout):
             return _failure(processes) or f"timed out after {timeout:g} s"
         if _failure(processes):
             end = min(end, time.monotonic() + 2)
+        memory.sample([process.pid for process in processes])
         time.sleep(0.05)
     return _failure(processes)
 
@@ -66,6 +69,12 @@ def _kill(processes):
         with contextlib.suppress(ProcessLookupError):  # a rank that ended well left no group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _remove_left_overs(port):
+    """DeepSpeed leaves its shared memory, 66 MiB a rank, in /dev/shm."""
+    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
+        path.unlink(missing_ok=True)
 
 
 def _modified(path):
@@ -84,24 +93,44 @@ def _outcome(reason, results, logs):
     return {"error": reason, "logs": [log.read_text(errors="replace")[-4000:] for log in logs]}
 
 
-def run_job(contender, precision, allocator, options):
-    """Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}."""
+def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1):
+    """Runs `command` and `--result FILE` once a rank; each rank writes what it measured into that file, as JSON.
+
+    Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}.
+    """
     port, processes = _free_port(), []
     with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
-        results = [Path(folder, f"{rank}.json") for rank in range(WORLD)]
-        logs = [Path(folder, f"{rank}.log") for rank in range(WORLD)]
+        results = [Path(folder, f"{rank}.json") for rank in range(world)]
+        logs = [Path(folder, f"{rank}.log") for rank in range(world)]
         try:
-            for rank in range(WORLD):
+            for rank in range(world):
                 with logs[rank].open("w") as log:
                     processes.append(
                         subprocess.Popen(
-                            [sys.executable, WORKER, "--contender", contender, "--precision", precision,
-                             "--warmup", str(options.warmup), "--steps", str(options.steps), "--result", results[rank]],
-                            env=_environment(rank, port, allocator, options.deeptide),
+                            [*command, "--result", results[rank]],
+                            env=_environment(rank, world, port, allocator, deeptide_path, threads),
                             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                         )
                     )  # fmt: skip
-            reason = _wait(processes, options.timeout)
+            reason = _wait(processes, timeout, memory)
         finally:
             _kill(processes)
+            _remove_left_overs(port)
         return _outcome(reason, results, logs)
+
+
+def run_job(contender, precision, allocator, options):
+    """Trains a little: run_ranks' answer for worker.py, and under "job_peak" what all ranks took in the timed steps."""
+    command = [
+        sys.executable, WORKER, "--contender", contender, "--model", options.model, "--precision", precision,
+        "--warmup", str(options.warmup), "--steps", str(options.steps),
+    ]  # fmt: skip
+    steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step
+    memory = JobMemory()
+    outcome = run_ranks(
+        command, WORLD, options.timeout or SET_UP_SECONDS + steps_seconds, memory, allocator, options.deeptide
+    )
+    if "ranks" in outcome:
+        begins, ends = zip(*(rank["steps_between"] for rank in outcome["ranks"]), strict=True)
+        outcome["job_peak"] = memory.peak(min(begins), max(ends))
+    return outcome

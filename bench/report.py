@@ -4,15 +4,21 @@
 
 from statistics import median
 
+import output
+
 HEADER = (
-    "contender", "allocator", "step, best (s)", "step, median (s)", "x floor", "x DDP", "x DDP tuned",
-    "peak RSS, set-up (MiB)", "peak RSS, steps (MiB)", "PSS (MiB)", "loss",
+    "contender", "allocator", "step, best (s)", "step, median (s)", "x floor", "x torch", "x DDP", "x DDP tuned",
+    "job peak (MiB)", "peak RSS, set-up (MiB)", "peak RSS, steps (MiB)", "PSS (MiB)", "set-up (s)", "loss",
 )  # fmt: skip
 LEGEND = """\
 Step: a round's figure is the median over its steps of the slower rank's time; shown are the best and the median round.
-Ratios are taken within a round, then their median: to the floor and to DDP, both with glibc's default allocator, and to
-DDP with the tuned one. RSS and PSS are the larger rank's: peak until the warm-up ended, peak in the timed steps,
-and what was held at the end with shared pages divided by their users. Loss: mean over the ranks at the last step."""
+Ratios are taken within a round, then their median: to the floor, to plain torch (one model a rank, no communication)
+and to DDP, all with glibc's default allocator, and to DDP with the tuned one. Job peak: what all ranks took together in
+the timed steps, shared pages counted once. RSS and PSS are the larger rank's: peak until the warm-up ended, peak in the
+timed steps, and what was held at the end with shared pages divided by their users. Set-up: the median round's time from
+the model in plain torch to the first step. Loss: mean over the ranks at the last step."""
+
+APART = ("floor", "torch")  # the first updates nothing, the second trains each rank's data alone
 
 
 def round_seconds(job):
@@ -32,7 +38,11 @@ def _seconds_by_round(jobs):
 def _ratio(jobs, reference):
     mine, theirs = _seconds_by_round(jobs), _seconds_by_round(reference)
     ratios = [mine[number] / theirs[number] for number in mine if number in theirs]
-    return f"{median(ratios):.2f}" if ratios else ""
+    return f"{median(ratios):.3f}" if ratios else ""
+
+
+def setup_seconds(job):
+    return max(rank["setup_seconds"] for rank in job["ranks"])
 
 
 def _largest_mib(jobs, field):
@@ -48,25 +58,23 @@ def _row(key, groups):
         words = "skipped" if "skipped" in jobs[0] else "failed"
         return [contender, allocator, f"{words}: {lost[0].partition(': ')[2]}"] + [""] * (len(HEADER) - 3), []
     seconds = _seconds_by_round(done).values()
-    references = (("floor", "default"), ("ddp", "default"), ("ddp", "tuned"))
+    references = (("floor", "default"), ("torch", "default"), ("ddp", "default"), ("ddp", "tuned"))
     return [
         contender,
         allocator,
-        f"{min(seconds):.3f}",
-        f"{median(seconds):.3f}",
+        f"{min(seconds):#.4g}",
+        f"{median(seconds):#.4g}",
         *(_ratio(done, groups.get(reference, [])) for reference in references),
+        f"{max(job['job_peak'] for job in done) / 2**20:.0f}",
         *(_largest_mib(done, field) for field in ("setup_peak_rss", "step_peak_rss", "pss")),
+        f"{median(map(setup_seconds, done)):.2f}",
         f"{final_loss(done[-1]):.4f}",
     ], [f"{contender} ({allocator}), {words}" for words in lost]
 
 
-def _line(cells):
-    return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ")[:200] for cell in cells) + " |"
-
-
 def _agreement(jobs):
-    """How far apart the contenders' last losses are; the floor updates nothing and stands aside."""
-    losses = {(job["contender"], final_loss(job)) for job in jobs if "ranks" in job and job["contender"] != "floor"}
+    """How far apart the contenders' last losses are."""
+    losses = {(job["contender"], final_loss(job)) for job in jobs if "ranks" in job and job["contender"] not in APART}
     if len(losses) < 2:
         return ""
     low, high = min(losses, key=lambda pair: pair[1]), max(losses, key=lambda pair: pair[1])
@@ -78,14 +86,26 @@ def _section(precision, jobs):
     for job in jobs:
         groups.setdefault((job["contender"], job["allocator"]), []).append(job)
     rows, notes = zip(*(_row(key, groups) for key in groups), strict=True)
-    lines = [f"## {precision}", "", _line(HEADER), "|" + " --- |" * len(HEADER), *map(_line, rows), ""]
+    lines = [f"## {precision}", "", output.table(HEADER, rows)]
     lines += [f"- Failed in part: {note}" for several in notes for note in several]
     return "\n".join([*lines, _agreement(jobs), ""])
 
 
+def _gain(jobs):
+    """What bf16 saves each contender, round by round."""
+    groups = {}
+    for job in jobs:
+        by_precision = groups.setdefault((job["contender"], job["allocator"]), {"bf16": [], "fp32": []})
+        by_precision[job["precision"]].append(job)
+    rows = [(*key, _ratio(of["bf16"], of["fp32"])) for key, of in groups.items()]
+    return "\n".join(["## bf16 against fp32", "", output.table(("contender", "allocator", "bf16 / fp32"), rows)])
+
+
 def markdown(record):
-    machine = "\n".join(f"- {name}: {value}" for name, value in record["machine"].items())
-    parts = ["# Benchmark", "", f"`{record['command']}`", "", machine, "", LEGEND, ""]
-    for precision in dict.fromkeys(job["precision"] for job in record["jobs"]):
+    parts = [output.head("Benchmark", record, LEGEND)]
+    precisions = list(dict.fromkeys(job["precision"] for job in record["jobs"]))
+    for precision in precisions:
         parts.append(_section(precision, [job for job in record["jobs"] if job["precision"] == precision]))
+    if len(precisions) > 1:
+        parts.append(_gain(record["jobs"]))
     return "\n".join(parts)

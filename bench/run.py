@@ -5,18 +5,16 @@
 
 import argparse
 import itertools
-import json
-import shlex
 import signal
 import sys
 from pathlib import Path
 
-import machine
+import output
 import report
 from contenders import CONTENDERS
 from jobs import run_job
+from settings import SIZES
 
-ROOT = Path(__file__).resolve().parent.parent
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -31,17 +29,17 @@ def _names(known):
 
 
 def parse_arguments():
-    built = ROOT / "build" / "python"
+    built = output.ROOT / "build" / "python"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="46m", help="small: 400 layers of 64 x 64")
     parser.add_argument("--only", type=_names(CONTENDERS), default=list(CONTENDERS), metavar="NAME,...")
     parser.add_argument("--precision", type=_names(PRECISIONS), default=list(PRECISIONS), metavar="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=3, help="fresh jobs of each contender")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps in a job")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps before them")
+    parser.add_argument("--steps", type=int, help="timed steps in a job; not given: as the model's size suggests")
+    parser.add_argument("--warmup", type=int, help="untimed steps before them; likewise")
     parser.add_argument("--quick", action="store_true", help="1 round of 3 steps after 2: a trial, not a measurement")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a job")
-    parser.add_argument("--output", type=Path, help="also write the Markdown here")
-    parser.add_argument("--json", type=Path, default=ROOT / "runs" / "bench.json", help="raw figures")
+    parser.add_argument("--timeout", type=float, help="seconds for a job; not given: as steps and size suggest")
+    output.add_arguments(parser, "bench")
     parser.add_argument(
         "--deeptide",
         type=Path,
@@ -51,6 +49,8 @@ def parse_arguments():
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.warmup = 1, 3, 2
+    size = SIZES[options.model]
+    options.steps, options.warmup = options.steps or size.steps, options.warmup or size.warmup
     return options
 
 
@@ -58,7 +58,7 @@ def _schedule(options):
     """Each round runs every job once, every other round backwards, so that drift does not favour anyone."""
     jobs = [
         (precision, name, allocator)
-        for precision, name in itertools.product(options.precision, options.only)
+        for name, precision in itertools.product(options.only, options.precision)
         for allocator in (("its own",) if name.startswith("deeptide") else ("default", "tuned"))
     ]
     for number in range(1, options.rounds + 1):
@@ -91,19 +91,14 @@ def main():
     options = parse_arguments()
     signal.signal(signal.SIGTERM, _stop)
     jobs = []
-    record = {"command": shlex.join(["bench/run.py", *sys.argv[1:]]), "machine": machine.describe(), "jobs": jobs}
+    record = output.new_record() | {"jobs": jobs}
     try:
         _run(options, jobs)
         interrupted = False
     except KeyboardInterrupt:
         interrupted = True
     jobs.sort(key=_place_in_report)
-    text = report.markdown(record)
-    print(text)
-    for path, content in ((options.output, text), (options.json, json.dumps(record, indent=1))):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+    output.write(options, report.markdown(record), record)
     sys.exit(130 if interrupted else int(any("error" in job for job in jobs)))
 
 

@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# What `make bench` calls: sets the peers up once, then runs the comparison; arguments go to run.py.
+# What `make bench` and its like call: sets the peers up once, then runs a benchmark: the script that the first argument
+# names, or run.py; the other arguments are its own.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 "$here/setup"
-exec "$here/../.venv-bench/bin/python" "$here/run.py" "$@"
+script=run.py
+if [[ ${1-} == *.py ]]; then
+  script=$1
+  shift
+fi
+exec "$here/../.venv-bench/bin/python" "$here/$script" "$@"

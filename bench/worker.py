@@ -17,11 +17,13 @@ import torch.distributed as dist
 import contenders
 import memory
 import task
+from settings import SIZES
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contender", required=True)
+    parser.add_argument("--model", required=True, choices=SIZES)
     parser.add_argument("--precision", required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -31,14 +33,21 @@ def parse_arguments():
 
 def measure(arguments, setup):
     """Times each step from a common start to its return; the losses are this rank's own."""
-    batches = task.make_batches(int(os.environ["RANK"]))
-    step = setup(task.make_model(), arguments.precision)
+    size = SIZES[arguments.model]
+    batches = task.make_batches(size, int(os.environ["RANK"]))
+    model = task.make_model(size)
+    dist.barrier()
+    begin = time.perf_counter()
+    step = setup(model, arguments.precision, size)
+    setup_seconds = time.perf_counter() - begin
+    del model  # whoever trains it keeps it
     torch.set_num_threads(1)  # again: a framework may have set its own number
     seconds, losses = [], []
     for index in range(arguments.warmup + arguments.steps):
         if index == arguments.warmup:
             setup_peak_rss = memory.peak_rss()  # up to here: building, sharding, states made by the first step
             memory.reset_peak_rss()
+            steps_begin = time.monotonic()
         x, y = batches[index % len(batches)]
         dist.barrier()
         begin = time.perf_counter()
@@ -46,6 +55,8 @@ def measure(arguments, setup):
         seconds.append(time.perf_counter() - begin)
         losses.append(float(loss.detach()))
     return {
+        "setup_seconds": setup_seconds,
+        "steps_between": (steps_begin, time.monotonic()),  # on the clock of all processes: the parent watched memory
         "warmup_seconds": seconds[: arguments.warmup],
         "step_seconds": seconds[arguments.warmup :],
         "losses": losses,

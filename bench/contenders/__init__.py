@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contenders by name. Each module offers setup(model, precision, **options) -> step(x, y) -> loss."""
+"""The contenders by name. Each module offers setup(model, precision, size, **options) -> step(x, y) -> loss."""
 
 import importlib
 
 CONTENDERS = {
     "floor": ("floor", {}),
+    "torch": ("plain_torch", {}),
     "ddp": ("ddp", {}),
     "fsdp2": ("fsdp2", {}),
     "deepspeed-0": ("deepspeed_zero", {"stage": 0}),
@@ -20,7 +21,7 @@ CONTENDERS = {
 
 
 def load(name):
-    """Imports the contender's framework; returns its setup function of (model, precision)."""
+    """Imports the contender's framework; returns its setup function of (model, precision, size)."""
     module, options = CONTENDERS[name]
     setup = importlib.import_module(f"contenders.{module}").setup
-    return lambda model, precision: setup(model, precision, **options)
+    return lambda model, precision, size: setup(model, precision, size, **options)

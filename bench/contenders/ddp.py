@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from task import fused_adamw
 
 
-def setup(model, precision):
+def setup(model, precision, size):
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = fused_adamw(model.parameters())
+    optimizer = fused_adamw(model.parameters(), size)
 
     def step(x, y):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):

@@ -9,19 +9,21 @@ import deepspeed
 
 from contenders.zero_config import zero_config
 
-# At its defaults stage 3 keeps a model as small as this one whole from forward to backward: quick, but not small.
+
+# At its defaults stage 3 keeps models as small as these whole from forward to backward: quick, but not small.
 # Lean, it holds about two blocks and gathers again in backward, as FSDP2 does.
-LEAN = {
-    "stage3_max_live_parameters": 7_000_000,
-    "stage3_max_reuse_distance": 7_000_000,
-    "stage3_prefetch_bucket_size": 3_500_000,
-}
+def _lean(size):
+    return {
+        "stage3_max_live_parameters": size.live_elems,
+        "stage3_max_reuse_distance": size.live_elems,
+        "stage3_prefetch_bucket_size": size.live_elems // 2,
+    }
 
 
-def setup(model, precision, stage, lean=False):
-    config = zero_config(stage, precision)
+def setup(model, precision, size, stage, lean=False):
+    config = zero_config(stage, precision, size)
     if lean:
-        config["zero_optimization"].update(LEAN)
+        config["zero_optimization"].update(_lean(size))
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),

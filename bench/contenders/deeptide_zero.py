@@ -7,8 +7,8 @@ import deeptide
 from contenders.zero_config import zero_config
 
 
-def setup(model, precision, stage):
-    engine, *_ = deeptide.initialize(model=model, config=zero_config(stage, precision))
+def setup(model, precision, size, stage):
+    engine, *_ = deeptide.initialize(model=model, config=zero_config(stage, precision, size))
 
     def step(x, y):
         loss = engine(x, y)

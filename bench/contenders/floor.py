@@ -5,7 +5,7 @@
 import torch
 
 
-def setup(model, precision):
+def setup(model, precision, size):
     if precision == "bf16":
         model.to(torch.bfloat16)
 

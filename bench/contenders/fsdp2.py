@@ -10,14 +10,14 @@ from settings import WORLD
 from task import fused_adamw
 
 
-def setup(model, precision):
+def setup(model, precision, size):
     mesh = init_device_mesh("cpu", (WORLD,))
     # Gradients are reduced in the compute type, the policy's default: half the bytes of an fp32 reduction.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = fused_adamw(model.parameters())
+    optimizer = fused_adamw(model.parameters(), size)
 
     def step(x, y):
         loss = model(x, y)

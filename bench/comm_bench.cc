@@ -1,0 +1,290 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One rank of a comparison of collectives: Gloo, our shared memory on any tensors, and in place on buffers of the
+// arena, as training uses it. bench/comm.py starts the ranks and reads the JSON that each writes.
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
+#include <sched.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "comm/failure_board.h"
+#include "comm/group.h"
+#include "comm/host_exchange.h"
+#include "deeptide/world.h"
+#include "device/memory.h"
+#include "gradients/ordered_sum.h"
+
+namespace deeptide {
+namespace {
+
+using at::Tensor;
+using comm::Group;
+using std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kTimeout{300'000};
+const comm::Site kSite{0, "benchmark", "a collective"};
+
+double seconds_since(steady_clock::time_point begin) {
+  return std::chrono::duration<double>(steady_clock::now() - begin).count();
+}
+
+/// Rank r's element: small integers, so that every order of additions gives the same sum.
+float value_of(int rank) { return static_cast<float>(rank + 1); }
+
+void check(const Tensor& got, double expected, const char* what) {
+  TORCH_CHECK(got.numel() > 0 && got.min().item<float>() == expected && got.max().item<float>() == expected, what,
+              ": got ", got.min().item<float>(), " to ", got.max().item<float>(), ", expected ", expected);
+}
+
+/// What every way of doing a collective works on. Sizes as in nccl-tests: all that a rank receives (all-gather), all
+/// that it contributes (reduce-scatter, all-reduce).
+struct Bench {
+  explicit Bench(const World& w, int64_t max_bytes)
+      : world(w),
+        board(std::make_shared<comm::FailureBoard>(w, "board")),
+        host(comm::Host::find(w, "host", true)),
+        gloo(w, "gloo", kTimeout, board, false),
+        shared(w, "shared", kTimeout, board, false, host),
+        control(w, "control", kTimeout, board, false, host),
+        ledger(std::make_shared<device::Ledger>()),
+        input(flat(max_bytes)),
+        output(flat(max_bytes)) {
+    TORCH_CHECK(host->holds_all() && host->size() > 1, "needs 2 ranks or more on one host");
+    c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("direct", w.store),
+                                                            w.rank, w.size, gloo_options());
+    // The results that everybody reads, and two buckets a rank by turns: while one is read the other is filled.
+    std::string why_not;
+    arena = comm::HostArena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
+    TORCH_CHECK(arena, "no shared memory: ", why_not);
+    exchange = std::make_unique<comm::HostExchange>(host, arena);
+    results = arena->at(0, max_bytes / 4, at::kFloat);
+    for (Tensor& bucket : buckets) {
+      bucket = arena->allocate(ledger, device::Role::communication, max_bytes).view(at::kFloat).fill_(value_of(w.rank));
+    }
+    input.fill_(value_of(w.rank));
+    output.zero_();
+  }
+
+  static c10::intrusive_ptr<c10d::ProcessGroupGloo::Options> gloo_options() {
+    auto options = c10d::ProcessGroupGloo::Options::create(kTimeout);
+    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
+    return options;
+  }
+  Tensor flat(int64_t bytes) const {
+    return device::allocate_flat(ledger, device::Role::communication, bytes / 4, at::kFloat, at::kCPU);
+  }
+
+  World world;
+  std::shared_ptr<comm::FailureBoard> board;
+  std::shared_ptr<comm::Host> host;
+  Group gloo, shared, control;
+  c10::intrusive_ptr<c10d::Backend> c10d_gloo;
+  std::shared_ptr<device::Ledger> ledger;
+  std::shared_ptr<comm::HostArena> arena;
+  std::unique_ptr<comm::HostExchange> exchange;
+  Tensor input, output, results;
+  std::array<Tensor, 2> buckets;
+  std::array<uint32_t, 2> offers{};
+  int64_t num_offers = 0;
+  Tensor squares = at::zeros({1}, at::kDouble);
+};
+
+/// A slice of `whole` for each rank: this rank's.
+Tensor own(const Bench& b, const Tensor& whole) {
+  const int64_t n = whole.numel() / b.world.size;
+  return whole.narrow(0, b.world.rank * n, n);
+}
+
+Tensor first_slice(const Bench& b, const Tensor& whole) { return whole.narrow(0, 0, whole.numel() / b.world.size); }
+Tensor in_output(Bench& b, int64_t n) { return b.output.narrow(0, 0, n); }
+Tensor in_results(Bench& b, int64_t n) { return b.results.narrow(0, 0, n); }
+
+void all_gather_gloo(Bench& b, int64_t n) {
+  Tensor output = in_output(b, n), input = first_slice(b, b.input.narrow(0, 0, n));
+  b.c10d_gloo->_allgather_base(output, input)->wait(kTimeout);
+}
+
+void reduce_scatter_gloo(Bench& b, int64_t n) {
+  Tensor output = first_slice(b, in_output(b, n)), input = b.input.narrow(0, 0, n);
+  b.c10d_gloo->_reduce_scatter_base(output, input)->wait(kTimeout);
+}
+
+void all_reduce_gloo(Bench& b, int64_t n) {
+  std::vector<Tensor> tensors{in_output(b, n)};
+  b.c10d_gloo->allreduce(tensors)->wait(kTimeout);
+}
+
+void all_gather_shared(Bench& b, int64_t n) {
+  auto pending = b.shared.all_gather(in_output(b, n), first_slice(b, b.input.narrow(0, 0, n)));
+  b.shared.wait(pending, kSite);
+}
+
+void reduce_scatter_shared(Bench& b, int64_t n) {
+  auto pending = b.shared.reduce_scatter(first_slice(b, in_output(b, n)), b.input.narrow(0, 0, n));
+  b.shared.wait(pending, kSite);
+}
+
+void all_reduce_shared(Bench& b, int64_t n) {
+  const Tensor slice = own(b, in_output(b, n));
+  auto scatter = b.shared.reduce_scatter(slice, b.input.narrow(0, 0, n));
+  b.shared.wait(scatter, kSite);
+  auto gather = b.shared.all_gather(in_output(b, n), slice);
+  b.shared.wait(gather, kSite);
+}
+
+/// What our groups do where no memory is shared: the sum is taken here, in rank order.
+void reduce_scatter_ordered(Bench& b, int64_t n) {
+  const Tensor received = in_output(b, n);
+  auto pending = b.gloo.all_to_all(received, b.input.narrow(0, 0, n));
+  b.gloo.wait(pending, kSite);
+  gradients::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
+}
+
+/// A slice is written once, where all read it.
+void all_gather_in_place(Bench& b, int64_t n) {
+  const Tensor slice = own(b, in_results(b, n));
+  std::memcpy(slice.mutable_data_ptr(), b.input.const_data_ptr(), slice.nbytes());
+  b.control.barrier(kSite);
+}
+
+/// Everybody's slice is read and summed where it lies.
+void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
+  const auto turn = static_cast<size_t>(b.num_offers % 2);
+  const auto begin = steady_clock::now();
+  while (b.num_offers >= 2 && !b.exchange->all_read(b.offers[turn])) {
+    TORCH_CHECK(steady_clock::now() - begin < kTimeout, "a rank has not read a bucket for ", kTimeout.count(), " ms");
+    sched_yield();
+  }
+  auto offer = b.exchange->offer(b.buckets[turn].narrow(0, 0, n));
+  b.offers[turn] = offer.number;
+  ++b.num_offers;
+  b.shared.wait(offer.pending, kSite);
+  const auto rows = b.exchange->rows(offer.number, b.world.rank * sum.numel(), sum.numel(), at::kFloat);
+  gradients::ordered_sum(rows, 1.0, true, sum, b.squares);
+  b.exchange->set_read(offer.number);
+}
+
+void reduce_scatter_in_place(Bench& b, int64_t n) { sum_in_place(b, n, first_slice(b, in_output(b, n))); }
+
+void all_reduce_in_place(Bench& b, int64_t n) {
+  sum_in_place(b, n, own(b, in_results(b, n)));
+  b.control.barrier(kSite);
+}
+
+struct Way {
+  const char* collective;
+  const char* path;
+  std::function<void(Bench&, int64_t)> run;
+  std::function<Tensor(Bench&, int64_t)> result;  // that holds one value everywhere
+  bool gathers = false;                           // slice r is rank r's value, not the sum of all
+};
+
+std::vector<Way> ways() {
+  const auto first = [](Bench& b, int64_t n) { return first_slice(b, in_output(b, n)); };
+  const auto own_result = [](Bench& b, int64_t n) { return own(b, in_results(b, n)); };
+  return {
+      {"all-gather", "Gloo", all_gather_gloo, in_output, true},
+      {"all-gather", "shared", all_gather_shared, in_output, true},
+      {"all-gather", "in place", all_gather_in_place, in_results, true},
+      {"reduce-scatter", "Gloo", reduce_scatter_gloo, first},
+      {"reduce-scatter", "Gloo, ordered", reduce_scatter_ordered, own_result},
+      {"reduce-scatter", "shared", reduce_scatter_shared, first},
+      {"reduce-scatter", "in place", reduce_scatter_in_place, first},
+      {"all-reduce", "Gloo", all_reduce_gloo, in_output},
+      {"all-reduce", "shared", all_reduce_shared, in_output},
+      {"all-reduce", "in place", all_reduce_in_place, in_results},
+  };
+}
+
+void verify(Bench& b, const Way& way, int64_t n) {
+  const int size = b.world.size;
+  in_output(b, n).fill_(value_of(b.world.rank));  // the input too where the way works in place
+  own(b, in_results(b, n)).zero_();
+  b.control.barrier(kSite);
+  way.run(b, n);
+  const std::string what = std::string(way.collective) + ", " + way.path + ", " + std::to_string(4 * n) + " bytes";
+  if (way.gathers) {
+    for (const int r : c10::irange(size)) check(way.result(b, n).chunk(size)[r], value_of(r), what.c_str());
+  } else {
+    check(way.result(b, n), size * (size + 1) / 2.0, what.c_str());
+  }
+  b.control.barrier(kSite);
+}
+
+/// Seconds a call, of calls one after the other: as nccl-tests, so that no barrier is in the time.
+double time_calls(Bench& b, const Way& way, int64_t n, int64_t calls) {
+  b.control.barrier(kSite);
+  const auto begin = steady_clock::now();
+  for (int64_t i = 0; i < calls; ++i) way.run(b, n);
+  return seconds_since(begin) / static_cast<double>(calls);
+}
+
+/// All ways by turns, `repetitions` times.
+nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
+  const int64_t n = bytes / 4;
+  const int64_t calls = std::clamp<int64_t>((16 << 20) / bytes, 1, 200);
+  const auto all = ways();
+  std::vector<std::vector<double>> seconds(all.size());
+  for (const Way& way : all) verify(b, way, n);
+  for (int i = 0; i < repetitions; ++i) {
+    for (size_t w = 0; w < all.size(); ++w) {
+      // An all-reduce in place grows from call to call: from zeros it stays finite.
+      in_output(b, n).zero_();
+      seconds[w].push_back(time_calls(b, all[w], n, calls));
+    }
+  }
+  auto rows = nlohmann::json::array();
+  for (size_t w = 0; w < all.size(); ++w) {
+    rows.push_back(
+        {{"collective", all[w].collective}, {"path", all[w].path}, {"bytes", bytes}, {"seconds", seconds[w]}});
+  }
+  return rows;
+}
+
+const char* argument(int argc, char** argv, const std::string& name) {
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (argv[i] == "--" + name) return argv[i + 1];
+  }
+  TORCH_CHECK(false, "--", name, " is missing; bench/comm.py calls: --sizes BYTES,… --repetitions N --result FILE");
+}
+
+void run(int argc, char** argv) {
+  at::set_num_threads(1);    // the ranks are the parallelism
+  device::tune_allocator();  // as the engine does
+  std::vector<int64_t> sizes;
+  std::stringstream words(argument(argc, argv, "sizes"));
+  for (std::string word; std::getline(words, word, ',');) sizes.push_back(std::stoll(word));
+  const int repetitions = std::atoi(argument(argc, argv, "repetitions"));
+  Bench bench(init_distributed(kTimeout), *std::max_element(sizes.begin(), sizes.end()));
+  auto rows = nlohmann::json::array();
+  for (const int64_t bytes : sizes) {
+    TORCH_CHECK(bytes > 0 && bytes % (64 * bench.world.size) == 0, bytes, " bytes: expected a multiple of 64 a rank");
+    for (auto& row : measure(bench, bytes, repetitions)) rows.push_back(std::move(row));
+  }
+  std::ofstream(argument(argc, argv, "result")) << rows;
+  bench.control.barrier(kSite);
+}
+
+}  // namespace
+}  // namespace deeptide
+
+int main(int argc, char** argv) {
+  try {
+    deeptide::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,150 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times one optimizer step over a flat shard: norm, clip, update and cast, in the ways of several frameworks."""
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from large_pages import on_large_pages
+from settings import BETAS, EPSILON
+
+LEARNING_RATE = 1e-3  # what optimizer_ops.cc leaves at its default
+CLIP = 1.0
+CHECKED_NUMEL = 100_003
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", type=Path, required=True, help="optimizer_ops.cc, built")
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--repetitions", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    return parser.parse_args()
+
+
+class Shard:
+    """What a mixed-precision step works on; the same memory for every way."""
+
+    def __init__(self, numel):
+        self.master = on_large_pages(numel, torch.float32, 1.0)
+        self.exp_avg = on_large_pages(numel, torch.float32, 0.01)
+        self.exp_avg_sq = on_large_pages(numel, torch.float32, 0.01)
+        self.wide_gradient = on_large_pages(numel, torch.float32, 0.1)
+        self.gradient = on_large_pages(numel, torch.bfloat16, 0.1)
+        self.param = on_large_pages(numel, torch.bfloat16, 1.0)
+
+
+def clip_scale(norm):
+    if not math.isfinite(norm):
+        raise ValueError(f"the gradient's norm is {norm}")
+    return min(1.0, CLIP / (norm + 1e-6))
+
+
+def deeptide_ways(shard):
+    kernels = torch.ops.deeptide_bench
+    states = (shard.master, shard.exp_avg, shard.exp_avg_sq, shard.wide_gradient)
+    squares, steps = torch.zeros(1, dtype=torch.float64), iter(range(1, sys.maxsize))
+
+    def mixed():
+        kernels.ordered_sum(shard.gradient, shard.wide_gradient, squares)
+        kernels.adam_step(*states, shard.param, next(steps), clip_scale(math.sqrt(squares.item())))
+
+    def update():
+        kernels.adam_step(*states, None, next(steps), 1.0)
+
+    return {"bf16": {"Deeptide": mixed}, "fp32": {"triad": lambda: kernels.triad(*states), "Deeptide": update}}
+
+
+def staged_ways(shard, name, make_optimizer, first_step):
+    """As frameworks with an fp32 optimizer do it: a pass for each of widening, norm, clipping, update and cast."""
+    parameter = torch.nn.Parameter(shard.master)
+    parameter.grad = shard.wide_gradient
+    optimizer = make_optimizer([parameter])
+    optimizer.state[parameter].update(step=first_step, exp_avg=shard.exp_avg, exp_avg_sq=shard.exp_avg_sq)
+
+    @torch.no_grad()
+    def mixed():
+        shard.wide_gradient.copy_(shard.gradient)
+        shard.wide_gradient.mul_(clip_scale(torch.linalg.vector_norm(shard.wide_gradient).item()))
+        optimizer.step()
+        shard.param.copy_(shard.master)
+
+    return {"bf16": {f"{name}, staged": mixed}, "fp32": {name: optimizer.step}}
+
+
+def fused_adamw(parameters):
+    return torch.optim.AdamW(parameters, LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True)
+
+
+def cpu_adam(parameters):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0, adamw_mode=True)
+
+
+def ways_over(shard):
+    """{precision: {name: step}}."""
+    ways = deeptide_ways(shard)
+    more = [staged_ways(shard, "torch fused AdamW", fused_adamw, torch.tensor(0.0))]
+    try:
+        more.append(staged_ways(shard, "DeepSpeedCPUAdam", cpu_adam, 0))
+    except ImportError as error:
+        print(f"no DeepSpeed: {error}", file=sys.stderr)
+    for other in more:
+        for precision, steps in other.items():
+            ways[precision].update(steps)
+    return ways
+
+
+def check():
+    """One mixed-precision step, from the same state, must come to the same in all ways."""
+    names = ways_over(Shard(1))["bf16"]
+    results = {}
+    for name in names:
+        shard = Shard(CHECKED_NUMEL)
+        ways_over(shard)["bf16"][name]()
+        results[name] = shard.master
+    reference = results.pop("torch fused AdamW, staged")
+    for name, master in results.items():
+        if (off := float((master - reference).abs().max())) > LEARNING_RATE * 1e-2:
+            raise ValueError(f"{name}: a parameter is {off:.1e} off torch's after a step of {LEARNING_RATE:.0e}")
+
+
+def measure(shard, repetitions):
+    """Interleaved, every other time backwards; after one call of each that is not timed."""
+    ways = ways_over(shard)
+    steps = [(precision, *way) for precision, by_name in ways.items() for way in by_name.items()]
+    seconds = {}
+    for number in range(repetitions + 1):
+        for precision, name, step in steps if number % 2 else reversed(steps):
+            begin = time.perf_counter()
+            step()
+            if number:
+                seconds.setdefault(precision, {}).setdefault(name, []).append(time.perf_counter() - begin)
+    return seconds
+
+
+def main():
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    try:
+        torch.ops.load_library(arguments.library)
+        check()
+        result = measure(Shard(arguments.numel), arguments.repetitions)
+    except Exception as error:
+        traceback.print_exc()
+        arguments.result.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        sys.exit(1)
+    arguments.result.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
