@@ -3,6 +3,7 @@
 // Which ranks share this machine, and the small shared memory over which they signal each other.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,12 +32,16 @@ class Host {
   bool holds_all() const { return hosts_.size() == 1; }
   /// Every host has as many ranks: collectives may go host by host.
   bool is_uniform() const;
+  /// "1 host of 4 ranks, shared memory", "2 hosts of 2 ranks, shared memory within", "2 hosts of 3 and 1 ranks,
+  /// network".
+  std::string text() const;
 
   /// The next `bytes` of the memory for signals, zeroed; calls come in the same order on all its ranks.
   char* reserve(int64_t bytes);
-  /// Collective over the host: memory that its ranks share; null on all of them when one cannot map it, with the reason
-  /// in `why_not`.
-  std::shared_ptr<device::SharedMemory> share(int64_t bytes, std::string& why_not);
+  /// Collective over the host: memory that its ranks share, zeroed; null on all of them when one cannot map it or does
+  /// not pass `check` (which throws then, and leaves the memory as it is), with the reason in `why_not`.
+  using Check = std::function<void(const std::shared_ptr<device::SharedMemory>&)>;
+  std::shared_ptr<device::SharedMemory> share(int64_t bytes, std::string& why_not, const Check& check = {});
   /// A rank of this host whose process has ended: "rank 1's process 4711 has ended"; empty while all live.
   std::optional<std::string> find_dead() const;
   /// Cores enough for all ranks of the host: then it pays to spin before sleeping.
@@ -56,7 +61,7 @@ class Host {
   int index_ = 0;
   bool core_each_ = false;
   int num_shared_ = 0;
-  std::vector<int> process_handles_;  // by index; -1: this process, or not to be watched
+  std::vector<int> process_handles_;  // by index; kUnwatched: this process too; kGone: it had ended before we looked
   std::vector<int> pids_;
   std::shared_ptr<device::SharedMemory> signals_;
   int64_t reserved_ = 0;
