@@ -13,19 +13,25 @@
 #include <cerrno>
 #include <fstream>
 #include <map>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/log.h"
+#include "comm/failure_board.h"
 
 namespace deeptide::comm {
 
 using device::SharedMemory;
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
 
 namespace {
 
 constexpr int64_t kSignalBytesPerRank = 16 << 20;  // reserved, not taken
 constexpr int64_t kLine = 128;                     // two cache lines: what one rank writes disturbs no other
-constexpr int kUnwatched = -1, kGone = -2;         // instead of a process handle
+constexpr milliseconds kPollFailures{250};
+constexpr milliseconds kShortestNap{1}, kLongestNap{20};
+constexpr int kUnwatched = -1, kGone = -2;  // instead of a process handle
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -84,20 +90,10 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
-/// Everybody's line, by rank: each leaves its own, rank 0 collects, so that the store answers W + 1 reads, not W * W.
-std::vector<std::string> gather_lines(const World& world, const std::string& prefix, const std::string& own) {
-  world.store->set(prefix + "/" + std::to_string(world.rank), bytes(own));
-  if (world.rank == 0) {
-    std::string all;
-    for (int r = 0; r < world.size; ++r) all += (r ? "\n" : "") + read(*world.store, prefix + "/" + std::to_string(r));
-    world.store->set(prefix + "/all", bytes(all));
-  }
-  return split(read(*world.store, prefix + "/all"), '\n');
-}
-
 }  // namespace
 
-Host::Host(const World& world, std::string prefix) : world_(world), prefix_(std::move(prefix)) {}
+Host::Host(const World& world, std::string prefix, std::shared_ptr<FailureBoard> board)
+    : world_(world), prefix_(std::move(prefix)), board_(std::move(board)) {}
 
 Host::~Host() {
   for (int handle : process_handles_) {
@@ -105,13 +101,46 @@ Host::~Host() {
   }
 }
 
-std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, bool enabled) {
-  auto host = std::shared_ptr<Host>(new Host(world, prefix));
+/// The key's value, once it is there.
+std::string Host::await(const std::string& key) const {
+  auto& store = *world_.store;
+  const auto begin = steady_clock::now();
+  auto nap = kShortestNap;
+  for (auto look = begin + kPollFailures; !store.check({key}); nap = std::min(2 * nap, kLongestNap)) {
+    const auto now = steady_clock::now();
+    if (now > begin + store.getTimeout()) {
+      throw CommError("no word within " + std::to_string(store.getTimeout().count()) + " ms, the store's timeout");
+    }
+    if (now > look) {
+      look = now + kPollFailures;
+      auto failure = find_dead();
+      if (!failure && board_) failure = board_->failure();
+      if (failure && !store.check({key})) throw CommError(*failure);  // it may have said this first
+    }
+    std::this_thread::sleep_for(nap);
+  }
+  return read(store, key);
+}
+
+/// Everybody's line, by rank: each leaves its own, rank 0 collects, so that the store answers W + 1 reads, not W * W.
+std::vector<std::string> Host::gather_lines(const std::string& prefix, const std::string& own) const {
+  world_.store->set(prefix + "/" + std::to_string(world_.rank), bytes(own));
+  if (world_.rank == 0) {
+    std::string all;
+    for (int r = 0; r < world_.size; ++r) all += (r ? "\n" : "") + await(prefix + "/" + std::to_string(r));
+    world_.store->set(prefix + "/all", bytes(all));
+  }
+  return split(await(prefix + "/all"), '\n');
+}
+
+std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, bool enabled,
+                                 std::shared_ptr<FailureBoard> board) {
+  auto host = std::shared_ptr<Host>(new Host(world, prefix, board));
   std::vector<std::string> lines;
   const std::string own = Place{::getpid(), enabled, host_identity(world)}.line();
   if (world.size > 1) {
     try {
-      lines = gather_lines(world, prefix, own);
+      lines = host->gather_lines(prefix, own);
     } catch (const std::exception& error) {
       throw CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) +
                       " could not learn where the other ranks run: " + std::string(error.what()).substr(0, 300) +
@@ -138,10 +167,10 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   for (int r : host->ranks_) host->pids_.push_back(places[r].pid);
   if (host->hosts_.size() == static_cast<size_t>(world.size)) return host;
   const std::string why_not = host->connect();
-  for (const auto& line : gather_lines(world, prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
+  for (const auto& line : host->gather_lines(prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
     if (line == "ok") continue;
     if (world.rank == 0) log(LogLevel::warning, "ranks of one host talk over the network: " + line);
-    return find(world, prefix + "/apart", /*enabled=*/false);
+    return find(world, prefix + "/apart", /*enabled=*/false, std::move(board));
   }
   return host;
 }
@@ -164,8 +193,8 @@ std::string Host::text() const {
 
 std::string Host::connect() {
   std::string why_not;
-  if (size() > 1) signals_ = share(kSignalBytesPerRank * size(), why_not);
   watch_processes(pids_);
+  if (size() > 1) signals_ = share(kSignalBytesPerRank * size(), why_not);
   return why_not;
 }
 
@@ -180,7 +209,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
   }
   auto& store = *world_.store;
   if (index_ == 0) store.set(prefix, bytes(memory ? memory->address() : ""));
-  const std::string address = read(store, prefix);
+  const std::string address = await(prefix);
   try {
     if (index_ != 0 && !address.empty()) memory = SharedMemory::open(address);
     if (memory && check) check(memory);
@@ -189,7 +218,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
   }
   store.set(prefix + "/" + std::to_string(index_), bytes(word));
   for (int i = 0; i < size(); ++i) {
-    const std::string other = read(store, prefix + "/" + std::to_string(i));
+    const std::string other = await(prefix + "/" + std::to_string(i));
     if (other != "ok" && why_not.empty()) why_not = other.substr(0, other.find('\n'));
   }
   return why_not.empty() ? memory : nullptr;

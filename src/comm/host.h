@@ -14,12 +14,16 @@
 
 namespace deeptide::comm {
 
+class FailureBoard;
+
 /// The ranks of a world by host: those of one kernel, network namespace and user. All ranks agree on it.
 class Host {
  public:
   /// Collective over the world, through its store. `prefix`: of keys, the same on all ranks. `enabled`: false on one
-  /// rank makes every rank a host of its own. Errors: CommError when ranks do not come within the store's timeout.
-  static std::shared_ptr<Host> find(const World& world, const std::string& prefix, bool enabled);
+  /// rank makes every rank a host of its own. Errors, also of `share`: CommError when ranks do not come within the
+  /// store's timeout; soon, when one of this host has ended or one has told the `board` that it cannot go on.
+  static std::shared_ptr<Host> find(const World& world, const std::string& prefix, bool enabled,
+                                    std::shared_ptr<FailureBoard> board = nullptr);
   ~Host();
 
   /// This host's ranks, ascending; and this rank's place among them.
@@ -48,13 +52,16 @@ class Host {
   bool has_core_each() const { return core_each_; }
 
  private:
-  Host(const World& world, std::string prefix);
+  Host(const World& world, std::string prefix, std::shared_ptr<FailureBoard> board);
+  std::string await(const std::string& key) const;
+  std::vector<std::string> gather_lines(const std::string& prefix, const std::string& own) const;
   /// Returns why it could not.
   std::string connect();
   void watch_processes(const std::vector<int>& pids);
 
   World world_;
   std::string prefix_;
+  std::shared_ptr<FailureBoard> board_;  // may be null
   std::vector<std::vector<int>> hosts_;
   std::vector<int> ranks_;
   int host_index_ = 0;

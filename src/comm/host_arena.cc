@@ -91,6 +91,7 @@ Tensor HostArena::allocate(const std::shared_ptr<device::Ledger>& ledger, device
 }
 
 int64_t HostArena::offset_of(const Tensor& tensor) const {
+  if (tensor.numel() == 0) return 0;  // its data pointer is null, wherever it lies
   const int64_t offset = static_cast<const char*>(tensor.const_data_ptr()) - memory_->data();
   TORCH_INTERNAL_ASSERT(offset >= 0 && offset + static_cast<int64_t>(tensor.nbytes()) <= memory_->size(),
                         "not a buffer of the arena");

@@ -213,6 +213,19 @@ TEST(Host, SharesNothingWhenOneRankDoesNotPassTheCheck) {
   });
 }
 
+TEST(Host, WaitsForNobodyWhoHasSaidThatItCannotGoOn) {
+  const auto begin = steady_clock::now();
+  const auto errors = errors_of_ranks(2, [](const World& world) {
+    const auto board = board_of(world);
+    const auto host = Host::find(world, "host", true, board);
+    if (world.rank == 1) return board->report_failure("failed in initialize; see its error");
+    std::string why_not;
+    host->share(4096, why_not);
+  });
+  EXPECT_EQ(errors[0], "rank 1 failed in initialize; see its error");
+  EXPECT_LT(steady_clock::now() - begin, kEnough);
+}
+
 TEST(Host, SaysWhenRanksDoNotCome) {
   const auto errors = errors_of_ranks(2, [](const World& world) {
     if (world.rank == 1) return;

@@ -311,6 +311,7 @@ class EmptyParameter(models.TinyModel):
     def __init__(self):
         super().__init__()
         self.nothing = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float64), requires_grad=False)
+        self.nothing_trained = torch.nn.Parameter(torch.empty(0))
 
 
 def hold_nothing(world):
@@ -326,6 +327,22 @@ def hold_nothing(world):
 
 def test_a_parameter_of_no_elements_is_no_trouble():
     run_ranks(2, hold_nothing)
+
+
+def start_with_a_bad_model(world):
+    model = models.make_model()
+    if world.rank == 1:
+        model.h[0].up.weight = torch.nn.Parameter(model.h[0].up.weight.to("meta"))
+    begin = time.monotonic()
+    with pytest.raises(ValueError if world.rank == 1 else deeptide.CommError) as error:
+        deeptide.initialize(model=model, config=models.config(3, deeptide={"shared_memory": True}), world=world)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_a_rank_that_fails_in_initialize_is_not_waited_for():
+    results = run_ranks(2, start_with_a_bad_model)
+    assert "rank 1 failed in initialize" in results[0][0], results[0][0]
+    assert results[0][1] < 15
 
 
 def usage():
