@@ -221,6 +221,8 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t first = offset / page_size() * page_size();
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
   if (last <= first || ::madvise(data_ + first, last - first, MADV_POPULATE_WRITE) == 0) return;
+  if (errno != EINVAL)
+    refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touched, it would be SIGBUS
   // Older kernels: touch each page without changing it.
   for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
 }
@@ -256,7 +258,8 @@ bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit
 }
 
 void PrivateView::forget() {
-  if (bytes_ > 0) ::madvise(data_, bytes_, MADV_DONTNEED);
+  // Fails for memory that is locked (mlockall), and would then go on showing what others have long replaced.
+  if (bytes_ > 0 && ::madvise(data_, bytes_, MADV_DONTNEED) != 0) refuse("let go of written pages of shared memory");
 }
 
 void PrivateView::check(const std::shared_ptr<SharedMemory>& memory) {

@@ -290,6 +290,18 @@ TEST(PrivateView, MayBeOfNothing) {
   view->forget();
 }
 
+TEST(PrivateView, SaysWhenLockedMemoryCannotBeForgotten) {
+  const auto memory = SharedMemory::create(page());
+  const auto view = std::make_shared<PrivateView>(memory, 0, page());
+  char* seen = bytes_of(view, page());
+  seen[0] = 1;
+  if (::mlock(seen, page()) != 0) GTEST_SKIP() << "no memory may be locked here";
+  EXPECT_ANY_THROW(view->forget());
+  ::munlock(seen, page());
+  view->forget();
+  EXPECT_EQ(seen[0], 0);
+}
+
 TEST(PrivateView, LivesAsLongAsItsTensors) {
   const auto before = mappings();
   {
