@@ -65,6 +65,15 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
 
+/// What every transport takes for granted: they move bytes.
+void check(const Tensor& one, int64_t factor, const Tensor& other) {
+  TORCH_INTERNAL_ASSERT(one.is_contiguous() && other.is_contiguous(), "collectives take contiguous tensors");
+  TORCH_INTERNAL_ASSERT(one.numel() * factor == other.numel() && one.scalar_type() == other.scalar_type() &&
+                            one.device() == other.device(),
+                        "a collective of ", one.toString(), one.sizes(), " and ", other.toString(), other.sizes(),
+                        ": expected ", factor, " times as many elements in the second");
+}
+
 std::unique_ptr<Transport> make_transport(const World& world, const std::string& name, milliseconds timeout,
                                           bool on_device, const std::shared_ptr<Host>& host) {
   if (on_device && world.backend) return make_c10d_transport(world.backend);
@@ -117,24 +126,30 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
 Group::~Group() = default;
 
 Pending Group::all_gather(Tensor output, Tensor input) {
+  check(input, size_, output);
   if (transport_) return Pending(transport_->all_gather(std::move(output), std::move(input)));
   if (output.data_ptr() != input.data_ptr()) output.copy_(input);
   return {};
 }
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
+  check(input, 1, output);
+  TORCH_INTERNAL_ASSERT(input.numel() % size_ == 0, "all_to_all of ", input.numel(), " elements among ", size_,
+                        " ranks");
   if (transport_) return Pending(transport_->all_to_all(std::move(output), std::move(input)));
   output.copy_(input);
   return {};
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {
+  check(output, size_, input);
   if (transport_) return Pending(transport_->reduce_scatter(std::move(output), std::move(input)));
   output.copy_(input);
   return {};
 }
 
 Pending Group::broadcast(Tensor tensor, int root) {
+  check(tensor, 1, tensor);
   return transport_ ? Pending(transport_->broadcast(std::move(tensor), root)) : Pending();
 }
 

@@ -40,7 +40,8 @@ class Pending {
   OperationPtr operation_;
 };
 
-/// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank.
+/// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank, from one
+/// thread of a rank at a time; operations go on in `wait` and `wait_for`, and end in the order in which they began.
 /// Channels do not wait on each other: gathers, reductions and control messages have one each.
 /// Ranks of one host talk through shared memory, as `host` says; without it all goes over c10d.
 class Group {
@@ -53,7 +54,7 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  /// Shapes: input (N,), output (W * N,), contiguous, same type and device.
+  /// Shapes: input (N,), output (W * N,), contiguous, same type and device. N may be 0, for all methods.
   Pending all_gather(at::Tensor output, at::Tensor input);
   /// Row r of the input goes to rank r; row r of the output came from rank r. Shapes: (W * N,) both.
   Pending all_to_all(at::Tensor output, at::Tensor input);

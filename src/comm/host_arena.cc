@@ -13,7 +13,6 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kPage = 4096;
 constexpr int64_t kLargePage = 2 << 20;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -26,7 +25,7 @@ class HostArena::Heap {
   Heap(int64_t begin, int64_t bytes) : capacity_(bytes) { free_[begin] = bytes; }
 
   int64_t take(int64_t bytes) {
-    const int64_t alignment = bytes >= kLargePage ? kLargePage : kPage;
+    const int64_t alignment = bytes >= kLargePage ? kLargePage : device::page_size();
     std::lock_guard lock(mutex_);
     for (auto it = free_.begin(); it != free_.end(); ++it) {
       const auto [begin, size] = *it;
@@ -73,15 +72,15 @@ std::shared_ptr<HostArena> HostArena::create(Host& host, int64_t parameter_bytes
                                              std::string& why_not) {
   const int64_t parameters = round_up(parameter_bytes, kLargePage);
   const int64_t heap = round_up(heap_bytes, kLargePage);
-  auto memory = host.share(parameters + heap * host.size(), why_not);
+  auto memory = host.share(parameters + heap * host.size(), why_not, device::PrivateView::check);
   if (!memory) return nullptr;
   return std::shared_ptr<HostArena>(new HostArena(std::move(memory), parameters + heap * host.index(), heap));
 }
 
-int64_t HostArena::padded(int64_t bytes) { return round_up(bytes, kPage); }
+int64_t HostArena::padded(int64_t bytes) { return round_up(bytes, device::page_size()); }
 
 Tensor HostArena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes) {
-  const int64_t taken = round_up(std::max<int64_t>(bytes, 1), kPage);
+  const int64_t taken = round_up(std::max<int64_t>(bytes, 1), device::page_size());
   const int64_t offset = heap_->take(taken);
   ledger->add(role, bytes);
   return memory_->view(offset, bytes, at::kByte, [self = shared_from_this(), ledger, role, bytes, offset, taken] {
@@ -92,6 +91,7 @@ Tensor HostArena::allocate(const std::shared_ptr<device::Ledger>& ledger, device
 }
 
 int64_t HostArena::offset_of(const Tensor& tensor) const {
+  if (tensor.numel() == 0) return 0;  // its data pointer is null, wherever it lies
   const int64_t offset = static_cast<const char*>(tensor.const_data_ptr()) - memory_->data();
   TORCH_INTERNAL_ASSERT(offset >= 0 && offset + static_cast<int64_t>(tensor.nbytes()) <= memory_->size(),
                         "not a buffer of the arena");

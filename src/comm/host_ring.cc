@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <bit>
 #include <climits>
 #include <ctime>
 
@@ -90,13 +91,20 @@ HostRing::HostRing(std::shared_ptr<Host> host, int num_slots, int64_t slot_bytes
       num_slots_(num_slots),
       slot_bytes_(slot_bytes),
       counters_(host_->reserve(static_cast<int64_t>(sizeof(Counters)) * size_)),
-      slots_(host_->reserve(slot_bytes * num_slots * size_)) {}
+      slots_(host_->reserve(slot_bytes * num_slots * size_)) {
+  TORCH_INTERNAL_ASSERT(std::has_single_bit(static_cast<uint32_t>(num_slots)), num_slots, " slots do not divide 2^32");
+}
 
 HostRing::Counters& HostRing::counters(int peer) const {
   return *reinterpret_cast<Counters*>(counters_ + static_cast<int64_t>(sizeof(Counters)) * peer);
 }
 
 uint32_t HostRing::num_posted() const { return counters(index_).posted.value.load(std::memory_order_relaxed); }
+
+void HostRing::start_at(uint32_t count) {
+  counters(index_).posted.value = count;
+  counters(index_).read.value = count;
+}
 
 char* HostRing::next_slot() {
   const uint32_t number = num_posted();
@@ -136,13 +144,15 @@ bool HostRing::all_read(uint32_t number) const {
 }
 
 template <typename Word>
-bool HostRing::wait_all(Word Counters::* word, uint32_t number, milliseconds limit) {
+bool HostRing::wait_all(Word Counters::*word, uint32_t number, milliseconds limit) {
   const auto deadline = steady_clock::now() + limit;
   for (int peer = 0; peer < size_; ++peer) {
     if (await(counters(peer).*word, number + 1, deadline, host_->has_core_each() && limit.count() > 0)) continue;
     if (limit.count() == 0) return false;
-    if (const auto dead = host_->find_dead()) throw TransportError(*dead);
-    return false;
+    const auto dead = host_->find_dead();
+    if (!dead) return false;
+    // Whoever ended may have done its part first.
+    if (!await(counters(peer).*word, number + 1, deadline, /*spin=*/false)) throw TransportError(*dead);
   }
   return true;
 }

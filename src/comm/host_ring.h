@@ -14,7 +14,8 @@
 namespace deeptide::comm {
 
 /// Each rank fills its own slots in order and reads everybody's. Slot n may be filled again (as n + num_slots) once all
-/// ranks have read it. One thread of a rank at a time. Counts start at 0 and wrap around.
+/// ranks have read it. One thread of a rank at a time. Counts start at 0 and wrap around at 2^32, of which the number
+/// of slots is a divisor.
 class HostRing {
  public:
   /// Collective in the sense of Host::reserve: made in the same order on all ranks of the host.
@@ -30,6 +31,8 @@ class HostRing {
   /// Shows the slot from `next_slot` to all; returns its number.
   uint32_t post();
   uint32_t num_posted() const;
+  /// As if this rank had posted and read `count` slots. For tests of the wrap: on all ranks, before any other use.
+  void start_at(uint32_t count);
 
   /// What `peer` put into slot `number`; readable once it is posted.
   const char* slot(int peer, uint32_t number) const;
@@ -40,7 +43,7 @@ class HostRing {
   bool all_read(uint32_t number) const;
 
   /// Sleep until the condition holds, at most `limit`; spin before where each rank has a core. Errors: TransportError
-  /// when a rank of the host has ended.
+  /// when a rank of the host has ended and the condition does not hold.
   bool wait_posted(uint32_t number, std::chrono::milliseconds limit);
   bool wait_read(uint32_t number, std::chrono::milliseconds limit);
 
@@ -49,7 +52,7 @@ class HostRing {
 
   Counters& counters(int peer) const;
   template <typename Word>
-  bool wait_all(Word Counters::* word, uint32_t number, std::chrono::milliseconds limit);
+  bool wait_all(Word Counters::*word, uint32_t number, std::chrono::milliseconds limit);
 
   std::shared_ptr<Host> host_;
   int size_;

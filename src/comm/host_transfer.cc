@@ -22,7 +22,8 @@ class HostOperation : public Operation {
       : ring_(std::move(ring)),
         transfer_(std::move(transfer)),
         before_(std::move(before)),
-        num_pieces_((transfer_.bytes + kSlotBytes - 1) / kSlotBytes) {}
+        slot_bytes_(ring_->slot_bytes()),
+        num_pieces_((transfer_.bytes + slot_bytes_ - 1) / slot_bytes_) {}
 
   bool ready() override { return advance(milliseconds(0)); }
 
@@ -38,7 +39,7 @@ class HostOperation : public Operation {
       const auto patience = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
       // Own slots are free once everybody has read them; they can only wait for what was posted already.
       if (num_sent_ == num_taken_) {
-        if (!ring_->wait_read(ring_->num_posted() - kSlots, patience)) return false;
+        if (!ring_->wait_read(ring_->num_posted() - static_cast<uint32_t>(ring_->num_slots()), patience)) return false;
         continue;
       }
       const uint32_t number = first_ + static_cast<uint32_t>(num_taken_);
@@ -51,14 +52,14 @@ class HostOperation : public Operation {
   }
 
  private:
-  int64_t piece_bytes(int64_t piece) const { return std::min(kSlotBytes, transfer_.bytes - piece * kSlotBytes); }
+  int64_t piece_bytes(int64_t piece) const { return std::min(slot_bytes_, transfer_.bytes - piece * slot_bytes_); }
 
   /// Fills the slots that are free.
   void send() {
     while (num_sent_ < num_pieces_) {
       char* slot = ring_->next_slot();
       if (slot == nullptr) return;
-      if (transfer_.source) std::memcpy(slot, transfer_.source + num_sent_ * kSlotBytes, piece_bytes(num_sent_));
+      if (transfer_.source) std::memcpy(slot, transfer_.source + num_sent_ * slot_bytes_, piece_bytes(num_sent_));
       const uint32_t number = ring_->post();
       if (num_sent_++ == 0) first_ = number;
     }
@@ -66,7 +67,7 @@ class HostOperation : public Operation {
 
   void take(uint32_t number) {
     for (int peer = 0; peer < ring_->size(); ++peer) {
-      transfer_.take({peer, num_taken_ * kSlotBytes, ring_->slot(peer, number), piece_bytes(num_taken_)});
+      transfer_.take({peer, num_taken_ * slot_bytes_, ring_->slot(peer, number), piece_bytes(num_taken_)});
     }
     ring_->set_read(number);
     ++num_taken_;
@@ -75,6 +76,7 @@ class HostOperation : public Operation {
   std::shared_ptr<HostRing> ring_;
   Transfer transfer_;
   OperationPtr before_;
+  int64_t slot_bytes_;
   int64_t num_pieces_;
   int64_t num_sent_ = 0;
   int64_t num_taken_ = 0;

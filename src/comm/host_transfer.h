@@ -31,6 +31,7 @@ struct Transfer {
 class HostChannel {
  public:
   explicit HostChannel(std::shared_ptr<Host> host);
+  explicit HostChannel(std::shared_ptr<HostRing> ring) : ring_(std::move(ring)) {}
   int size() const { return ring_->size(); }
   int index() const { return ring_->index(); }
   /// Sends the first pieces at once if no transfer is before it.

@@ -55,8 +55,15 @@ class HostTransport : public Transport {
   }
 
  private:
-  static const char* bytes_of(const Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); }
-  static char* writable(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
+  static const char* bytes_of(const Tensor& tensor) {
+    TORCH_CHECK(tensor.is_cpu(), "deeptide: shared memory carries CPU tensors, got one on ", tensor.device(),
+                "; give the world a c10d backend for that device, or set \"deeptide\": {\"shared_memory\": false}");
+    return static_cast<const char*>(tensor.const_data_ptr());
+  }
+  static char* writable(const Tensor& tensor) {
+    bytes_of(tensor);
+    return static_cast<char*>(tensor.mutable_data_ptr());
+  }
 
   HostChannel channel_;
 };

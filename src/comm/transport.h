@@ -49,7 +49,6 @@ std::unique_ptr<Transport> make_host_transport(std::shared_ptr<Host> host);
 
 /// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory within each
 /// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs Host::is_uniform().
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host,
-                                                    c10::intrusive_ptr<c10d::Backend> rail);
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host, c10::intrusive_ptr<c10d::Backend> rail);
 
 }  // namespace deeptide::comm

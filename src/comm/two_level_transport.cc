@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-/// First the rail, then, when all before it have begun theirs, the transfer within the host.
+/// First the rail, then, when all before it are done, the transfer within the host.
 class TwoLevelOperation : public Operation {
  public:
   TwoLevelOperation(OperationPtr rail, OperationPtr before, std::function<OperationPtr()> start_local)
@@ -89,7 +89,8 @@ class TwoLevelTransport : public Transport {
 
   OperationPtr broadcast(Tensor tensor, int root) override {
     const int64_t place = std::find(order_.begin(), order_.end(), root) - order_.begin();
-    const int root_host = static_cast<int>(place / channel_.size()), root_index = static_cast<int>(place % channel_.size());
+    const int root_host = static_cast<int>(place / channel_.size()),
+              root_index = static_cast<int>(place % channel_.size());
     const bool sends = channel_.index() == root_index;
     auto take = [root_index, sends, to = writable(tensor)](const Piece& piece) {
       if (piece.peer == root_index && !sends) std::memcpy(to + piece.offset, piece.data, piece.bytes);
@@ -124,7 +125,7 @@ class TwoLevelTransport : public Transport {
   /// The input's rows, ordered by host; itself when the ranks are numbered so.
   Tensor by_host(const Tensor& input) const {
     if (std::is_sorted(order_.begin(), order_.end())) return input;
-    const Tensor rows = input.view({num_ranks(), -1});
+    const Tensor rows = input.view({num_ranks(), input.numel() / num_ranks()});
     std::vector<Tensor> ordered;
     for (int rank : order_) ordered.push_back(rows[rank]);
     return at::cat(ordered);

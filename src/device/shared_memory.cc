@@ -14,11 +14,18 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <vector>
 
 namespace deeptide::device {
 
 using at::Tensor;
+
+int64_t page_size() {
+  static const int64_t size = ::sysconf(_SC_PAGESIZE);
+  return size;
+}
 
 namespace {
 
@@ -26,11 +33,6 @@ constexpr int64_t kLargePage = 2 << 20;
 #ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
 #endif
-
-int64_t page_size() {
-  static const int64_t size = ::sysconf(_SC_PAGESIZE);
-  return size;
-}
 
 [[noreturn]] void refuse(const std::string& what) {
   const int error = errno;
@@ -60,8 +62,8 @@ char* map(int fd, int64_t offset, int64_t bytes, int flags) {
 }
 
 Tensor tensor_at(char* data, int64_t numel, at::ScalarType dtype, std::function<void()> release) {
-  return at::from_blob(data, {numel}, [release = std::move(release)](void*) { release(); },
-                       at::TensorOptions().dtype(dtype));
+  return at::from_blob(
+      data, {numel}, [release = std::move(release)](void*) { release(); }, at::TensorOptions().dtype(dtype));
 }
 
 // PAGEMAP_SCAN (Linux 6.7) is newer than the headers of the systems that we build on.
@@ -119,7 +121,7 @@ void read_entries(int pagemap, uint64_t start, uint64_t end, std::vector<PageReg
   }
 }
 
-std::vector<PageRegion> own_pages(const char* data, int64_t bytes) {
+std::vector<PageRegion> own_pages(const char* data, int64_t bytes, bool by_entries) {
   static const int pagemap = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   static const pid_t opened_by = ::getpid();
   int fd = pagemap;
@@ -128,7 +130,7 @@ std::vector<PageRegion> own_pages(const char* data, int64_t bytes) {
   const auto start = reinterpret_cast<uint64_t>(data);
   const uint64_t end = start + static_cast<uint64_t>((bytes + page_size() - 1) / page_size() * page_size());
   std::vector<PageRegion> found;
-  if (!scan_regions(fd, start, end, found)) {
+  if (by_entries || !scan_regions(fd, start, end, found)) {
     found.clear();
     read_entries(fd, start, end, found);
   }
@@ -136,9 +138,35 @@ std::vector<PageRegion> own_pages(const char* data, int64_t bytes) {
   return found;
 }
 
+/// What this process has created, by address.
+class Created {
+ public:
+  static Created& instance() {
+    static auto* created = new Created;  // never destroyed: memory may outlive static destruction
+    return *created;
+  }
+  void add(const std::shared_ptr<SharedMemory>& memory) {
+    std::lock_guard lock(mutex_);
+    by_address_[memory->address()] = memory;
+  }
+  void remove(const std::string& address) {
+    std::lock_guard lock(mutex_);
+    by_address_.erase(address);
+  }
+  std::shared_ptr<SharedMemory> find(const std::string& address) {
+    std::lock_guard lock(mutex_);
+    const auto found = by_address_.find(address);
+    return found == by_address_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<SharedMemory>> by_address_;
+};
+
 }  // namespace
 
-SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size) {
+SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size), mapped_by_(::getpid()) {
   try {
     data_ = map(fd_, 0, size_, MAP_SHARED);
   } catch (...) {
@@ -149,6 +177,7 @@ SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size) {
 }
 
 SharedMemory::~SharedMemory() {
+  Created::instance().remove(address());  // before another takes the descriptor's number
   ::munmap(data_, size_);
   ::close(fd_);
 }
@@ -160,7 +189,9 @@ std::shared_ptr<SharedMemory> SharedMemory::create(int64_t bytes) {
     ::close(fd);
     refuse("size shared memory to " + std::to_string(bytes) + " bytes");
   }
-  return std::shared_ptr<SharedMemory>(new SharedMemory(fd, bytes));
+  auto memory = std::shared_ptr<SharedMemory>(new SharedMemory(fd, bytes));
+  Created::instance().add(memory);
+  return memory;
 }
 
 std::string SharedMemory::address() const {
@@ -168,9 +199,10 @@ std::string SharedMemory::address() const {
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& address) {
+  if (auto own = Created::instance().find(address); own && own->mapped_by_ == ::getpid()) return own;
   const int fd = ::open(address.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) refuse("open the shared memory of another rank at " + address);
-  struct stat status{};
+  struct stat status {};
   if (::fstat(fd, &status) != 0) {
     ::close(fd);
     refuse("look at the shared memory of another rank at " + address);
@@ -189,27 +221,35 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t first = offset / page_size() * page_size();
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
   if (last <= first || ::madvise(data_ + first, last - first, MADV_POPULATE_WRITE) == 0) return;
+  if (errno != EINVAL)
+    refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touched, it would be SIGBUS
   // Older kernels: touch each page without changing it.
   for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
 }
 
 void SharedMemory::discard(int64_t offset, int64_t bytes) {
+  if (::getpid() != mapped_by_) return;
   ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
 }
 
 PrivateView::PrivateView(const std::shared_ptr<SharedMemory>& memory, int64_t offset, int64_t bytes)
-    : memory_(memory), bytes_(bytes), data_(map(memory->descriptor(), offset, bytes, MAP_PRIVATE)) {}
+    : memory_(memory), bytes_(bytes) {
+  if (bytes_ > 0) data_ = map(memory->descriptor(), offset, bytes, MAP_PRIVATE);
+}
 
-PrivateView::~PrivateView() { ::munmap(data_, bytes_); }
+PrivateView::~PrivateView() {
+  if (bytes_ > 0) ::munmap(data_, bytes_);
+}
 
 Tensor PrivateView::tensor(int64_t offset, int64_t numel, at::ScalarType dtype) {
   TORCH_INTERNAL_ASSERT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= bytes_);
   return tensor_at(data_ + offset, numel, dtype, [self = shared_from_this()] {});
 }
 
-bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit) const {
+bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit, bool by_entries) const {
+  if (bytes_ == 0) return false;
   const auto start = reinterpret_cast<uint64_t>(data_);
-  for (const PageRegion& region : own_pages(data_, bytes_)) {
+  for (const PageRegion& region : own_pages(data_, bytes_, by_entries)) {
     const auto begin = static_cast<int64_t>(region.start - start);
     const auto end = std::min(static_cast<int64_t>(region.end - start), bytes_);
     if (visit(begin, end)) return true;
@@ -217,6 +257,21 @@ bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit
   return false;
 }
 
-void PrivateView::forget() { ::madvise(data_, bytes_, MADV_DONTNEED); }
+void PrivateView::forget() {
+  // Fails for memory that is locked (mlockall), and would then go on showing what others have long replaced.
+  if (bytes_ > 0 && ::madvise(data_, bytes_, MADV_DONTNEED) != 0) refuse("let go of written pages of shared memory");
+}
+
+void PrivateView::check(const std::shared_ptr<SharedMemory>& memory) {
+  const auto view = std::make_shared<PrivateView>(memory, 0, page_size());
+  const auto written = [&] { return view->any_written([](int64_t, int64_t) { return true; }); };
+  volatile char* first = view->data_;
+  bool works = *first == 0 && !written();
+  *first = 1;
+  works = works && written() && *memory->data() == 0;
+  view->forget();
+  TORCH_CHECK(works && *first == 0 && !written(),
+              "deeptide: this system does not tell which pages of shared memory a process has written itself");
+}
 
 }  // namespace deeptide::device

@@ -71,6 +71,7 @@ std::string Engine::Impl::summary() const {
   const char* kinds[] = {"no optimizer", "Adam", "SGD"};
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size,
                                  mesh.text(), world.source, model.device().str());
+  if (world.size > 1) text += "\n  hosts: " + host->text();
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",

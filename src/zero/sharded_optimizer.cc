@@ -4,6 +4,8 @@
 #include "zero/sharded_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 
@@ -58,6 +60,8 @@ std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
   return {{"master", state.master}, {"momentum", state.first}};
 }
 
+/// Masters follow what the program has written, element by element: where a parameter still is what its master rounds
+/// to, the master keeps its further bits. So it does not matter how much more than the written elements is reported.
 void ShardedOptimizer::refresh_masters(int unit) {
   const Tensor parameters = parameters_of(unit);
   const int64_t begin = state_begin(unit), end = begin + parameters.numel();
@@ -65,8 +69,10 @@ void ShardedOptimizer::refresh_masters(int unit) {
     if (!std::exchange(p.rewritten, false) || states_[unit].aliased) continue;
     const int64_t first = std::max(p.offset, begin);
     const int64_t count = std::min(p.offset + p.numel, end) - first;
-    if (count > 0)
-      states_[unit].master.narrow(0, first - begin, count).copy_(parameters.narrow(0, first - begin, count));
+    if (count <= 0) continue;
+    Tensor master = states_[unit].master.narrow(0, first - begin, count);
+    const Tensor written = parameters.narrow(0, first - begin, count);
+    master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
   }
 }
 
