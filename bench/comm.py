@@ -47,7 +47,7 @@ def parse_arguments():
     parser.add_argument("--sizes", type=_list_of(_number), default=list(SIZES), metavar="4KiB,...")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each")
     parser.add_argument("--repetitions", type=int, default=5, help="in each of them")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for the processes of a round")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for the processes of a round")
     parser.add_argument("--program", type=Path, default=built, help="comm_bench.cc, built")
     output.add_arguments(parser, "bench-comm")
     options = parser.parse_args()
@@ -87,7 +87,7 @@ def _size_words(size):
 
 
 def _time_words(seconds):
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.4g} ms"
 
 
 def _table(world, collective, seconds):
@@ -111,7 +111,7 @@ def _table(world, collective, seconds):
                 continue
             algorithm = size / median(of[path]) / 1e9
             cells.append(f"{_time_words(min(of[path]))} / {_time_words(median(of[path]))}")
-            cells.append(f"{algorithm:.2f} / {algorithm * BUS_FACTOR[collective](world):.2f}")
+            cells.append(f"{algorithm:.3g} / {algorithm * BUS_FACTOR[collective](world):.3g}")
         for ours, peer in ratios:
             cells.append(f"{median(of[peer]) / median(of[ours]):.1f}" if ours in of and peer in of else "")
         rows.append(cells)
