@@ -46,17 +46,6 @@ int64_t transport_bytes(const Engine::Impl& impl) {
   return largest;
 }
 
-/// "2 on this host, sharing memory" or "2 hosts x 4 ranks, shared memory within".
-std::string placement(const comm::Host& host, bool shares_parameters) {
-  const auto& hosts = host.hosts();
-  if (host.holds_all()) {
-    return fmt::format("{} on this host, sharing memory{}", host.size(), shares_parameters ? " and parameters" : "");
-  }
-  const bool two_levels = host.is_uniform() && host.size() > 1;
-  return two_levels ? fmt::format("{} hosts x {} ranks, shared memory within", hosts.size(), host.size())
-                    : fmt::format("{} apart", host.hosts().size());
-}
-
 }  // namespace
 
 std::string Engine::Impl::summary() const {
@@ -71,7 +60,7 @@ std::string Engine::Impl::summary() const {
   const char* kinds[] = {"no optimizer", "Adam", "SGD"};
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size,
                                  mesh.text(), world.source, model.device().str());
-  if (world.size > 1) text += "\n  hosts: " + host->text();
+  if (world.size > 1) text += "\n  hosts: " + host->text() + (model.arena() ? ", one copy of the parameters" : "");
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
@@ -79,7 +68,6 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
-  if (world.size > 1) text += "\n  ranks: " + placement(*host, model.arena() != nullptr);
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero.max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
