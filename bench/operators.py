@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""deeptide.ops beside torch's operators, forward and backward, in one interleaved run on one thread: a Markdown table."""
+"""deeptide.ops beside torch, forward and backward, in one interleaved run on one thread: a Markdown table."""
 
 import argparse
 import time
 
 import torch
 import torch.nn.functional as F
-
 from deeptide import _C, ops
 
 ROWS = 256

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The model's arithmetic: the same ATen operators in the same order as model.py, so that both print the same losses.
+// The model's arithmetic: the same operators in the same order as model.py, so that both print the same losses.
 #include "model.h"
 
 #include <torch/torch.h>
@@ -10,9 +10,14 @@
 #include <string_view>
 #include <vector>
 
+#include "deeptide/ops.h"
+
 // Shapes: B windows in a batch, T bytes in a window, D width, H heads, K = D / H, V = 256 byte values.
 
 namespace gpt {
+
+namespace ops = deeptide::ops;
+
 namespace {
 
 using at::Tensor;
@@ -21,8 +26,7 @@ using torch::nn::LayerNorm;
 using torch::nn::LayerNormOptions;
 using torch::nn::Linear;
 
-// Linear::forward multiplies and adds in two operators, Python's in one: their last bits differ.
-Tensor linear(const Linear& layer, const Tensor& x) { return at::linear(x, layer->weight, layer->bias); }
+Tensor linear(const Linear& layer, const Tensor& x) { return ops::linear(x, layer->weight, layer->bias); }
 
 LayerNorm layer_norm(int64_t width) { return LayerNorm(LayerNormOptions({width})); }
 
@@ -66,7 +70,7 @@ MLPImpl::MLPImpl(const GPTConfig& config)
     : fc_(register_module("fc", Linear(config.width, 4 * config.width))),
       proj_(register_module("proj", Linear(4 * config.width, config.width))) {}
 
-Tensor MLPImpl::forward(const Tensor& x) { return linear(proj_, at::gelu(linear(fc_, x), "tanh")); }
+Tensor MLPImpl::forward(const Tensor& x) { return linear(proj_, ops::gelu_tanh(linear(fc_, x))); }
 
 BlockImpl::BlockImpl(const GPTConfig& config)
     : ln_1_(register_module("ln_1", layer_norm(config.width))),
@@ -106,15 +110,17 @@ void GPTImpl::reset_parameters(uint64_t seed) {
   }
 }
 
-Tensor GPTImpl::logits(const Tensor& tokens) {
+Tensor GPTImpl::hidden(const Tensor& tokens) {
   auto x = wte_(tokens);
   const RotaryTable table(tokens.size(1), config_.width / config_.heads, x.options());
   for (const auto& block : *h_) x = block->as<BlockImpl>()->forward(x, table);
-  return at::linear(ln_f_(x), wte_->weight);
+  return ln_f_(x);
 }
 
+Tensor GPTImpl::logits(const Tensor& tokens) { return ops::linear(hidden(tokens), wte_->weight); }
+
 Tensor GPTImpl::forward(const Tensor& tokens, const Tensor& targets) {
-  return at::cross_entropy_loss(logits(tokens).to(at::kFloat).flatten(0, 1), targets.flatten());
+  return ops::linear_cross_entropy(hidden(tokens).flatten(0, 1), wte_->weight, targets.flatten());
 }
 
 std::string GPTImpl::generate(std::string prompt, int64_t count, double temperature, uint64_t seed) {

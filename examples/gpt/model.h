@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A byte-level GPT in plain LibTorch: it knows nothing of ranks, shards or Deeptide. The twin of model.py, line by
-// line.
+// A byte-level GPT that knows nothing of ranks or shards, with Deeptide's faster operators. The twin of model.py, line
+// by line.
 #pragma once
 
 #include <torch/nn.h>
@@ -63,6 +63,8 @@ class GPTImpl : public torch::nn::Module {
  public:
   explicit GPTImpl(const GPTConfig& config = {}, uint64_t seed = 0);
 
+  /// (B, T) bytes -> (B, T, D).
+  at::Tensor hidden(const at::Tensor& tokens);
   /// (B, T) bytes -> (B, T, V). The output layer is the embedding, used a second time.
   at::Tensor logits(const at::Tensor& tokens);
   /// The mean loss in nats per byte.

@@ -13,7 +13,7 @@ import deeptide
 from deeptide import ops
 
 TYPES = [torch.float32, torch.bfloat16]
-# Relative to the largest value, 0.1 at least (softmax - 1 cancels): fp32's sums of up to 8192 products; bf16 keeps 8 bits.
+# Relative to the largest value, 0.1 at least (softmax - 1 cancels): fp32 sums of up to 8192 products; bf16 has 8 bits.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}
 
 
