@@ -36,7 +36,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   /// Everybody's: what is written here all see. Shapes: (numel,). Units: offset in bytes. `on_release` runs when the
   /// last reference to the tensor's memory goes.
   at::Tensor view(int64_t offset, int64_t numel, at::ScalarType dtype, std::function<void()> on_release = {});
-  /// Takes the pages of a range now, near the core that calls.
+  /// Takes the pages of a range now, near the core that calls. Errors: RuntimeError when there are not so many.
   void populate(int64_t offset, int64_t bytes);
   /// Gives the pages of a range back to the kernel; it reads as zeros afterwards, for all. Not in a forked child: what
   /// it lets go of is still its parent's.
@@ -67,7 +67,8 @@ class PrivateView : public std::enable_shared_from_this<PrivateView> {
   /// Calls `visit(begin, end)` for each range of pages that this process has written, in bytes from the view's start;
   /// stops and returns true when `visit` does. `by_entries`: as kernels before Linux 6.7 tell it, page by page.
   bool any_written(const std::function<bool(int64_t, int64_t)>& visit, bool by_entries = false) const;
-  /// Drops what this process has written: the view shows the shared memory again.
+  /// Drops what this process has written: the view shows the shared memory again. Errors: RuntimeError where the
+  /// process has locked its memory.
   void forget();
 
   /// Tries it all on the first page of zeroed `memory`. Errors: RuntimeError when this system does not tell which pages
