@@ -1,0 +1,21 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What `deeptide NAME …` can run: one function a command; the table is in main.cc.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace deeptide::launch {
+
+/// Exit codes of the command itself; a job's own failure passes on the rank's.
+constexpr int kExitUsage = 2;          // UsageError
+constexpr int kExitCannotStart = 126;  // any other exception
+
+/// The words after the command's name. Each function answers its own --help.
+using Arguments = std::vector<std::string>;
+
+/// `deeptide [options] script args…`: what runs when the first word names no command.
+int run_job(const Arguments& arguments);
+
+}  // namespace deeptide::launch
