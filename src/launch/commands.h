@@ -18,4 +18,13 @@ using Arguments = std::vector<std::string>;
 /// `deeptide [options] script args…`: what runs when the first word names no command.
 int run_job(const Arguments& arguments);
 
+/// `deeptide agent`: one host's part of a job, started by the launcher.
+int run_agent(const Arguments& arguments);
+
+/// `deeptide rank script args…`: one rank under mpirun or srun, started by the launcher.
+int run_rank(const Arguments& arguments);
+
+/// `deeptide ssh command…`: a command on all hosts.
+int run_ssh(const Arguments& arguments);
+
 }  // namespace deeptide::launch

@@ -7,19 +7,8 @@
 
 #include "launch/commands.h"
 #include "launch/options.h"
-#include "launch/rank_plan.h"
-#include "launch/supervisor.h"
 
 namespace deeptide::launch {
-
-int run_job(const Arguments& arguments) {
-  const auto options = parse_options(arguments);
-  if (!options) return 0;
-  const auto plans = plan_ranks(*options);
-  if (!options->dry_run) return Supervisor(*options).run(plans);
-  for (const RankPlan& plan : plans) std::puts(to_shell(plan).c_str());
-  return 0;
-}
 
 namespace {
 
@@ -30,7 +19,10 @@ struct Command {
 
 // A script of one of these names is run as `./name`. parse_options' --help lists those that users call.
 constexpr Command kCommands[] = {
+    {"agent", run_agent},
+    {"rank", run_rank},
     {"run", run_job},
+    {"ssh", run_ssh},
 };
 
 int run(const Arguments& words) {
