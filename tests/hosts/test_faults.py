@@ -24,13 +24,12 @@ def rank_pids(job):
     return {int(line.split("]")[0][6:]): int(line.split()[3]) for _, line in job.out if "ready" in line}
 
 
-def pid_of_agent(host):
-    """The agent itself; the process of the same name that keeps it started first."""
-    return max(pid for pid, text in host.processes().items() if text.endswith("deeptide agent") or "--connect" in text)
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def pid_of_keeper(host):
-    return min(pid for pid, text in host.processes().items() if text.endswith("deeptide agent"))
+def pid_of_agent(job, rank=3):
+    return parent(rank_pids(job)[rank])
 
 
 def expect_end(hosts, job, code, since, words):
@@ -86,14 +85,14 @@ def test_a_rank_that_ignores_the_request_is_killed(hosts):
 def test_a_killed_agent(hosts):
     job = hosts.start("sh", "-c", STAY)
     since = ready(job)
-    os.kill(pid_of_agent(hosts.workers[1]), signal.SIGKILL)
+    os.kill(pid_of_agent(job), signal.SIGKILL)
     expect_end(hosts, job, 255, since, "host worker-2 closed its connection")
 
 
 def test_a_killed_keeper(hosts):
     job = hosts.start("sh", "-c", STAY)
     since = ready(job)
-    os.kill(pid_of_keeper(hosts.workers[1]), signal.SIGKILL)
+    os.kill(parent(pid_of_agent(job)), signal.SIGKILL)
     assert job.wait(30) != 0
     assert time.monotonic() - since < DETECTED
     hosts.expect_nothing_left()
@@ -126,7 +125,7 @@ def test_a_stopped_rank_holds_nobody_up(hosts):
 def test_a_stopped_agent_counts_as_lost(hosts):
     job = hosts.start("--heartbeat_timeout", "2", "sh", "-c", STAY)
     since = ready(job)
-    agent = pid_of_agent(hosts.workers[1])
+    agent = pid_of_agent(job)
     os.kill(agent, signal.SIGSTOP)
     assert job.wait(30) == 255, job.errors
     assert time.monotonic() - since < DETECTED
@@ -237,7 +236,7 @@ def test_the_same_over_pdsh(hosts, fault):
         os.kill(rank_pids(job)[3], signal.SIGKILL)
         expect_end(hosts, job, 137, since, "rank 3 on worker-2 was killed")
     elif fault == "agent":
-        os.kill(pid_of_agent(worker), signal.SIGKILL)
+        os.kill(pid_of_agent(job), signal.SIGKILL)
         expect_end(hosts, job, 255, since, "host worker-2 closed its connection")
     elif fault == "link":
         worker.set_link("down")
