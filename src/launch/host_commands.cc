@@ -95,7 +95,7 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
 }
 
 Words slurm_command(const Options& options, const std::vector<Host>& hosts, const Words& exported) {
-  Words words = {"srun"};
+  Words words = {"srun", "--kill-on-bad-exit=1"};
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
     append(words, {"-n", std::to_string(num_slots(hosts)), "--nodes", std::to_string(hosts.size()), "--ntasks-per-node",

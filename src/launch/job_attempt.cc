@@ -4,6 +4,7 @@
 #include "launch/job_attempt.h"
 
 #include <signal.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -60,7 +61,7 @@ AttemptResult JobAttempt::run() {
     result.exit_code = kExitUsageError;
   } else if (failures_.failed()) {
     failures_.print(context_.output);
-    result = {failures_.exit_code(), !stop_signal_};
+    result = {failures_.exit_code(), !stop_signal_ && !too_few_hosts_};
   } else if (stop_signal_) {
     result.exit_code = 128 + *stop_signal_;
   } else if (context_.output.output_closed()) {
@@ -81,6 +82,7 @@ void JobAttempt::connect() {
                    link->host().name + " true` work?");
       }
     };
+    prctl(PR_SET_CHILD_SUBREAPER, 1);  // its ssh processes come to us when it ends
     pdsh_ = std::make_unique<PdshHub>(
         options, hosts, [this](size_t index, int socket) { links_[index]->attach(socket); },
         [this](const std::string& line) { context_.output.say(LogLevel::info, line); }, on_end);
@@ -189,6 +191,7 @@ void JobAttempt::check_connected() {
   if (connecting > 0 || phase_ != Phase::connecting) return;
   const std::vector<Host> chosen = reached.size() < context_.min_hosts ? std::vector<Host>{} : context_.choose(reached);
   if (chosen.empty()) {
+    too_few_hosts_ = true;
     failures_.on_lost_host(links_.front()->host().name, "and others: only " + std::to_string(reached.size()) + " of " +
                                                             count_text(links_.size(), "host") +
                                                             " can be used, too few to go on");
@@ -201,6 +204,7 @@ void JobAttempt::check_connected() {
         std::find_if(chosen.begin(), chosen.end(), [&](const Host& h) { return h.name == link->host().name; });
     if (host == chosen.end()) {
       link->send(FrameKind::kill);  // not needed this time
+      link->set_state(AgentLink::State::ended);
       continue;
     }
     link->place.node_rank = node++;

@@ -68,6 +68,7 @@ class JobAttempt {
   std::unique_ptr<PdshHub> pdsh_;
   std::vector<AgentLink*> used_;  // in the order of ranks
   FailureReport failures_;
+  bool too_few_hosts_ = false;
   std::string refusal_;  // of the first host that refused
   std::optional<int> stop_signal_;
   Phase phase_ = Phase::connecting;

@@ -60,7 +60,8 @@ struct Options : RankOptions {
   LogLevel log_level = LogLevel::info;
   bool quiet = false;  // as log_level error
   bool dry_run = false;
-  std::string log_dir;  // empty: ranks write to the launcher's output
+  bool share_terminal = true;  // rank 0 may write to the terminal directly
+  std::string log_dir;         // empty: ranks write to the launcher's output
 
   double stop_grace_s() const { return grace_s.value_or(30.0); }    // enough to finish a checkpoint
   double failure_grace_s() const { return grace_s.value_or(5.0); }  // the job is lost: enough to say why

@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "launch/host_commands.h"
+#include "launch/keeper.h"
 #include "launch/secret.h"
 
 namespace deeptide::launch {
@@ -103,6 +104,8 @@ PdshHub::~PdshHub() {
   for (const auto& guest : guests_) {
     if (guest->socket >= 0) ::close(guest->socket);
   }
+  pdsh_.reset();
+  kill_children([](int) { return false; });  // an ssh to a host that does not answer would outlive pdsh
 }
 
 void PdshHub::add_to(PollSet& set) {

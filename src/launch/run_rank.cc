@@ -1,7 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // `deeptide rank`: one rank under mpirun or srun, with the variables that ranks of the launcher's agents have.
+#include <unistd.h>
+
 #include <cstdlib>
+#include <string>
 
 #include "launch/commands.h"
 #include "launch/options.h"
@@ -22,11 +25,21 @@ int number_of(std::initializer_list<const char*> names, int fallback) {
   return fallback;
 }
 
+// Hydra (MPICH, Intel) lets the others run on when a process that is no MPI program fails. An abort over the descriptor
+// on which it serves PMI ends them, and mpirun passes the code on. Open MPI and srun end the job by themselves.
+void abort_job(int code) {
+  const int pmi = number_of({"PMI_FD"}, -1);
+  if (pmi < 0) return;
+  const std::string abort = "cmd=abort exitcode=" + std::to_string(code) + "\n";
+  [[maybe_unused]] const ssize_t sent = write(pmi, abort.data(), abort.size());
+}
+
 }  // namespace
 
 int run_rank(const Arguments& arguments) {
-  const auto options = parse_options(arguments);
+  auto options = parse_options(arguments);
   if (!options) return 0;
+  options->share_terminal = false;  // mpirun gives each rank a terminal of its own
   const int rank = number_of({"OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK"}, -1);
   if (rank < 0) throw UsageError("'deeptide rank' is started by mpirun or srun: none of their variables is set");
   const int local = number_of({"OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"}, 0);
@@ -43,7 +56,9 @@ int run_rank(const Arguments& arguments) {
   if (!address && nodes) place.master_addr = first_of_nodelist(nodes);
   place.master_port = number_of({"MASTER_PORT"}, 29500);
   RankPlan plan = plan_ranks(*options, place).at(local);
-  return Supervisor(*options).run({plan}, "");
+  const int code = Supervisor(*options).run({plan}, "");
+  if (code != 0) abort_job(code);
+  return code;
 }
 
 }  // namespace deeptide::launch

@@ -16,8 +16,8 @@ Supervisor::Supervisor(const Options& options)
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
-  terminal_.output = options.log_dir.empty() && isatty(STDOUT_FILENO);
-  terminal_.errors = options.log_dir.empty() && isatty(STDERR_FILENO);
+  terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
+  terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
 }
 
 int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what) {

@@ -125,7 +125,7 @@ class Hosts:
         job.code = job.wait(timeout)
         return job
 
-    def run_mpi(self, launcher, *words, timeout=90, **settings):
+    def run_mpi(self, launcher, *words, timeout=90, more=None, **settings):
         """Through mpirun: each kind is told in its own way how to reach our hosts."""
         mpirun = shutil.which(f"mpirun.{launcher}")
         if not mpirun:
@@ -142,7 +142,10 @@ class Hosts:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "HYDRA_LAUNCHER_EXTRA_ARGS": ssh,
+            **(more or {}),
         }
+        if launcher == "mpich":  # all namespaces have one host name, which each resolves to itself
+            words = ["--launcher_args", "-iface eth0", *words]
         words = ["--launcher", launcher, "--master_addr", self.workers[0].address, *words]
         return self.run(*words, ssh=False, env=env, timeout=timeout, **settings)
 
