@@ -37,7 +37,7 @@ test-cpp: build
 
 test-python: build
 	@if [ -d tests/python ]; then \
-	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/python; \
+	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/python tests/hosts; \
 	else echo "no tests/python here: skipped"; fi
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)

@@ -151,7 +151,8 @@ class Hosts:
 
     @staticmethod
     def start_listener(host, port):
-        code = f"import socket, time; s = socket.socket(); s.bind(('', {port})); s.listen(); print(1, flush=True); time.sleep(99)"
+        code = f"import socket, time; s = socket.socket(); s.bind(('', {port})); s.listen(); print(1, flush=True); "
+        code += "time.sleep(99)"
         process = subprocess.Popen(host.command(sys.executable, "-c", code), stdout=subprocess.PIPE)
         process.stdout.readline()
         return process

@@ -27,8 +27,17 @@ def test_the_last_failure_counts_when_there_are_no_restarts_left(hosts):
 
 def test_a_lost_host_is_left_out_and_taken_back_when_it_returns(hosts):
     stay = SHOW + "sleep 1000"
-    job = hosts.start("--elastic_training", "--heartbeat_timeout", "2", "--launcher_args",
-                      hosts.network.ssh_arguments + " -o ConnectTimeout=2", "sh", "-c", stay, ssh=False)
+    job = hosts.start(
+        "--elastic_training",
+        "--heartbeat_timeout",
+        "2",
+        "--launcher_args",
+        hosts.network.ssh_arguments + " -o ConnectTimeout=2",
+        "sh",
+        "-c",
+        stay,
+        ssh=False,
+    )
     job.wait_for("attempt 0 rank 3/4")
     worker = hosts.workers[1]
     worker.set_link("down")
@@ -48,8 +57,19 @@ def test_a_lost_host_is_left_out_and_taken_back_when_it_returns(hosts):
 
 
 def test_too_few_hosts_end_the_job(hosts):
-    job = hosts.start("--elastic_training", "--min_elastic_nodes", "2", "--heartbeat_timeout", "2", "--launcher_args",
-                      hosts.network.ssh_arguments + " -o ConnectTimeout=2", "sh", "-c", SHOW + "sleep 1000", ssh=False)
+    job = hosts.start(
+        "--elastic_training",
+        "--min_elastic_nodes",
+        "2",
+        "--heartbeat_timeout",
+        "2",
+        "--launcher_args",
+        hosts.network.ssh_arguments + " -o ConnectTimeout=2",
+        "sh",
+        "-c",
+        SHOW + "sleep 1000",
+        ssh=False,
+    )
     job.wait_for("attempt 0 rank 3/4")
     hosts.workers[1].set_link("down")
     assert job.wait(30) == 255

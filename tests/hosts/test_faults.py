@@ -49,7 +49,12 @@ def test_a_killed_rank(hosts):
 
 
 def test_a_rank_that_fails_passes_on_its_code_and_its_last_lines(hosts):
-    code = "import os, sys, time\nprint('ready', flush=True)\nif os.environ['RANK'] == '2':\n    raise SystemExit(7) if len(sys.argv) > 1 else ValueError('bad batch')\ntime.sleep(100)"
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    raise SystemExit(7) if len(sys.argv) > 1 else ValueError('bad batch')\n"
+        "time.sleep(100)"
+    )
     job = hosts.run(*hosts.python("fail.py", code))
     assert job.code == 1
     assert "the last lines of rank 2:\n  Traceback" in job.errors

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's hosts against the model, over random hostfiles and filters; what --dry-run shows and what it does not."""
+"""The launcher's hosts against the model, over random files and filters; what --dry-run shows and what not."""
 
 import os
 import random
@@ -154,7 +154,10 @@ MISTAKES = [
     (["-H", "hosts", "-e", "a@b", "true"], "no host is left"),
     (["-H", "hosts", "--num_nodes", "3", "true"], "--num_nodes 3: the hostfile has 2 hosts"),
     (["-H", "hosts", "--no_ssh", "true"], "--node_rank and --master_addr"),
-    (["-H", "hosts", "--no_ssh", "--node_rank", "2", "--master_addr", "x", "true"], "--node_rank 2: the job has 2 hosts"),
+    (
+        ["-H", "hosts", "--no_ssh", "--node_rank", "2", "--master_addr", "x", "true"],
+        "--node_rank 2: the job has 2 hosts",
+    ),
     (["-H", "hosts", "--node_rank", "1", "true"], "--node_rank is for --no_ssh"),
     (["-H", "hosts", "--launcher", "rsh", "true"], "--launcher must be one of"),
     (["-H", "hosts", "--launcher", "mvapich", "true"], "--launcher mpich"),
@@ -166,7 +169,10 @@ MISTAKES = [
     (["--bind_core_list", "0", "true"], "give both"),
     (["--bind_cores_to_rank", "--bind_core_list", "0,9-1", "true"], "is no list of numbers"),
     (["--min_elastic_nodes", "2", "true"], "are for --elastic_training"),
-    (["--elastic_training", "--min_elastic_nodes", "3", "--max_elastic_nodes", "2", "true"], "--max_elastic_nodes must"),
+    (
+        ["--elastic_training", "--min_elastic_nodes", "3", "--max_elastic_nodes", "2", "true"],
+        "--max_elastic_nodes must",
+    ),
     (["--log_level", "loud", "true"], "--log_level must be one of critical, debug, error, info, warning"),
     (["--autotuning", "run", "true"], "'--autotuning' is not supported yet"),
 ]

@@ -48,14 +48,19 @@ def test_mpich_tells_each_rank_its_place(hosts):
 
 
 def test_slots_become_visible_devices_and_ranks(hosts):
-    job = hosts.run("--include", "worker-3:0,2@worker-1:1", "sh", "-c", "echo $RANK $CUDA_VISIBLE_DEVICES", slots=(2, 2, 4))
+    job = hosts.run(
+        "--include", "worker-3:0,2@worker-1:1", "sh", "-c", "echo $RANK $CUDA_VISIBLE_DEVICES", slots=(2, 2, 4)
+    )
     assert sorted(job.output.splitlines()) == ["[rank 0] 0 1", "[rank 1] 1 0,2", "[rank 2] 2 0,2"], job.errors
 
 
 def test_arguments_and_exports_arrive_unchanged(hosts):
     nasty = ["a b", "it's", '"q"', "", "$HOME", "*", "--x", "back\\slash", "two\nlines", "ä"]
     (hosts.folder / ".deeptide_env").write_text("FROM_FILE=semi;colon $(id) 'x'\n")
-    script = hosts.python("show.py", "import os, sys\nprint(sys.argv[1:], [os.environ.get(n) for n in ('NCCL_X', 'FROM_FILE', 'SECRET_OF_MINE')])\n")
+    script = hosts.python(
+        "show.py",
+        "import os, sys\nprint(sys.argv[1:], [os.environ.get(n) for n in ('NCCL_X', 'FROM_FILE', 'SECRET_OF_MINE')])\n",
+    )
     env = {"NCCL_X": "v w'\"", "SECRET_OF_MINE": "hunter2"}
     job = hosts.run(*script, *nasty, slots=(1, 1), env=env)
     expected = f"{nasty} {['v w' + chr(39) + chr(34), 'semi;colon $(id) ' + chr(39) + 'x' + chr(39), None]}"
@@ -74,7 +79,16 @@ def test_a_venv_script_is_read_first(hosts):
 
 
 def test_no_ssh_starts_each_part_by_itself(hosts):
-    words = ["--no_ssh", "--master_addr", "10.83.0.2", "--node_rank", "1", "sh", "-c", "echo $RANK/$WORLD_SIZE $MASTER_PORT"]
+    words = [
+        "--no_ssh",
+        "--master_addr",
+        "10.83.0.2",
+        "--node_rank",
+        "1",
+        "sh",
+        "-c",
+        "echo $RANK/$WORLD_SIZE $MASTER_PORT",
+    ]
     job = hosts.run(*words, ssh=False)
     assert sorted(job.output.splitlines()) == ["[rank 2] 2/4 29500", "[rank 3] 3/4 29500"], job.errors
 
@@ -90,7 +104,9 @@ def test_a_busy_port_is_the_next_one_or_an_error(hosts):
     assert job.output.count("port=29501") == 2, job.output + job.errors
     job = hosts.run("--master_port", "29500", "true", slots=(1, 1))
     assert job.code == 2
-    assert re.search(rf"worker-1: --master_port 29500 cannot be used: .*held by process {busy.pid}, 'python", job.errors)
+    assert re.search(
+        rf"worker-1: --master_port 29500 cannot be used: .*held by process {busy.pid}, 'python", job.errors
+    )
     busy.kill()
     busy.wait()
     hosts.expect_nothing_left()

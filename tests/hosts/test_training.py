@@ -46,7 +46,13 @@ def one_machine(tmp_path_factory):
 
     def run(world):
         if world not in known:
-            words = [shutil.which("deeptide"), "-q", "--num_ranks", world, *program(world, tmp_path_factory.mktemp("one"))]
+            words = [
+                shutil.which("deeptide"),
+                "-q",
+                "--num_ranks",
+                world,
+                *program(world, tmp_path_factory.mktemp("one")),
+            ]
             done = subprocess.run(
                 list(map(str, words)), env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=400
             )
