@@ -16,9 +16,9 @@ namespace {
 using Sizes = std::vector<int64_t>;
 
 // Numbers with more divisors than any smaller one, or nearly so, as DeepSpeed lists them.
-constexpr int64_t kHighlyComposite[] = {1,      2,      4,      6,      12,     24,     36,     48,     60,     120,
-                                        180,    240,    360,    720,    840,    1260,   1680,   2520,   5040,   7560,
-                                        10080,  15120,  20160,  25200,  27720,  45360,  50400,  55440,  83160,  110880,
+constexpr int64_t kHighlyComposite[] = {1,      2,      4,      6,      12,     24,     36,     48,    60,    120,
+                                        180,    240,    360,    720,    840,    1260,   1680,   2520,  5040,  7560,
+                                        10080,  15120,  20160,  25200,  27720,  45360,  50400,  55440, 83160, 110880,
                                         166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720};
 
 struct Choice {
