@@ -26,7 +26,7 @@ _HOME = {
     "initialize": "_initialize",
     "make_world": "_C",
 }
-_MODULES = ("config", "data", "engine", "optimizer", "schedule", "utils")
+_MODULES = ("config", "data", "elasticity", "engine", "optimizer", "schedule", "utils")
 
 __all__ = ["__version__", *_HOME]
 

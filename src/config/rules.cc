@@ -49,10 +49,11 @@ void check_elasticity(const Values& values, Problems& problems) {
   if (values.flag("elasticity.ignore_non_elastic_batch_info")) return;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
     if (!values.given(key)) continue;
-    blame(values, key,
-          "will not be used since elastic training is enabled, which takes control of the batch sizes; leave it out, or "
-          "set elasticity.ignore_non_elastic_batch_info to true",
-          problems);
+    blame(
+        values, key,
+        "will not be used since elastic training is enabled, which takes control of the batch sizes; leave it out, or "
+        "set elasticity.ignore_non_elastic_batch_info to true",
+        problems);
   }
 }
 
