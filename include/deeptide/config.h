@@ -74,6 +74,7 @@ struct ZeroConfig {
 /// The "elasticity" section: one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
+  bool sizes_given = true;  // max_train_batch_size and micro_batch_sizes stand in the text, not only by default
   int64_t max_train_batch_size = 2000;
   std::vector<int64_t> micro_batch_sizes{2, 4, 6};
   int64_t min_gpus = 1;

@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "comm/stack_signal.h"
+
 namespace deeptide::comm {
 namespace {
 
@@ -115,6 +117,8 @@ void FlightLog::enter(int64_t step, std::string_view phase, std::string_view mod
 }
 
 FlightLog& flight_log() {
+  static const bool answers = answer_stack_signals();
+  static_cast<void>(answers);
   // Never freed: threads may still write while the process ends.
   static auto* ring = [] {
     FlightRing* shared = launchers_ring();

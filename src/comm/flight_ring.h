@@ -3,6 +3,8 @@
 // The memory that a rank shares with its launcher: its last collectives and where it is. Needs no torch.
 #pragma once
 
+#include <signal.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -13,6 +15,11 @@ inline constexpr const char* kFlightVariable = "DEEPTIDE_FLIGHT_FD";
 inline constexpr const char* kStacksVariable = "DEEPTIDE_STACKS_FD";  // a file that stacks are written to on a signal
 inline constexpr uint64_t kFlightMagic = 0x31'54'48'47'4c'46'54'44;   // "DTFLGHT1"; another layout gets another digit
 inline constexpr int kFlightEntries = 256;
+
+/// On these signals a rank writes its Python stacks, and the receiving thread's native stack, to the stacks' file.
+/// Real-time signals near the end of their range, which programs leave alone; sent only to who catches them.
+inline int python_stacks_signal() { return SIGRTMAX - 7; }
+inline int native_stack_signal() { return SIGRTMAX - 6; }
 
 /// One collective. All times are CLOCK_MONOTONIC in ns, 0 while it has not happened. Text is cut, and ends with a 0.
 struct FlightEntry {

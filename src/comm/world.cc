@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/discovery.h"
+#include "comm/flight_log.h"
 #include "comm/meeting.h"
 
 namespace deeptide {
@@ -65,6 +66,7 @@ World init_distributed(std::chrono::milliseconds timeout) {
 }
 
 World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
+  comm::flight_log();  // from now on this rank can be asked where it is
   if (place.address.empty()) {
     if (place.size == 1) return single();
     throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");

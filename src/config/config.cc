@@ -123,6 +123,8 @@ ElasticityConfig elasticity_config(const Values& values) {
   const std::string elasticity = "elasticity.";
   ElasticityConfig config;
   config.enabled = values.flag(elasticity + "enabled");
+  config.sizes_given =
+      values.given(elasticity + "max_train_batch_size") && values.given(elasticity + "micro_batch_sizes");
   config.max_train_batch_size = values.integer(elasticity + "max_train_batch_size");
   config.micro_batch_sizes.clear();
   for (const JsonValue& size : values.value(elasticity + "micro_batch_sizes").items) {

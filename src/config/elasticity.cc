@@ -36,6 +36,7 @@ std::string listed(const Sizes& sizes) {
 [[noreturn]] void fail(const std::string& what) { throw ConfigError("elasticity." + what); }
 
 void check(const ElasticityConfig& config) {
+  if (!config.sizes_given) fail("max_train_batch_size, micro_batch_sizes: missing; give both to have a batch chosen");
   if (config.micro_batch_sizes.empty()) fail("micro_batch_sizes: got none, expected at least one size");
   if (config.max_gpus < config.min_gpus) {
     fail("min_gpus: " + std::to_string(config.min_gpus) + " is greater than max_gpus " +

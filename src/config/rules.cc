@@ -43,9 +43,6 @@ void check_optimizer(const Values& values, Problems& problems) {
 
 void check_elasticity(const Values& values, Problems& problems) {
   if (!values.flag("elasticity.enabled")) return;
-  for (const char* key : {"elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"}) {
-    if (!values.given(key)) blame(values, key, "missing; elasticity cannot choose a batch without it", problems);
-  }
   if (values.flag("elasticity.ignore_non_elastic_batch_info")) return;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
     if (!values.given(key)) continue;

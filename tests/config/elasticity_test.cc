@@ -111,9 +111,10 @@ TEST(Elasticity, SetsTheBatchSizesOfAConfiguration) {
 }
 
 TEST(Elasticity, NeedsItsTwoKeysAndRefusesBatchKeysBesideIt) {
-  const std::string missing = error_of([] { parsed("\"version\": 0.1"); });
-  EXPECT_TRUE(has(missing, "elasticity.max_train_batch_size: missing")) << missing;
-  EXPECT_TRUE(has(missing, "elasticity.micro_batch_sizes: missing")) << missing;
+  for (const char* one : {"\"max_train_batch_size\": 2000", "\"micro_batch_sizes\": [2]"}) {
+    const std::string missing = error_of([&] { parsed(one).batch_sizes(4); });
+    EXPECT_TRUE(has(missing, "elasticity.max_train_batch_size, micro_batch_sizes: missing")) << missing;
+  }
   const std::string beside = error_of([] { parsed(kGiven, ", \"train_batch_size\": 8"); });
   EXPECT_TRUE(has(beside, "train_batch_size: will not be used since elastic training is enabled")) << beside;
   const Config passed = parsed(kGiven + ", \"ignore_non_elastic_batch_info\": true", ", \"train_batch_size\": 8");
