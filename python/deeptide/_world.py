@@ -100,7 +100,8 @@ def init_distributed(
         os.environ.setdefault(name, str(value(place)))
     timeout = _default_timeout() if timeout is None else timeout
     if verbose and place.rank == 0:
-        say(f"a world of {place.size} from {place.source}, at {init_method or f'{place.address}:{place.port}'}", "debug")
+        where = init_method or f"{place.address}:{place.port}"
+        say(f"a world of {place.size} from {place.source}, at {where}", "debug")
     who = {"rank": place.rank, "world_size": place.size, "timeout": timeout}
     if init_method is not None:
         dist.init_process_group(dist_backend, init_method=init_method, **who)

@@ -11,10 +11,11 @@ import sys
 import types
 from pathlib import Path
 
-import deeptide
 import pytest
 import torch
 from conftest import run_ranks
+
+import deeptide
 from deeptide.elasticity import (
     ElasticityConfigError,
     ElasticityError,
@@ -57,9 +58,7 @@ def model(micros, most, low, high, larger=True):
 
 def test_known_example_gives_deepspeeds_values():
     config = {
-        "elasticity": section(
-            max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500
-        )
+        "elasticity": section(max_train_batch_size=10000, micro_batch_sizes=[8, 12, 16, 17], min_gpus=32, max_gpus=1500)
     }
     batch, valid = compute_elastic_config(config)
     assert (batch, len(valid)) == (9792, 23)

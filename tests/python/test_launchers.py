@@ -8,9 +8,10 @@ import subprocess
 import sys
 from datetime import timedelta
 
-import deeptide
 import pytest
 from conftest import run_processes
+
+import deeptide
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, deeptide
