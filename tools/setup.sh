@@ -55,6 +55,9 @@ missing_extras() {
   for tool in ccache mold clang-format; do
     command -v "$tool" >/dev/null || echo "$tool"
   done
+  # The tests of world discovery run under both; they skip without.
+  command -v mpirun.openmpi >/dev/null || echo openmpi-bin
+  command -v mpiexec.mpich >/dev/null || echo mpich
 }
 
 install_packages() {

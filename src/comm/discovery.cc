@@ -106,11 +106,11 @@ struct Variable {
   std::string name, value;
 };
 
-/// What one source says; a missing local size is 0.
+/// What one source says; a local rank of -1 or a local size of 0: it does not say.
 struct Claim {
   const Source* source;
   std::string name;
-  int rank = 0, size = 0, local_rank = 0, local_size = 0;
+  int rank = 0, size = 0, local_rank = -1, local_size = 0;
   std::string text;  // "openmpi: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4"
 };
 
@@ -235,13 +235,18 @@ bool gives_way(const Claim& outer, const Claim& inner) {
   return outer.local_size == 1 && (inner.size > outer.size || (launched_within && inner.size == outer.size));
 }
 
-/// The innermost source; the others must say the same, or be those that started its agents.
-const Claim& agreed(const std::vector<Claim>& claims) {
-  const Claim& inner = claims.front();
+/// The innermost source; the others must say the same, or be those that started its agents. Those that say the same
+/// fill in what it leaves out: `srun --mpi=pmi2` sets PMI's variables without a local rank.
+Claim agreed(const std::vector<Claim>& claims) {
+  Claim inner = claims.front();
   for (const Claim& other : claims) {
-    if ((other.rank == inner.rank && other.size == inner.size) || gives_way(other, inner)) continue;
-    throw ConfigError("two launchers describe different worlds:\n  " + inner.text + "\n  " + other.text +
-                      "\nUnset the variables of the one that does not apply.");
+    if (other.rank == inner.rank && other.size == inner.size) {
+      if (inner.local_rank < 0) inner.local_rank = other.local_rank;
+      if (inner.local_size == 0) inner.local_size = other.local_size;
+    } else if (!gives_way(other, inner)) {
+      throw ConfigError("two launchers describe different worlds:\n  " + inner.text + "\n  " + other.text +
+                        "\nUnset the variables of the one that does not apply.");
+    }
   }
   return inner;
 }
@@ -370,11 +375,11 @@ std::optional<Discovery> discover(const Environment& environment, int default_po
   const std::vector<Claim> claims = all_claims(environment);
   check_lone_size(environment, claims);
   if (claims.empty()) return std::nullopt;
-  const Claim& claim = agreed(claims);
+  const Claim claim = agreed(claims);
   Discovery found;
   found.rank = claim.rank;
   found.size = claim.size;
-  found.local_rank = claim.local_rank;
+  found.local_rank = std::max(claim.local_rank, 0);
   found.source = claim.name;
   found.address = address_of(environment, claim);
   check_address(environment, claim, found.address);

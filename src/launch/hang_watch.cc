@@ -45,9 +45,8 @@ std::vector<RankState> read_states(const RankGroup& ranks, bool with_stacks) {
   return states;
 }
 
-HangWatch::HangWatch(const RankGroup& ranks, double timeout_s, std::string command,
-                     std::function<void(const std::string&)> say)
-    : ranks_(ranks),
+HangWatch::HangWatch(States states, double timeout_s, std::string command, std::function<void(const std::string&)> say)
+    : states_(std::move(states)),
       timeout_s_(timeout_s),
       command_(std::move(command)),
       say_(std::move(say)),
@@ -62,25 +61,24 @@ void HangWatch::add_to(PollSet& set) {
 void HangWatch::check() {
   if (timeout_s_ <= 0 || Clock::now() < next_check_) return;
   next_check_ = Clock::now() + pause_of(timeout_s_);
-  const double waited = longest_wait(read_states(ranks_, false));
+  const double waited = longest_wait(states_(false));
   if (waited < timeout_s_) {
     reported_ = false;
   } else if (!reported_) {
     reported_ = true;
     say_("no collective has ended for " + seconds_text(waited) + " (--hang_timeout); who waits for whom:\n" +
-         hang_report(read_states(ranks_, true)));
+         hang_report(states_(true)));
   }
 }
 
 std::string HangWatch::answer(const std::string& request) {
-  if (request == "stacks") return hang_report(read_states(ranks_, true));
-  const std::vector<RankState> states = read_states(ranks_, false);
+  if (request == "stacks") return hang_report(states_(true));
+  const std::vector<RankState> states = states_(false);
   const double age = std::chrono::duration<double>(Clock::now() - started_).count();
   int64_t step = 0;
   for (const RankState& state : states) step = std::max(step, state.step);
-  return std::to_string(getpid()) + "\t" + std::to_string(ranks_.members().size()) + "\t" +
-         std::to_string(states.size()) + "\t" + std::to_string(step) + "\t" + seconds_text(longest_wait(states)) +
-         "\t" + seconds_text(age) + "\t" + command_ + "\n";
+  return std::to_string(getpid()) + "\t" + std::to_string(states.size()) + "\t" + std::to_string(step) + "\t" +
+         seconds_text(longest_wait(states)) + "\t" + seconds_text(age) + "\t" + command_ + "\n";
 }
 
 }  // namespace deeptide::launch

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "launch/job_socket.h"
 #include "launch/rank_group.h"
@@ -17,8 +18,11 @@ std::vector<RankState> read_states(const RankGroup& ranks, bool with_stacks);
 
 class HangWatch {
  public:
+  /// What the ranks are doing now, those of other hosts too if their agents tell.
+  using States = std::function<std::vector<RankState>(bool with_stacks)>;
+
   /// `timeout_s`: how long a wait may last before `say` gets a report; 0: no reports. `command`: what ps shows.
-  HangWatch(const RankGroup& ranks, double timeout_s, std::string command, std::function<void(const std::string&)> say);
+  HangWatch(States states, double timeout_s, std::string command, std::function<void(const std::string&)> say);
 
   void add_to(PollSet& set);
   /// To be called when the poll set has woken.
@@ -27,7 +31,7 @@ class HangWatch {
  private:
   std::string answer(const std::string& request);
 
-  const RankGroup& ranks_;
+  States states_;
   double timeout_s_;
   std::string command_;
   std::function<void(const std::string&)> say_;

@@ -38,7 +38,7 @@ int run_ps(const Arguments& arguments) {
     std::puts("no live jobs");
     return 0;
   }
-  std::puts("JOB\tRANKS\tALIVE\tSTEP\tWAITING\tAGE\tCOMMAND");
+  std::puts("JOB\tRANKS\tSTEP\tWAITING\tAGE\tCOMMAND");
   std::fputs(lines.c_str(), stdout);
   return 0;
 }

@@ -25,8 +25,8 @@ Supervisor::Supervisor(const Options& options)
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
-      watch_(ranks_, options.hang_timeout_s, command_text(options),
-             [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+      watch_([this](bool with_stacks) { return read_states(ranks_, with_stacks); }, options.hang_timeout_s,
+             command_text(options), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.log_dir.empty() && isatty(STDERR_FILENO);

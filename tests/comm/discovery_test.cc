@@ -209,6 +209,14 @@ TEST(Discovery, TakesTheInnerLauncherWhoseAgentsTheOuterOneStarted) {
   EXPECT_NE(error_of(with(agent, without(permuted, "TORCHELASTIC_RUN_ID"))), "none");
 }
 
+TEST(Discovery, TakesTheLocalRankFromSlurmWherePmiHasNone) {
+  const auto place = found(with(kSlurm, {{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"PMI_JOBID", "77.0"}}));
+  ASSERT_TRUE(place);
+  EXPECT_EQ(place->source, "mpich");
+  EXPECT_EQ(place->local_rank, 1);
+  EXPECT_EQ(place->address, "n03");
+}
+
 TEST(Discovery, TakesTheAddressFromSlurmForAnMpirunWithinIt) {
   const Variables agent =
       with(kSlurm, {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_TASKS_PER_NODE", "1(x2)"}});
