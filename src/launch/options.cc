@@ -25,7 +25,7 @@ The first rank that fails ends the others; its exit code is passed on (128 + sig
   deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
   deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
 
-Other commands (each answers --help): deeptide ssh.)";
+Other commands (each answers --help): deeptide bench, doctor, elastic, ps, ssh, stacks.)";
 
 constexpr const char* kHosts = "Hosts";
 constexpr const char* kRanks = "Ranks";
