@@ -18,9 +18,10 @@
 namespace deeptide::comm {
 namespace {
 
+// To a few milliseconds, which is enough for waits of seconds, at a tenth of the exact clock's cost.
 int64_t now_ns() {
   timespec time{};
-  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 

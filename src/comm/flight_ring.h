@@ -21,7 +21,8 @@ inline constexpr int kFlightEntries = 256;
 inline int python_stacks_signal() { return SIGRTMAX - 7; }
 inline int native_stack_signal() { return SIGRTMAX - 6; }
 
-/// One collective. All times are CLOCK_MONOTONIC in ns, 0 while it has not happened. Text is cut, and ends with a 0.
+/// One collective. All times are CLOCK_MONOTONIC_COARSE in ns, 0 while it has not happened. Text is cut, and ends with
+/// a 0.
 struct FlightEntry {
   std::atomic<uint64_t> number{0};  // counts from 1 over all of the rank's entries; 0 while it is being written
   std::atomic<int64_t> started_ns{0};

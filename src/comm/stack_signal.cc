@@ -43,7 +43,9 @@ void write_stack(int, siginfo_t*, void*) {
   line[at++] = '\n';
   put(line, at);
   void* frames[kMaxFrames];
-  ::backtrace_symbols_fd(frames, ::backtrace(frames, kMaxFrames), stacks_fd);
+  // The first two frames are this handler's and the kernel's return from it.
+  const int found = ::backtrace(frames, kMaxFrames);
+  if (found > 2) ::backtrace_symbols_fd(frames + 2, found - 2, stacks_fd);
   put("end\n", 4);
   errno = error;
 }
