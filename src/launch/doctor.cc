@@ -36,35 +36,36 @@ constexpr int kSshTimeout = 10;
 std::string size_text(uint64_t bytes) { return bytes_text(static_cast<int64_t>(bytes)); }
 
 // What the child says, line by line: verdict, subject, text, cure, separated by tabs.
-constexpr const char* kPythonFacts = R"(
+constexpr const char* kPythonFacts = R"(import sys
+
 def say(verdict, subject, text, cure=""):
     print(verdict, subject, text, cure, sep="\t", flush=True)
-import sys
+
+def judge(good, subject, cure):
+    say("ok" if good else "fail", subject, "available" if good else "is not in this build of torch", "" if good else cure)
+
 say("ok", "python", sys.version.split()[0] + " at " + sys.executable)
 try:
     import torch
 except Exception as error:
-    say("fail", "torch", f"does not load: {error}", "pip install torch in this environment, or choose another with --python")
+    say("fail", "torch", f"does not load: {error}", "pip install torch here, or choose another interpreter with --python")
     sys.exit()
 say("ok", "torch", f"{torch.__version__} at {torch.__path__[0]}")
 count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 kind = torch.accelerator.current_accelerator().type if count else "cpu"
 say("ok", "devices", f"{count} x {kind}" if count else "none: training on the CPU")
 import torch.distributed as dist
-if not dist.is_available():
-    say("fail", "torch.distributed", "is not in this build of torch", "install a build with USE_DISTRIBUTED")
-else:
-    say("ok" if dist.is_gloo_available() else "fail", "gloo", "available" if dist.is_gloo_available() else "is not in this build of torch",
-        "" if dist.is_gloo_available() else "install a build of torch with Gloo")
-    nccl = dist.is_nccl_available()
+judge(dist.is_available(), "torch.distributed", "install a build with USE_DISTRIBUTED")
+if dist.is_available():
+    judge(dist.is_gloo_available(), "gloo", "install a build of torch with Gloo")
     if kind == "cuda":
-        say("ok" if nccl else "fail", "nccl", "available" if nccl else "is not in this build of torch", "" if nccl else "install a CUDA build of torch")
+        judge(dist.is_nccl_available(), "nccl", "install a CUDA build of torch")
+say("ok", "cpu kernels of torch", torch.backends.cpu.get_cpu_capability())
 try:
     import deeptide, deeptide._C
     say("ok", "deeptide", f"{deeptide.__version__} at {deeptide.__path__[0]}")
 except Exception as error:
-    say("fail", "deeptide", f"does not load: {error}", "pip install deeptide in this environment; it must be built for this torch")
-say("ok", "cpu kernels of torch", torch.backends.cpu.get_cpu_capability())
+    say("fail", "deeptide", f"does not load: {error}", "pip install deeptide here; it must be built for this torch")
 )";
 
 Finding judge_instruction_set() {
