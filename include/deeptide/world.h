@@ -22,6 +22,7 @@ struct DEEPTIDE_API World {
   int local_rank = 0;
   c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
   c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
+  std::string host;                           // name of its machine; empty: found out (boot, network, user)
   std::string source;                         // how it was found: a Discovery's source, "single" or "threads"
 };
 
@@ -54,7 +55,8 @@ DEEPTIDE_API World init_distributed(std::chrono::milliseconds timeout = std::chr
 /// The same for a place that is known already.
 DEEPTIDE_API World join_world(const Discovery& place, std::chrono::milliseconds timeout = std::chrono::seconds(300));
 
-/// Ranks as threads of one process (tests, notebooks): the store is shared, e.g. a c10d::HashStore.
-DEEPTIDE_API World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+/// Ranks as threads of one process (tests, notebooks): the store is shared, e.g. a c10d::HashStore. Ranks of different
+/// `host` names take each other for ranks on other machines.
+DEEPTIDE_API World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& host = "");
 
 }  // namespace deeptide

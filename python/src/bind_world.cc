@@ -52,7 +52,8 @@ void bind_world(py::module_& module) {
       .def_readwrite("agent_hosts_store", &Discovery::agent_hosts_store);
   module.def("discover_world", &discover_world, py::arg("default_port") = kDefaultPort, NoGil());
   module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
-  module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), NoGil());
+  module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
+             NoGil());
   module.def("init_distributed", &discover, py::arg("timeout_s") = 300.0, NoGil());
 }
 

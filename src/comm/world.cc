@@ -42,7 +42,7 @@ c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::mil
 
 }  // namespace
 
-World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
+World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& host) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw ConfigError("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
                       ": expected 0 <= rank < size");
@@ -52,6 +52,7 @@ World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
   world.size = size;
   world.local_rank = rank;
   world.store = std::move(store);
+  world.host = host;
   world.source = "threads";
   return world;
 }

@@ -144,6 +144,7 @@ RuntimeConfig runtime_config(const Values& values) {
   RuntimeConfig config;
   config.comm_timeout_s = values.number("deeptide.comm_timeout");
   config.ordered_reduction = values.word("deeptide.reduction") == "ordered";
+  config.shared_memory = values.flag("deeptide.shared_memory");
   config.tune_allocator = values.flag("deeptide.tune_allocator");
   config.unit_size = values.integer("deeptide.unit_size");
   config.seed = static_cast<uint64_t>(values.integer("deeptide.seed"));
