@@ -138,7 +138,7 @@ void Agent::stop(const std::string& text) {
 void Agent::on_exit(const RankGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
   send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us}));
-  if (status.failed() && ranks_.phase() == RankGroup::Phase::running) ranks_.stop(SIGTERM, failure_grace_s_);
+  if (status.failed() && ranks_.phase() == RankGroup::Phase::running) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_signal(int signal) {

@@ -105,6 +105,7 @@ void JobAttempt::serve_once() {
   if (pdsh_) pdsh_->add_to(set);
   context_.output.add_to(set);
   if (phase_ != Phase::running) set.wake_by(deadline_);
+  if (phase_ == Phase::running && stop_soon_) set.wake_by(*stop_soon_);
   set.wait();
   for (const auto& link : links_) {
     if (full) link->forgive_silence();  // we did not listen
@@ -141,7 +142,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
   failures_.on_exit(rank, link.host().name, exit.status, num_running());
-  if (failures_.failed() && phase_ == Phase::running) stop(SIGTERM, context_.options.failure_grace_s());
+  if (failures_.failed() && !stop_soon_) stop_soon_ = Clock::now() + kLastWords;
 }
 
 void JobAttempt::on_changed(AgentLink& link) {
@@ -274,6 +275,9 @@ void JobAttempt::kill() {
 }
 
 void JobAttempt::check_deadline() {
+  if (phase_ == Phase::running && stop_soon_ && Clock::now() >= *stop_soon_) {
+    return stop(SIGTERM, context_.options.failure_grace_s());
+  }
   if (phase_ == Phase::running || Clock::now() < deadline_) return;
   if (phase_ == Phase::stopping) return kill();
   for (const auto& link : links_) {

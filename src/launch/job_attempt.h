@@ -71,6 +71,7 @@ class JobAttempt {
   std::string refusal_;  // of the first host that refused
   std::optional<int> stop_signal_;
   Phase phase_ = Phase::connecting;
+  std::optional<Clock::time_point> stop_soon_;
   Clock::time_point deadline_;  // of connecting, preparing, stopping and killing
 };
 

@@ -11,8 +11,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <thread>
+
+#include "launch/keeper.h"
 
 namespace deeptide::launch {
 namespace {
@@ -50,6 +51,7 @@ void RankGroup::start(const RankPlan& plan, const Terminal& terminal) {
 
 void RankGroup::add_to(PollSet& set, bool with_output) {
   if (phase_ == Phase::stopping) set.wake_by(deadline_);
+  if (stop_soon_) set.wake_by(stop_soon_->at);
   for (const auto& member : members_) {
     if (!with_output) return;
     Member* m = member.get();
@@ -59,6 +61,11 @@ void RankGroup::add_to(PollSet& set, bool with_output) {
 }
 
 void RankGroup::check_deadline() {
+  if (stop_soon_ && Clock::now() >= stop_soon_->at) {
+    const StopRequest request = *stop_soon_;
+    stop_soon_.reset();
+    if (phase_ == Phase::running) stop(request.signal, request.grace_s);
+  }
   if (phase_ == Phase::stopping && Clock::now() >= deadline_) kill();
 }
 
@@ -107,6 +114,10 @@ void RankGroup::stop(int signal, double grace_s) {
   signal_all(SIGCONT);  // a stopped process would not see it
 }
 
+void RankGroup::stop_soon(int signal, double grace_s) {
+  if (!stop_soon_) stop_soon_ = StopRequest{Clock::now() + kLastWords, signal, grace_s};
+}
+
 void RankGroup::kill() {
   phase_ = Phase::killing;
   signal_all(SIGKILL);
@@ -153,14 +164,11 @@ void RankGroup::finish() {
 
 // Processes that left their group (daemons, sessions of their own) have come to us when their parents ended.
 void RankGroup::kill_adopted() {
-  std::ifstream children("/proc/self/task/" + std::to_string(getpid()) + "/children");
-  for (pid_t pid = 0; children >> pid;) {
-    const bool ours =
-        std::any_of(members_.begin(), members_.end(), [&](const auto& member) { return member->process.pid() == pid; });
-    if (ours || pid == guard_.pid()) continue;
-    ::kill(pid, SIGKILL);
-    waitpid(pid, nullptr, 0);
-  }
+  kill_children([this](int pid) {
+    return pid == guard_.pid() || std::any_of(members_.begin(), members_.end(), [pid](const auto& member) {
+             return member->process.pid() == pid && !member->process.status();
+           });
+  });
 }
 
 void RankGroup::drain(Member& member, Stream stream) {

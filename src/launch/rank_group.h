@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -19,6 +20,9 @@
 #include "launch/rank_process.h"
 
 namespace deeptide::launch {
+
+/// After a failure, the time in which others may still fail by themselves before they are asked to end.
+constexpr std::chrono::milliseconds kLastWords{300};
 
 enum class Stream : uint8_t { output, errors };
 
@@ -50,6 +54,8 @@ class RankGroup {
   void reap();
 
   void stop(int signal, double grace_s);
+  /// The same a moment later: ranks that fail of the same cause get to say so.
+  void stop_soon(int signal, double grace_s);
   void kill();
   void suspend();  // SIGSTOP to all
   void resume();
@@ -62,6 +68,12 @@ class RankGroup {
   void finish();
 
  private:
+  struct StopRequest {
+    Clock::time_point at;
+    int signal;
+    double grace_s;
+  };
+
   void signal_all(int signal);
   void read(Member& member, Stream stream);
   void close(Member& member, Stream stream);
@@ -75,6 +87,7 @@ class RankGroup {
   std::vector<std::unique_ptr<Member>> members_;
   Phase phase_ = Phase::running;
   Clock::time_point deadline_{};
+  std::optional<StopRequest> stop_soon_;
 };
 
 }  // namespace deeptide::launch

@@ -8,6 +8,7 @@
 
 #include "launch/agent.h"
 #include "launch/commands.h"
+#include "launch/keeper.h"
 #include "launch/options.h"
 #include "launch/pdsh_hub.h"
 
@@ -28,10 +29,12 @@ int run_agent(const Arguments& arguments) {
   }
   if (port == 0) {
     if (isatty(STDIN_FILENO)) throw UsageError("'deeptide agent' is started by the launcher, not by hand");
-    return Agent(STDIN_FILENO, STDOUT_FILENO).run();
+    return run_kept([] { return Agent(STDIN_FILENO, STDOUT_FILENO).run(); });
   }
-  const int socket = connect_back(port, host_index);
-  return Agent(socket, socket).run();
+  return run_kept([=] {
+    const int socket = connect_back(port, host_index);
+    return Agent(socket, socket).run();
+  });
 }
 
 }  // namespace deeptide::launch

@@ -90,6 +90,7 @@ std::string first_of_nodelist(const std::string& list) {
 }
 
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look) {
+  starter_command(options, hosts, {});  // mistakes are told before anybody is asked
   Starter starter;
   Environment& environment = starter.environment;
   environment = exported_environment();

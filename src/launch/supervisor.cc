@@ -104,7 +104,7 @@ void Supervisor::on_exit(const RankGroup::Member& member) {
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.phase() == RankGroup::Phase::killing)) return;
   failures_.on_exit(member.rank, "", status, num_running());
   if (failures_.failed() && ranks_.phase() == RankGroup::Phase::running) {
-    ranks_.stop(SIGTERM, options_.failure_grace_s());
+    ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }
 }
 
