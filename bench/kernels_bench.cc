@@ -117,7 +117,8 @@ void torch_fused_adamw(benchmark::State& state) {
 void ordered_sum(benchmark::State& state, at::ScalarType dtype) {
   const Tensor rows = on_large_pages(2 * kNumel, dtype, 0.5).view({2, kNumel});
   const Tensor accumulator = adam_buffers().master, squares = at::zeros({1}, at::kDouble);
-  for (auto step : state) deeptide::gradients::ordered_sum(rows, 0.5, true, accumulator, squares);
+  const auto by_rank = rows.unbind(0);
+  for (auto step : state) deeptide::gradients::ordered_sum(by_rank, 0.5, true, accumulator, squares);
   count_bytes(state, 4 + 2 * static_cast<int64_t>(c10::elementSize(dtype)));
 }
 

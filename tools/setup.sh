@@ -55,7 +55,7 @@ missing_extras() {
   for tool in ccache mold clang-format; do
     command -v "$tool" >/dev/null || echo "$tool"
   done
-  # For the tests of jobs over several hosts, which run as root only.
+  # For the tests of jobs over several hosts, which run as root only; they and those of world discovery skip without.
   [ -x /usr/sbin/sshd ] || echo openssh-server
   command -v ip >/dev/null || echo iproute2
   [ -x /usr/sbin/iptables ] || echo iptables

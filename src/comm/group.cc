@@ -1,7 +1,9 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// c10d backends behind one interface; the only place that waits on peers.
+// One transport a channel; the only place that waits on peers.
 #include "comm/group.h"
+
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -9,7 +11,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/blocking.h"
 #include "comm/failure_board.h"
@@ -50,7 +51,8 @@ bool is_local(const World& world) {
          (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, milliseconds timeout) {
+c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, int rank, int size,
+                                            milliseconds timeout) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout + kTransportGrace);
   using Gloo = c10d::ProcessGroupGloo;
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
@@ -59,7 +61,19 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
                                                : Gloo::createDefaultDevice());
   options->threads = 1;  // one channel's collectives run in order anyway; fewer threads leave the cores to compute
   auto store = c10::make_intrusive<c10d::PrefixStore>("deeptide/" + name, world.store);
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank, world.size, options);
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+}
+
+std::unique_ptr<Transport> make_transport(const World& world, const std::string& name, milliseconds timeout,
+                                          bool on_device, const std::shared_ptr<Host>& host) {
+  if (on_device && world.backend) return make_c10d_transport(world.backend);
+  if (host && host->holds_all()) return make_host_transport(host);
+  if (host && host->size() > 1 && host->is_uniform()) {
+    const std::string rail = name + "/rail/" + std::to_string(host->index());
+    return make_two_level_transport(
+        host, make_gloo(world, rail, host->host_index(), static_cast<int>(host->hosts().size()), timeout));
+  }
+  return make_c10d_transport(make_gloo(world, name, world.rank, world.size, timeout));
 }
 
 }  // namespace
@@ -74,18 +88,12 @@ void run_blocking(const std::function<void()>& wait) {
   }
 }
 
-bool Pending::ready() const { return work_ == nullptr || work_->isCompleted(); }
-
 Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,
-             bool on_device)
-    : rank_(world.rank),
-      size_(world.size),
-      timeout_(timeout),
-      board_(std::move(board)),
-      on_device_(on_device && world.backend) {
+             bool on_device, const std::shared_ptr<Host>& host)
+    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)) {
   if (size_ == 1) return;
   try {
-    run_blocking([&] { backend_ = on_device_ ? world.backend : make_gloo(world, name, timeout); });
+    run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });
   } catch (const std::exception& error) {
     throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " could not connect group '" +
                     name + "' within " + std::to_string(timeout.count()) + " ms: " + error.what() +
@@ -95,44 +103,32 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
 
 Group::~Group() = default;
 
-Pending Group::start(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> tensors) {
-  Pending pending;
-  pending.work_ = std::move(work);
-  pending.tensors_ = std::move(tensors);
-  return pending;
-}
-
 Pending Group::all_gather(Tensor output, Tensor input) {
-  if (size_ == 1) {
-    if (output.data_ptr() != input.data_ptr()) output.copy_(input);
-    return {};
-  }
-  return start(backend_->_allgather_base(output, input), {output, input});
+  if (transport_) return Pending(transport_->all_gather(std::move(output), std::move(input)));
+  if (output.data_ptr() != input.data_ptr()) output.copy_(input);
+  return {};
 }
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
-  if (size_ == 1) {
-    output.copy_(input);
-    return {};
-  }
-  std::vector<int64_t> equal_splits;
-  return start(backend_->alltoall_base(output, input, equal_splits, equal_splits), {output, input});
+  if (transport_) return Pending(transport_->all_to_all(std::move(output), std::move(input)));
+  output.copy_(input);
+  return {};
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {
-  if (size_ == 1) {
-    output.copy_(input);
-    return {};
-  }
-  return start(backend_->_reduce_scatter_base(output, input), {output, input});
+  if (transport_) return Pending(transport_->reduce_scatter(std::move(output), std::move(input)));
+  output.copy_(input);
+  return {};
 }
 
 Pending Group::broadcast(Tensor tensor, int root) {
-  if (size_ == 1) return {};
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  std::vector<Tensor> tensors{tensor};
-  return start(backend_->broadcast(tensors, options), {tensor});
+  return transport_ ? Pending(transport_->broadcast(std::move(tensor), root)) : Pending();
+}
+
+void Group::barrier(const Site& site) {
+  if (size_ == 1) return;
+  auto pending = all_gather(at::zeros({size_}, at::kByte), at::zeros({1}, at::kByte));
+  wait(pending, site);
 }
 
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
@@ -141,23 +137,15 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   bool done = false;
   run_blocking([&] {
     try {
-      if (on_device_) {
-        pending.work_->wait();  // orders the current stream after the collective
-      } else {
-        pending.work_->wait(std::max(limit, milliseconds(1)));
-      }
-      done = true;
-    } catch (const std::exception& error) {
-      if (!pending.work_->isCompleted()) return;  // only late
-      // It may have ended well just after the limit: then the error is the limit's, not the work's.
-      done = pending.work_->exception() == nullptr;
-      if (!done) failure = error.what();
+      done = pending.operation_->advance(limit);
+    } catch (const TransportError& error) {
+      failure = error.what();
     }
   });
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
     fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
-         board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure.substr(0, 300));
+         board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;

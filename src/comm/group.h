@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collectives on c10d with a timeout on every wait and errors that name ranks, step, phase and module.
+// Collectives with a timeout on every wait and errors that name ranks, step, phase and module.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,9 +8,9 @@
 #include <chrono>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-#include <vector>
 
+#include "comm/host.h"
+#include "comm/transport.h"
 #include "deeptide/world.h"
 
 namespace deeptide::comm {
@@ -29,22 +29,23 @@ struct Site {
 class Pending {
  public:
   Pending() = default;
-  bool valid() const { return work_ != nullptr; }
-  bool ready() const;
+  explicit Pending(OperationPtr operation) : operation_(std::move(operation)) {}
+  bool valid() const { return operation_ != nullptr; }
+  bool ready() const { return operation_ == nullptr || operation_->ready(); }
 
  private:
   friend class Group;
-  c10::intrusive_ptr<c10d::Work> work_;
-  std::vector<at::Tensor> tensors_;
+  OperationPtr operation_;
 };
 
 /// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank.
 /// Channels do not wait on each other: gathers, reductions and control messages have one each.
+/// Ranks of one host talk through shared memory, as `host` says; without it all goes over c10d.
 class Group {
  public:
   /// Collective. Errors: CommError when the ranks do not all arrive within `timeout`.
   Group(const World& world, const std::string& name, std::chrono::milliseconds timeout,
-        std::shared_ptr<FailureBoard> board, bool on_device);
+        std::shared_ptr<FailureBoard> board, bool on_device, const std::shared_ptr<Host>& host = nullptr);
   ~Group();
 
   int rank() const { return rank_; }
@@ -57,6 +58,8 @@ class Group {
   /// The transport's own sum, in an order of its choice. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
+  /// Returns when all ranks have come. Errors: as `wait`.
+  void barrier(const Site& site);
 
   /// Errors: CommError, at once when a peer has reported a failure, else after the timeout; names the missing ranks.
   void wait(Pending& pending, const Site& site);
@@ -64,14 +67,11 @@ class Group {
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
-  Pending start(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
-
   int rank_;
   int size_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<FailureBoard> board_;
-  c10::intrusive_ptr<c10d::Backend> backend_;
-  bool on_device_;
+  std::unique_ptr<Transport> transport_;  // null: a world of one
 };
 
 }  // namespace deeptide::comm

@@ -13,6 +13,7 @@ std::vector<Key> runtime_sections() {
                   choice("reduction", "ordered", {"ordered", "transport"},
                          "ordered: gradients are summed in rank order, so a run repeats bit for bit; transport: as the "
                          "transport does it."),
+                  flag("shared_memory", true, "Ranks of one host share memory; false: they talk as if apart."),
                   flag("tune_allocator", true, "Keep large CPU tensors' pages instead of faulting them anew."),
                   integer("unit_size", 0, "Elements of a unit at most; 0: one repeated block.").at_least(0),
                   integer("seed", 0, "Seed of the engine's randomness and of the data order.").at_least(0),

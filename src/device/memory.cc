@@ -99,8 +99,8 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   return at::from_blob(mapping.start, {numel}, unmap, options);
 }
 
-BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste)
-    : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste) {}
+BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste, Source source)
+    : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste), source_(std::move(source)) {}
 
 /// The idle buffer that wastes least.
 Tensor BufferPool::take_idle(int64_t bytes) {
@@ -123,7 +123,9 @@ Tensor BufferPool::take_idle(int64_t bytes) {
 Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
   const int64_t bytes = bytes_of(numel, dtype);
   Tensor buffer = take_idle(bytes);
-  if (!buffer.defined()) buffer = allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+  if (!buffer.defined()) {
+    buffer = source_ ? source_(bytes) : allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+  }
   return buffer.narrow(0, 0, bytes).view(dtype);
 }
 

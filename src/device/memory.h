@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -47,7 +48,9 @@ class BufferPool {
  public:
   /// A kept buffer serves a taker of `max_waste` times fewer bytes too; 1: only one of its own size, so that what is
   /// allocated never exceeds the most that was taken at once.
-  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2);
+  /// `source`: where new buffers, (bytes,) uint8 each, come from instead of `allocate_flat`.
+  using Source = std::function<at::Tensor(int64_t bytes)>;
+  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {});
   /// (numel,) of `dtype`; give it back with `put` (or drop it: then its memory is freed).
   at::Tensor take(int64_t numel, at::ScalarType dtype);
   void put(at::Tensor buffer);
@@ -61,6 +64,7 @@ class BufferPool {
   Role role_;
   at::Device device_;
   int64_t max_waste_;
+  Source source_;
   std::mutex mutex_;
   std::vector<at::Tensor> idle_;  // as bytes
 };

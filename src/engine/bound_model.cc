@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 
+#include "base/log.h"
 namespace deeptide::engine {
 
 using at::Tensor;
@@ -126,6 +127,19 @@ void check_trainable(const std::vector<ParameterSpec>& specs, const std::string&
   }
 }
 
+int64_t item_size(const Unit& unit) { return static_cast<int64_t>(c10::elementSize(unit.layout().dtype)); }
+
+/// Where each unit begins in the shared memory, in bytes.
+std::vector<int64_t> shared_places(const std::vector<std::unique_ptr<Unit>>& units) {
+  std::vector<int64_t> places;
+  int64_t next = 0;
+  for (const auto& unit : units) {
+    places.push_back(next);
+    next += comm::HostArena::padded(unit->numel() * item_size(*unit));
+  }
+  return places;
+}
+
 /// Casts and makes contiguous in place, keeping the tensors' identity. Before any hook: a cast makes new accumulators.
 void prepare(Parameter& p, at::ScalarType dtype) {
   for (Tensor& t : p.tensors) {
@@ -136,7 +150,7 @@ void prepare(Parameter& p, at::ScalarType dtype) {
 }  // namespace
 
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
-                       const BindOptions& options, const World& world, comm::Group& gathers,
+                       const BindOptions& options, const World& world, comm::Host& host, comm::Group& gathers,
                        const std::shared_ptr<device::Ledger>& ledger)
     : buffers_(model.buffers) {
   at::NoGradGuard no_grad;
@@ -148,6 +162,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   std::vector<sharding::ModuleSpec> modules;
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
   auto layouts = sharding::build_layout(specs, modules, {world.size, options.max_unit_numel});
+  if (device_.is_cpu() && world.size > 1 && host.holds_all()) share_memory(layouts, host);
 
   int64_t persistent = 0;
   for (UnitLayout& layout : layouts) {
@@ -161,21 +176,64 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     const bool persists =
         layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
     if (persists) persistent += layout.used;
-    const bool sharded = options.shard_parameters && world.size > 1 && !persists;
-    const int index = static_cast<int>(units_.size());
-    auto unit = std::make_unique<Unit>(index, std::move(layout), std::move(members), sharded, world.rank);
-    const auto role = sharded ? device::Role::gathered : device::Role::parameters;
-    Tensor whole = device::allocate_flat(ledger, role, unit->numel(), unit->layout().dtype, device_);
-    unit->pack(whole);
-    auto pending = gathers.broadcast(whole, 0);
-    gathers.wait(pending, {0, "start", "broadcasting unit '" + unit->layout().name + "' from rank 0"});
-    unit->adopt(whole, ledger);
-    for (int i = 0; i < static_cast<int>(unit->parameters().size()); ++i) {
-      const Parameter& p = unit->parameters()[i];
-      by_name_[p.name] = {index, i};
-      for (const auto& alias : p.aliases) by_name_[alias] = {index, i};
-    }
-    units_.push_back(std::move(unit));
+    const bool sharded = options.shard_parameters && world.size > 1 && !persists && !arena_;
+    units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), std::move(layout), std::move(members),
+                                            sharded, world.rank));
+    if (!arena_) bind_apart(*units_.back(), gathers, ledger);
+    remember(*units_.back());
+  }
+  if (!arena_) return;
+  // Each rank takes its shards' pages first, so that they lie near it; then rank 0 writes.
+  const auto places = shared_places(units_);
+  for (size_t u = 0; u < units_.size(); ++u) {
+    arena_->memory()->populate(places[u] + units_[u]->shard_begin() * item_size(*units_[u]),
+                               units_[u]->layout().shard * item_size(*units_[u]));
+  }
+  gathers.barrier({0, "start", "taking memory"});
+  for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], world.rank, ledger);
+  gathers.barrier({0, "start", "waiting for rank 0's parameters"});
+}
+
+/// Memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
+void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, comm::Host& host) {
+  constexpr int64_t kBucketsOfModel = 16, kSpare = 64 << 20;
+  int64_t parameters = 0, gradients = 0;
+  for (const UnitLayout& layout : layouts) {
+    parameters += comm::HostArena::padded(layout.numel * static_cast<int64_t>(c10::elementSize(layout.dtype)));
+    gradients += layout.numel * static_cast<int64_t>(sizeof(float));
+  }
+  std::string why_not;
+  arena_ = comm::HostArena::create(host, parameters, kBucketsOfModel * gradients + kSpare, why_not);
+  if (!arena_ && host.index() == 0) log(LogLevel::warning, "ranks of one host do not share parameters: " + why_not);
+}
+
+void BoundModel::bind_apart(Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger) {
+  const auto role = unit.sharded() ? device::Role::gathered : device::Role::parameters;
+  Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, device_);
+  unit.pack(whole);
+  auto pending = gathers.broadcast(whole, 0);
+  gathers.wait(pending, {0, "start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
+  unit.adopt(whole, ledger);
+}
+
+/// This rank counts its shard; together the ranks count the memory once.
+void BoundModel::bind_shared(Unit& unit, int64_t offset, int rank, const std::shared_ptr<device::Ledger>& ledger) {
+  const auto& layout = unit.layout();
+  const auto& memory = arena_->memory();
+  const int64_t shard_bytes = layout.shard * item_size(unit);
+  if (rank == 0) unit.pack(memory->view(offset, layout.numel, layout.dtype));
+  ledger->add(device::Role::parameters, shard_bytes);
+  Tensor shard = memory->view(offset + unit.shard_begin() * item_size(unit), layout.shard, layout.dtype,
+                              [ledger, shard_bytes] { ledger->add(device::Role::parameters, -shard_bytes); });
+  unit.adopt_shared(std::move(shard),
+                    std::make_shared<device::PrivateView>(memory, offset, layout.numel * item_size(unit)));
+}
+
+void BoundModel::remember(const Unit& unit) {
+  for (int i = 0; i < static_cast<int>(unit.parameters().size()); ++i) {
+    const Parameter& p = unit.parameters()[i];
+    by_name_[p.name] = {unit.index(), i};
+    for (const auto& alias : p.aliases) by_name_[alias] = {unit.index(), i};
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "comm/failure_board.h"
 #include "comm/group.h"
+#include "comm/host.h"
 #include "comm/mesh.h"
 #include "deeptide/engine.h"
 #include "device/memory.h"
@@ -87,6 +88,7 @@ struct Engine::Impl {
   OptimizerKind optimizer_kind;
   std::shared_ptr<device::Ledger> ledger;
   std::shared_ptr<comm::FailureBoard> board;
+  std::shared_ptr<comm::Host> host;
   comm::Group control;     // small messages, always on the CPU
   comm::Group gathers;     // parameters
   comm::Group reductions;  // gradients
@@ -115,6 +117,8 @@ struct Engine::Impl {
   std::vector<comm::Message> judge();
   void end_micro_batch();
   void note_external_writes();
+  void take_private_writes(const std::vector<comm::Message>& messages);
+  bool has_private_writes() const;
   StepOutcome accumulate_outcome() const;
   void print_step(const StepOutcome& outcome) const;
   StepOutcome apply(double total_of_squares, const std::vector<comm::Message>& messages);

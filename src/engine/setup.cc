@@ -87,12 +87,14 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
       ledger(std::make_shared<device::Ledger>()),
       board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
-      control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false),
-      gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true),
-      reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true),
+      host(comm::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory)),
+      control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false, host),
+      gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true, host),
+      reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true, host),
       start(board),
-      model(description, options.groups, bind_options(config, policy, optimizer_kind), world, gathers, ledger),
+      model(description, options.groups, bind_options(config, policy, optimizer_kind), world, *host, gathers, ledger),
       groups(groups_of(config, options)) {
+  if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime.tune_allocator && model.device().is_cpu()) device::tune_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));
@@ -102,7 +104,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
   if (optimizer_kind != OptimizerKind::none) {
     const auto trainable = model.trainable();
-    reducer = std::make_unique<gradients::Reducer>(trainable, reductions, ledger, model.device(),
+    auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
+    reducer = std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(),
                                                    reducer_options(config, batch, world.size));
     optimizer =
         std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());

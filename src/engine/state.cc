@@ -315,10 +315,11 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
   if (optimizer) optimizer->publish_all();
   for (const auto& unit : model.units()) {
     for (Parameter& p : unit->parameters()) p.rewritten = false;
-    if (unit->sharded() || (unit->layout().trainable && optimizer)) continue;
+    if (unit->sharded() || unit->shared() || (unit->layout().trainable && optimizer)) continue;
     auto pending = gathers.all_gather(unit->whole(), unit->shard());
     gathers.wait(pending, {global_steps, "checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
+  if (model.arena()) gathers.barrier({global_steps, "checkpoint", "waiting for all ranks to have read theirs"});
   if (reducer) reducer->discard(rounds_begun);
 }
 

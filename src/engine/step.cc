@@ -20,6 +20,7 @@ namespace {
 constexpr int32_t kBoundary = 1;
 constexpr int32_t kJoined = 2;
 constexpr int32_t kHasGradient = 4;
+constexpr int32_t kHasWritten = 8;  // parameters in shared memory, for itself
 // Message::numbers of the exchange that judges a step, by position.
 constexpr int kSquares = 0;
 constexpr int kBadParameter = 1;
@@ -76,6 +77,7 @@ int64_t Engine::Impl::most_rounds(const std::vector<Message>& messages) {
 std::vector<Message> Engine::Impl::enter(Operation operation, Message own) {
   own.kind = Message::Kind::close;
   own.numbers[kOperation] = static_cast<int64_t>(operation);
+  if (has_private_writes()) own.flags |= kHasWritten;
   auto messages = residency->close(own, global_steps, /*ends_pass=*/operation != Operation::zero_grad);
   // Ranks that have joined have no loop of their own: they drop gradients when the others do.
   const int leader = leading_rank(messages);
@@ -90,7 +92,24 @@ std::vector<Message> Engine::Impl::enter(Operation operation, Message own) {
           ". Every rank must call the collective methods in the same order; ranks that run out of data call join().");
     }
   }
+  take_private_writes(messages);
   return messages;
+}
+
+bool Engine::Impl::has_private_writes() const {
+  return std::any_of(model.units().begin(), model.units().end(), [](const auto& u) { return u->has_private_writes(); });
+}
+
+/// Nobody computes now: what programs wrote into parameters comes into the memory that all ranks share, each rank's
+/// slice from itself.
+void Engine::Impl::take_private_writes(const std::vector<Message>& messages) {
+  if (std::none_of(messages.begin(), messages.end(), [](const Message& m) { return (m.flags & kHasWritten) != 0; })) {
+    return;
+  }
+  for (const auto& unit : model.units()) {
+    if (unit->shared()) unit->take_private_writes();
+  }
+  control.barrier({global_steps, "step", "waiting for all ranks' own writes to parameters"});
 }
 
 void Engine::Impl::end_micro_batch() {
@@ -177,7 +196,7 @@ StepOutcome Engine::Impl::accumulate_outcome() const {
 /// Parameters that stay whole may have been written by the user: their masters must follow.
 void Engine::Impl::note_external_writes() {
   for (const auto& unit : model.units()) {
-    if (unit->sharded()) continue;
+    if (unit->sharded() || unit->shared()) continue;
     for (sharding::Parameter& p : unit->parameters()) {
       const auto version = p.current_version();
       if (version != p.version) p.rewritten = true;

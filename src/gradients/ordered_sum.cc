@@ -17,35 +17,35 @@ namespace {
 
 bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-void check_contributions(const char* what, const Tensor& contributions, const Tensor& accumulator) {
+void check_rows(const char* what, at::TensorList rows, const Tensor& accumulator) {
   TORCH_CHECK_VALUE(accumulator.defined() && accumulator.dim() == 1 && accumulator.is_contiguous(), what,
                     ": accumulator must be a contiguous tensor of shape (N,)");
   TORCH_CHECK_VALUE(accumulator.scalar_type() == at::kFloat, what, ": accumulator is ", accumulator.scalar_type(),
                     ", expected Float");
-  TORCH_CHECK_VALUE(contributions.defined() && contributions.dim() == 2 && contributions.size(0) >= 1 &&
-                        contributions.size(1) == accumulator.numel(),
-                    what, ": contributions have shape ",
-                    contributions.defined() ? contributions.sizes() : at::IntArrayRef{}, ", expected (W, ",
-                    accumulator.numel(), ") with one row a rank");
-  TORCH_CHECK_VALUE(is_wire_dtype(contributions.scalar_type()), what, ": contributions are ",
-                    contributions.scalar_type(), ", expected Float, BFloat16 or Half");
-  TORCH_CHECK_VALUE(contributions.size(1) <= 1 || contributions.stride(1) == 1, what,
-                    ": each row of contributions must be contiguous, got a stride of ", contributions.stride(1));
-  TORCH_CHECK_VALUE(contributions.device() == accumulator.device(), what, ": contributions are on ",
-                    contributions.device(), ", expected ", accumulator.device(), " as the accumulator is");
+  TORCH_CHECK_VALUE(!rows.empty(), what, ": there are no rows, expected one a rank");
+  for (const Tensor& row : rows) {
+    TORCH_CHECK_VALUE(row.defined() && row.dim() == 1 && row.numel() == accumulator.numel(), what,
+                      ": a row has shape ", row.defined() ? row.sizes() : at::IntArrayRef{}, ", expected (",
+                      accumulator.numel(), ",) as the accumulator has");
+    TORCH_CHECK_VALUE(is_wire_dtype(row.scalar_type()) && row.scalar_type() == rows[0].scalar_type(), what,
+                      ": a row is ", row.scalar_type(), ", expected Float, BFloat16 or Half, the same for all");
+    TORCH_CHECK_VALUE(row.is_contiguous(), what, ": each row must be contiguous, got a stride of ", row.stride(0));
+    TORCH_CHECK_VALUE(row.device() == accumulator.device(), what, ": a row is on ", row.device(), ", expected ",
+                      accumulator.device(), " as the accumulator is");
+  }
 }
 
 }  // namespace
 
-void ordered_sum(const Tensor& contributions, double scale, bool overwrite, Tensor accumulator, Tensor sum_of_squares) {
-  check_contributions("ordered_sum", contributions, accumulator);
+void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accumulator, Tensor sum_of_squares) {
+  check_rows("ordered_sum", rows, accumulator);
   TORCH_CHECK_VALUE(sum_of_squares.defined() && sum_of_squares.dim() == 1 && sum_of_squares.numel() == 1 &&
                         sum_of_squares.scalar_type() == at::kDouble,
                     "ordered_sum: sum_of_squares must be one Double, of shape (1,)");
   TORCH_CHECK_VALUE(sum_of_squares.device() == accumulator.device(), "ordered_sum: sum_of_squares is on ",
                     sum_of_squares.device(), ", expected ", accumulator.device(), " as the accumulator is");
   const auto implementation = accumulator.is_cpu() ? detail::ordered_sum_cpu : detail::ordered_sum_reference;
-  implementation(contributions, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
+  implementation(rows, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
 }
 
 void accumulate(const Tensor& gradient, bool overwrite, Tensor accumulator) {
@@ -72,16 +72,17 @@ void accumulate(const Tensor& gradient, bool overwrite, Tensor accumulator) {
   }
 }
 
-std::optional<NonFinite> find_non_finite(const Tensor& contributions, const Tensor& accumulator) {
-  check_contributions("find_non_finite", contributions, accumulator);
+std::optional<NonFinite> find_non_finite(at::TensorList rows, const Tensor& accumulator) {
+  check_rows("find_non_finite", rows, accumulator);
   if (accumulator.numel() == 0) return std::nullopt;
   // argmax gives the first of equal values.
   const Tensor bad = at::isfinite(accumulator).logical_not();
   const int64_t index = at::argmax(bad.to(at::kByte)).item<int64_t>();
   if (!bad[index].item<bool>()) return std::nullopt;
-  const Tensor bad_ranks = at::isfinite(contributions.select(1, index)).logical_not();
-  const int64_t rank = at::argmax(bad_ranks.to(at::kByte)).item<int64_t>();
-  return NonFinite{index, bad_ranks[rank].item<bool>() ? static_cast<int>(rank) : -1};
+  for (size_t rank = 0; rank < rows.size(); ++rank) {
+    if (!at::isfinite(rows[rank][index]).item<bool>()) return NonFinite{index, static_cast<int>(rank)};
+  }
+  return NonFinite{index, -1};
 }
 
 }  // namespace deeptide::gradients

@@ -10,11 +10,11 @@
 
 namespace deeptide::gradients {
 
-/// accumulator = (overwrite ? 0 : accumulator) + scale * (c[0] + c[1] + … + c[W-1]), the inner sum in rank order in
+/// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order in
 /// fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The sum
 /// of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads. Shapes:
-/// contributions (W, N) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may be 0.
-void ordered_sum(const at::Tensor& contributions, double scale, bool overwrite, at::Tensor accumulator,
+/// rows: one a rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may be 0.
+void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator,
                  at::Tensor sum_of_squares);
 
 /// accumulator = (overwrite ? 0 : accumulator) + gradient, with cast. Shapes: (N,) each; any float dtypes; N may be 0.
@@ -26,6 +26,6 @@ struct NonFinite {
 };
 
 /// Finds the first NaN or Inf after `ordered_sum` reported one. Slow path.
-std::optional<NonFinite> find_non_finite(const at::Tensor& contributions, const at::Tensor& accumulator);
+std::optional<NonFinite> find_non_finite(at::TensorList rows, const at::Tensor& accumulator);
 
 }  // namespace deeptide::gradients

@@ -28,10 +28,9 @@ constexpr int64_t kBlock = 4096;     // elements: 16 KiB of sums, which stay in 
 constexpr size_t kSquareLanes = 32;  // element i of a block belongs to lane i % 32
 
 struct Rows {
-  const void* first;
+  const void* const* data;  // a row each
   at::ScalarType dtype;
   int64_t count;
-  int64_t stride;  // elements
 };
 
 struct Finish {
@@ -71,37 +70,37 @@ HWY_INLINE V load(const c10::Half* from) {
 
 /// row[0] + row[1] + …, in that order; first after `carry` when there is one.
 template <int kRows, bool kCarry, class T>
-HWY_INLINE V add_rows_at(const T* rows, int64_t stride, const float* carry, size_t i) {
-  V total = load(rows + i);
+HWY_INLINE V add_rows_at(const T* const* rows, const float* carry, size_t i) {
+  V total = load(rows[0] + i);
   if constexpr (kCarry) total = hn::Add(load(carry + i), total);
-  for (int row = 1; row < kRows; ++row) total = hn::Add(total, load(rows + row * stride + i));
+  for (int row = 1; row < kRows; ++row) total = hn::Add(total, load(rows[row] + i));
   return total;
 }
 
 /// The same for one element; nothing here fuses, so it rounds alike.
 template <int kRows, bool kCarry, class T>
-HWY_INLINE float add_element_at(const T* rows, int64_t stride, const float* carry, size_t i) {
-  float total = static_cast<float>(rows[i]);
+HWY_INLINE float add_element_at(const T* const* rows, const float* carry, size_t i) {
+  float total = static_cast<float>(rows[0][i]);
   if constexpr (kCarry) total = carry[i] + total;
-  for (int row = 1; row < kRows; ++row) total += static_cast<float>(rows[row * stride + i]);
+  for (int row = 1; row < kRows; ++row) total += static_cast<float>(rows[row][i]);
   return total;
 }
 
 /// sum = (kCarry ? sum : 0) + the rows.
 template <int kRows, bool kCarry, class T>
-void add_rows(const T* rows, int64_t stride, float* sum, size_t count) {
+void add_rows(const T* const* rows, float* sum, size_t count) {
   const size_t lanes = hn::Lanes(D());
   size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
-    hn::StoreU(add_rows_at<kRows, kCarry>(rows, stride, sum, i), D(), sum + i);
+    hn::StoreU(add_rows_at<kRows, kCarry>(rows, sum, i), D(), sum + i);
   }
-  for (; i < count; ++i) sum[i] = add_element_at<kRows, kCarry>(rows, stride, sum, i);
+  for (; i < count; ++i) sum[i] = add_element_at<kRows, kCarry>(rows, sum, i);
 }
 
 /// accumulator = (kOverwrite ? 0 : accumulator) + scale * the rows' sum; returns the sum of its squares.
 /// A float's square is exact in double, so only the order of the additions rounds: lane by lane, then lane 0 to 31.
 template <int kRows, bool kOverwrite, class T>
-double finish_rows(const T* rows, int64_t stride, float scale, float* accumulator, size_t count) {
+double finish_rows(const T* const* rows, float scale, float* accumulator, size_t count) {
   const D d;
   const hn::ScalableTag<double> d64;
   const hn::Rebind<float, decltype(d64)> half;
@@ -111,7 +110,7 @@ double finish_rows(const T* rows, int64_t stride, float scale, float* accumulato
   for (auto& vector : squares) vector = hn::Zero(d64);
   for (size_t i = 0; i < whole; i += kSquareLanes) {
     for (size_t j = i; j < i + kSquareLanes; j += kLanes) {
-      V value = hn::Mul(add_rows_at<kRows, false>(rows, stride, nullptr, j), hn::Set(d, scale));
+      V value = hn::Mul(add_rows_at<kRows, false>(rows, nullptr, j), hn::Set(d, scale));
       if constexpr (!kOverwrite) value = hn::Add(load(accumulator + j), value);
       hn::StoreU(value, d, accumulator + j);
     }
@@ -123,7 +122,7 @@ double finish_rows(const T* rows, int64_t stride, float scale, float* accumulato
   HWY_ALIGN double lanes[kSquareLanes];
   for (size_t k = 0; k < kVectors64; ++k) hn::Store(squares[k], d64, lanes + k * kLanes64);
   for (size_t i = whole; i < count; ++i) {
-    const float value = add_element_at<kRows, false>(rows, stride, nullptr, i) * scale;
+    const float value = add_element_at<kRows, false>(rows, nullptr, i) * scale;
     accumulator[i] = kOverwrite ? value : accumulator[i] + value;
     lanes[i - whole] += static_cast<double>(accumulator[i]) * static_cast<double>(accumulator[i]);
   }
@@ -133,37 +132,43 @@ double finish_rows(const T* rows, int64_t stride, float scale, float* accumulato
 }
 
 template <int kRows, class T>
-double finish_rows(const T* rows, int64_t stride, const Finish& finish, float* accumulator, size_t count) {
-  return finish.overwrite ? finish_rows<kRows, true>(rows, stride, finish.scale, accumulator, count)
-                          : finish_rows<kRows, false>(rows, stride, finish.scale, accumulator, count);
+double finish_rows(const T* const* rows, const Finish& finish, float* accumulator, size_t count) {
+  return finish.overwrite ? finish_rows<kRows, true>(rows, finish.scale, accumulator, count)
+                          : finish_rows<kRows, false>(rows, finish.scale, accumulator, count);
 }
 
 /// Beyond four ranks the sum grows in the first-level cache, four rows a pass: few enough streams for the prefetchers.
 template <class T>
-double finish_many_rows(const T* rows, const Rows& shape, const Finish& finish, float* accumulator, size_t count) {
+double finish_many_rows(const T* const* rows, int64_t num_rows, const Finish& finish, float* accumulator,
+                        size_t count) {
   HWY_ALIGN float sum[kBlock];
-  add_rows<4, false>(rows, shape.stride, sum, count);
+  add_rows<4, false>(rows, sum, count);
   int64_t row = 4;
-  for (; row + 4 <= shape.count; row += 4) add_rows<4, true>(rows + row * shape.stride, shape.stride, sum, count);
-  for (; row < shape.count; ++row) add_rows<1, true>(rows + row * shape.stride, 0, sum, count);
-  return finish_rows<1>(sum, 0, finish, accumulator, count);
+  for (; row + 4 <= num_rows; row += 4) add_rows<4, true>(rows + row, sum, count);
+  for (; row < num_rows; ++row) add_rows<1, true>(rows + row, sum, count);
+  const float* summed[] = {sum};
+  return finish_rows<1>(summed, finish, accumulator, count);
 }
 
 template <class T>
 double reduce_typed(const Rows& shape, int64_t begin, size_t count, const Finish& finish, float* accumulator) {
-  const T* rows = static_cast<const T*>(shape.first) + begin;
+  constexpr int64_t kFew = 64;
+  const T* few[kFew];
+  std::vector<const T*> many(shape.count > kFew ? shape.count : 0);
+  const T** rows = shape.count > kFew ? many.data() : few;
+  for (int64_t row = 0; row < shape.count; ++row) rows[row] = static_cast<const T*>(shape.data[row]) + begin;
   accumulator += begin;
   switch (shape.count) {
     case 1:
-      return finish_rows<1>(rows, shape.stride, finish, accumulator, count);
+      return finish_rows<1>(rows, finish, accumulator, count);
     case 2:
-      return finish_rows<2>(rows, shape.stride, finish, accumulator, count);
+      return finish_rows<2>(rows, finish, accumulator, count);
     case 3:
-      return finish_rows<3>(rows, shape.stride, finish, accumulator, count);
+      return finish_rows<3>(rows, finish, accumulator, count);
     case 4:
-      return finish_rows<4>(rows, shape.stride, finish, accumulator, count);
+      return finish_rows<4>(rows, finish, accumulator, count);
     default:
-      return finish_many_rows(rows, shape, finish, accumulator, count);
+      return finish_many_rows(rows, shape.count, finish, accumulator, count);
   }
 }
 
@@ -173,11 +178,17 @@ double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish&
   return reduce_typed<c10::BFloat16>(rows, begin, count, finish, accumulator);
 }
 
+template <class T>
+void add_widened_typed(const void* from, int64_t begin, size_t count, float* accumulator) {
+  const T* rows[] = {static_cast<const T*>(from) + begin};
+  add_rows<1, true>(rows, accumulator + begin, count);
+}
+
 void add_widened(const void* from, at::ScalarType dtype, int64_t begin, size_t count, float* accumulator) {
   if (dtype == at::kHalf) {
-    add_rows<1, true>(static_cast<const c10::Half*>(from) + begin, 0, accumulator + begin, count);
+    add_widened_typed<c10::Half>(from, begin, count, accumulator);
   } else {
-    add_rows<1, true>(static_cast<const c10::BFloat16*>(from) + begin, 0, accumulator + begin, count);
+    add_widened_typed<c10::BFloat16>(from, begin, count, accumulator);
   }
 }
 
@@ -195,10 +206,11 @@ constexpr int64_t kGrainBlocks = 8;
 
 }  // namespace
 
-void ordered_sum_cpu(const at::Tensor& contributions, float scale, bool overwrite, const at::Tensor& accumulator,
+void ordered_sum_cpu(at::TensorList tensors, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares) {
-  const Rows rows{contributions.const_data_ptr(), contributions.scalar_type(), contributions.size(0),
-                  contributions.stride(0)};
+  std::vector<const void*> data;
+  for (const at::Tensor& tensor : tensors) data.push_back(tensor.const_data_ptr());
+  const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};
   const Finish finish{scale, overwrite};
   const int64_t numel = accumulator.numel();
   float* out = accumulator.mutable_data_ptr<float>();

@@ -9,14 +9,14 @@ namespace deeptide::gradients::detail {
 
 /// Vector code, chosen at run time. Multiplies and adds are never fused and the sum of squares is spread over 32 lanes
 /// whatever the width of a vector, so the results are the same bits on every instruction set.
-void ordered_sum_cpu(const at::Tensor& contributions, float scale, bool overwrite, const at::Tensor& accumulator,
+void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares);
 
 /// accumulator += gradient. Shapes: gradient (N,) bf16|fp16 contiguous; accumulator (N,) fp32 contiguous.
 void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator);
 
 /// The same in ATen operators: the oracle in tests, and what runs on devices without a kernel of their own.
-void ordered_sum_reference(const at::Tensor& contributions, float scale, bool overwrite, const at::Tensor& accumulator,
+void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                            const at::Tensor& sum_of_squares);
 
 }  // namespace deeptide::gradients::detail

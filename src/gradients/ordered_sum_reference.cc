@@ -10,11 +10,11 @@ using at::Tensor;
 
 namespace deeptide::gradients::detail {
 
-void ordered_sum_reference(const Tensor& contributions, float scale, bool overwrite, const Tensor& accumulator,
+void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, const Tensor& accumulator,
                            const Tensor& sum_of_squares) {
   at::NoGradGuard no_grad;
-  Tensor sum = contributions[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-  for (int64_t rank = 1; rank < contributions.size(0); ++rank) sum.add_(contributions[rank]);
+  Tensor sum = rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  for (const Tensor& row : rows.slice(1)) sum.add_(row);
   sum.mul_(scale);
   overwrite ? accumulator.copy_(sum) : accumulator.add_(sum);
   // Squares of large finite floats overflow in fp32; the norm casts as it reads.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "device/unseen.h"
 #include "gradients/ordered_sum.h"
@@ -24,14 +25,36 @@ namespace {
 // A peer that does not come (another branch) must not block this rank's backward: buckets then pile up instead.
 constexpr std::chrono::milliseconds kFlightPatience{500};
 
+/// The gradient's place in the bucket takes it, with cast. Without ATen where a plain copy does: models of many small
+/// parameters come here for each.
+void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
+  const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
+  if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
+      !gradient.is_neg() && gradient.numel() == p.numel) {
+    std::memcpy(place(), gradient.const_data_ptr(), gradient.nbytes());
+  } else {
+    p.view_of(bucket).copy_(gradient);
+  }
+}
+
+/// Where buckets come from: the arena, if there is one.
+device::BufferPool::Source bucket_source(const comm::HostExchange* exchange,
+                                         const std::shared_ptr<device::Ledger>& ledger) {
+  if (exchange == nullptr) return {};
+  return [&arena = exchange->arena(), ledger](int64_t bytes) {
+    return arena.allocate(ledger, Role::communication, bytes);
+  };
+}
+
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
-                 at::Device device, const ReducerOptions& options)
+Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
+                 std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       group_(group),
+      exchange_(std::move(exchange)),
       ledger_(ledger),
-      buckets_pool_(ledger, Role::communication, device),
+      buckets_pool_(ledger, Role::communication, device, /*max_waste=*/2, bucket_source(exchange_.get(), ledger)),
       receive_pool_(ledger, Role::communication, device),
       options_(options),
       buckets_(units_.size()),
@@ -69,7 +92,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     ++bucket.num_arrived;
   }
   if (!bucket.filled[parameter]) {
-    p.view_of(bucket.data).copy_(gradient);
+    copy_into(bucket.data, p, gradient);
     bucket.filled[parameter] = true;
     return;
   }
@@ -137,16 +160,49 @@ void Reducer::issue(int position) {
   Flight flight;
   flight.unit = unit;
   flight.sent = outgoing(unit);
-  if (group_.size() == 1) {
-    flight.contributions = flight.sent;
-  } else if (options_.ordered) {
-    flight.contributions = receive_pool_.take(u.numel(), options_.reduce_dtype);
-    flight.pending = group_.all_to_all(flight.contributions, flight.sent);
-  } else {
-    flight.contributions = receive_pool_.take(u.layout().shard, options_.reduce_dtype);
-    flight.pending = group_.reduce_scatter(flight.contributions, flight.sent);
+  if (exchange_) {
+    auto offer = exchange_->offer(flight.sent);
+    flight.pending = std::move(offer.pending);
+    flight.offer = offer.number;
+  } else if (group_.size() > 1 && options_.ordered) {
+    flight.received = receive_pool_.take(u.numel(), options_.reduce_dtype);
+    flight.pending = group_.all_to_all(flight.received, flight.sent);
+  } else if (group_.size() > 1) {
+    flight.received = receive_pool_.take(u.layout().shard, options_.reduce_dtype);
+    flight.pending = group_.reduce_scatter(flight.received, flight.sent);
   }
   flights_.push_back(std::move(flight));
+}
+
+/// What there is to sum for this rank's shard, by rank.
+std::vector<Tensor> Reducer::rows(const Flight& flight) const {
+  const Unit& u = *units_[flight.unit];
+  const int64_t shard = u.layout().shard;
+  if (exchange_) return exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype);
+  const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
+  std::vector<Tensor> rows;
+  for (int64_t begin = 0; begin < flat.numel(); begin += shard) rows.push_back(flat.narrow(0, begin, shard));
+  if (rows.empty()) rows.push_back(flat);
+  return rows;
+}
+
+void Reducer::give_back(Flight& flight) {
+  receive_pool_.put(std::move(flight.received));
+  if (!exchange_) {
+    buckets_pool_.put(std::move(flight.sent));
+    return;
+  }
+  exchange_->set_read(flight.offer);
+  lent_.push_back({std::move(flight.sent), flight.offer});
+  reclaim();
+}
+
+/// Buckets that everybody has read may be filled again.
+void Reducer::reclaim() {
+  while (!lent_.empty() && exchange_->all_read(lent_.front().offer)) {
+    buckets_pool_.put(std::move(lent_.front().sent));
+    lent_.pop_front();
+  }
 }
 
 void Reducer::limit_flights() {
@@ -161,21 +217,20 @@ void Reducer::retire_front() {
   Flight& flight = flights_.front();
   group_.wait(flight.pending, site(flight.unit));
   const int unit = flight.unit;
-  const Tensor rows = flight.contributions.view({-1, units_[unit]->layout().shard});
+  const auto contributions = rows(flight);
   const Tensor square = sums_of_squares_.narrow(0, unit, 1);
-  ordered_sum(rows, options_.scale, !accumulated_[unit], accumulators_[unit], square);
+  ordered_sum(contributions, options_.scale, !accumulated_[unit], accumulators_[unit], square);
   accumulated_[unit] = true;
   has_accumulated_ = true;
-  if (!bad_ && !std::isfinite(square.item<double>())) record_bad(unit, flight);
-  if (flight.contributions.data_ptr() != flight.sent.data_ptr()) receive_pool_.put(std::move(flight.contributions));
-  buckets_pool_.put(std::move(flight.sent));
+  if (!bad_ && !std::isfinite(square.item<double>())) record_bad(unit, contributions);
+  give_back(flight);
   flights_.pop_front();
   peers_elsewhere_ = false;
 }
 
-void Reducer::record_bad(int unit, const Flight& flight) {
+void Reducer::record_bad(int unit, at::TensorList rows) {
   const Unit& u = *units_[unit];
-  const auto found = find_non_finite(flight.contributions.view({-1, u.layout().shard}), accumulators_[unit]);
+  const auto found = find_non_finite(rows, accumulators_[unit]);
   if (!found) return;
   const int64_t at = u.shard_begin() + found->index;
   bad_ = BadGradient{"", options_.ordered ? found->rank : -1};

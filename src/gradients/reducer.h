@@ -13,12 +13,14 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "comm/host_exchange.h"
 #include "device/memory.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {
 
-/// Buckets under way at a time while every rank keeps pace; each has what it sends and what it receives.
+/// Buckets under way at a time while every rank keeps pace; each has what it sends and, but for shared memory, what it
+/// receives.
 inline constexpr size_t kMaxFlights = 2;
 
 struct ReducerOptions {
@@ -40,8 +42,9 @@ struct BadGradient {
 class Reducer {
  public:
   /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit.
-  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
-          at::Device device, const ReducerOptions& options);
+  /// `exchange`: when all ranks are on one host; buckets then lie in its arena and are summed where they lie.
+  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
+          std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
   ~Reducer();
 
   /// Adds a gradient of units[unit].parameters()[parameter]. While `set_local(true)`, buckets stay here (stages 0-1
@@ -79,9 +82,15 @@ class Reducer {
   };
   struct Flight {
     int unit;
-    at::Tensor contributions;  // (world, shard) received
     at::Tensor sent;
+    at::Tensor received;  // (world * shard,), or (shard,) from the transport's own reduction; none in shared memory
     comm::Pending pending;
+    uint32_t offer = 0;  // in shared memory
+  };
+  /// Summed here, but perhaps not yet by all who read it.
+  struct Lent {
+    at::Tensor sent;
+    uint32_t offer;
   };
 
   void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
@@ -90,13 +99,17 @@ class Reducer {
   at::Tensor outgoing(int unit);
   void retire_front();
   void limit_flights();
-  void record_bad(int unit, const Flight& flight);
+  std::vector<at::Tensor> rows(const Flight& flight) const;
+  void give_back(Flight& flight);
+  void reclaim();
+  void record_bad(int unit, at::TensorList rows);
   bool complete(int unit) const;
   void empty(Bucket& bucket);
   comm::Site site(int unit) const;
 
   std::vector<sharding::Unit*> units_;
   comm::Group& group_;
+  std::unique_ptr<comm::HostExchange> exchange_;
   std::shared_ptr<device::Ledger> ledger_;
   device::BufferPool buckets_pool_;
   device::BufferPool receive_pool_;
@@ -109,6 +122,7 @@ class Reducer {
   std::vector<bool> accumulated_;  // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;     // (units,), fp64
   std::deque<Flight> flights_;
+  std::deque<Lent> lent_;
   std::optional<BadGradient> bad_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish
   size_t next_ = 0;          // in order_, of the round under way

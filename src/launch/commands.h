@@ -27,4 +27,19 @@ int run_rank(const Arguments& arguments);
 /// `deeptide ssh command…`: a command on all hosts.
 int run_ssh(const Arguments& arguments);
 
+/// `deeptide ps`: this user's live jobs on this machine.
+int run_ps(const Arguments& arguments);
+
+/// `deeptide stacks [job]`: what each rank of a live job is doing.
+int run_stacks(const Arguments& arguments);
+
+/// `deeptide elastic --config FILE`: the batch and the worlds of the elasticity section.
+int run_elastic(const Arguments& arguments);
+
+/// `deeptide doctor`: what this machine, and the hosts of a hostfile, lack.
+int run_doctor(const Arguments& arguments);
+
+/// `deeptide bench io`: how fast a folder's device is.
+int run_bench(const Arguments& arguments);
+
 }  // namespace deeptide::launch

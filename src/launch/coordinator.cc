@@ -5,27 +5,16 @@
 
 #include <algorithm>
 
+#include "launch/elastic_hosts.h"
 #include "launch/job_attempt.h"
 
 namespace deeptide::launch {
-namespace {
-
-// The first hosts that the elastic limits allow.
-std::vector<Host> within_limits(const Options& options, std::vector<Host> hosts) {
-  if (options.max_elastic_nodes > 0 && static_cast<int>(hosts.size()) > options.max_elastic_nodes) {
-    hosts.resize(options.max_elastic_nodes);
-  }
-  return hosts;
-}
-
-}  // namespace
-
 int run_over_agents(const Options& options, const std::vector<Host>& hosts) {
   const SignalFile signals;
   JobOutput output(options);
   const size_t fewest = options.elastic ? std::max(1, options.min_elastic_nodes) : hosts.size();
   AttemptContext context{options, signals, output, 0, fewest, [&options](const std::vector<Host>& reached) {
-                           return options.elastic ? within_limits(options, reached) : reached;
+                           return options.elastic ? elastic_hosts(options, reached) : reached;
                          }};
   while (true) {
     const AttemptResult result = JobAttempt(context, hosts).run();

@@ -25,7 +25,7 @@ The first rank that fails ends the others; its exit code is passed on (128 + sig
   deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
   deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
 
-Other commands (each answers --help): deeptide ssh.)";
+Other commands (each answers --help): deeptide bench, doctor, elastic, ps, ssh, stacks.)";
 
 constexpr const char* kHosts = "Hosts";
 constexpr const char* kRanks = "Ranks";
@@ -128,6 +128,10 @@ void declare_ending(CLI::App& app, Options& options) {
                                     "Seconds between asking a rank to stop and killing it (default: 30; after a "
                                     "failure 5)")
                          ->type_name("SECONDS"));
+  declared.push_back(app.add_option("--hang_timeout", options.hang_timeout_s,
+                                    "Seconds that a rank may wait for a collective before a report; 0: no reports")
+                         ->type_name("SECONDS")
+                         ->capture_default_str());
   declared.push_back(app.add_option("--heartbeat_timeout", options.heartbeat_timeout_s,
                                     "Seconds without a word after which a host counts as lost")
                          ->type_name("SECONDS")
@@ -211,6 +215,7 @@ void check(const Options& options, const CLI::App& app) {
     check_range("--master_port", options.master_port, 1, 65535);
   if (app.count("--ssh_port") > 0) check_range("--ssh_port", options.ssh_port, 1, 65535);
   check_seconds("--grace", options.stop_grace_s(), 0.0);
+  check_seconds("--hang_timeout", options.hang_timeout_s, 0.0);
   check_seconds("--heartbeat_timeout", options.heartbeat_timeout_s, 1.0);
   if (options.module && options.no_python) {
     throw UsageError("--module runs a Python module and --no_python runs no Python: give one of them");

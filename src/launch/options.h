@@ -57,6 +57,7 @@ struct Options : RankOptions {
   int max_restarts = 10;
   std::optional<double> grace_s;  // empty: 30 when the user stops the job, 5 after a failure
   double heartbeat_timeout_s = 5.0;
+  double hang_timeout_s = 300.0;  // of a wait for a collective, before a report; 0: no reports
   LogLevel log_level = LogLevel::info;
   bool quiet = false;  // as log_level error
   bool dry_run = false;

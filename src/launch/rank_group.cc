@@ -41,7 +41,11 @@ RankGroup::RankGroup(Events events) : events_(std::move(events)) {
 }
 
 void RankGroup::start(const RankPlan& plan, const Terminal& terminal) {
-  members_.push_back(std::unique_ptr<Member>(new Member{plan.rank, {plan, terminal}}));
+  FlightFiles flight;
+  RankPlan watched = plan;
+  watched.inherited = {flight.ring_fd(), flight.stacks_fd()};
+  for (const auto& [name, value] : flight.environment()) watched.environment[name] = value;
+  members_.push_back(std::unique_ptr<Member>(new Member{plan.rank, std::move(flight), {watched, terminal}}));
   guard_.watch(members_.back()->process.pid());
 }
 

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "launch/flight_files.h"
 #include "launch/memory_kills.h"
 #include "launch/orphan_guard.h"
 #include "launch/poll_set.h"
@@ -31,6 +32,7 @@ class RankGroup {
  public:
   struct Member {
     int rank;
+    FlightFiles flight;
     RankProcess process;
     bool ended_by_us = false;  // it ended after we had asked it to
   };

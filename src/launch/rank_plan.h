@@ -16,6 +16,7 @@ struct RankPlan {
   std::vector<std::string> command;  // the first is the path of the executable
   Environment environment;           // set on top of the process's own
   std::vector<int> cores;            // bound to these; empty: unbound
+  std::vector<int> inherited;        // descriptors that stay open in it
 };
 
 /// One host's place in a job.

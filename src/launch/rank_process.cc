@@ -62,6 +62,7 @@ struct ChildSetup {
   Terminal terminal;
   Pipe input, output, errors, failure;
   pid_t launcher;
+  const std::vector<int>& inherited;
 };
 
 [[noreturn]] void run_child(const ChildSetup& setup) {
@@ -85,6 +86,7 @@ struct ChildSetup {
   }
   if (setup.output.write >= 0) dup2(setup.output.write, STDOUT_FILENO);
   if (setup.errors.write >= 0) dup2(setup.errors.write, STDERR_FILENO);
+  for (const int fd : setup.inherited) fcntl(fd, F_SETFD, 0);
   if (setup.bind_cores) sched_setaffinity(0, sizeof(setup.cores), &setup.cores);
   execve(setup.arguments[0], setup.arguments.data(), setup.environment.data());
   const int error = errno;
@@ -128,7 +130,7 @@ RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   std::vector<std::string> arguments = plan.command;
   std::vector<std::string> environment = merged_environment(plan);
   ChildSetup setup{
-      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid()};
+      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid(), plan.inherited};
   for (int core : plan.cores) CPU_SET(core, &setup.cores);
   if (terminal.input_pipe) setup.input = make_pipe();
   if (!terminal.output) setup.output = make_pipe();

@@ -10,11 +10,23 @@
 
 namespace deeptide::launch {
 
+namespace {
+
+std::string command_text(const Options& options) {
+  std::string text;
+  for (const std::string& word : options.command) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+}  // namespace
+
 Supervisor::Supervisor(const Options& options)
     : options_(options),
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
-              [this](const auto& member) { on_exit(member); }}) {
+              [this](const auto& member) { on_exit(member); }}),
+      watch_([this](bool with_stacks) { return read_states(ranks_, with_stacks); }, options.hang_timeout_s,
+             command_text(options), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
@@ -63,7 +75,9 @@ void Supervisor::supervise() {
     });
     ranks_.add_to(set, !output_.full());
     output_.add_to(set);
+    watch_.add_to(set);
     set.wait();
+    watch_.check();
     ranks_.check_deadline();
     if (ranks_.phase() == RankGroup::Phase::running && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
   }

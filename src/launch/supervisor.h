@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "launch/failure_report.h"
+#include "launch/hang_watch.h"
 #include "launch/job_output.h"
 #include "launch/options.h"
 #include "launch/rank_group.h"
@@ -42,6 +43,7 @@ class Supervisor {
   JobOutput output_;
   FailureReport failures_;
   RankGroup ranks_;
+  HangWatch watch_;
   std::string program_;             // empty: ranks
   std::optional<int> stop_signal_;  // that the launcher received
 };

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <unordered_set>
 
@@ -106,7 +107,7 @@ void Unit::pack(Tensor whole) const {
   for (const Parameter& p : parameters_) p.view_of(whole).copy_(p.tensors.front().detach());
 }
 
-void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
+void Unit::point_into(const Tensor& whole) {
   const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
   for (Parameter& p : parameters_) {
     p.storage = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), static_cast<size_t>(p.numel * item),
@@ -120,6 +121,40 @@ void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
     }
     p.version = p.current_version();
   }
+}
+
+void Unit::adopt_shared(Tensor shard, std::shared_ptr<device::PrivateView> view) {
+  view_ = std::move(view);
+  whole_ = view_->tensor(0, numel(), layout_.dtype);
+  shard_ = std::move(shard);
+  point_into(whole_);
+}
+
+bool Unit::has_private_writes() const {
+  return view_ && view_->any_written([](int64_t, int64_t) { return true; });
+}
+
+void Unit::take_private_writes() {
+  const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
+  const auto* seen = static_cast<const char*>(whole_.const_data_ptr());
+  auto* shard = static_cast<char*>(shard_.mutable_data_ptr());
+  const int64_t shard_at = shard_begin() * item;
+  // A written page holds more than what was written: only bytes that differ are the program's.
+  view_->any_written([&](int64_t begin, int64_t end) {
+    for (Parameter& p : parameters_) {
+      const auto [first, last] = owned_range(p);
+      const int64_t from = std::max(begin, first * item), to = std::min(end, last * item);
+      if (from >= to || std::memcmp(seen + from, shard + from - shard_at, to - from) == 0) continue;
+      std::memcpy(shard + from - shard_at, seen + from, to - from);
+      p.rewritten = true;
+    }
+    return false;
+  });
+  view_->forget();
+}
+
+void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
+  point_into(whole);
   Tensor slice = whole.narrow(0, shard_begin(), layout_.shard);
   if (!sharded_) {
     whole_ = whole;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device/memory.h"
+#include "device/shared_memory.h"
 #include "sharding/layout.h"
 
 namespace deeptide::sharding {
@@ -43,7 +44,8 @@ struct Parameter {
   at::Tensor view_of(const at::Tensor& flat) const;
 };
 
-/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent) or *sharded* (stage 3). Even while a
+/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent), *shared* (all ranks are on one host:
+/// whole there, once) or *sharded* (stage 3). Even while a
 /// sharded unit is whole, a parameter's storage has its memory only while an operator in flight has it open: so raw
 /// access always throws our text, and never works by luck today and dangles tomorrow. Not thread-safe: Residency guards
 /// the sharded ones.
@@ -59,6 +61,13 @@ class Unit {
   void pack(at::Tensor whole) const;
   /// Takes the shard out of `whole`, moves the parameters' storages over, and, when sharded, lets `whole` go.
   void adopt(at::Tensor whole, const std::shared_ptr<device::Ledger>& ledger);
+
+  /// The whole lies once in memory that all ranks of the host share: `shard` is this rank's slice there, `view` what
+  /// this rank's program sees of it: writes of its own stay its own until `take_private_writes`.
+  void adopt_shared(at::Tensor shard, std::shared_ptr<device::PrivateView> view);
+  bool has_private_writes() const;
+  /// Brings what this rank's program wrote into its slice, and drops the rest. Nobody may be reading parameters.
+  void take_private_writes();
 
   /// Lends the unit `whole` (numel,), which holds its values; `detach` gives it back for reuse.
   void attach(at::Tensor whole) { whole_ = std::move(whole); }
@@ -76,9 +85,11 @@ class Unit {
   int index() const { return index_; }
   const UnitLayout& layout() const { return layout_; }
   bool sharded() const { return sharded_; }
+  bool shared() const { return view_ != nullptr; }
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory of its own when sharded.
+  /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory of its own when sharded, of the
+  /// host when shared.
   const at::Tensor& shard() const { return shard_; }
   const at::Tensor& whole() const { return whole_; }
   int64_t numel() const { return layout_.numel; }
@@ -88,6 +99,8 @@ class Unit {
   std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
 
  private:
+  void point_into(const at::Tensor& whole);
+
   int index_;
   UnitLayout layout_;
   std::vector<Parameter> parameters_;
@@ -96,6 +109,7 @@ class Unit {
   int pins_ = 0;
   at::Tensor whole_;
   at::Tensor shard_;
+  std::shared_ptr<device::PrivateView> view_;
 };
 
 /// Puts or takes the extra dispatch key on a tensor: the one place that names it.

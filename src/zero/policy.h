@@ -21,4 +21,8 @@ inline constexpr std::array<StagePolicy, 4> kStages = {{
     {true, true, true},     // 3: and parameters
 }};
 
+/// Where ranks share memory, what a stage would keep whole on each of them the host holds once: every rank steps its
+/// part of it and reads all, and no parameter needs to be gathered.
+constexpr StagePolicy on_one_host(StagePolicy policy) { return {true, false, policy.reduce_every_micro}; }
+
 }  // namespace deeptide::zero

@@ -115,12 +115,18 @@ void ShardedOptimizer::step_unit(int unit, const Tensor& gradient, double gradie
   }
 }
 
+/// Makes the stepped shards whole on all ranks. What lies in shared memory is there once all have written.
 void ShardedOptimizer::publish(const std::vector<int>& units) {
-  std::vector<comm::Pending> pending;
-  for (int i : units) pending.push_back(group_.all_gather(units_[i]->whole(), units_[i]->shard()));
-  for (size_t k = 0; k < units.size(); ++k) {
-    group_.wait(pending[k], {site_step_, "step", "publishing unit '" + units_[units[k]]->layout().name + "'"});
+  std::vector<std::pair<int, comm::Pending>> gathers;
+  bool shared = false;
+  for (int i : units) {
+    shared = shared || units_[i]->shared();
+    if (!units_[i]->shared()) gathers.emplace_back(i, group_.all_gather(units_[i]->whole(), units_[i]->shard()));
   }
+  for (auto& [i, pending] : gathers) {
+    group_.wait(pending, {site_step_, "step", "publishing unit '" + units_[i]->layout().name + "'"});
+  }
+  if (shared) group_.barrier({site_step_, "step", "waiting for all ranks to have stepped their shards"});
 }
 
 void ShardedOptimizer::publish_all() {

@@ -41,6 +41,7 @@ TEST(Config, HasTheTablesDefaultsWhenMadeFromNothing) {
   EXPECT_EQ(made.zero.gather_16bit_weights_on_model_save, read.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(made.runtime.comm_timeout_s, read.runtime.comm_timeout_s);
   EXPECT_EQ(made.runtime.ordered_reduction, read.runtime.ordered_reduction);
+  EXPECT_EQ(made.runtime.shared_memory, read.runtime.shared_memory);
   EXPECT_EQ(made.runtime.tune_allocator, read.runtime.tune_allocator);
   EXPECT_EQ(made.runtime.unit_size, read.runtime.unit_size);
   EXPECT_EQ(made.runtime.seed, read.runtime.seed);
@@ -66,7 +67,7 @@ TEST(Config, ReadsEveryHonouredKey) {
       "stage3_prefetch_bucket_size": 1, "stage3_param_persistence_threshold": 2,
       "stage3_model_persistence_threshold": 3, "stage3_max_live_parameters": 1e9, "max_reuse_distance": 5,
       "stage3_gather_fp16_weights_on_model_save": true },
-    "deeptide": {"comm_timeout": 1.5, "reduction": "transport", "tune_allocator": false, "unit_size": 9, "seed": 42},
+    "deeptide": {"comm_timeout": 1.5, "reduction": "transport", "shared_memory": false, "tune_allocator": false, "unit_size": 9, "seed": 42},
   })");
   EXPECT_EQ(c.batch_sizes(2).train, 32);
   EXPECT_EQ(c.communication_dtype, DataType::fp32);
@@ -87,7 +88,7 @@ TEST(Config, ReadsEveryHonouredKey) {
   EXPECT_EQ(c.zero.max_reuse_distance, 5);
   EXPECT_TRUE(c.zero.gather_16bit_weights_on_model_save);
   EXPECT_EQ(c.runtime.comm_timeout_s, 1.5);
-  EXPECT_FALSE(c.runtime.ordered_reduction || c.runtime.tune_allocator);
+  EXPECT_FALSE(c.runtime.ordered_reduction || c.runtime.shared_memory || c.runtime.tune_allocator);
   EXPECT_EQ(c.runtime.unit_size, 9);
   EXPECT_EQ(c.runtime.seed, 42u);
   EXPECT_TRUE(decided(c, "vocabulary_size: 50257 is not a multiple of 8"));

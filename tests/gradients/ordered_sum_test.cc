@@ -45,7 +45,7 @@ struct Result {
 Result run(const Tensor& contributions, double scale, bool overwrite, const Tensor& start) {
   Result result{start.clone(), 0};
   Tensor squares = at::full({1}, -1.0, at::kDouble);
-  ordered_sum(contributions, scale, overwrite, result.accumulator, squares);
+  ordered_sum(contributions.unbind(0), scale, overwrite, result.accumulator, squares);
   result.sum_of_squares = squares.item<double>();
   return result;
 }
@@ -119,7 +119,7 @@ TEST(OrderedSum, AgreesWithTheOracleOfOtherDevices) {
     for (bool overwrite : {true, false}) {
       const Tensor rows = ragged_rows(3, 5001, dtype), start = at::randn({5001});
       Tensor accumulator = start.clone(), squares = at::zeros({1}, at::kDouble);
-      detail::ordered_sum_reference(rows, 0.3f, overwrite, accumulator, squares);
+      detail::ordered_sum_reference(rows.unbind(0), 0.3f, overwrite, accumulator, squares);
       const Result got = run(rows, 0.3f, overwrite, start);
       EXPECT_TRUE(at::equal(got.accumulator, accumulator));
       EXPECT_NEAR(got.sum_of_squares, squares.item<double>(), 1e-12 * got.sum_of_squares);
@@ -130,7 +130,7 @@ TEST(OrderedSum, AgreesWithTheOracleOfOtherDevices) {
 TEST(OrderedSum, LeavesNeighboursAlone) {
   for (int64_t numel : kSizes) {
     Tensor storage = at::zeros({numel + 4}), squares = at::zeros({1}, at::kDouble);
-    ordered_sum(at::ones({2, numel}), 1.0, true, storage.narrow(0, 1, numel), squares);
+    ordered_sum(at::ones({2, numel}).unbind(0), 1.0, true, storage.narrow(0, 1, numel), squares);
     EXPECT_EQ(storage.sum().item<double>(), 2.0 * static_cast<double>(numel));
     EXPECT_EQ(squares.item<double>(), 4.0 * static_cast<double>(numel));
     EXPECT_EQ(storage[0].item<float>(), 0.0f);
@@ -153,7 +153,7 @@ TEST(OrderedSum, NamesTheFirstBadElementAndRankWhereverItLies) {
         rows[0][9000] = bad;
         const Result got = run(rows, 1.0, true, at::zeros({9001}));
         ASSERT_FALSE(std::isfinite(got.sum_of_squares)) << index;
-        const auto found = find_non_finite(rows, got.accumulator);
+        const auto found = find_non_finite(rows.unbind(0), got.accumulator);
         ASSERT_TRUE(found.has_value());
         EXPECT_EQ(found->index, index);
         EXPECT_EQ(found->rank, index == 9000 ? 0 : 1);
@@ -166,15 +166,15 @@ TEST(OrderedSum, SaysThatOnlyTheSumOverflowed) {
   const Tensor rows = at::full({2, 5}, 3e38f);
   const Result got = run(rows, 1.0, true, at::zeros({5}));
   EXPECT_TRUE(std::isinf(got.sum_of_squares));
-  const auto found = find_non_finite(rows, got.accumulator);
+  const auto found = find_non_finite(rows.unbind(0), got.accumulator);
   ASSERT_TRUE(found.has_value());
   EXPECT_EQ(found->index, 0);
   EXPECT_EQ(found->rank, -1);
 }
 
 TEST(FindNonFinite, FindsNothingInFiniteValues) {
-  EXPECT_FALSE(find_non_finite(at::ones({2, 9}), at::ones({9})).has_value());
-  EXPECT_FALSE(find_non_finite(at::ones({2, 0}), at::ones({0})).has_value());
+  EXPECT_FALSE(find_non_finite(at::ones({2, 9}).unbind(0), at::ones({9})).has_value());
+  EXPECT_FALSE(find_non_finite(at::ones({2, 0}).unbind(0), at::ones({0})).has_value());
 }
 
 TEST(Accumulate, AddsOrOverwritesWithCast) {
@@ -205,7 +205,7 @@ TEST(OrderedSum, RejectsTensorsThatDoNotFit) {
   const auto rejects = [](const Tensor& rows, const Tensor& accumulator, const Tensor& squares,
                           const std::string& word) {
     try {
-      ordered_sum(rows, 1.0, true, accumulator, squares);
+      ordered_sum(rows.unbind(0), 1.0, true, accumulator, squares);
       ADD_FAILURE() << "accepted; expected an error about " << word;
     } catch (const c10::ValueError& error) {
       EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "launch/elastic_hosts.h"
 #include "launch/exports.h"
 #include "launch/options.h"
 #include "launch/shell.h"
@@ -55,6 +56,19 @@ TEST(FilterHosts, TakesSlotsOfSeveralHosts) {
   exclude.exclude = "worker-2@worker-3:1-3";
   const std::vector<Host> left = {{"worker-1", {0, 1, 2, 3}}, {"worker-3", {0}}};
   EXPECT_EQ(filter_hosts(hosts, exclude), left);
+}
+
+TEST(ElasticHosts, GiveUpTheLastSlots) {
+  const std::vector<Host> hosts = {{"a", {0, 1}}, {"b", {0, 1}}, {"c", {2}}};
+  EXPECT_EQ(first_slots(hosts, 3), (std::vector<Host>{{"a", {0, 1}}, {"b", {0}}}));
+  EXPECT_EQ(first_slots(hosts, 9), hosts);
+  EXPECT_TRUE(first_slots(hosts, 0).empty());
+}
+
+TEST(ElasticHosts, ReadTheScriptsConfiguration) {
+  EXPECT_EQ(config_argument({"x.py", "--deepspeed", "--deepspeed_config", "a.json"}), "a.json");
+  EXPECT_EQ(config_argument({"x.py", "--deepspeed=b.json"}), "b.json");
+  EXPECT_EQ(config_argument({"x.py", "--config"}), "");
 }
 
 TEST(ShellSplit, UndoesQuoting) {

@@ -162,3 +162,27 @@ def _few_threads():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
+    config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.definition.get_closest_marker("both_ways"):
+        metafunc.fixturenames.append("_memory")
+        metafunc.parametrize("_memory", ["shared", "apart"], indirect=True)
+
+
+@pytest.fixture
+def _memory(request, monkeypatch):
+    if request.param == "apart":
+        monkeypatch.setenv("DEEPTIDE_TEST_APART", "1")
+
+
+@pytest.fixture(autouse=True)
+def _apart(request, monkeypatch):
+    """At stage 3, parameters are sharded only between ranks that share no memory: what tests the gate needs them so."""
+    if request.node.get_closest_marker("apart"):
+        monkeypatch.setenv("DEEPTIDE_TEST_APART", "1")

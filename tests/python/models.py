@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models and batches that several tests share."""
 
+import os
 import threading
 
 import torch
@@ -59,6 +60,11 @@ def batches(count, batch, vocab=37, length=6, seed=1):
     return [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in draw]
 
 
+def memory():
+    """How ranks of this host meet: see the markers `apart` and `both_ways` in conftest.py."""
+    return {"shared_memory": os.environ.get("DEEPTIDE_TEST_APART") != "1"}
+
+
 def config(stage, micro=2, gas=1, world=1, bf16=False, **extra):
     """A ds_config as a dict; `extra` updates it, zero keys under `zero`."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **extra.pop("zero", {})}
@@ -72,6 +78,6 @@ def config(stage, micro=2, gas=1, world=1, bf16=False, **extra):
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
         "bf16": {"enabled": bf16},
-        "deeptide": {"comm_timeout": 60},
+        "deeptide": {"comm_timeout": 60, **memory(), **extra.pop("deeptide", {})},
         **extra,
     }

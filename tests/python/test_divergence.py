@@ -14,6 +14,8 @@ from torch import nn
 
 import deeptide
 
+pytestmark = pytest.mark.both_ways
+
 STEPS = 4
 WORLDS = [2, 3]
 STAGES = [0, 1, 2, 3]

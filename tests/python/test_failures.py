@@ -15,6 +15,8 @@ from conftest import run_processes, run_ranks
 
 import deeptide
 
+pytestmark = pytest.mark.both_ways
+
 # Far below the comm_timeout of these tests (60 s): a failure is told, not waited for.
 SOON = 15
 

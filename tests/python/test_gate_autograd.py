@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import deeptide
 
+pytestmark = pytest.mark.apart
+
 TOKENS, TARGETS = models.batches(1, 2)[0]
 
 

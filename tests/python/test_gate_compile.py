@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import deeptide
 
+pytestmark = pytest.mark.apart
+
 TOKENS, TARGETS = models.batches(1, 2)[0]
 
 

@@ -10,6 +10,8 @@ from gated import assert_as_plain, engine_of, inputs
 from torch import nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.apart
+
 TOKENS, TARGETS = models.batches(1, 2)[0]
 
 

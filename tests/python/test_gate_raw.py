@@ -17,6 +17,8 @@ from gated import engine_of
 
 import deeptide
 
+pytestmark = pytest.mark.apart
+
 TOKENS, TARGETS = models.batches(1, 2)[0]
 NAME = "h.1.up.weight"
 

@@ -12,6 +12,8 @@ from gated import assert_as_plain, engine_of, gradients_of, on_plain
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+pytestmark = pytest.mark.apart
+
 TOKENS, TARGETS = models.batches(1, 2)[0]
 
 

@@ -5,9 +5,12 @@
 import threading
 
 import models
+import pytest
 import torch
 from conftest import run_ranks
 from gated import assert_same_gradients, engine_of, gradients_of, inputs, on_plain
+
+pytestmark = pytest.mark.apart
 
 TOKENS, TARGETS = models.batches(1, 2)[0]
 

@@ -10,6 +10,8 @@ import torch
 from conftest import run_ranks
 from gated import assert_same_gradients, engine_of, gradients_of
 
+pytestmark = pytest.mark.apart
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 

@@ -13,6 +13,8 @@ from torch import nn
 
 import deeptide
 
+pytestmark = pytest.mark.apart
+
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BLOCKS, WIDTH, VOCAB = 6, 32, 100
 

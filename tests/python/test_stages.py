@@ -12,6 +12,8 @@ from conftest import run_processes, run_ranks
 
 import deeptide
 
+pytestmark = pytest.mark.both_ways
+
 STEPS = 20
 MICRO = 2
 

@@ -10,6 +10,8 @@ from torch import nn
 
 import deeptide
 
+pytestmark = pytest.mark.both_ways
+
 
 class Mlp(nn.Module):
     def __init__(self, outputs):

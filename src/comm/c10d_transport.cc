@@ -1,0 +1,83 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Collectives of a c10d backend.
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "comm/transport.h"
+
+namespace deeptide::comm {
+
+using at::Tensor;
+using std::chrono::milliseconds;
+
+namespace {
+
+class WorkOperation : public Operation {
+ public:
+  WorkOperation(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> tensors)
+      : work_(std::move(work)), tensors_(std::move(tensors)), on_device_(!tensors_.front().is_cpu()) {}
+
+  bool ready() override { return work_->isCompleted(); }
+
+  bool advance(milliseconds limit) override {
+    try {
+      if (on_device_) {
+        work_->wait();  // orders the current stream after the collective
+      } else {
+        work_->wait(std::max(limit, milliseconds(1)));
+      }
+      return true;
+    } catch (const std::exception& error) {
+      if (!work_->isCompleted()) return false;  // only late
+      // It may have ended well just after the limit: then the error is the limit's, not the work's.
+      if (work_->exception() == nullptr) return true;
+      throw TransportError(std::string(error.what()).substr(0, 300));
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<Tensor> tensors_;
+  bool on_device_;
+};
+
+OperationPtr follow(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> tensors) {
+  return std::make_shared<WorkOperation>(std::move(work), std::move(tensors));
+}
+
+class C10dTransport : public Transport {
+ public:
+  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  OperationPtr all_gather(Tensor output, Tensor input) override {
+    return follow(backend_->_allgather_base(output, input), {output, input});
+  }
+
+  OperationPtr all_to_all(Tensor output, Tensor input) override {
+    std::vector<int64_t> equal_splits;
+    return follow(backend_->alltoall_base(output, input, equal_splits, equal_splits), {output, input});
+  }
+
+  OperationPtr reduce_scatter(Tensor output, Tensor input) override {
+    return follow(backend_->_reduce_scatter_base(output, input), {output, input});
+  }
+
+  OperationPtr broadcast(Tensor tensor, int root) override {
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    std::vector<Tensor> tensors{tensor};
+    return follow(backend_->broadcast(tensors, options), {tensor});
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend) {
+  return std::make_unique<C10dTransport>(std::move(backend));
+}
+
+}  // namespace deeptide::comm

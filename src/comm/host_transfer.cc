@@ -1,0 +1,116 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Copying in and out of slots, as far as it goes without waiting.
+#include "comm/host_transfer.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace deeptide::comm {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+// Two ranks' slots fit the second-level caches: a piece is read from there, not from memory.
+constexpr int64_t kSlotBytes = 256 << 10;
+constexpr int kSlots = 4;
+
+class HostOperation : public Operation {
+ public:
+  HostOperation(std::shared_ptr<HostRing> ring, Transfer transfer, OperationPtr before)
+      : ring_(std::move(ring)),
+        transfer_(std::move(transfer)),
+        before_(std::move(before)),
+        num_pieces_((transfer_.bytes + kSlotBytes - 1) / kSlotBytes) {}
+
+  bool ready() override { return advance(milliseconds(0)); }
+
+  bool advance(milliseconds limit) override {
+    if (before_) {
+      if (!before_->advance(limit)) return false;
+      before_.reset();
+    }
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    while (num_taken_ < num_pieces_) {
+      send();
+      const auto left = deadline - std::chrono::steady_clock::now();
+      const auto patience = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
+      // Own slots are free once everybody has read them; they can only wait for what was posted already.
+      if (num_sent_ == num_taken_) {
+        if (!ring_->wait_read(ring_->num_posted() - kSlots, patience)) return false;
+        continue;
+      }
+      const uint32_t number = first_ + static_cast<uint32_t>(num_taken_);
+      if (!ring_->wait_posted(number, patience)) return false;
+      take(number);
+    }
+    transfer_ = Transfer{};
+    num_pieces_ = num_taken_ = 0;
+    return true;
+  }
+
+ private:
+  int64_t piece_bytes(int64_t piece) const { return std::min(kSlotBytes, transfer_.bytes - piece * kSlotBytes); }
+
+  /// Fills the slots that are free.
+  void send() {
+    while (num_sent_ < num_pieces_) {
+      char* slot = ring_->next_slot();
+      if (slot == nullptr) return;
+      if (transfer_.source) std::memcpy(slot, transfer_.source + num_sent_ * kSlotBytes, piece_bytes(num_sent_));
+      const uint32_t number = ring_->post();
+      if (num_sent_++ == 0) first_ = number;
+    }
+  }
+
+  void take(uint32_t number) {
+    for (int peer = 0; peer < ring_->size(); ++peer) {
+      transfer_.take({peer, num_taken_ * kSlotBytes, ring_->slot(peer, number), piece_bytes(num_taken_)});
+    }
+    ring_->set_read(number);
+    ++num_taken_;
+  }
+
+  std::shared_ptr<HostRing> ring_;
+  Transfer transfer_;
+  OperationPtr before_;
+  int64_t num_pieces_;
+  int64_t num_sent_ = 0;
+  int64_t num_taken_ = 0;
+  uint32_t first_ = 0;
+};
+
+class ThenOperation : public Operation {
+ public:
+  ThenOperation(OperationPtr operation, std::function<void()> finish)
+      : operation_(std::move(operation)), finish_(std::move(finish)) {}
+  bool ready() override { return operation_->ready(); }
+  bool advance(milliseconds limit) override {
+    if (!operation_->advance(limit)) return false;
+    if (finish_) std::exchange(finish_, nullptr)();
+    return true;
+  }
+
+ private:
+  OperationPtr operation_;
+  std::function<void()> finish_;
+};
+
+}  // namespace
+
+HostChannel::HostChannel(std::shared_ptr<Host> host)
+    : ring_(std::make_shared<HostRing>(std::move(host), kSlots, kSlotBytes)) {}
+
+OperationPtr HostChannel::start(Transfer transfer) {
+  auto before = last_ && !last_->advance(milliseconds(0)) ? last_ : nullptr;
+  last_ = std::make_shared<HostOperation>(ring_, std::move(transfer), before);
+  last_->advance(milliseconds(0));
+  return last_;
+}
+
+OperationPtr then(OperationPtr operation, std::function<void()> finish) {
+  return std::make_shared<ThenOperation>(std::move(operation), std::move(finish));
+}
+
+}  // namespace deeptide::comm

@@ -1,0 +1,14 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A reduction for transports that only move bytes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace deeptide::comm {
+
+/// output = rows[0] + rows[1] + …, in that order, in fp32 where the type is narrower. Shapes: rows (size * N,), output
+/// (N,).
+void add_rows_in_order(const at::Tensor& rows, int64_t size, at::Tensor output);
+
+}  // namespace deeptide::comm

@@ -1,0 +1,147 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Between hosts over c10d, each rank with those of its index; within a host through shared memory.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/host_transfer.h"
+#include "comm/ordered_rows.h"
+#include "comm/transport.h"
+
+namespace deeptide::comm {
+
+using at::Tensor;
+using std::chrono::milliseconds;
+
+namespace {
+
+/// First the rail, then, when all before it have begun theirs, the transfer within the host.
+class TwoLevelOperation : public Operation {
+ public:
+  TwoLevelOperation(OperationPtr rail, OperationPtr before, std::function<OperationPtr()> start_local)
+      : rail_(std::move(rail)), before_(std::move(before)), start_local_(std::move(start_local)) {}
+
+  bool ready() override {
+    if (local_) return local_->ready();
+    return (!before_ || before_->ready()) && (!rail_ || rail_->ready()) && advance(milliseconds(0));
+  }
+
+  bool advance(milliseconds limit) override {
+    if (before_) {
+      if (!before_->advance(limit)) return false;
+      before_.reset();
+    }
+    if (rail_) {
+      if (!rail_->advance(limit)) return false;
+      rail_.reset();
+    }
+    if (!local_) local_ = std::exchange(start_local_, nullptr)();
+    return local_->advance(limit);
+  }
+
+ private:
+  OperationPtr rail_;
+  OperationPtr before_;
+  std::function<OperationPtr()> start_local_;
+  OperationPtr local_;
+};
+
+class TwoLevelTransport : public Transport {
+ public:
+  TwoLevelTransport(std::shared_ptr<Host> host, c10::intrusive_ptr<c10d::Backend> rail)
+      : host_(host), rail_(make_c10d_transport(std::move(rail))), channel_(std::move(host)) {
+    for (const auto& ranks : host_->hosts()) order_.insert(order_.end(), ranks.begin(), ranks.end());
+  }
+
+  OperationPtr all_gather(Tensor output, Tensor input) override {
+    const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
+    Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host
+    auto place = [this, output, row, to = writable(output)](const Piece& piece) {
+      for_rows(piece, row, [&](int64_t host, int64_t offset, const char* data, int64_t bytes) {
+        std::memcpy(to + host_->hosts()[host][piece.peer] * row + offset, data, bytes);
+      });
+    };
+    return then_local(rail_->all_gather(column, input), {{output, column}, bytes_of(column), hosts * row, place});
+  }
+
+  OperationPtr all_to_all(Tensor output, Tensor input) override {
+    const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
+    const Tensor sent = by_host(input);
+    Tensor received = at::empty_like(sent);  // (hosts, local, row): what this index of each host has for ours
+    auto place = [this, output, row, local, to = writable(output)](const Piece& piece) {
+      for_rows(piece, row, [&](int64_t at, int64_t offset, const char* data, int64_t bytes) {
+        if (at % local != channel_.index()) return;
+        std::memcpy(to + host_->hosts()[at / local][piece.peer] * row + offset, data, bytes);
+      });
+    };
+    return then_local(rail_->all_to_all(received, sent),
+                      {{output, received}, bytes_of(received), static_cast<int64_t>(received.nbytes()), place});
+  }
+
+  OperationPtr reduce_scatter(Tensor output, Tensor input) override {
+    Tensor rows = at::empty_like(input);
+    return then(all_to_all(rows, input), [rows, output, size = num_ranks()] { add_rows_in_order(rows, size, output); });
+  }
+
+  OperationPtr broadcast(Tensor tensor, int root) override {
+    const int64_t place = std::find(order_.begin(), order_.end(), root) - order_.begin();
+    const int root_host = static_cast<int>(place / channel_.size()), root_index = static_cast<int>(place % channel_.size());
+    const bool sends = channel_.index() == root_index;
+    auto take = [root_index, sends, to = writable(tensor)](const Piece& piece) {
+      if (piece.peer == root_index && !sends) std::memcpy(to + piece.offset, piece.data, piece.bytes);
+    };
+    return then_local(sends ? rail_->broadcast(tensor, root_host) : nullptr,
+                      {{tensor}, sends ? bytes_of(tensor) : nullptr, static_cast<int64_t>(tensor.nbytes()), take});
+  }
+
+ private:
+  static const char* bytes_of(const Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); }
+  static char* writable(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
+  int64_t num_hosts() const { return static_cast<int64_t>(host_->hosts().size()); }
+  int64_t num_ranks() const { return static_cast<int64_t>(order_.size()); }
+
+  OperationPtr then_local(OperationPtr rail, Transfer transfer) {
+    auto start = [this, transfer = std::move(transfer)] { return channel_.start(transfer); };
+    last_ = std::make_shared<TwoLevelOperation>(std::move(rail), last_, std::move(start));
+    last_->ready();
+    return last_;
+  }
+
+  /// Calls `use(row, offset in it, data, bytes)` for each row of `row` bytes that the piece touches.
+  template <typename Use>
+  static void for_rows(const Piece& piece, int64_t row, const Use& use) {
+    for (int64_t at = piece.offset; at < piece.offset + piece.bytes;) {
+      const int64_t end = std::min((at / row + 1) * row, piece.offset + piece.bytes);
+      use(at / row, at % row, piece.data + at - piece.offset, end - at);
+      at = end;
+    }
+  }
+
+  /// The input's rows, ordered by host; itself when the ranks are numbered so.
+  Tensor by_host(const Tensor& input) const {
+    if (std::is_sorted(order_.begin(), order_.end())) return input;
+    const Tensor rows = input.view({num_ranks(), -1});
+    std::vector<Tensor> ordered;
+    for (int rank : order_) ordered.push_back(rows[rank]);
+    return at::cat(ordered);
+  }
+
+  std::shared_ptr<Host> host_;
+  std::unique_ptr<Transport> rail_;
+  HostChannel channel_;
+  std::vector<int> order_;  // ranks, host by host
+  OperationPtr last_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host,
+                                                    c10::intrusive_ptr<c10d::Backend> rail) {
+  return std::make_unique<TwoLevelTransport>(std::move(host), std::move(rail));
+}
+
+}  // namespace deeptide::comm

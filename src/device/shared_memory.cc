@@ -1,0 +1,222 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// memfd, mmap, and the kernel's word on which pages are a process's own.
+#include "device/shared_memory.h"
+
+#include <ATen/ops/from_blob.h>
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+namespace deeptide::device {
+
+using at::Tensor;
+
+namespace {
+
+constexpr int64_t kLargePage = 2 << 20;
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
+#endif
+
+int64_t page_size() {
+  static const int64_t size = ::sysconf(_SC_PAGESIZE);
+  return size;
+}
+
+[[noreturn]] void refuse(const std::string& what) {
+  const int error = errno;
+  TORCH_CHECK(false, "deeptide: cannot ", what, ": ", std::strerror(error));
+}
+
+/// Maps `bytes` of `fd` at a multiple of a large page, so that large pages can serve where the system gives them.
+char* map(int fd, int64_t offset, int64_t bytes, int flags) {
+  const int64_t reserved = bytes + kLargePage;
+  void* base = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) refuse("reserve " + std::to_string(bytes) + " bytes of addresses for shared memory");
+  const auto begin = reinterpret_cast<int64_t>(base);
+  const int64_t aligned = (begin + kLargePage - 1) / kLargePage * kLargePage;
+  char* start = reinterpret_cast<char*>(aligned);
+  void* mapped = ::mmap(start, bytes, PROT_READ | PROT_WRITE, flags | MAP_FIXED | MAP_NORESERVE, fd, offset);
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(base, reserved);
+    errno = error;
+    refuse("map " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  if (aligned > begin) ::munmap(base, aligned - begin);
+  char* end = start + (bytes + page_size() - 1) / page_size() * page_size();
+  char* reserved_end = static_cast<char*>(base) + reserved;
+  if (reserved_end > end) ::munmap(end, reserved_end - end);
+  return start;
+}
+
+Tensor tensor_at(char* data, int64_t numel, at::ScalarType dtype, std::function<void()> release) {
+  return at::from_blob(data, {numel}, [release = std::move(release)](void*) { release(); },
+                       at::TensorOptions().dtype(dtype));
+}
+
+// PAGEMAP_SCAN (Linux 6.7) is newer than the headers of the systems that we build on.
+struct PageRegion {
+  uint64_t start, end, categories;
+};
+struct PagemapScan {
+  uint64_t size, flags, start, end, walk_end, regions, num_regions, max_pages;
+  uint64_t category_inverted, category_mask, category_anyof, return_mask;
+};
+constexpr uint64_t kIsFile = 1 << 2, kIsPresent = 1 << 3, kIsSwapped = 1 << 4;
+const unsigned long kPagemapScan = _IOWR('f', 16, PagemapScan);
+constexpr uint64_t kEntryFile = 1ull << 61, kEntrySwapped = 1ull << 62, kEntryPresent = 1ull << 63;
+
+/// Ranges of present or swapped pages that belong to no file; false when the kernel has no such call.
+bool scan_regions(int pagemap, uint64_t start, uint64_t end, std::vector<PageRegion>& found) {
+  std::array<PageRegion, 256> regions;
+  while (start < end) {
+    PagemapScan scan{};
+    scan.size = sizeof(scan);
+    scan.start = start;
+    scan.end = end;
+    scan.regions = reinterpret_cast<uint64_t>(regions.data());
+    scan.num_regions = regions.size();
+    scan.category_inverted = kIsFile;
+    scan.category_mask = kIsFile;
+    scan.category_anyof = kIsPresent | kIsSwapped;
+    const int count = ::ioctl(pagemap, kPagemapScan, &scan);
+    if (count < 0) return false;
+    found.insert(found.end(), regions.begin(), regions.begin() + count);
+    if (scan.walk_end <= start) break;
+    start = scan.walk_end;
+  }
+  return true;
+}
+
+/// The same from the table of all pages, eight bytes each.
+void read_entries(int pagemap, uint64_t start, uint64_t end, std::vector<PageRegion>& found) {
+  const auto page = static_cast<uint64_t>(page_size());
+  std::vector<uint64_t> entries(4096);
+  for (uint64_t at = start; at < end;) {
+    const uint64_t count = std::min<uint64_t>(entries.size(), (end - at + page - 1) / page);
+    const auto offset = static_cast<off_t>(at / page * sizeof(uint64_t));
+    const auto got = ::pread(pagemap, entries.data(), count * sizeof(uint64_t), offset);
+    if (got <= 0) refuse("read /proc/self/pagemap");
+    for (uint64_t i = 0; i < static_cast<uint64_t>(got) / sizeof(uint64_t); ++i, at += page) {
+      const uint64_t entry = entries[i];
+      if ((entry & kEntryFile) || !(entry & (kEntryPresent | kEntrySwapped))) continue;
+      if (!found.empty() && found.back().end == at) {
+        found.back().end = at + page;
+      } else {
+        found.push_back({at, at + page, 0});
+      }
+    }
+  }
+}
+
+std::vector<PageRegion> own_pages(const char* data, int64_t bytes) {
+  static const int pagemap = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  static const pid_t opened_by = ::getpid();
+  int fd = pagemap;
+  if (opened_by != ::getpid()) fd = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // a forked child's own table
+  if (fd < 0) refuse("open /proc/self/pagemap");
+  const auto start = reinterpret_cast<uint64_t>(data);
+  const uint64_t end = start + static_cast<uint64_t>((bytes + page_size() - 1) / page_size() * page_size());
+  std::vector<PageRegion> found;
+  if (!scan_regions(fd, start, end, found)) {
+    found.clear();
+    read_entries(fd, start, end, found);
+  }
+  if (fd != pagemap) ::close(fd);
+  return found;
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size) {
+  try {
+    data_ = map(fd_, 0, size_, MAP_SHARED);
+  } catch (...) {
+    ::close(fd_);
+    throw;
+  }
+  ::madvise(data_, size_, MADV_HUGEPAGE);  // a wish: it is granted where shmem_enabled says so
+}
+
+SharedMemory::~SharedMemory() {
+  ::munmap(data_, size_);
+  ::close(fd_);
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::create(int64_t bytes) {
+  const int fd = ::memfd_create("deeptide", MFD_CLOEXEC);
+  if (fd < 0) refuse("create shared memory");
+  if (::ftruncate(fd, bytes) != 0) {
+    ::close(fd);
+    refuse("size shared memory to " + std::to_string(bytes) + " bytes");
+  }
+  return std::shared_ptr<SharedMemory>(new SharedMemory(fd, bytes));
+}
+
+std::string SharedMemory::address() const {
+  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd_);
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& address) {
+  const int fd = ::open(address.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) refuse("open the shared memory of another rank at " + address);
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    ::close(fd);
+    refuse("look at the shared memory of another rank at " + address);
+  }
+  return std::shared_ptr<SharedMemory>(new SharedMemory(fd, status.st_size));
+}
+
+Tensor SharedMemory::view(int64_t offset, int64_t numel, at::ScalarType dtype, std::function<void()> on_release) {
+  TORCH_INTERNAL_ASSERT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= size_);
+  return tensor_at(data_ + offset, numel, dtype, [self = shared_from_this(), on_release = std::move(on_release)] {
+    if (on_release) on_release();
+  });
+}
+
+void SharedMemory::populate(int64_t offset, int64_t bytes) {
+  const int64_t first = offset / page_size() * page_size();
+  const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
+  if (last <= first || ::madvise(data_ + first, last - first, MADV_POPULATE_WRITE) == 0) return;
+  // Older kernels: touch each page without changing it.
+  for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
+}
+
+void SharedMemory::discard(int64_t offset, int64_t bytes) {
+  ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+}
+
+PrivateView::PrivateView(const std::shared_ptr<SharedMemory>& memory, int64_t offset, int64_t bytes)
+    : memory_(memory), bytes_(bytes), data_(map(memory->descriptor(), offset, bytes, MAP_PRIVATE)) {}
+
+PrivateView::~PrivateView() { ::munmap(data_, bytes_); }
+
+Tensor PrivateView::tensor(int64_t offset, int64_t numel, at::ScalarType dtype) {
+  TORCH_INTERNAL_ASSERT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= bytes_);
+  return tensor_at(data_ + offset, numel, dtype, [self = shared_from_this()] {});
+}
+
+bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit) const {
+  const auto start = reinterpret_cast<uint64_t>(data_);
+  for (const PageRegion& region : own_pages(data_, bytes_)) {
+    const auto begin = static_cast<int64_t>(region.start - start);
+    const auto end = std::min(static_cast<int64_t>(region.end - start), bytes_);
+    if (visit(begin, end)) return true;
+  }
+  return false;
+}
+
+void PrivateView::forget() { ::madvise(data_, bytes_, MADV_DONTNEED); }
+
+}  // namespace deeptide::device
