@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "launch/machine.h"
+#include "launch/own_interface.h"
 #include "launch/shell.h"
 
 namespace deeptide::launch {
@@ -104,6 +105,11 @@ Environment shared_environment(const RankOptions& options, const HostPlace& plac
   };
   if (here) set_default("OMP_NUM_THREADS", std::to_string(std::max<size_t>(1, num_cores / place.num_ranks)));
   set_default("PYTHONUNBUFFERED", "1");
+  // Gloo tells its peers the address of the machine's name, which many systems map to loopback.
+  if (here && place.num_nodes > 1 && own_name_is_local()) {
+    const std::string interface = interface_towards(place.master_addr);
+    if (!interface.empty()) set_default("GLOO_SOCKET_IFNAME", interface);
+  }
   return shared;
 }
 
