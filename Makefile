@@ -15,7 +15,7 @@ PYTHON_FOLDERS = $(wildcard python examples bench tests tools)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: build setup demo test test-cpp test-python bench lint tidy format docs wheel asan tsan clean help
+.PHONY: build setup demo test test-cpp test-hosts test-python bench lint tidy format docs wheel asan tsan clean help
 .PHONY: bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
@@ -31,7 +31,7 @@ demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, 
 	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
 	  DATA="$(DATA)" RESUME="$(RESUME)" RANKS=$(RANKS) OUT="$(OUT)" sh examples/demo.sh
 
-test: test-cpp test-python  ## Build what is needed and run every test
+test: test-cpp test-hosts test-python  ## Build what is needed and run every test
 
 test-cpp: build
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(JOBS)
@@ -41,6 +41,9 @@ test-python: build
 	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
+
+test-hosts: build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/hosts
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)

@@ -50,11 +50,18 @@ missing_packages() {
   have_header gtest/gtest.h || echo libgtest-dev
 }
 
-# Not needed, but wanted where we may install: faster builds, and `make format`.
+# Not needed, but wanted where we may install: faster builds, `make format`, more of the tests.
 missing_extras() {
   for tool in ccache mold clang-format; do
     command -v "$tool" >/dev/null || echo "$tool"
   done
+  # For the tests of jobs over several hosts, which run as root only; they and those of world discovery skip without.
+  [ -x /usr/sbin/sshd ] || echo openssh-server
+  command -v ip >/dev/null || echo iproute2
+  [ -x /usr/sbin/iptables ] || echo iptables
+  command -v pdsh >/dev/null || echo pdsh
+  command -v mpirun.openmpi >/dev/null || echo openmpi-bin
+  command -v mpirun.mpich >/dev/null || echo mpich
 }
 
 install_packages() {

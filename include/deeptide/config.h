@@ -71,6 +71,21 @@ struct ZeroConfig {
   bool gather_16bit_weights_on_model_save = false;
 };
 
+/// The "elasticity" section: one global batch that suits many world sizes.
+struct ElasticityConfig {
+  bool enabled = false;
+  bool sizes_given = true;  // max_train_batch_size and micro_batch_sizes stand in the text, not only by default
+  int64_t max_train_batch_size = 2000;
+  std::vector<int64_t> micro_batch_sizes{2, 4, 6};
+  int64_t min_gpus = 1;
+  int64_t max_gpus = 10'000;
+  int64_t num_gpus_per_node = 1;
+  int64_t model_parallel_size = 1;
+  double version = 0.2;  // 0.1: any number of ranks; 0.2: whole nodes
+  bool prefer_larger_batch = true;
+  bool ignore_non_elastic_batch_info = false;
+};
+
 /// Deeptide's own section, "deeptide": {…}.
 struct RuntimeConfig {
   double comm_timeout_s = 1800.0;  // every wait on a peer
@@ -92,7 +107,8 @@ class Config {
   /// `text`: JSON with comments and trailing commas; `origin`: what errors call it, e.g. a path or "<dict>".
   static Config from_text(std::string_view text, const std::string& origin = "<text>");
 
-  /// Errors: ConfigError when the sizes do not multiply, in DeepSpeed's words.
+  /// With elasticity on: the elastic batch, its largest micro-batch that divides, and the accumulation that follows.
+  /// Errors: ConfigError when the sizes do not multiply, in DeepSpeed's words, or the world is not an elastic one.
   BatchSizes batch_sizes(int64_t world_size) const;
   /// The data type of parameters and activations.
   DataType compute_dtype() const;
@@ -101,6 +117,7 @@ class Config {
   OptimizerConfig optimizer;
   SchedulerConfig scheduler;
   ZeroConfig zero;
+  ElasticityConfig elasticity;
   RuntimeConfig runtime;
   bool fp16 = false;  // rejected by the parser until loss scaling is there
   bool bf16 = false;

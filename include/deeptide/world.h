@@ -6,6 +6,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -22,13 +23,37 @@ struct DEEPTIDE_API World {
   c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
   c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
   std::string host;                           // name of its machine; empty: found out (boot, network, user)
-  std::string source;                         // how it was found: "torchrun", "deeptide", "single", "threads", "given"
+  std::string source;                         // how it was found: a Discovery's source, "single" or "threads"
 };
 
-/// Finds the world from the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT as set by `deeptide` or
-/// torchrun, else a world of one. Errors: ConfigError listing the variables that are missing or contradict each other;
-/// CommError when rank 0's store cannot be reached within `timeout`.
+/// What a launcher's variables say of this process, before any connection is made.
+struct DEEPTIDE_API Discovery {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  std::string address;             // of rank 0's host; empty in a world of one without one
+  int port = 0;                    // of rank 0's store
+  std::string source;              // "deeptide", "torchrun", "environment", "openmpi", "mpich", "mvapich", "slurm",
+                                   // "sagemaker", "kubernetes"
+  bool agent_hosts_store = false;  // torchrun's agent listens on the port, not rank 0
+};
+
+inline constexpr int kDefaultPort = 29500;
+
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (set by `deeptide`, torchrun, Azure ML, Kubeflow),
+/// the variables of OpenMPI, MPICH, Intel MPI, MVAPICH, SLURM, SageMaker and of Kubernetes' indexed jobs. Nothing when
+/// none is set. `default_port`: used when neither MASTER_PORT nor a job's number gives one.
+/// Errors: ConfigError listing the variables that are missing, malformed, or contradict each other.
+DEEPTIDE_API std::optional<Discovery> discover_world(int default_port = kDefaultPort);
+
+/// Finds the world with discover_world() and meets the other ranks at rank 0's store; without a launcher, a world of
+/// one. Every rank proves that it holds DEEPTIDE_JOB_TOKEN where that is set; see docs/diagnosis.md.
+/// Errors: as discover_world(); ConfigError when ranks disagree on the world or two claim one rank; CommError when rank
+/// 0's store cannot be reached within `timeout` or a token is wrong.
 DEEPTIDE_API World init_distributed(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+
+/// The same for a place that is known already.
+DEEPTIDE_API World join_world(const Discovery& place, std::chrono::milliseconds timeout = std::chrono::seconds(300));
 
 /// Ranks as threads of one process (tests, notebooks): the store is shared, e.g. a c10d::HashStore. Ranks of different
 /// `host` names take each other for ranks on other machines.

@@ -6,6 +6,7 @@ Importing this package loads nothing but itself: torch and the C++ core come in 
 """
 
 import importlib
+import os
 
 from deeptide._version import __version__
 
@@ -26,9 +27,15 @@ _HOME = {
     "initialize": "_initialize",
     "make_world": "_C",
 }
-_MODULES = ("config", "data", "engine", "ops", "optimizer", "schedule", "utils")
+_MODULES = ("config", "data", "elasticity", "engine", "ops", "optimizer", "schedule", "utils")
 
 __all__ = ["__version__", *_HOME]
+
+
+if "DEEPTIDE_STACKS_FD" in os.environ:
+    from deeptide._stacks import answer_stack_signals
+
+    answer_stack_signals()
 
 
 def __getattr__(name):

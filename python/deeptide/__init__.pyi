@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from deeptide import config as config
 from deeptide import data as data
+from deeptide import elasticity as elasticity
 from deeptide import engine as engine
 from deeptide import ops as ops
 from deeptide import optimizer as optimizer

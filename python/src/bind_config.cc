@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Config and the values it is made of, read-only in Python but for hyper-parameters.
 #include "bindings.h"
+#include "config/elasticity.h"
 #include "deeptide/config.h"
 
 namespace deeptide::python {
@@ -58,12 +59,19 @@ void bind_sections(py::module_& module) {
       .def_readonly("seed", &RuntimeConfig::seed);
 }
 
+// Batch, valid worlds, largest micro-batch, preferred micro-batch, version.
+py::tuple elastic_batch(const Config& config, int64_t world_size) {
+  const config::ElasticBatch batch = config::elastic_batch_unchecked(config.elasticity, world_size);
+  return py::make_tuple(batch.train, batch.valid_worlds, batch.micro, batch.preferred_micro, config.elasticity.version);
+}
+
 }  // namespace
 
 void bind_config(py::module_& module) {
   bind_enums(module);
   bind_hyperparameters(module);
   bind_sections(module);
+  module.def("elastic_batch", &elastic_batch, py::arg("config"), py::arg("world_size"));
   py::class_<Config>(module, "Config", "A parsed and validated ds_config.json.")
       .def_static("from_file", &Config::from_file, py::arg("path"), NoGil())
       .def_static("from_text", &Config::from_text, py::arg("text"), py::arg("origin") = "<text>", NoGil())

@@ -17,9 +17,13 @@ void use_group(World& world, const std::string& name, c10::Device device) {
   world.backend = c10d::resolve_process_group(name)->getBackend(device.type());
 }
 
-World discover(double timeout_s) {
-  return init_distributed(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
+
+World discover(double timeout_s) { return init_distributed(milliseconds_of(timeout_s)); }
+
+World join(const Discovery& place, double timeout_s) { return join_world(place, milliseconds_of(timeout_s)); }
 
 std::string describe_world(const World& world) {
   return "World(rank=" + std::to_string(world.rank) + ", size=" + std::to_string(world.size) +
@@ -37,6 +41,17 @@ void bind_world(py::module_& module) {
       .def_property_readonly("store", [](const World& world) { return world.store; })
       .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), NoGil())
       .def("__repr__", &describe_world);
+  py::class_<Discovery>(module, "Discovery", "What a launcher's variables say of this process.")
+      .def(py::init<>())
+      .def_readwrite("rank", &Discovery::rank)
+      .def_readwrite("size", &Discovery::size)
+      .def_readwrite("local_rank", &Discovery::local_rank)
+      .def_readwrite("address", &Discovery::address)
+      .def_readwrite("port", &Discovery::port)
+      .def_readwrite("source", &Discovery::source)
+      .def_readwrite("agent_hosts_store", &Discovery::agent_hosts_store);
+  module.def("discover_world", &discover_world, py::arg("default_port") = kDefaultPort, NoGil());
+  module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
   module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
              NoGil());
   module.def("init_distributed", &discover, py::arg("timeout_s") = 300.0, NoGil());

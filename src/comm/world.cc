@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finding the world: launcher, torchrun, or alone.
+// Finding the world: by the launcher's variables, or alone.
 #include "deeptide/world.h"
 
 #include <cstdlib>
@@ -8,31 +8,36 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <vector>
+
+#include "comm/discovery.h"
+#include "comm/flight_log.h"
+#include "comm/meeting.h"
 
 namespace deeptide {
 namespace {
-
-std::optional<std::string> environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value && *value ? std::optional<std::string>(value) : std::nullopt;
-}
-
-int number(const char* name, const std::string& text, int low, int high) {
-  char* end = nullptr;
-  const long value = std::strtol(text.c_str(), &end, 10);
-  if (*end != '\0' || value < low || value > high) {
-    throw ConfigError(std::string("environment variable ") + name + "=" + text + ": expected a number from " +
-                      std::to_string(low) + " to " + std::to_string(high));
-  }
-  return static_cast<int>(value);
-}
 
 World single() {
   World world;
   world.store = c10::make_intrusive<c10d::HashStore>();
   world.source = "single";
   return world;
+}
+
+c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(place.port);
+  options.isServer = place.rank == 0 && !place.agent_hosts_store;
+  options.numWorkers = place.size;
+  options.waitWorkers = false;
+  options.multiTenant = true;  // a second world of this process meets at the same server
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(place.address, options);
+  } catch (const std::exception& error) {
+    throw CommError("rank " + std::to_string(place.rank) + " could not reach the store at " + place.address + ":" +
+                    std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
+                    " s: " + std::string(error.what()).substr(0, 300));
+  }
 }
 
 }  // namespace
@@ -52,42 +57,26 @@ World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   return world;
 }
 
+std::optional<Discovery> discover_world(int default_port) {
+  return comm::discover(comm::Environment::of_process(), default_port);
+}
+
 World init_distributed(std::chrono::milliseconds timeout) {
-  const char* names[] = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
-  std::string missing;
-  int found = 0;
-  for (const char* name : names) {
-    if (environment(name)) {
-      ++found;
-    } else {
-      missing += std::string(missing.empty() ? "" : ", ") + name;
-    }
+  const auto place = discover_world();
+  return place ? join_world(*place, timeout) : single();
+}
+
+World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
+  comm::flight_log();  // from now on this rank can be asked where it is
+  if (place.address.empty()) {
+    if (place.size == 1) return single();
+    throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");
   }
-  if (!environment("RANK") && !environment("WORLD_SIZE")) return single();
-  if (found != 4) {
-    throw ConfigError("the environment describes a world in part only; missing: " + missing +
-                      ". Start with `deeptide` or `torchrun`, or unset RANK and WORLD_SIZE for a world of one.");
-  }
-  World world;
-  world.size = number("WORLD_SIZE", *environment("WORLD_SIZE"), 1, 1 << 20);
-  world.rank = number("RANK", *environment("RANK"), 0, world.size - 1);
-  world.local_rank = environment("LOCAL_RANK") ? number("LOCAL_RANK", *environment("LOCAL_RANK"), 0, 1 << 16) : 0;
-  world.source = environment("TORCHELASTIC_RUN_ID") ? "torchrun" : "deeptide";
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(number("MASTER_PORT", *environment("MASTER_PORT"), 1, 65535));
-  const bool agent_hosts_store = environment("TORCHELASTIC_USE_AGENT_STORE") == std::optional<std::string>("True");
-  options.isServer = world.rank == 0 && !agent_hosts_store;
-  options.numWorkers = world.size;
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  const std::string address = *environment("MASTER_ADDR");
-  try {
-    world.store = c10::make_intrusive<c10d::TCPStore>(address, options);
-  } catch (const std::exception& error) {
-    throw CommError("rank " + std::to_string(world.rank) + " could not reach the store at " + address + ":" +
-                    std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
-                    " s: " + std::string(error.what()).substr(0, 300));
-  }
+  World world = make_world(connect(place, timeout), place.rank, place.size);
+  world.local_rank = place.local_rank;
+  world.source = place.source;
+  const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
+  world.store = comm::meet(world.store, place.rank, place.size, token ? token : "", timeout);
   return world;
 }
 

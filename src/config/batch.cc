@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Config::batch_sizes: any one or two of the three batch sizes give the others.
+#include "config/elasticity.h"
 #include "deeptide/config.h"
 #include "deeptide/errors.h"
 
@@ -75,9 +76,16 @@ std::string multiple_cure(const BatchConfig& batch, int64_t world_size, const st
   return "make train_batch_size a multiple of " + words(unit) + " (" + factors + ")";
 }
 
+BatchSizes elastic_sizes(const ElasticityConfig& elasticity, int64_t world_size, const std::string& origin) {
+  check_positive("the world size", world_size, "give at least 1", origin);
+  const config::ElasticBatch batch = config::elastic_batch(elasticity, world_size);
+  return {batch.train, batch.micro, batch.train / (batch.micro * world_size)};
+}
+
 }  // namespace
 
 BatchSizes Config::batch_sizes(int64_t world_size) const {
+  if (elasticity.enabled) return elastic_sizes(elasticity, world_size, origin);
   check_given(batch, world_size, origin);
   const BatchSizes sizes = derive(batch, world_size, origin);
   const std::string cure = multiple_cure(batch, world_size, origin);

@@ -3,11 +3,13 @@
 // Config: from text through the table to fields.
 #include "deeptide/config.h"
 
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 
 #include "base/json.h"
 #include "config/base64.h"
+#include "config/elasticity.h"
 #include "config/rules.h"
 #include "config/validate.h"
 #include "deeptide/errors.h"
@@ -117,6 +119,27 @@ ZeroConfig zero_config(const Values& values) {
   return config;
 }
 
+ElasticityConfig elasticity_config(const Values& values) {
+  const std::string elasticity = "elasticity.";
+  ElasticityConfig config;
+  config.enabled = values.flag(elasticity + "enabled");
+  config.sizes_given =
+      values.given(elasticity + "max_train_batch_size") && values.given(elasticity + "micro_batch_sizes");
+  config.max_train_batch_size = values.integer(elasticity + "max_train_batch_size");
+  config.micro_batch_sizes.clear();
+  for (const JsonValue& size : values.value(elasticity + "micro_batch_sizes").items) {
+    config.micro_batch_sizes.push_back(Values::as_integer(size));
+  }
+  config.min_gpus = values.integer(elasticity + "min_gpus");
+  config.max_gpus = values.integer(elasticity + "max_gpus");
+  config.num_gpus_per_node = values.integer(elasticity + "num_gpus_per_node");
+  config.model_parallel_size = values.integer(elasticity + "model_parallel_size");
+  config.version = values.number(elasticity + "version");
+  config.prefer_larger_batch = values.flag(elasticity + "prefer_larger_batch");
+  config.ignore_non_elastic_batch_info = values.flag(elasticity + "ignore_non_elastic_batch_info");
+  return config;
+}
+
 RuntimeConfig runtime_config(const Values& values) {
   RuntimeConfig config;
   config.comm_timeout_s = values.number("deeptide.comm_timeout");
@@ -134,6 +157,10 @@ void fill(const Values& values, Config& config) {
   config.optimizer = optimizer_config(values);
   config.scheduler = scheduler_config(values, config.decisions);
   config.zero = zero_config(values);
+  config.elasticity = elasticity_config(values);
+  if (config.elasticity.enabled) {
+    config::check_scheduler_contract(config.elasticity, std::getenv("DEEPSPEED_ELASTICITY_CONFIG"));
+  }
   config.runtime = runtime_config(values);
   config.bf16 = values.flag("bf16.enabled");
   config.communication_dtype = maybe_type(values.word("communication_data_type"));

@@ -41,6 +41,19 @@ void check_optimizer(const Values& values, Problems& problems) {
   }
 }
 
+void check_elasticity(const Values& values, Problems& problems) {
+  if (!values.flag("elasticity.enabled")) return;
+  if (values.flag("elasticity.ignore_non_elastic_batch_info")) return;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    if (!values.given(key)) continue;
+    blame(
+        values, key,
+        "will not be used since elastic training is enabled, which takes control of the batch sizes; leave it out, or "
+        "set elasticity.ignore_non_elastic_batch_info to true",
+        problems);
+  }
+}
+
 void note_optimizer(const Values& values, std::vector<std::string>& decisions) {
   if (values.word("optimizer.type") != "Adam") return;
   decisions.push_back(values.flag(kParams + "adam_w_mode")
@@ -64,6 +77,7 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 void check_rules(const Values& values, Problems& problems) {
   check_precision(values, problems);
   check_reduction(values, problems);
+  check_elasticity(values, problems);
   // With other problems about, the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);
 }

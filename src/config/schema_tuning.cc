@@ -10,22 +10,26 @@ Key elasticity_section() {
   std::vector<JsonValue> micro_batches;
   for (int64_t size : {2, 4, 6}) micro_batches.emplace_back(size);
   return section(
-             "elasticity", "Batch sizes that suit many numbers of ranks.",
+             "elasticity", "One global batch that suits many numbers of ranks; it sets all three batch sizes.",
              {
                  flag("enabled", false, "Use it."),
-                 integer("max_train_batch_size", 2000, "Largest global batch.").at_least(1),
-                 list("micro_batch_sizes", Kind::integer, micro_batches, "Micro-batches to choose from.").at_least(1),
+                 integer("max_train_batch_size", 2000, "Largest global batch; to be given when enabled.").at_least(1),
+                 list("micro_batch_sizes", Kind::integer, micro_batches,
+                      "Micro-batches to choose from; to be given when enabled.")
+                     .at_least(1),
                  integer("min_gpus", 1, "Fewest ranks.").at_least(1),
                  integer("max_gpus", 10'000, "Most ranks.").at_least(1),
-                 integer("min_time", 0, "Minutes before a change.").at_least(0),
-                 number("version", 0.2, "Version of the algorithm."),
-                 flag("prefer_larger_batch", true, "Of two, the larger batch.").alias("prefer_large_batch"),
-                 flag("ignore_non_elastic_batch_info", false, "Pass over the batch keys."),
+                 integer("min_time", 0, "Minutes before a change.")
+                     .at_least(0)
+                     .either("a restart follows from a lost or a returned host, not from the time"),
+                 number("version", 0.2, "0.1: any number of ranks; 0.2: whole nodes."),
+                 flag("prefer_larger_batch", true, "Of two batches for as many worlds, the larger.")
+                     .alias("prefer_large_batch"),
+                 flag("ignore_non_elastic_batch_info", false, "Pass over the batch keys instead of an error."),
                  integer("num_gpus_per_node", 1, "Ranks of a node.").at_least(1),
                  integer("model_parallel_size", 1, "Ranks that share a model.").at_least(1),
              })
-      .switched_by("enabled")
-      .later();
+      .switched_by("enabled");
 }
 
 Key model_info_section() {

@@ -3,6 +3,10 @@
 // What this machine offers to a job, from /dev, the scheduler and the socket layer.
 #include "launch/machine.h"
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -10,9 +14,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <sstream>
 
 #include "launch/options.h"
@@ -40,6 +47,43 @@ fs::path own_environment() {
   if (error) return {};
   const fs::path root = self.parent_path().parent_path();
   return fs::exists(root / "pyvenv.cfg", error) ? root : fs::path{};
+}
+
+// Listens at `port` for a moment (0: at any free one, which it becomes). Returns 0 or the error's number.
+// As the rendezvous itself binds: on every interface, and over connections that only linger in TIME_WAIT.
+int bind_port(int& port) {
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (listener < 0) return errno;
+  const int reuse = 1;
+  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  socklen_t length = sizeof(address);
+  const bool free = bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0 &&
+                    getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  const int error = free ? 0 : errno;
+  close(listener);
+  if (free) port = ntohs(address.sin_port);
+  return error;
+}
+
+// From the kernel's tables: local address and port in hexadecimal, state 0A is listening, the tenth word is the inode.
+std::string listening_inode(int port) {
+  char wanted[8];
+  std::snprintf(wanted, sizeof(wanted), ":%04X", port);
+  for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream stream(table);
+    std::string line;
+    std::getline(stream, line);
+    while (std::getline(stream, line)) {
+      std::istringstream text(line);
+      const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+      if (words.size() > 9 && words[1].ends_with(wanted) && words[3] == "0A") return words[9];
+    }
+  }
+  return {};
 }
 
 }  // namespace
@@ -71,25 +115,78 @@ std::vector<int> usable_cores() {
 }
 
 int choose_port(int wanted) {
-  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (listener < 0) throw UsageError(std::string("cannot open a socket: ") + std::strerror(errno));
-  // As the rendezvous itself binds: on every interface, and over connections that only linger in TIME_WAIT.
-  const int reuse = 1;
-  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);
-  address.sin_port = htons(static_cast<uint16_t>(wanted));
-  socklen_t length = sizeof(address);
-  const bool free = bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0 &&
-                    getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  const int error = errno;
-  close(listener);
-  if (!free) {
-    throw UsageError("--master_port " + std::to_string(wanted) + " cannot be used: " + std::strerror(error) +
-                     "; choose another port, or leave the option out for a free one");
+  int port = wanted;
+  const int error = bind_port(port);
+  if (error == 0) return port;
+  throw UsageError("--master_port " + std::to_string(wanted) + " cannot be used: " + std::strerror(error) +
+                   port_holder(wanted) + "; choose another port, or leave the option out for a free one");
+}
+
+int next_free_port(int first) {
+  constexpr int kTried = 100;
+  for (int port = first; port < std::min(first + kTried, 65536); ++port) {
+    if (bind_port(port) == 0) return port;
   }
-  return ntohs(address.sin_port);
+  return choose_port(0);
+}
+
+std::string port_holder(int port) {
+  const std::string inode = listening_inode(port);
+  if (inode.empty()) return {};
+  const std::string wanted = "socket:[" + inode + "]";
+  std::error_code error;
+  for (const auto& process : fs::directory_iterator("/proc", error)) {
+    const std::string pid = process.path().filename();
+    if (pid[0] < '0' || pid[0] > '9') continue;
+    for (const auto& fd : fs::directory_iterator(process.path() / "fd", error)) {
+      if (fs::read_symlink(fd.path(), error) != wanted) continue;
+      std::string name;
+      std::getline(std::ifstream(process.path() / "comm"), name);
+      return " (held by process " + pid + ", '" + name + "')";
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> own_addresses() {
+  std::vector<std::string> addresses, later;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    if (!entry->ifa_addr || (entry->ifa_flags & IFF_LOOPBACK) || !(entry->ifa_flags & IFF_UP)) continue;
+    char text[INET6_ADDRSTRLEN] = "";
+    if (entry->ifa_addr->sa_family == AF_INET) {
+      inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(entry->ifa_addr)->sin_addr, text, sizeof(text));
+      addresses.push_back(text);
+    } else if (entry->ifa_addr->sa_family == AF_INET6) {
+      const auto& address = reinterpret_cast<sockaddr_in6*>(entry->ifa_addr)->sin6_addr;
+      if (IN6_IS_ADDR_LINKLOCAL(&address)) continue;
+      inet_ntop(AF_INET6, &address, text, sizeof(text));
+      later.push_back(text);
+    }
+  }
+  freeifaddrs(list);
+  addresses.insert(addresses.end(), later.begin(), later.end());
+  return addresses;
+}
+
+bool is_this_machine(const std::string& name) {
+  char own[256] = "";
+  gethostname(own, sizeof(own) - 1);
+  if (name == "localhost" || name == "127.0.0.1" || name == "::1" || name == own) return true;
+  addrinfo* found = nullptr;
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(name.c_str(), nullptr, &hints, &found) != 0) return false;
+  const std::vector<std::string> mine = own_addresses();
+  bool here = false;
+  for (const addrinfo* entry = found; entry && !here; entry = entry->ai_next) {
+    char text[INET6_ADDRSTRLEN] = "";
+    getnameinfo(entry->ai_addr, entry->ai_addrlen, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+    here = std::string_view(text).compare(0, 4, "127.") == 0 || std::find(mine.begin(), mine.end(), text) != mine.end();
+  }
+  freeaddrinfo(found);
+  return here;
 }
 
 std::string find_program(const std::string& name) {

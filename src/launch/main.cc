@@ -1,38 +1,53 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The `deeptide` command: runs a script or program as ranks on this machine.
+// The `deeptide` command: a job, unless the first word names another command.
 #include <cstdio>
 #include <exception>
+#include <string_view>
 
+#include "launch/commands.h"
 #include "launch/options.h"
-#include "launch/rank_plan.h"
-#include "launch/supervisor.h"
+
+namespace deeptide::launch {
 
 namespace {
 
-constexpr int kUsage = 2;
-constexpr int kCannotStart = 126;
+struct Command {
+  std::string_view name;
+  int (*run)(const Arguments& arguments);
+};
 
-int run(int argc, char** argv) {
-  using namespace deeptide::launch;
-  const auto options = parse_options({argv + 1, argv + argc});
-  if (!options) return 0;
-  const auto plans = plan_ranks(*options);
-  if (!options->dry_run) return Supervisor(*options).run(plans);
-  for (const RankPlan& plan : plans) std::puts(to_shell(plan).c_str());
-  return 0;
+// A script of one of these names is run as `./name`. parse_options' --help lists those that users call.
+constexpr Command kCommands[] = {
+    {"agent", run_agent},
+    {"bench", run_bench},
+    {"doctor", run_doctor},
+    {"elastic", run_elastic},
+    {"ps", run_ps},
+    {"rank", run_rank},
+    {"run", run_job},
+    {"ssh", run_ssh},
+    {"stacks", run_stacks},
+};
+
+int run(const Arguments& words) {
+  for (const Command& command : kCommands) {
+    if (!words.empty() && words[0] == command.name) return command.run({words.begin() + 1, words.end()});
+  }
+  return run_job(words);
 }
 
 }  // namespace
+}  // namespace deeptide::launch
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return deeptide::launch::run({argv + 1, argv + argc});
   } catch (const deeptide::launch::UsageError& error) {
     std::fprintf(stderr, "deeptide: %s\n", error.what());
-    return kUsage;
+    return deeptide::launch::kExitUsage;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "deeptide: %s\n", error.what());
-    return kCannotStart;
+    return deeptide::launch::kExitCannotStart;
   }
 }

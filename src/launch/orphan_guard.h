@@ -16,6 +16,7 @@ class OrphanGuard {
   OrphanGuard(const OrphanGuard&) = delete;
   OrphanGuard& operator=(const OrphanGuard&) = delete;
 
+  pid_t pid() const { return pid_; }
   void watch(pid_t group);
   void release(pid_t group);
 

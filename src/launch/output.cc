@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr size_t kTailLines = 20;
+constexpr size_t kTailLines = 50;
 constexpr size_t kLongestLine = 64 * 1024;  // a longer one is cut, so that binary output cannot fill the memory
 constexpr std::chrono::seconds kRedrawInterval{10};
 

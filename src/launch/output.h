@@ -8,9 +8,9 @@
 #include <string>
 #include <string_view>
 
-namespace deeptide::launch {
+#include "launch/poll_set.h"
 
-using Clock = std::chrono::steady_clock;
+namespace deeptide::launch {
 
 /// Where lines go: a queue in front of a file descriptor, so that a slow reader stops the ranks' output and not the
 /// launcher's watch over them.

@@ -12,6 +12,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
+#include <iterator>
 #include <system_error>
 #include <vector>
 
@@ -58,8 +60,9 @@ struct ChildSetup {
   cpu_set_t cores;
   bool bind_cores;
   Terminal terminal;
-  Pipe output, errors, failure;
+  Pipe input, output, errors, failure;
   pid_t launcher;
+  const std::vector<int>& inherited;
 };
 
 [[noreturn]] void run_child(const ChildSetup& setup) {
@@ -74,13 +77,16 @@ struct ChildSetup {
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
-  if (!setup.terminal.input) {
+  if (setup.input.read >= 0) {
+    dup2(setup.input.read, STDIN_FILENO);
+  } else if (!setup.terminal.input) {
     const int null = open("/dev/null", O_RDONLY);
     dup2(null, STDIN_FILENO);
     if (null > STDERR_FILENO) close(null);
   }
   if (setup.output.write >= 0) dup2(setup.output.write, STDOUT_FILENO);
   if (setup.errors.write >= 0) dup2(setup.errors.write, STDERR_FILENO);
+  for (const int fd : setup.inherited) fcntl(fd, F_SETFD, 0);
   if (setup.bind_cores) sched_setaffinity(0, sizeof(setup.cores), &setup.cores);
   execve(setup.arguments[0], setup.arguments.data(), setup.environment.data());
   const int error = errno;
@@ -102,29 +108,44 @@ int exec_error(int fd) {
 
 std::string ExitStatus::text() const {
   if (!signal) return "exited with code " + std::to_string(code);
+  const std::string peak = peak_bytes > 0 ? ": " + bytes_text(peak_bytes) + " at that time" : "";
+  if (out_of_memory) return "was killed by the kernel for memory" + peak;
   const char* name = sigabbrev_np(signal);
-  const std::string hint = signal == SIGKILL ? ", often the kernel's answer to too little memory" : "";
+  const std::string hint = signal == SIGKILL ? ", often the kernel's answer to too little memory" + peak : "";
   return "was killed by signal " + std::to_string(signal) + " (" + (name ? std::string("SIG") + name : "unknown") +
          hint + ")";
+}
+
+std::string bytes_text(int64_t bytes) {
+  constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof(text), unit == 0 ? "%.0f %s" : "%.1f %s", value, kUnits[unit]);
+  return text;
 }
 
 RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   std::vector<std::string> arguments = plan.command;
   std::vector<std::string> environment = merged_environment(plan);
   ChildSetup setup{
-      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, make_pipe(), getpid()};
+      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid(), plan.inherited};
   for (int core : plan.cores) CPU_SET(core, &setup.cores);
+  if (terminal.input_pipe) setup.input = make_pipe();
   if (!terminal.output) setup.output = make_pipe();
   if (!terminal.errors) setup.errors = make_pipe();
   pid_ = fork();
   if (pid_ == 0) run_child(setup);
   const int fork_error = pid_ < 0 ? errno : 0;
   if (pid_ > 0) setpgid(pid_, pid_);  // on both sides: whoever comes first
+  input_ = setup.input.write;
   output_ = setup.output.read;
   errors_ = setup.errors.read;
-  for (int fd : {output_, errors_}) {
+  for (int fd : {input_, output_, errors_}) {
     if (fd >= 0) fcntl(fd, F_SETFL, O_NONBLOCK);
   }
+  close_fd(setup.input.read);
   close_fd(setup.output.write);
   close_fd(setup.errors.write);
   close_fd(setup.failure.write);
@@ -132,6 +153,7 @@ RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   close_fd(setup.failure.read);
   if (!error) return;
   if (pid_ > 0) waitpid(pid_, nullptr, 0);
+  close_fd(input_);
   close_fd(output_);
   close_fd(errors_);
   throw std::system_error(error, std::generic_category(), "cannot start '" + plan.command[0] + "'");
@@ -140,9 +162,12 @@ RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
 RankProcess::~RankProcess() {
   send_signal(SIGKILL);
   if (!status_) waitpid(pid_, nullptr, 0);
+  close_fd(input_);
   close_fd(output_);
   close_fd(errors_);
 }
+
+void RankProcess::close_input() { close_fd(input_); }
 
 void RankProcess::close_output() { close_fd(output_); }
 
@@ -151,9 +176,5 @@ void RankProcess::close_errors() { close_fd(errors_); }
 void RankProcess::send_signal(int signal) const { kill(-pid_, signal); }
 
 bool RankProcess::group_alive() const { return kill(-pid_, 0) == 0; }
-
-void RankProcess::record_exit(int wait_status) {
-  status_ = WIFSIGNALED(wait_status) ? ExitStatus{0, WTERMSIG(wait_status)} : ExitStatus{WEXITSTATUS(wait_status), 0};
-}
 
 }  // namespace deeptide::launch

@@ -5,6 +5,7 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -12,9 +13,10 @@
 
 namespace deeptide::launch {
 
-/// Which of the launcher's own streams the rank writes to directly; the others are pipes.
+/// Which of the launcher's own streams the rank uses directly; the other outputs are pipes, the other input is empty.
 struct Terminal {
   bool input = false;
+  bool input_pipe = false;  // an input that the launcher writes
   bool output = false;
   bool errors = false;
 };
@@ -23,11 +25,16 @@ struct Terminal {
 struct ExitStatus {
   int code = 0;
   int signal = 0;
+  int64_t peak_bytes = 0;      // resident, of the process itself
+  bool out_of_memory = false;  // the kernel killed it for that
 
   bool failed() const { return code != 0 || signal != 0; }
   int exit_code() const { return signal ? 128 + signal : code; }  // as a shell tells it
   std::string text() const;                                       // "exited with code 3"
 };
+
+/// "14.2 GiB".
+std::string bytes_text(int64_t bytes);
 
 /// A started rank and all that it starts in turn (its process group). Destruction kills and reaps what is left.
 class RankProcess {
@@ -39,8 +46,10 @@ class RankProcess {
   RankProcess& operator=(const RankProcess&) = delete;
 
   pid_t pid() const { return pid_; }
+  int input_fd() const { return input_; }    // -1: not a pipe, or closed
   int output_fd() const { return output_; }  // -1: written directly, or at its end
   int errors_fd() const { return errors_; }
+  void close_input();
   void close_output();
   void close_errors();
 
@@ -49,12 +58,12 @@ class RankProcess {
   /// True while any process of the rank's group is left.
   bool group_alive() const;
 
-  /// Takes what waitpid said of this process.
-  void record_exit(int wait_status);
+  void record_exit(const ExitStatus& status) { status_ = status; }
   const std::optional<ExitStatus>& status() const { return status_; }
 
  private:
   pid_t pid_ = -1;
+  int input_ = -1;
   int output_ = -1;
   int errors_ = -1;
   std::optional<ExitStatus> status_;

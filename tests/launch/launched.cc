@@ -86,6 +86,8 @@ LaunchResult Launched::wait() {
   return result;
 }
 
+std::string Launched::errors_so_far() const { return read_file(folder_.path("err")); }
+
 std::string Launched::output_so_far() const { return read_file(folder_.path("out")); }
 
 LaunchResult launch(std::vector<std::string> arguments, std::map<std::string, std::string> environment) {

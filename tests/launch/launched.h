@@ -48,6 +48,7 @@ class Launched {
   /// Waits, 30 s at most: then it fails the test and kills the launcher.
   LaunchResult wait();
   std::string output_so_far() const;
+  std::string errors_so_far() const;
 
  private:
   TempFolder folder_;

@@ -77,13 +77,13 @@ TEST(LineSplitter, ShowsARedrawnLineEveryTenSeconds) {
   EXPECT_EQ(pipe.read_all(), "");
 }
 
-TEST(LineSplitter, KeepsTheLastTwentyLines) {
+TEST(LineSplitter, KeepsTheLastFiftyLines) {
   SinkOnPipe pipe;
   LineSplitter lines("", pipe.sink);
-  for (int i = 0; i < 50; ++i) lines.feed(std::to_string(i) + "\n");
-  EXPECT_EQ(lines.tail().size(), 20u);
+  for (int i = 0; i < 80; ++i) lines.feed(std::to_string(i) + "\n");
+  EXPECT_EQ(lines.tail().size(), 50u);
   EXPECT_EQ(lines.tail().front(), "30");
-  EXPECT_EQ(lines.tail().back(), "49");
+  EXPECT_EQ(lines.tail().back(), "79");
 }
 
 TEST(LineSplitter, CutsALineThatNeverEnds) {

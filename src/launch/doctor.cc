@@ -1,0 +1,239 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One small examination after the other; the command prints what they find.
+#include "launch/doctor.h"
+
+#include <linux/io_uring.h>
+#include <netdb.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "launch/child_output.h"
+#include "launch/command_line.h"
+#include "launch/hostfile.h"
+#include "launch/machine.h"
+#include "launch/options.h"
+#include "launch/rank_process.h"
+
+namespace deeptide::launch {
+namespace {
+
+using Verdict = Finding::Verdict;
+
+constexpr uint64_t kMiB = 1 << 20;
+constexpr double kPythonTimeout = 60.0;
+constexpr int kSshTimeout = 10;
+
+std::string size_text(uint64_t bytes) { return bytes_text(static_cast<int64_t>(bytes)); }
+
+// What the child says, line by line: verdict, subject, text, cure, separated by tabs.
+constexpr const char* kPythonFacts = R"(import sys
+
+def say(verdict, subject, text, cure=""):
+    print(verdict, subject, text, cure, sep="\t", flush=True)
+
+def judge(good, subject, cure):
+    say("ok" if good else "fail", subject, "available" if good else "is not in this build of torch", "" if good else cure)
+
+say("ok", "python", sys.version.split()[0] + " at " + sys.executable)
+try:
+    import torch
+except Exception as error:
+    say("fail", "torch", f"does not load: {error}", "pip install torch here, or choose another interpreter with --python")
+    sys.exit()
+say("ok", "torch", f"{torch.__version__} at {torch.__path__[0]}")
+count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+kind = torch.accelerator.current_accelerator().type if count else "cpu"
+say("ok", "devices", f"{count} x {kind}" if count else "none: training on the CPU")
+import torch.distributed as dist
+judge(dist.is_available(), "torch.distributed", "install a build with USE_DISTRIBUTED")
+if dist.is_available():
+    judge(dist.is_gloo_available(), "gloo", "install a build of torch with Gloo")
+    if kind == "cuda":
+        judge(dist.is_nccl_available(), "nccl", "install a CUDA build of torch")
+say("ok", "cpu kernels of torch", torch.backends.cpu.get_cpu_capability())
+try:
+    import deeptide, deeptide._C
+    say("ok", "deeptide", f"{deeptide.__version__} at {deeptide.__path__[0]}")
+except Exception as error:
+    say("fail", "deeptide", f"does not load: {error}", "pip install deeptide here; it must be built for this torch")
+)";
+
+Finding judge_instruction_set() {
+#if defined(__x86_64__)
+  const char* best = __builtin_cpu_supports("avx512bf16") ? "AVX-512 with BF16"
+                     : __builtin_cpu_supports("avx512f")  ? "AVX-512"
+                     : __builtin_cpu_supports("avx2")     ? "AVX2"
+                     : __builtin_cpu_supports("sse4.2")   ? "SSE4.2"
+                                                          : "SSE2";
+  if (!__builtin_cpu_supports("avx2")) {
+    return {Verdict::warn, "instruction set",
+            std::string(best) + ": optimizer kernels run at a fraction of their speed",
+            "use a machine, or a virtual machine's CPU model, with AVX2"};
+  }
+  return {Verdict::ok, "instruction set", std::string(best) + "; kernels choose at run time", ""};
+#else
+  return {Verdict::ok, "instruction set", "kernels choose at run time", ""};
+#endif
+}
+
+Finding judge_host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  addrinfo* found = nullptr;
+  const int error = ::getaddrinfo(name, nullptr, nullptr, &found);
+  if (error == 0) ::freeaddrinfo(found);
+  if (error == 0) return {Verdict::ok, "host name", std::string(name) + " resolves", ""};
+  return {Verdict::warn, "host name", std::string(name) + " does not resolve: " + ::gai_strerror(error),
+          "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface"};
+}
+
+int try_io_uring() {
+  io_uring_params parameters{};
+  const long fd = ::syscall(__NR_io_uring_setup, 1, &parameters);
+  if (fd < 0) return errno;
+  ::close(static_cast<int>(fd));
+  return 0;
+}
+
+std::vector<Finding> python_findings(const std::string& python) {
+  const ChildOutput child = run_child({python, "-c", kPythonFacts}, kPythonTimeout);
+  std::vector<Finding> findings;
+  std::istringstream lines(child.text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream fields(line);
+    std::string verdict, subject, text, cure;
+    if (!std::getline(fields, verdict, '\t') || !std::getline(fields, subject, '\t')) continue;
+    std::getline(fields, text, '\t');
+    std::getline(fields, cure, '\t');
+    findings.push_back({verdict == "ok" ? Verdict::ok : Verdict::fail, subject, text, cure});
+  }
+  if (child.late || child.code != 0) {
+    const std::string what =
+        child.late ? "gave no answer within 60 s" : "ended with code " + std::to_string(child.code);
+    findings.push_back({Verdict::fail, "python", python + " " + what + ": " + child.text.substr(0, 300),
+                        "check that `" + python + " -c 'import torch'` works"});
+  }
+  return findings;
+}
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+uint64_t limit_of(__rlimit_resource resource) {
+  rlimit limit{};
+  ::getrlimit(resource, &limit);
+  return limit.rlim_cur == RLIM_INFINITY ? UINT64_MAX : limit.rlim_cur;
+}
+
+}  // namespace
+
+Finding judge_shared_memory(uint64_t free_bytes) {
+  const std::string text = size_text(free_bytes) + " free in /dev/shm";
+  const std::string cure = "in a container: --shm-size=8g or --ipc=host; else remount it with a larger size=";
+  if (free_bytes < 64 * kMiB) return {Verdict::fail, "shared memory", text, cure};
+  if (free_bytes < 1024 * kMiB) return {Verdict::warn, "shared memory", text, cure};
+  return {Verdict::ok, "shared memory", text, ""};
+}
+
+Finding judge_locked_memory(uint64_t limit_bytes) {
+  if (limit_bytes == UINT64_MAX) return {Verdict::ok, "locked memory", "unlimited", ""};
+  const std::string text = size_text(limit_bytes) + " at most";
+  if (limit_bytes >= 1024 * kMiB) return {Verdict::ok, "locked memory", text, ""};
+  return {Verdict::warn, "locked memory", text + ": pinned buffers and registered I/O are limited to that",
+          "ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container: --ulimit memlock=-1"};
+}
+
+Finding judge_huge_pages(const std::string& setting) {
+  if (setting.find("[never]") != std::string::npos) {
+    return {Verdict::warn, "huge pages", "never: large CPU tensors fault page by page",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"};
+  }
+  if (setting.empty()) return {Verdict::warn, "huge pages", "not in this kernel", "use a kernel with THP"};
+  const size_t open = setting.find('['), close = setting.find(']');
+  return {Verdict::ok, "huge pages", setting.substr(open + 1, close - open - 1), ""};
+}
+
+Finding judge_open_files(uint64_t limit) {
+  const std::string text = limit == UINT64_MAX ? "unlimited" : std::to_string(limit) + " at most";
+  if (limit >= 4096) return {Verdict::ok, "open files", text, ""};
+  return {Verdict::warn, "open files", text + ": ranks and data loaders may run out", "ulimit -n 65536"};
+}
+
+Finding judge_io_uring(int error) {
+  if (error == 0) return {Verdict::ok, "io_uring", "works", ""};
+  const std::string why = std::strerror(error);
+  return {Verdict::warn, "io_uring", why + ": NVMe files are read and written by threads instead",
+          error == ENOSYS ? "use Linux 5.1 or newer"
+                          : "allow it: sysctl kernel.io_uring_disabled=0, and the container's seccomp profile"};
+}
+
+std::vector<Finding> examine_machine(const std::string& python) {
+  struct statvfs shm {};
+  const uint64_t shm_free = ::statvfs("/dev/shm", &shm) == 0 ? uint64_t{shm.f_bavail} * shm.f_frsize : 0;
+  std::vector<Finding> findings = python_findings(python);
+  findings.push_back(judge_instruction_set());
+  findings.push_back(judge_shared_memory(shm_free));
+  findings.push_back(judge_locked_memory(limit_of(RLIMIT_MEMLOCK)));
+  findings.push_back(judge_huge_pages(first_line("/sys/kernel/mm/transparent_hugepage/enabled")));
+  findings.push_back(judge_open_files(limit_of(RLIMIT_NOFILE)));
+  findings.push_back(judge_io_uring(try_io_uring()));
+  findings.push_back(judge_host_name());
+  return findings;
+}
+
+Finding examine_host(const std::string& host, int ssh_port) {
+  std::vector<std::string> command{"ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"};
+  if (ssh_port > 0) command.insert(command.end(), {"-p", std::to_string(ssh_port)});
+  command.insert(command.end(), {host, "true"});
+  const ChildOutput child = run_child(command, kSshTimeout);
+  const std::string subject = "ssh " + host;
+  if (child.code == 0) return {Verdict::ok, subject, "logs in without a password", ""};
+  if (child.code == 127 && child.text.empty())
+    return {Verdict::fail, subject, "ssh is not installed", "install openssh-client"};
+  std::string said = child.late ? "no answer within 10 s" : child.text.substr(0, child.text.find('\n'));
+  return {Verdict::fail, subject, said.empty() ? "ended with code " + std::to_string(child.code) : said,
+          "make `ssh -o BatchMode=yes " + host + " true` work: a key in authorized_keys, the host in known_hosts"};
+}
+
+std::string to_line(const Finding& finding) {
+  constexpr const char* kWords[] = {"ok    ", "warn  ", "fail  "};
+  std::string line = kWords[static_cast<int>(finding.verdict)] + finding.subject + ": " + finding.text;
+  return finding.cure.empty() ? line : line + ". Cure: " + finding.cure;
+}
+
+int run_doctor(const Arguments& arguments) {
+  CLI::App app("Examines this machine, and with a hostfile the login to each host; exit code 1 if anything fails.",
+               "deeptide doctor");
+  std::string hostfile, python;
+  int ssh_port = 0;
+  app.add_option("-H,--hostfile", hostfile, "Hosts as lines 'NAME slots=N'");
+  app.add_option("--ssh_port", ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
+  app.add_option("--python", python, "The Python interpreter to examine");
+  if (const auto code = parse_arguments(app, arguments)) return *code;
+  std::vector<Finding> findings = examine_machine(python.empty() ? find_python() : python);
+  if (!hostfile.empty()) {
+    for (const Host& host : read_hostfile(hostfile)) findings.push_back(examine_host(host.name, ssh_port));
+  }
+  bool failed = false;
+  for (const Finding& finding : findings) {
+    std::puts(to_line(finding).c_str());
+    failed |= finding.verdict == Verdict::fail;
+  }
+  return failed ? 1 : 0;
+}
+
+}  // namespace deeptide::launch

@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What this machine offers a training, and what it lacks with the cure.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace deeptide::launch {
+
+struct Finding {
+  enum class Verdict : uint8_t { ok, warn, fail } verdict;
+  std::string subject;
+  std::string text;
+  std::string cure;  // empty when ok
+};
+
+/// Each judges one thing from what it is given, so that tests can give anything.
+Finding judge_shared_memory(uint64_t free_bytes);
+Finding judge_locked_memory(uint64_t limit_bytes);     // UINT64_MAX: unlimited
+Finding judge_huge_pages(const std::string& setting);  // the text of transparent_hugepage/enabled; empty: no such file
+Finding judge_open_files(uint64_t limit);
+Finding judge_io_uring(int error);  // errno of io_uring_setup; 0: it worked
+
+/// All of this machine; torch's part through a Python child.
+std::vector<Finding> examine_machine(const std::string& python);
+/// `ssh_port`: 0 for ssh's own choice.
+Finding examine_host(const std::string& host, int ssh_port);
+
+/// "warn  huge pages: never. Cure: …"
+std::string to_line(const Finding& finding);
+
+}  // namespace deeptide::launch

@@ -1,0 +1,30 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Jobs whose ranks mpirun or srun starts; this process watches over the starter, each `deeptide rank` over its rank.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "launch/exports.h"
+#include "launch/hostfile.h"
+#include "launch/options.h"
+
+namespace deeptide::launch {
+
+struct Starter {
+  std::vector<std::string> command;
+  Environment environment;  // for the starter, which passes the exported part on by name
+};
+
+/// With `look`, the first host is asked for its address where --master_addr is not given.
+/// Errors: UsageError if the starter is missing or cannot do what the options ask, or the host does not answer.
+Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look);
+
+/// Runs the job. Returns the starter's exit code, or 128 + signal as Supervisor does.
+int run_starter(const Options& options, const std::vector<Host>& hosts);
+
+/// The first name of SLURM's short form: "node[03-07,9],x" is "node03".
+std::string first_of_nodelist(const std::string& list);
+
+}  // namespace deeptide::launch
