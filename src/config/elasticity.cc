@@ -114,10 +114,6 @@ Choice choose(const ElasticityConfig& config, int64_t max_batch, int64_t min_wor
       best = {batch, std::move(valid)};
     }
   }
-  if (best.valid.empty()) {
-    fail("min_gpus, max_gpus: no batch up to " + std::to_string(max_batch) + " suits any number of ranks from " +
-         std::to_string(low) + " to " + std::to_string(high));
-  }
   return best;
 }
 
@@ -142,6 +138,10 @@ ElasticBatch for_this_world(const ElasticityConfig& config, int64_t world_size, 
   }
   const int64_t batch = config.prefer_larger_batch ? *std::max_element(batches.begin(), batches.end())
                                                    : *std::min_element(batches.begin(), batches.end());
+  if (batch == 0) {  // DeepSpeed goes on with a batch of 0
+    fail("max_train_batch_size: " + std::to_string(config.max_train_batch_size) + " is too small for " +
+         std::to_string(world_size) + " ranks with the micro-batches given");
+  }
   return {batch / nodes, {scaled / nodes}, 0, preferred_micro(config, batch / (nodes * world_size))};
 }
 
@@ -174,6 +174,11 @@ ElasticBatch elastic_batch_unchecked(const ElasticityConfig& config, int64_t wor
   ElasticBatch batch;
   if (config.version == 0.1) {
     Choice choice = choose(config, config.max_train_batch_size, config.min_gpus, config.max_gpus);
+    if (choice.valid.empty()) {
+      fail("min_gpus, max_gpus: no batch up to " + std::to_string(config.max_train_batch_size) +
+           " suits any number of ranks from " + std::to_string(config.min_gpus) + " to " +
+           std::to_string(config.max_gpus));
+    }
     batch = {choice.train, std::move(choice.valid), 0, 0};
   } else {
     if (world_size < 1) fail("version: 0.2 needs the number of ranks; give a world size or set WORLD_SIZE");

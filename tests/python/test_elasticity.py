@@ -108,6 +108,8 @@ def outcome(function, *args):
         result = function(*args)
     except Exception:
         return "error"
+    if result[0] == 0:  # a batch of nothing: an error here
+        return "error"
     return tuple(list(map(int, value)) if isinstance(value, list) else value for value in result)
 
 
