@@ -97,6 +97,18 @@ void FlightLog::waiting(Ticket ticket) noexcept {
   ring_.last_event_ns.store(now, std::memory_order_relaxed);
 }
 
+void FlightLog::waiting(Ticket ticket, int64_t step, std::string_view phase, std::string_view unit) noexcept {
+  FlightEntry* entry = entry_of(ticket);
+  if (entry == nullptr || entry->waiting_ns.load(std::memory_order_relaxed) != 0) return;
+  entry->number.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  entry->step = step;
+  copy_text(entry->phase, phase);
+  copy_text(entry->unit, unit);
+  entry->number.store(ticket, std::memory_order_release);
+  waiting(ticket);
+}
+
 void FlightLog::end(Ticket ticket) noexcept {
   FlightEntry* entry = entry_of(ticket);
   if (entry == nullptr) return;

@@ -35,6 +35,8 @@ class FlightLog {
   Ticket begin(const Flight& flight) noexcept;
   /// From now on a thread does nothing but wait for it. Told once is enough.
   void waiting(Ticket ticket) noexcept;
+  /// The same, and where: what `begin` could not know of a collective that is issued ahead of need.
+  void waiting(Ticket ticket, int64_t step, std::string_view phase, std::string_view unit) noexcept;
   /// It is complete, or given up. An entry that the ring has since reused is left alone.
   void end(Ticket ticket) noexcept;
   /// Where the rank computes now: when it enters a unit, in forward and in backward.

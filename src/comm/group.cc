@@ -107,12 +107,13 @@ bool Pending::wait_for(milliseconds limit) {
     return false;
   }
   operation_.reset();
+  flight_log().end(ticket_);
   return true;
 }
 
 Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,
              bool on_device, const std::shared_ptr<Host>& host)
-    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)) {
+    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(name.substr(name.rfind('/') + 1)) {
   if (size_ == 1) return;
   try {
     run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });
@@ -125,32 +126,48 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
 
 Group::~Group() = default;
 
+Pending Group::track(Pending pending, const char* operation, int64_t bytes) {
+  Flight flight;
+  flight.operation = operation;
+  flight.channel = channel_;
+  flight.bytes = bytes;
+  flight.sequence = ++sequence_;
+  flight.rank = rank_;
+  pending.ticket_ = flight_log().begin(flight);
+  return pending;
+}
+
 Pending Group::all_gather(Tensor output, Tensor input) {
-  check(input, size_, output);
-  if (transport_) return Pending(transport_->all_gather(std::move(output), std::move(input)));
+  if (transport_) {
+    const auto bytes = static_cast<int64_t>(output.nbytes());
+    return track(Pending(transport_->all_gather(std::move(output), std::move(input))), "all-gather", bytes);
+  }
   if (output.data_ptr() != input.data_ptr()) output.copy_(input);
   return {};
 }
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
-  check(input, 1, output);
-  TORCH_INTERNAL_ASSERT(input.numel() % size_ == 0, "all_to_all of ", input.numel(), " elements among ", size_,
-                        " ranks");
-  if (transport_) return Pending(transport_->all_to_all(std::move(output), std::move(input)));
+  if (transport_) {
+    const auto bytes = static_cast<int64_t>(input.nbytes());
+    return track(Pending(transport_->all_to_all(std::move(output), std::move(input))), "all-to-all", bytes);
+  }
   output.copy_(input);
   return {};
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {
-  check(output, size_, input);
-  if (transport_) return Pending(transport_->reduce_scatter(std::move(output), std::move(input)));
+  if (transport_) {
+    const auto bytes = static_cast<int64_t>(input.nbytes());
+    return track(Pending(transport_->reduce_scatter(std::move(output), std::move(input))), "reduce-scatter", bytes);
+  }
   output.copy_(input);
   return {};
 }
 
 Pending Group::broadcast(Tensor tensor, int root) {
-  check(tensor, 1, tensor);
-  return transport_ ? Pending(transport_->broadcast(std::move(tensor), root)) : Pending();
+  if (!transport_) return {};
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  return track(Pending(transport_->broadcast(std::move(tensor), root)), "broadcast", bytes);
 }
 
 void Group::barrier(const Site& site) {
@@ -161,6 +178,7 @@ void Group::barrier(const Site& site) {
 
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!pending.valid()) return true;
+  flight_log().waiting(pending.ticket_, site.step, site.phase, site.what);
   std::string failure;
   bool done = false;
   run_blocking([&] {
@@ -170,6 +188,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
       failure = error.what();
     }
   });
+  if (done || !failure.empty()) flight_log().end(pending.ticket_);
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
     fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/flight_log.h"
 #include "comm/host.h"
 #include "comm/transport.h"
 #include "deeptide/world.h"
@@ -38,6 +39,7 @@ class Pending {
  private:
   friend class Group;
   OperationPtr operation_;
+  FlightLog::Ticket ticket_ = 0;
 };
 
 /// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank, from one
@@ -61,6 +63,8 @@ class Group {
   /// The transport's own sum, in an order of its choice. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
+  /// Enters what was started elsewhere, in the same order on all ranks, into the log of this channel.
+  Pending track(Pending pending, const char* operation, int64_t bytes);
   /// Returns when all ranks have come. Errors: as `wait`.
   void barrier(const Site& site);
 
@@ -75,6 +79,8 @@ class Group {
   std::chrono::milliseconds timeout_;
   std::shared_ptr<FailureBoard> board_;
   std::unique_ptr<Transport> transport_;  // null: a world of one
+  std::string channel_;                   // "gathers"
+  uint64_t sequence_ = 0;                 // of what was started
 };
 
 }  // namespace deeptide::comm

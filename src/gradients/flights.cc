@@ -87,12 +87,14 @@ Flights::~Flights() {
 
 void Flights::launch(int unit, Tensor bucket) {
   limit();
+  comm::flight_log().enter(step_, "backward", units_[unit]->layout().name);
   Flight flight;
   flight.unit = unit;
   flight.sent = std::move(bucket);
   if (exchange_) {
     auto offer = exchange_->offer(flight.sent);
-    flight.pending = std::move(offer.pending);
+    flight.pending =
+        group_.track(std::move(offer.pending), "reduce-scatter", static_cast<int64_t>(flight.sent.nbytes()));
     flight.offer = offer.number;
   } else if (group_.size() > 1 && options_.ordered) {
     flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
