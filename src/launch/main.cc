@@ -19,15 +19,8 @@ struct Command {
 
 // A script of one of these names is run as `./name`. parse_options' --help lists those that users call.
 constexpr Command kCommands[] = {
-    {"agent", run_agent},
-    {"bench", run_bench},
-    {"doctor", run_doctor},
-    {"elastic", run_elastic},
-    {"ps", run_ps},
-    {"rank", run_rank},
-    {"run", run_job},
-    {"ssh", run_ssh},
-    {"stacks", run_stacks},
+    {"agent", run_agent}, {"bench", run_bench}, {"doctor", run_doctor}, {"elastic", run_elastic}, {"ps", run_ps},
+    {"rank", run_rank},   {"run", run_job},     {"ssh", run_ssh},       {"stacks", run_stacks},
 };
 
 int run(const Arguments& words) {

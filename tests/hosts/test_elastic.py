@@ -87,7 +87,9 @@ def test_the_world_is_one_that_the_elastic_batch_suits(hosts):
     section = '{"enabled": true, "max_train_batch_size": 8, "micro_batch_sizes": [2], "version": 0.1}'
     (hosts.folder / "ds_config.json").write_text(f'{{"elasticity": {section}}}')
     words = ["sh", "-c", SHOW, "sh", "--deepspeed_config", "ds_config.json"]
-    job = hosts.run("--elastic_training", *words, slots=(1, 1, 1))  # a batch of 8 in micro-batches of 2: 1, 2 or 4 ranks
+    job = hosts.run(
+        "--elastic_training", *words, slots=(1, 1, 1)
+    )  # a batch of 8 in micro-batches of 2: 1, 2 or 4 ranks
     assert job.code == 0, job.errors
     assert sorted(line.split()[5] for line in job.output.splitlines()) == ["0/2", "1/2"], job.output
     hosts.expect_nothing_left()

@@ -146,3 +146,21 @@ def test_ssh_runs_a_command_on_all_hosts(hosts):
     assert sorted(job.output.split("\n")) == ["", "[worker-1] 10.83.0.2 ", "[worker-3] 10.83.0.4 "]
     job = hosts.run_bare(*words, "echo", "a  b", "$HOME")
     assert job.output.count("a  b $HOME") == 3, job.output + job.errors
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_a_running_job_listens_on_no_port_and_shows_no_token(hosts, launcher):
+    if not shutil.which(launcher):
+        pytest.skip(f"{launcher} is not installed")
+    env = {"PDSH_SSH_ARGS_APPEND": hosts.network.ssh_arguments}
+    text = "echo ready token=$DEEPTIDE_JOB_TOKEN; sleep 100"
+    job = hosts.start("--launcher", launcher, "sh", "-c", text, ssh=launcher == "ssh", env=env)
+    job.wait_for("ready", 4)
+    tokens = set(re.findall("token=([0-9a-f]{32})", job.output))
+    assert len(tokens) == 1
+    (token,) = tokens
+    for host in hosts.network.hosts:
+        assert host.ports() == [], host.name
+        assert not any(token in words for words in host.processes().values())
+    job.signal(signal.SIGINT)
+    assert job.wait() == 130
