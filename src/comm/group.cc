@@ -138,6 +138,7 @@ Pending Group::track(Pending pending, const char* operation, int64_t bytes) {
 }
 
 Pending Group::all_gather(Tensor output, Tensor input) {
+  check(input, size_, output);
   if (transport_) {
     const auto bytes = static_cast<int64_t>(output.nbytes());
     return track(Pending(transport_->all_gather(std::move(output), std::move(input))), "all-gather", bytes);
@@ -147,6 +148,9 @@ Pending Group::all_gather(Tensor output, Tensor input) {
 }
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
+  check(input, 1, output);
+  TORCH_INTERNAL_ASSERT(input.numel() % size_ == 0, "all_to_all of ", input.numel(), " elements among ", size_,
+                        " ranks");
   if (transport_) {
     const auto bytes = static_cast<int64_t>(input.nbytes());
     return track(Pending(transport_->all_to_all(std::move(output), std::move(input))), "all-to-all", bytes);
@@ -156,6 +160,7 @@ Pending Group::all_to_all(Tensor output, Tensor input) {
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {
+  check(output, size_, input);
   if (transport_) {
     const auto bytes = static_cast<int64_t>(input.nbytes());
     return track(Pending(transport_->reduce_scatter(std::move(output), std::move(input))), "reduce-scatter", bytes);
@@ -165,6 +170,7 @@ Pending Group::reduce_scatter(Tensor output, Tensor input) {
 }
 
 Pending Group::broadcast(Tensor tensor, int root) {
+  check(tensor, 1, tensor);
   if (!transport_) return {};
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   return track(Pending(transport_->broadcast(std::move(tensor), root)), "broadcast", bytes);
