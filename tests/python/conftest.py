@@ -167,6 +167,14 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True, 
 
 
 @pytest.fixture(autouse=True)
+def _no_process_group():
+    """What a test initialises in this process is not the next one's."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def _few_threads():
     """Ranks as threads share the machine: one torch thread each."""
     before = torch.get_num_threads()

@@ -48,7 +48,7 @@ def test_stacks_of_a_live_job_name_the_line_where_it_stands(command, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     job = subprocess.Popen(
-        [command, "--num_ranks", "2", "--python", sys.executable, str(script)],
+        [command, "-q", "--num_ranks", "2", "--python", sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,7 @@ from conftest import run_processes, run_ranks
 from test_shared_memory import assert_all_same, assert_same, run, start, state_of, train
 
 import deeptide
+from deeptide import _C
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -27,6 +28,7 @@ import deeptide
 def proportional_bytes():
     """This process's share of what it holds: pages of several processes count in parts."""
     gc.collect()
+    _C.release_idle_cpu_memory()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
