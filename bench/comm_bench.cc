@@ -21,6 +21,7 @@
 #include "comm/failure_board.h"
 #include "comm/group.h"
 #include "comm/host_exchange.h"
+#include "deeptide/allocator.h"
 #include "deeptide/world.h"
 #include "device/memory.h"
 #include "gradients/ordered_sum.h"
@@ -260,8 +261,8 @@ const char* argument(int argc, char** argv, const std::string& name) {
 }
 
 void run(int argc, char** argv) {
-  at::set_num_threads(1);    // the ranks are the parallelism
-  device::tune_allocator();  // as the engine does
+  at::set_num_threads(1);   // the ranks are the parallelism
+  install_cpu_allocator();  // as the engine does
   std::vector<int64_t> sizes;
   std::stringstream words(argument(argc, argv, "sizes"));
   for (std::string word; std::getline(words, word, ',');) sizes.push_back(std::stoll(word));

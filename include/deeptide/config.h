@@ -88,12 +88,12 @@ struct ElasticityConfig {
 
 /// Deeptide's own section, "deeptide": {…}.
 struct RuntimeConfig {
-  double comm_timeout_s = 1800.0;  // every wait on a peer
-  bool ordered_reduction = true;   // "reduction": "ordered" | "transport"
+  double comm_timeout_s = 1800.0;      // every wait on a peer
+  bool ordered_reduction = true;       // "reduction": "ordered" | "transport"
   std::string reduce_thread = "auto";  // sums on a thread of its own: "auto" | "on" | "off"
-  bool shared_memory = true;       // ranks of one host share memory; false: they talk as if apart
-  bool tune_allocator = true;      // keep large CPU tensors' pages instead of faulting them anew
-  int64_t unit_size = 0;           // elements of a unit at most; 0: one repeated block
+  bool shared_memory = true;           // ranks of one host share memory; false: they talk as if apart
+  bool tune_allocator = true;          // keep large CPU tensors' pages instead of faulting them anew
+  int64_t unit_size = 0;               // elements of a unit at most; 0: one repeated block
   uint64_t seed = 0;
 };
 

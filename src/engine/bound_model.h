@@ -32,8 +32,7 @@ class BoundModel {
   /// members.
   /// With all ranks on one `host`, and on the CPU, they share one copy of the parameters.
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
-             const World& world, comm::Host& host, comm::Group& gathers,
-             const std::shared_ptr<device::Ledger>& ledger);
+             const World& world, comm::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
   /// Null when the ranks share no memory.
   const std::shared_ptr<comm::HostArena>& arena() const { return arena_; }

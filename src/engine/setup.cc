@@ -123,8 +123,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     auto how = reducer_options(config, batch, world.size);
     how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
     auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
-    reducer = std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(),
-                                                   how);
+    reducer =
+        std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
     optimizer =
         std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());
     install_hooks();

@@ -67,8 +67,7 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, comm::Host
       sums_of_squares_(
           at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
   for (const Unit* unit : units_) {
-    accumulators_.push_back(
-        device::allocate_flat(ledger, Role::gradients, unit->layout().shard, at::kFloat, device));
+    accumulators_.push_back(device::allocate_flat(ledger, Role::gradients, unit->layout().shard, at::kFloat, device));
   }
   if (!options_.side_thread) return;
   side_may_work_ = true;

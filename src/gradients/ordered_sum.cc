@@ -24,9 +24,9 @@ void check_rows(const char* what, at::TensorList rows, const Tensor& accumulator
                     ", expected Float");
   TORCH_CHECK_VALUE(!rows.empty(), what, ": there are no rows, expected one a rank");
   for (const Tensor& row : rows) {
-    TORCH_CHECK_VALUE(row.defined() && row.dim() == 1 && row.numel() == accumulator.numel(), what,
-                      ": a row has shape ", row.defined() ? row.sizes() : at::IntArrayRef{}, ", expected (",
-                      accumulator.numel(), ",) as the accumulator has");
+    TORCH_CHECK_VALUE(row.defined() && row.dim() == 1 && row.numel() == accumulator.numel(), what, ": a row has shape ",
+                      row.defined() ? row.sizes() : at::IntArrayRef{}, ", expected (", accumulator.numel(),
+                      ",) as the accumulator has");
     TORCH_CHECK_VALUE(is_wire_dtype(row.scalar_type()) && row.scalar_type() == rows[0].scalar_type(), what,
                       ": a row is ", row.scalar_type(), ", expected Float, BFloat16 or Half, the same for all");
     TORCH_CHECK_VALUE(row.is_contiguous(), what, ": each row must be contiguous, got a stride of ", row.stride(0));

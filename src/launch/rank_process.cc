@@ -130,7 +130,8 @@ RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   std::vector<std::string> arguments = plan.command;
   std::vector<std::string> environment = merged_environment(plan);
   ChildSetup setup{
-      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid(), plan.inherited};
+      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid(),
+      plan.inherited};
   for (int core : plan.cores) CPU_SET(core, &setup.cores);
   if (terminal.input_pipe) setup.input = make_pipe();
   if (!terminal.output) setup.output = make_pipe();
