@@ -257,6 +257,8 @@ def test_a_failing_rank_under_mpirun(hosts, launcher):
     since = time.monotonic()
     job = hosts.run_mpi(launcher, "sh", "-c", "if [ $RANK = 3 ]; then sleep 0.5; exit 5; fi; sleep 100")
     assert job.code == 5, job.errors
-    assert "rank 3 exited with code 5" in job.errors
+    # MPICH's Hydra may end before it has passed on what the last rank said.
+    said = "mpirun exited with code 5" if launcher == "mpich" else "rank 3 exited with code 5"
+    assert said in job.errors
     assert time.monotonic() - since < 20
     hosts.expect_nothing_left()
