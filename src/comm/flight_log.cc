@@ -29,7 +29,7 @@ int64_t now_ns() {
 template <size_t N>
 void copy_text(char (&to)[N], std::string_view from) {
   if (from.size() >= N) from.remove_prefix(from.size() - (N - 1));
-  std::memcpy(to, from.data(), from.size());
+  if (!from.empty()) std::memcpy(to, from.data(), from.size());
   to[from.size()] = '\0';
 }
 
