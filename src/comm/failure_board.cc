@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "base/text.h"
+
 namespace deeptide::comm {
 namespace {
 
@@ -20,12 +22,9 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, std::min<size_t>(text.find('\n'), 200));
 }
 
-std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
 std::optional<std::string> read_if_there(c10d::Store& store, const std::string& key) {
   if (!store.check({key})) return std::nullopt;
-  const auto value = store.get(key);
-  return std::string(value.begin(), value.end());
+  return to_text(store.get(key));
 }
 
 }  // namespace
@@ -41,8 +40,8 @@ void FailureBoard::report_failure(const std::string& text) noexcept {
   if (size_ == 1) return;
   try {
     const std::string own = "rank " + std::to_string(rank_) + " " + text;
-    store_->set(prefix_ + "/failed", bytes(own));
-    store_->set(key("place", rank_), bytes(text));
+    store_->set(prefix_ + "/failed", to_bytes(own));
+    store_->set(key("place", rank_), to_bytes(text));
   } catch (const std::exception&) {
     // The store's host is gone as well; the peers find out by their own timeouts.
   }
@@ -58,7 +57,7 @@ std::optional<std::string> FailureBoard::failure() noexcept {
 
 std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
   try {
-    store_->set(key("place", rank_), bytes(own_place));
+    store_->set(key("place", rank_), to_bytes(own_place));
     std::this_thread::sleep_for(kGrace);
     std::string missing, placed;
     for (int r = 0; r < size_; ++r) {

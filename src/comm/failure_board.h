@@ -3,6 +3,7 @@
 // Where ranks leave word for each other when something has gone wrong: who failed, who waits, who never came.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,9 @@
 #include "deeptide/world.h"
 
 namespace deeptide::comm {
+
+/// How often a wait looks for what others report.
+inline constexpr std::chrono::milliseconds kPollFailures{250};
 
 /// Lives in the world's store; touched only on failure and by waits that have lasted long. Thread-safe.
 class FailureBoard {

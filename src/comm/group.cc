@@ -25,7 +25,6 @@ using std::chrono::steady_clock;
 
 namespace {
 
-constexpr milliseconds kPollFailures{250};
 // The transport gives up after us: our error says more.
 constexpr milliseconds kTransportGrace{2000};
 

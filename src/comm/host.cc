@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "comm/failure_board.h"
 #include "device/parallel.h"
 
@@ -29,16 +30,8 @@ namespace {
 
 constexpr int64_t kSignalBytesPerRank = 16 << 20;  // reserved, not taken
 constexpr int64_t kLine = 128;                     // two cache lines: what one rank writes disturbs no other
-constexpr milliseconds kPollFailures{250};
 constexpr milliseconds kShortestNap{1}, kLongestNap{20};
 constexpr int kUnwatched = -1, kGone = -2;  // instead of a process handle
-
-std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
-
-std::string read(c10d::Store& store, const std::string& key) {
-  const auto value = store.get(key);
-  return {value.begin(), value.end()};
-}
 
 std::string inode(const char* path) {
   struct stat status {};
@@ -77,18 +70,6 @@ bool has_cores_for(int num_ranks) {
   return cores >= num_ranks || cores < ::sysconf(_SC_NPROCESSORS_ONLN);
 }
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts(1);
-  for (char c : text) {
-    if (c == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
-
 }  // namespace
 
 Host::Host(const World& world, std::string prefix, std::shared_ptr<FailureBoard> board)
@@ -118,16 +99,16 @@ std::string Host::await(const std::string& key) const {
     }
     std::this_thread::sleep_for(nap);
   }
-  return read(store, key);
+  return to_text(store.get(key));
 }
 
 /// Everybody's line, by rank: each leaves its own, rank 0 collects, so that the store answers W + 1 reads, not W * W.
 std::vector<std::string> Host::gather_lines(const std::string& prefix, const std::string& own) const {
-  world_.store->set(prefix + "/" + std::to_string(world_.rank), bytes(own));
+  world_.store->set(prefix + "/" + std::to_string(world_.rank), to_bytes(own));
   if (world_.rank == 0) {
     std::string all;
     for (int r = 0; r < world_.size; ++r) all += (r ? "\n" : "") + await(prefix + "/" + std::to_string(r));
-    world_.store->set(prefix + "/all", bytes(all));
+    world_.store->set(prefix + "/all", to_bytes(all));
   }
   return split(await(prefix + "/all"), '\n');
 }
@@ -207,7 +188,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
     word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
   }
   auto& store = *world_.store;
-  if (index_ == 0) store.set(prefix, bytes(memory ? memory->address() : ""));
+  if (index_ == 0) store.set(prefix, to_bytes(memory ? memory->address() : ""));
   const std::string address = await(prefix);
   try {
     if (index_ != 0 && !address.empty()) memory = SharedMemory::open(address);
@@ -215,7 +196,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
   } catch (const std::exception& error) {
     word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
   }
-  store.set(prefix + "/" + std::to_string(index_), bytes(word));
+  store.set(prefix + "/" + std::to_string(index_), to_bytes(word));
   for (int i = 0; i < size(); ++i) {
     const std::string other = await(prefix + "/" + std::to_string(i));
     if (other != "ok" && why_not.empty()) why_not = other.substr(0, other.find('\n'));

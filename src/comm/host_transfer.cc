@@ -3,11 +3,16 @@
 // Copying in and out of slots, as far as it goes without waiting.
 #include "comm/host_transfer.h"
 
+#include <ATen/ops/empty_like.h>
+
 #include <algorithm>
 #include <cstring>
 
+#include "comm/ordered_rows.h"
+
 namespace deeptide::comm {
 
+using at::Tensor;
 using std::chrono::milliseconds;
 
 namespace {
@@ -109,6 +114,31 @@ OperationPtr HostChannel::start(Transfer transfer) {
   last_ = std::make_shared<HostOperation>(ring_, std::move(transfer), before);
   last_->advance(milliseconds(0));
   return last_;
+}
+
+const char* readable(const Tensor& tensor) {
+  TORCH_CHECK(tensor.is_cpu(), "deeptide: shared memory carries CPU tensors, got one on ", tensor.device(),
+              "; give the world a c10d backend for that device, or set \"deeptide\": {\"shared_memory\": false}");
+  return static_cast<const char*>(tensor.const_data_ptr());
+}
+
+char* writable(const Tensor& tensor) {
+  readable(tensor);
+  return static_cast<char*>(tensor.mutable_data_ptr());
+}
+
+Transfer broadcast_transfer(const Tensor& tensor, int root, int index) {
+  const bool sends = index == root;
+  auto take = [to = writable(tensor), root, sends](const Piece& piece) {
+    if (piece.peer == root && !sends) std::memcpy(to + piece.offset, piece.data, piece.bytes);
+  };
+  return {{tensor}, sends ? readable(tensor) : nullptr, static_cast<int64_t>(tensor.nbytes()), take};
+}
+
+OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, Tensor output, Tensor input) {
+  Tensor rows = at::empty_like(input);
+  return then(transport.all_to_all(rows, input),
+              [rows, output, num_ranks] { add_rows_in_order(rows, num_ranks, output); });
 }
 
 OperationPtr then(OperationPtr operation, std::function<void()> finish) {

@@ -42,7 +42,15 @@ class HostChannel {
   OperationPtr last_;
 };
 
+/// A tensor's memory, to send from and to write to. Errors: RuntimeError for a tensor that is not on the CPU.
+const char* readable(const at::Tensor& tensor);
+char* writable(const at::Tensor& tensor);
+/// The rank of index `root` sends `tensor`, the others receive it.
+Transfer broadcast_transfer(const at::Tensor& tensor, int root, int index);
+
 /// `operation`, then `finish` when it is done.
 OperationPtr then(OperationPtr operation, std::function<void()> finish);
+/// A reduction by a transport that only moves bytes: an all-to-all, and sums in rank order.
+OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, at::Tensor output, at::Tensor input);
 
 }  // namespace deeptide::comm

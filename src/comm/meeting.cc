@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/sha256.h"
+#include "base/text.h"
 
 using c10d::Store;
 using std::chrono::milliseconds;
@@ -23,9 +24,6 @@ const std::string kWelcome = "deeptide/welcome";
 const std::string kOpen = "open";  // instead of a proof, where there is no token
 
 std::string key_of(int rank) { return "deeptide/rank/" + std::to_string(rank); }
-
-std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 
 std::string own_name() {
   char host[HOST_NAME_MAX + 1] = {};
@@ -42,14 +40,14 @@ class Meeting {
   void say_hello() {
     nonce_ = random_hex(16);
     const std::string hello = std::to_string(size_) + " " + nonce_ + " " + proof("hello");
-    understand(text_of(store_.compareSet(kHello, {}, bytes_of(hello))));
+    understand(to_text(store_.compareSet(kHello, {}, to_bytes(hello))));
   }
 
   void hear_hello() { understand(wait_for(kHello, "rank 0 has not said a word")); }
 
   void sign_in() {
     const std::string own = own_name() + " " + proof(key_of(rank_));
-    const std::string written = text_of(store_.compareSet(key_of(rank_), {}, bytes_of(own)));
+    const std::string written = to_text(store_.compareSet(key_of(rank_), {}, to_bytes(own)));
     if (written == own) return;
     throw ConfigError("two processes claim rank " + std::to_string(rank_) + ": " +
                       written.substr(0, written.find(' ')) + " and " + own_name() +
@@ -67,17 +65,17 @@ class Meeting {
     }
     const auto signatures = store_.multiGet(keys);
     for (int rank = 0; rank < size_; ++rank) {
-      std::istringstream words(text_of(signatures[rank]));
+      std::istringstream words(to_text(signatures[rank]));
       std::string name, given;
       words >> name >> given;
       if (equal_in_constant_time(given, proof(keys[rank]))) continue;
       const std::string text = "rank " + std::to_string(rank) + " (" + name +
                                ") did not prove the job's token and is "
                                "refused; its DEEPTIDE_JOB_TOKEN is not rank 0's";
-      store_.set(kWelcome, bytes_of(text));
+      store_.set(kWelcome, to_bytes(text));
       throw CommError(text);
     }
-    store_.set(kWelcome, bytes_of(proof("welcome")));
+    store_.set(kWelcome, to_bytes(proof("welcome")));
   }
 
   void be_welcomed() {
@@ -119,7 +117,7 @@ class Meeting {
       throw CommError("rank " + std::to_string(rank_) + " reached the store, but " + complaint + " within " +
                       seconds() + " s; is it Deeptide's, of this job?");
     }
-    return text_of(store_.get(key));
+    return to_text(store_.get(key));
   }
 
   std::string missing(const std::vector<std::string>& keys) {

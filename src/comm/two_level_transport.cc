@@ -9,7 +9,6 @@
 #include <cstring>
 
 #include "comm/host_transfer.h"
-#include "comm/ordered_rows.h"
 #include "comm/transport.h"
 
 namespace deeptide::comm {
@@ -65,7 +64,7 @@ class TwoLevelTransport : public Transport {
         std::memcpy(to + host_->hosts()[host][piece.peer] * row + offset, data, bytes);
       });
     };
-    return then_local(rail_->all_gather(column, input), {{output, column}, bytes_of(column), hosts * row, place});
+    return then_local(rail_->all_gather(column, input), {{output, column}, readable(column), hosts * row, place});
   }
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
@@ -79,29 +78,22 @@ class TwoLevelTransport : public Transport {
       });
     };
     return then_local(rail_->all_to_all(received, sent),
-                      {{output, received}, bytes_of(received), static_cast<int64_t>(received.nbytes()), place});
+                      {{output, received}, readable(received), static_cast<int64_t>(received.nbytes()), place});
   }
 
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
-    Tensor rows = at::empty_like(input);
-    return then(all_to_all(rows, input), [rows, output, size = num_ranks()] { add_rows_in_order(rows, size, output); });
+    return reduce_scatter_in_order(*this, num_ranks(), output, input);
   }
 
   OperationPtr broadcast(Tensor tensor, int root) override {
     const int64_t place = std::find(order_.begin(), order_.end(), root) - order_.begin();
     const int root_host = static_cast<int>(place / channel_.size()),
               root_index = static_cast<int>(place % channel_.size());
-    const bool sends = channel_.index() == root_index;
-    auto take = [root_index, sends, to = writable(tensor)](const Piece& piece) {
-      if (piece.peer == root_index && !sends) std::memcpy(to + piece.offset, piece.data, piece.bytes);
-    };
-    return then_local(sends ? rail_->broadcast(tensor, root_host) : nullptr,
-                      {{tensor}, sends ? bytes_of(tensor) : nullptr, static_cast<int64_t>(tensor.nbytes()), take});
+    auto rail = channel_.index() == root_index ? rail_->broadcast(tensor, root_host) : nullptr;
+    return then_local(std::move(rail), broadcast_transfer(tensor, root_index, channel_.index()));
   }
 
  private:
-  static const char* bytes_of(const Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); }
-  static char* writable(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
   int64_t num_hosts() const { return static_cast<int64_t>(host_->hosts().size()); }
   int64_t num_ranks() const { return static_cast<int64_t>(order_.size()); }
 

@@ -17,6 +17,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "base/text.h"
 #include "launch/child_output.h"
 #include "launch/command_line.h"
 #include "launch/hostfile.h"
@@ -126,13 +127,6 @@ std::vector<Finding> python_findings(const std::string& python) {
   return findings;
 }
 
-std::string first_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
 uint64_t limit_of(__rlimit_resource resource) {
   rlimit limit{};
   ::getrlimit(resource, &limit);
@@ -188,7 +182,7 @@ std::vector<Finding> examine_machine(const std::string& python) {
   findings.push_back(judge_instruction_set());
   findings.push_back(judge_shared_memory(shm_free));
   findings.push_back(judge_locked_memory(limit_of(RLIMIT_MEMLOCK)));
-  findings.push_back(judge_huge_pages(first_line("/sys/kernel/mm/transparent_hugepage/enabled")));
+  findings.push_back(judge_huge_pages(first_line_of("/sys/kernel/mm/transparent_hugepage/enabled")));
   findings.push_back(judge_open_files(limit_of(RLIMIT_NOFILE)));
   findings.push_back(judge_io_uring(try_io_uring()));
   findings.push_back(judge_host_name());

@@ -11,6 +11,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/text.h"
 #include "launch/options.h"
 
 namespace deeptide::launch {
@@ -19,18 +20,6 @@ namespace {
 constexpr int kMaxSlots = 4096;
 constexpr const char* kForm = "expected 'NAME slots=N'";
 constexpr std::string_view kSpaces = " \t\r\f\v";
-
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts(1);
-  for (char c : text) {
-    if (c == separator) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
 
 // All of `text` as a number of at most `most`; -1 if it is none.
 int to_number(std::string_view text, int most) {

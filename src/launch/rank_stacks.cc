@@ -20,6 +20,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/text.h"
+
 namespace deeptide::launch {
 namespace {
 
@@ -32,13 +34,6 @@ constexpr size_t kMaxFrames = 24;
 constexpr size_t kMaxNameLength = 120;
 
 std::string proc(pid_t pid, const std::string& file) { return "/proc/" + std::to_string(pid) + "/" + file; }
-
-std::string first_line(const std::string& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
 
 /// A mask of /proc/…/status: bit n - 1 stands for signal n.
 bool has_signal(const std::string& status_path, const std::string& field, int signal) {
@@ -66,7 +61,7 @@ std::vector<pid_t> threads_of(pid_t pid) {
 }
 
 bool is_stopped(pid_t pid) {
-  const std::string line = first_line(proc(pid, "stat"));
+  const std::string line = first_line_of(proc(pid, "stat"));
   const size_t name_end = line.rfind(')');
   if (name_end == std::string::npos || name_end + 2 >= line.size()) return true;
   return std::string("TtZX").find(line[name_end + 2]) != std::string::npos;
@@ -162,9 +157,9 @@ std::string kernel_facts(pid_t pid) {
     for (std::string line; std::getline(file, line) && stack.size() < 400;) {
       stack += "  " + line.substr(line.find(' ') == std::string::npos ? 0 : line.find(' ') + 1) + "\n";
     }
-    text += "thread " + std::to_string(thread) + " " + first_line(proc(pid, task + "comm")) + ": waits in " +
-            first_line(proc(pid, task + "wchan")) + ", system call " + first_line(proc(pid, task + "syscall")) + "\n" +
-            stack;
+    text += "thread " + std::to_string(thread) + " " + first_line_of(proc(pid, task + "comm")) + ": waits in " +
+            first_line_of(proc(pid, task + "wchan")) + ", system call " + first_line_of(proc(pid, task + "syscall")) +
+            "\n" + stack;
   }
   return text;
 }
