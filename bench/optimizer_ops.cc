@@ -12,9 +12,9 @@ namespace {
 
 using at::Tensor;
 
-/// Sums one row: how a gradient comes to the optimizer in a world of one, with its norm.
-void ordered_sum(const Tensor& gradient, const Tensor& accumulator, const Tensor& sum_of_squares) {
-  deeptide::gradients::ordered_sum({gradient}, 1.0, /*overwrite=*/true, accumulator, sum_of_squares);
+/// The norm of a gradient that came as one row: a world of one, or a sum that the transport took.
+void squares(const Tensor& gradient, const Tensor& sum_of_squares) {
+  deeptide::gradients::ordered_squares({gradient}, sum_of_squares);
 }
 
 void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& gradient,
@@ -45,7 +45,7 @@ void triad(const Tensor& p, const Tensor& m, const Tensor& v, const Tensor& g) {
 }  // namespace
 
 TORCH_LIBRARY(deeptide_bench, library) {
-  library.def("ordered_sum(Tensor gradient, Tensor(a!) accumulator, Tensor(b!) sum_of_squares) -> ()", &ordered_sum);
+  library.def("squares(Tensor gradient, Tensor(a!) sum_of_squares) -> ()", &squares);
   library.def(
       "adam_step(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor gradient, Tensor(d!)? param, "
       "int step, float gradient_scale) -> ()",

@@ -50,17 +50,21 @@ def clip_scale(norm):
 
 def deeptide_ways(shard):
     kernels = torch.ops.deeptide_bench
-    states = (shard.master, shard.exp_avg, shard.exp_avg_sq, shard.wide_gradient)
+    states = (shard.master, shard.exp_avg, shard.exp_avg_sq)
     squares, steps = torch.zeros(1, dtype=torch.float64), iter(range(1, sys.maxsize))
 
     def mixed():
-        kernels.ordered_sum(shard.gradient, shard.wide_gradient, squares)
-        kernels.adam_step(*states, shard.param, next(steps), clip_scale(math.sqrt(squares.item())))
+        kernels.squares(shard.gradient, squares)
+        scale = clip_scale(math.sqrt(squares.item()))
+        kernels.adam_step(*states, shard.gradient, shard.param, next(steps), scale)
 
     def update():
-        kernels.adam_step(*states, None, next(steps), 1.0)
+        kernels.adam_step(*states, shard.wide_gradient, None, next(steps), 1.0)
 
-    return {"bf16": {"Deeptide": mixed}, "fp32": {"triad": lambda: kernels.triad(*states), "Deeptide": update}}
+    def triad():
+        kernels.triad(*states, shard.wide_gradient)
+
+    return {"bf16": {"Deeptide": mixed}, "fp32": {"triad": triad, "Deeptide": update}}
 
 
 def staged_ways(shard, name, make_optimizer, first_step):

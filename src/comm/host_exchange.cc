@@ -17,8 +17,6 @@ struct Place {
   int64_t bytes;
 };
 
-constexpr int kMaxOffers = 4096;  // under way
-
 class AllOffered : public Operation {
  public:
   AllOffered(std::shared_ptr<HostRing> ring, uint32_t number) : ring_(std::move(ring)), number_(number) {}

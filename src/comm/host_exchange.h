@@ -15,6 +15,8 @@ namespace deeptide::comm {
 /// ranks. One thread of a rank at a time.
 class HostExchange {
  public:
+  static constexpr int kMaxOffers = 4096;  // that somebody has not read yet
+
   /// Collective in the sense of Host::reserve.
   HostExchange(const std::shared_ptr<Host>& host, std::shared_ptr<HostArena> arena);
 

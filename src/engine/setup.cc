@@ -68,6 +68,15 @@ bool wants_side_thread(const Config& config, const comm::Host& host, const World
   return config.runtime.reduce_thread == "on" || has_idle_core(host, world);
 }
 
+/// Rows may stay as they came until the step when no further micro-batch is added to them, each rank steps no more than
+/// its shard, and all rows of a shard take no more memory than their sum in fp32 would.
+bool keeps_rows(const Config& config, const BatchSizes& batch, const World& world, const zero::StagePolicy& policy) {
+  constexpr size_t kBytesOfSum = sizeof(float);
+  const size_t bytes_of_rows = static_cast<size_t>(world.size) * c10::elementSize(reduce_type(config));
+  const bool steps_shard = policy.shard_optimizer || world.size == 1;
+  return steps_shard && batch.accumulation == 1 && config.runtime.ordered_reduction && bytes_of_rows <= kBytesOfSum;
+}
+
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
   gradients::ReducerOptions options;
   options.reduce_dtype = reduce_type(config);
@@ -122,6 +131,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     const auto trainable = model.trainable();
     auto how = reducer_options(config, batch, world.size);
     how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
+    how.keep_rows = model.device().is_cpu() && keeps_rows(config, batch, world, policy) &&
+                    trainable.size() <= comm::HostExchange::kMaxOffers / 2;
     auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
     reducer =
         std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);

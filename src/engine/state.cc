@@ -377,7 +377,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   if (!optimizer || at_unit == trainable.end()) return {};
   const int u = static_cast<int>(at_unit - trainable.begin());
   Tensor mine;
-  if (role == "gradient" && reducer->has_gradient()) mine = reducer->accumulator(u);
+  if (role == "gradient" && reducer->has_gradient()) mine = reducer->gradient(u).sum();
   for (const auto& state : optimizer->states(u)) {
     if (state.role == role) mine = state.data;
   }

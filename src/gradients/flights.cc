@@ -63,12 +63,14 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, comm::Host
       buckets_(buckets),
       receive_pool_(ledger, Role::communication, device),
       options_(options),
+      ledger_(std::move(ledger)),
+      device_(device),
+      accumulators_(units_.size()),
+      kept_at_(units_.size(), -1),
       accumulated_(units_.size(), false),
       sums_of_squares_(
           at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
-  for (const Unit* unit : units_) {
-    accumulators_.push_back(device::allocate_flat(ledger, Role::gradients, unit->layout().shard, at::kFloat, device));
-  }
+  for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) accumulator(unit);
   if (!options_.side_thread) return;
   side_may_work_ = true;
   side_thread_ = std::thread([this] { run_side_thread(); });
@@ -138,25 +140,64 @@ void Flights::retire_front() {
   peers_elsewhere_ = false;
 }
 
+/// Of what has arrived. A unit's second reduction in a step comes on top of the first, and so needs the sum.
 void Flights::sum(Flight& flight) {
-  const auto contributions = rows(flight);
-  const Tensor square = sums_of_squares_.narrow(0, flight.unit, 1);
-  ordered_sum(contributions, options_.scale, !accumulated_[flight.unit], accumulators_[flight.unit], square);
-  accumulated_[flight.unit] = true;
-  if (!bad_ && !std::isfinite(square.item<double>())) record_bad(flight.unit, contributions);
+  if (options_.keep_rows && !accumulated_[flight.unit]) return keep(flight);
+  accumulate_kept();
+  add(flight);
+}
+
+void Flights::keep(Flight& flight) {
+  const int unit = flight.unit;
+  const Contributions rows = contributions(flight);
+  ordered_squares(rows, sums_of_squares_.narrow(0, unit, 1));
+  accumulated_[unit] = true;
+  look_for_bad(unit, rows, {});
+  if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));
+  kept_at_[unit] = static_cast<int>(kept_.size());
+  kept_.push_back(std::move(flight));
+}
+
+void Flights::accumulate_kept() {
+  for (Flight& flight : std::exchange(kept_, {})) {
+    kept_at_[flight.unit] = -1;
+    accumulated_[flight.unit] = false;
+    add(flight);
+  }
+}
+
+void Flights::add(Flight& flight) {
+  const int unit = flight.unit;
+  const Contributions rows = contributions(flight);
+  const Tensor total = accumulator(unit);
+  ordered_sum(rows.rows, rows.scale, !accumulated_[unit], total, sums_of_squares_.narrow(0, unit, 1));
+  accumulated_[unit] = true;
+  look_for_bad(unit, rows, total);
   give_back(flight);
 }
 
+Tensor& Flights::accumulator(int unit) {
+  Tensor& shard = accumulators_[unit];
+  if (!shard.defined()) {
+    shard = device::allocate_flat(ledger_, Role::gradients, units_[unit]->layout().shard, at::kFloat, device_);
+  }
+  return shard;
+}
+
+Contributions Flights::gradient(int unit) {
+  return kept_at_[unit] < 0 ? Contributions(accumulator(unit)) : contributions(kept_[kept_at_[unit]]);
+}
+
 /// What there is to sum for this rank's shard, by rank.
-std::vector<Tensor> Flights::rows(const Flight& flight) const {
+Contributions Flights::contributions(const Flight& flight) const {
   const Unit& u = *units_[flight.unit];
   const int64_t shard = u.layout().shard;
-  if (exchange_) return exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype);
+  if (exchange_) return {exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype), options_.scale};
   const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
   std::vector<Tensor> rows;
   for (int64_t begin = 0; begin < flat.numel(); begin += shard) rows.push_back(flat.narrow(0, begin, shard));
   if (rows.empty()) rows.push_back(flat);
-  return rows;
+  return {std::move(rows), options_.scale};
 }
 
 void Flights::give_back(Flight& flight) {
@@ -166,21 +207,26 @@ void Flights::give_back(Flight& flight) {
     return;
   }
   exchange_->set_read(flight.offer);
-  lent_.push_back({std::move(flight.sent), flight.offer});
+  {
+    std::lock_guard lock(mutex_);
+    lent_.push_back({std::move(flight.sent), flight.offer});
+  }
   reclaim();
 }
 
-/// Buckets that everybody has read may be filled again.
 void Flights::reclaim() {
+  std::lock_guard lock(mutex_);
   while (!lent_.empty() && exchange_->all_read(lent_.front().offer)) {
     buckets_.put(std::move(lent_.front().sent));
     lent_.pop_front();
   }
 }
 
-void Flights::record_bad(int unit, at::TensorList rows) {
+/// The first gradient that is not finite is remembered. `sum`: undefined when it was not written.
+void Flights::look_for_bad(int unit, const Contributions& contributions, const Tensor& sum) {
+  if (bad_ || std::isfinite(sums_of_squares_[unit].item<double>())) return;
   const Unit& u = *units_[unit];
-  const auto found = find_non_finite(rows, accumulators_[unit]);
+  const auto found = find_non_finite(contributions.rows, sum.defined() ? sum : contributions.sum());
   if (!found) return;
   const int64_t at = u.shard_begin() + found->index;
   bad_ = BadGradient{"", options_.ordered ? found->rank : -1};
@@ -206,6 +252,8 @@ bool Flights::has_accumulated() const {
 }
 
 void Flights::clear_accumulated() {
+  for (Flight& flight : std::exchange(kept_, {})) give_back(flight);
+  kept_at_.assign(kept_at_.size(), -1);
   accumulated_.assign(accumulated_.size(), false);
   bad_.reset();
 }

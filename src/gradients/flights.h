@@ -17,6 +17,7 @@
 #include "comm/group.h"
 #include "comm/host_exchange.h"
 #include "device/memory.h"
+#include "gradients/ordered_sum.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {
@@ -31,6 +32,7 @@ struct ReducerOptions {
   bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
   bool overlap = true;                       // start reductions during backward
   bool side_thread = false;                  // sum on a thread of its own, for cores that would be idle
+  bool keep_rows = false;                    // until the step, which sums them as it reads: no memory for sums
   double scale = 1.0;                        // 1 / (world * accumulation), applied to the sum
 };
 
@@ -43,8 +45,8 @@ struct BadGradient {
 /// Used by one thread; the side thread, if there is one, sums what has arrived meanwhile, with the same results.
 class Flights {
  public:
-  /// `units`: by position; an fp32 accumulator shard each. Buckets go back to `buckets` when they may be filled again.
-  /// `exchange`: when all ranks are on one host; null otherwise.
+  /// `units`: by position; an fp32 accumulator shard each, unless rows are kept. Buckets go back to `buckets` when they
+  /// may be filled again. `exchange`: when all ranks are on one host; null otherwise.
   Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, comm::HostExchange* exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
           device::BufferPool& buckets);
@@ -59,8 +61,11 @@ class Flights {
   void drain();
   void set_step(int64_t step) { step_ = step; }
 
+  /// Buckets that all ranks have read may be filled again.
+  void reclaim();
+
   // Valid after `drain`.
-  const at::Tensor& accumulator(int unit) const { return accumulators_[unit]; }
+  Contributions gradient(int unit);
   double sum_of_squares() const;
   const std::optional<BadGradient>& bad() const { return bad_; }
   bool has_accumulated() const;
@@ -84,10 +89,13 @@ class Flights {
   void limit();
   void retire_front();
   void sum(Flight& flight);
-  std::vector<at::Tensor> rows(const Flight& flight) const;
+  void keep(Flight& flight);
+  void accumulate_kept();
+  void add(Flight& flight);
+  at::Tensor& accumulator(int unit);
+  Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
-  void reclaim();
-  void record_bad(int unit, at::TensorList rows);
+  void look_for_bad(int unit, const Contributions& contributions, const at::Tensor& sum);
   comm::Site site(int unit) const;
   void run_side_thread();
 
@@ -98,16 +106,20 @@ class Flights {
   device::BufferPool receive_pool_;
   ReducerOptions options_;
 
+  std::shared_ptr<device::Ledger> ledger_;
+  at::Device device_;
   std::vector<at::Tensor> accumulators_;
+  std::vector<Flight> kept_;       // arrived, not summed; in the order of their offers
+  std::vector<int> kept_at_;       // by unit: its index there, or -1
   std::vector<bool> accumulated_;  // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;     // (units,), fp64
   std::optional<BadGradient> bad_;
-  std::deque<Lent> lent_;
   bool peers_elsewhere_ = false;  // the flight in front was waited for in vain
   int64_t step_ = 0;
 
   // The queue is shared with the side thread, which takes the front only; all else is whoever's turn it is.
   std::deque<Flight> queue_;
+  std::deque<Lent> lent_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool side_is_busy_ = false;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 
@@ -17,35 +18,73 @@ namespace {
 
 bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
 
-void check_rows(const char* what, at::TensorList rows, const Tensor& accumulator) {
-  TORCH_CHECK_VALUE(accumulator.defined() && accumulator.dim() == 1 && accumulator.is_contiguous(), what,
-                    ": accumulator must be a contiguous tensor of shape (N,)");
-  TORCH_CHECK_VALUE(accumulator.scalar_type() == at::kFloat, what, ": accumulator is ", accumulator.scalar_type(),
-                    ", expected Float");
+/// `like`: what the rows must match in shape and device, called `name`.
+void check_rows(const char* what, at::TensorList rows, const Tensor& like, const char* name) {
   TORCH_CHECK_VALUE(!rows.empty(), what, ": there are no rows, expected one a rank");
+  TORCH_CHECK_VALUE(like.defined() && like.dim() == 1 && like.is_contiguous(), what, ": ", name,
+                    " must be a contiguous tensor of shape (N,)");
   for (const Tensor& row : rows) {
-    TORCH_CHECK_VALUE(row.defined() && row.dim() == 1 && row.numel() == accumulator.numel(), what, ": a row has shape ",
-                      row.defined() ? row.sizes() : at::IntArrayRef{}, ", expected (", accumulator.numel(),
-                      ",) as the accumulator has");
+    TORCH_CHECK_VALUE(row.defined() && row.dim() == 1 && row.numel() == like.numel(), what, ": a row has shape ",
+                      row.defined() ? row.sizes() : at::IntArrayRef{}, ", expected (", like.numel(), ",) as ", name,
+                      " has");
     TORCH_CHECK_VALUE(is_wire_dtype(row.scalar_type()) && row.scalar_type() == rows[0].scalar_type(), what,
                       ": a row is ", row.scalar_type(), ", expected Float, BFloat16 or Half, the same for all");
     TORCH_CHECK_VALUE(row.is_contiguous(), what, ": each row must be contiguous, got a stride of ", row.stride(0));
-    TORCH_CHECK_VALUE(row.device() == accumulator.device(), what, ": a row is on ", row.device(), ", expected ",
-                      accumulator.device(), " as the accumulator is");
+    TORCH_CHECK_VALUE(row.device() == like.device(), what, ": a row is on ", row.device(), ", expected ", like.device(),
+                      " as ", name, " is");
   }
+}
+
+void check_sum(const char* what, at::TensorList rows, const Tensor& accumulator) {
+  check_rows(what, rows, accumulator, "the accumulator");
+  TORCH_CHECK_VALUE(accumulator.scalar_type() == at::kFloat, what, ": accumulator is ", accumulator.scalar_type(),
+                    ", expected Float");
+}
+
+void check_squares(const char* what, const Tensor& sum_of_squares, at::Device device) {
+  TORCH_CHECK_VALUE(sum_of_squares.defined() && sum_of_squares.dim() == 1 && sum_of_squares.numel() == 1 &&
+                        sum_of_squares.scalar_type() == at::kDouble,
+                    what, ": sum_of_squares must be one Double, of shape (1,)");
+  TORCH_CHECK_VALUE(sum_of_squares.device() == device, what, ": sum_of_squares is on ", sum_of_squares.device(),
+                    ", expected ", device, " as the rows are");
 }
 
 }  // namespace
 
+Contributions Contributions::narrow(int64_t begin, int64_t length) const {
+  std::vector<Tensor> parts;
+  for (const Tensor& row : rows) parts.push_back(row.narrow(0, begin, length));
+  return {std::move(parts), scale};
+}
+
+bool Contributions::is_summed() const {
+  return rows.size() == 1 && scale == 1.0 && rows[0].scalar_type() == at::kFloat;
+}
+
+Tensor Contributions::sum() const {
+  if (is_summed()) return rows[0];
+  Tensor total = at::empty(rows[0].sizes(), rows[0].options().dtype(at::kFloat));
+  ordered_sum(rows, scale, /*overwrite=*/true, total, at::empty({1}, rows[0].options().dtype(at::kDouble)));
+  return total;
+}
+
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accumulator, Tensor sum_of_squares) {
-  check_rows("ordered_sum", rows, accumulator);
-  TORCH_CHECK_VALUE(sum_of_squares.defined() && sum_of_squares.dim() == 1 && sum_of_squares.numel() == 1 &&
-                        sum_of_squares.scalar_type() == at::kDouble,
-                    "ordered_sum: sum_of_squares must be one Double, of shape (1,)");
-  TORCH_CHECK_VALUE(sum_of_squares.device() == accumulator.device(), "ordered_sum: sum_of_squares is on ",
-                    sum_of_squares.device(), ", expected ", accumulator.device(), " as the accumulator is");
+  check_sum("ordered_sum", rows, accumulator);
+  check_squares("ordered_sum", sum_of_squares, accumulator.device());
   const auto implementation = accumulator.is_cpu() ? detail::ordered_sum_cpu : detail::ordered_sum_reference;
   implementation(rows, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
+}
+
+void ordered_squares(const Contributions& contributions, Tensor sum_of_squares) {
+  const at::TensorList rows = contributions.rows;
+  check_rows("ordered_squares", rows, rows.empty() ? Tensor() : rows[0], "the first row");
+  check_squares("ordered_squares", sum_of_squares, rows[0].device());
+  if (rows[0].is_cpu()) {
+    detail::ordered_squares_cpu(rows, static_cast<float>(contributions.scale), sum_of_squares);
+  } else {
+    const Tensor sum = at::empty(rows[0].sizes(), rows[0].options().dtype(at::kFloat));
+    ordered_sum(rows, contributions.scale, /*overwrite=*/true, sum, sum_of_squares);
+  }
 }
 
 void accumulate(const Tensor& gradient, bool overwrite, Tensor accumulator) {
@@ -73,7 +112,7 @@ void accumulate(const Tensor& gradient, bool overwrite, Tensor accumulator) {
 }
 
 std::optional<NonFinite> find_non_finite(at::TensorList rows, const Tensor& accumulator) {
-  check_rows("find_non_finite", rows, accumulator);
+  check_sum("find_non_finite", rows, accumulator);
   if (accumulator.numel() == 0) return std::nullopt;
   // argmax gives the first of equal values.
   const Tensor bad = at::isfinite(accumulator).logical_not();

@@ -7,8 +7,42 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
+#include <vector>
 
 namespace deeptide::gradients {
+
+/// A gradient as the ranks contributed it: `scale` times the sum of the rows, one a rank, in rank order in fp32.
+/// Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of one type and on one device; at least one.
+struct Contributions {
+  Contributions(at::Tensor sum) : rows{std::move(sum)} {}  // NOLINT: a sum is a contribution of its own
+  Contributions(std::vector<at::Tensor> rows_by_rank, double factor) : rows(std::move(rows_by_rank)), scale(factor) {}
+
+  Contributions narrow(int64_t begin, int64_t length) const;
+  /// There is nothing to add or to scale: one fp32 row.
+  bool is_summed() const;
+  /// (N,) fp32: the row itself when it is summed, otherwise new memory.
+  at::Tensor sum() const;
+
+  std::vector<at::Tensor> rows;
+  double scale = 1.0;
+};
+
+/// Hands a kernel the sum block by block, so that it is never written to memory. On the CPU only.
+class SumReader {
+ public:
+  static constexpr int64_t kBlock = 4096;  // elements: 16 KiB of sums, which stay in the first-level cache
+  explicit SumReader(const Contributions& contributions);
+  /// Elements [begin, begin + count): where they lie if they are summed, else in `scratch` (kBlock,), and then
+  /// count <= kBlock. The same bits that `ordered_sum` writes.
+  const float* read(int64_t begin, int64_t count, float* scratch) const;
+
+ private:
+  std::vector<const void*> rows_;
+  at::ScalarType dtype_;
+  float scale_;
+  bool summed_;
+};
 
 /// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order
 /// in fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The
@@ -16,6 +50,9 @@ namespace deeptide::gradients {
 /// Shapes: rows: one a rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may
 /// be 0.
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares);
+
+/// What `ordered_sum` with `overwrite` gives as the sum of squares, without writing the sum. Shapes: as there.
+void ordered_squares(const Contributions& contributions, at::Tensor sum_of_squares);
 
 /// accumulator = (overwrite ? 0 : accumulator) + gradient, with cast. Shapes: (N,) each; any float dtypes; N may be 0.
 void accumulate(const at::Tensor& gradient, bool overwrite, at::Tensor accumulator);

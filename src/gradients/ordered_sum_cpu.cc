@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/parallel.h"
+#include "gradients/ordered_sum.h"
 #include "gradients/ordered_sum_detail.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -20,11 +21,13 @@
 // After foreach_target.h, as Highway asks.
 #include <hwy/highway.h>
 
+#include "gradients/row_loads-inl.h"
+
 #ifndef DEEPTIDE_ORDERED_SUM_CPU_ONCE
 #define DEEPTIDE_ORDERED_SUM_CPU_ONCE
 namespace deeptide::gradients::detail {
 
-constexpr int64_t kBlock = 4096;     // elements: 16 KiB of sums, which stay in the first-level cache
+constexpr int64_t kBlock = SumReader::kBlock;
 constexpr size_t kSquareLanes = 32;  // element i of a block belongs to lane i % 32
 
 struct Rows {
@@ -33,9 +36,12 @@ struct Rows {
   int64_t count;
 };
 
+/// What becomes of the accumulator: written, added to, or left alone, when only the squares are wanted.
+enum class Sink : uint8_t { overwrite, add, none };
+
 struct Finish {
   float scale;
-  bool overwrite;
+  Sink sink;
 };
 
 }  // namespace deeptide::gradients::detail
@@ -43,49 +49,6 @@ struct Finish {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::gradients::detail::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
-
-using D = hn::ScalableTag<float>;
-using V = hn::Vec<D>;
-
-HWY_INLINE V load(const float* from) { return hn::LoadU(D(), from); }
-
-HWY_INLINE V load(const c10::BFloat16* from) {
-  const hn::Rebind<uint16_t, D> d16;
-  const hn::RebindToUnsigned<D> du;
-  const auto halves = hn::PromoteTo(du, hn::LoadU(d16, reinterpret_cast<const uint16_t*>(from)));
-  return hn::BitCast(D(), hn::ShiftLeft<16>(halves));
-}
-
-HWY_INLINE V load(const c10::Half* from) {
-#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
-  HWY_ALIGN float lanes[HWY_LANES(float)];
-  for (size_t i = 0; i < hn::Lanes(D()); ++i) lanes[i] = static_cast<float>(from[i]);
-  return hn::Load(D(), lanes);
-#else
-  const hn::Rebind<hwy::float16_t, D> d16;
-  return hn::PromoteTo(D(), hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
-#endif
-}
-
-/// row[0] + row[1] + …, in that order; first after `carry` when there is one.
-template <int kRows, bool kCarry, class T>
-HWY_INLINE V add_rows_at(const T* const* rows, const float* carry, size_t i) {
-  V total = load(rows[0] + i);
-  if constexpr (kCarry) total = hn::Add(load(carry + i), total);
-  for (int row = 1; row < kRows; ++row) total = hn::Add(total, load(rows[row] + i));
-  return total;
-}
-
-/// The same for one element; nothing here fuses, so it rounds alike.
-template <int kRows, bool kCarry, class T>
-HWY_INLINE float add_element_at(const T* const* rows, const float* carry, size_t i) {
-  float total = static_cast<float>(rows[0][i]);
-  if constexpr (kCarry) total = carry[i] + total;
-  for (int row = 1; row < kRows; ++row) total += static_cast<float>(rows[row][i]);
-  return total;
-}
-
 /// sum = (kCarry ? sum : 0) + the rows.
 template <int kRows, bool kCarry, class T>
 void add_rows(const T* const* rows, float* sum, size_t count) {
@@ -97,34 +60,65 @@ void add_rows(const T* const* rows, float* sum, size_t count) {
   for (; i < count; ++i) sum[i] = add_element_at<kRows, kCarry>(rows, sum, i);
 }
 
-/// accumulator = (kOverwrite ? 0 : accumulator) + scale * the rows' sum; returns the sum of its squares.
-/// A float's square is exact in double, so only the order of the additions rounds: lane by lane, then lane 0 to 31.
-template <int kRows, bool kOverwrite, class T>
+/// Sums of squares, lane by lane. A float's square is exact in double, so only the order of the additions rounds:
+/// within a lane, then lane 0 to 31.
+class Squares {
+ public:
+  static constexpr size_t kVectors = kSquareLanes / HWY_LANES(float);
+
+  HWY_INLINE Squares() {
+    for (auto& vector : sums_) vector = hn::Zero(D64());
+  }
+  /// Elements i to i + kSquareLanes.
+  HWY_INLINE void add(const V* values) {
+#if HWY_TARGET == HWY_SCALAR
+    for (size_t k = 0; k < kVectors; ++k) add_to(k, hn::PromoteTo(D64(), values[k]));
+#else
+    for (size_t k = 0; k < kVectors; ++k) {
+      const hn::Half<D> half;
+      add_to(2 * k, hn::PromoteTo(D64(), hn::LowerHalf(half, values[k])));
+      add_to(2 * k + 1, hn::PromoteTo(D64(), hn::UpperHalf(half, values[k])));
+    }
+#endif
+  }
+  HWY_INLINE void store(double* lanes) const {
+    for (size_t k = 0; k < kVectors64; ++k) hn::Store(sums_[k], D64(), lanes + k * HWY_LANES(double));
+  }
+
+ private:
+  using D64 = hn::ScalableTag<double>;
+  using V64 = hn::Vec<D64>;
+  static constexpr size_t kVectors64 = kSquareLanes / HWY_LANES(double);
+
+  HWY_INLINE void add_to(size_t k, V64 value) { sums_[k] = hn::MulAdd(value, value, sums_[k]); }
+
+  V64 sums_[kVectors64];
+};
+
+/// accumulator = (add: accumulator +) scale * the rows' sum; returns the sum of its squares.
+template <int kRows, Sink kSink, class T>
 double finish_rows(const T* const* rows, float scale, float* accumulator, size_t count) {
   const D d;
-  const hn::ScalableTag<double> d64;
-  const hn::Rebind<float, decltype(d64)> half;
-  constexpr size_t kLanes = HWY_LANES(float), kLanes64 = HWY_LANES(double), kVectors64 = kSquareLanes / kLanes64;
+  constexpr size_t kLanes = HWY_LANES(float);
   const size_t whole = count - count % kSquareLanes;
-  hn::Vec<decltype(d64)> squares[kVectors64];
-  for (auto& vector : squares) vector = hn::Zero(d64);
+  Squares squares;
   for (size_t i = 0; i < whole; i += kSquareLanes) {
-    for (size_t j = i; j < i + kSquareLanes; j += kLanes) {
-      V value = hn::Mul(add_rows_at<kRows, false>(rows, nullptr, j), hn::Set(d, scale));
-      if constexpr (!kOverwrite) value = hn::Add(load(accumulator + j), value);
-      hn::StoreU(value, d, accumulator + j);
+    V values[Squares::kVectors];
+    for (size_t k = 0; k < Squares::kVectors; ++k) {
+      const size_t j = i + k * kLanes;
+      values[k] = hn::Mul(add_rows_at<kRows, false>(rows, nullptr, j), hn::Set(d, scale));
+      if constexpr (kSink == Sink::add) values[k] = hn::Add(load(accumulator + j), values[k]);
+      if constexpr (kSink != Sink::none) hn::StoreU(values[k], d, accumulator + j);
     }
-    for (size_t k = 0; k < kVectors64; ++k) {
-      const auto value = hn::PromoteTo(d64, hn::LoadU(half, accumulator + i + k * kLanes64));
-      squares[k] = hn::MulAdd(value, value, squares[k]);
-    }
+    squares.add(values);
   }
   HWY_ALIGN double lanes[kSquareLanes];
-  for (size_t k = 0; k < kVectors64; ++k) hn::Store(squares[k], d64, lanes + k * kLanes64);
+  squares.store(lanes);
   for (size_t i = whole; i < count; ++i) {
-    const float value = add_element_at<kRows, false>(rows, nullptr, i) * scale;
-    accumulator[i] = kOverwrite ? value : accumulator[i] + value;
-    lanes[i - whole] += static_cast<double>(accumulator[i]) * static_cast<double>(accumulator[i]);
+    float value = add_element_at<kRows, false>(rows, nullptr, i) * scale;
+    if constexpr (kSink == Sink::add) value = accumulator[i] + value;
+    if constexpr (kSink != Sink::none) accumulator[i] = value;
+    lanes[i - whole] += static_cast<double>(value) * static_cast<double>(value);
   }
   double total = 0.0;
   for (double lane : lanes) total += lane;
@@ -133,8 +127,14 @@ double finish_rows(const T* const* rows, float scale, float* accumulator, size_t
 
 template <int kRows, class T>
 double finish_rows(const T* const* rows, const Finish& finish, float* accumulator, size_t count) {
-  return finish.overwrite ? finish_rows<kRows, true>(rows, finish.scale, accumulator, count)
-                          : finish_rows<kRows, false>(rows, finish.scale, accumulator, count);
+  switch (finish.sink) {
+    case Sink::overwrite:
+      return finish_rows<kRows, Sink::overwrite>(rows, finish.scale, accumulator, count);
+    case Sink::add:
+      return finish_rows<kRows, Sink::add>(rows, finish.scale, accumulator, count);
+    default:
+      return finish_rows<kRows, Sink::none>(rows, finish.scale, accumulator, count);
+  }
 }
 
 /// Beyond four ranks the sum grows in the first-level cache, four rows a pass: few enough streams for the prefetchers.
@@ -150,14 +150,28 @@ double finish_many_rows(const T* const* rows, int64_t num_rows, const Finish& fi
   return finish_rows<1>(summed, finish, accumulator, count);
 }
 
+/// The rows from element `begin` on.
+template <class T>
+class RowsFrom {
+ public:
+  RowsFrom(const Rows& rows, int64_t begin) : many_(rows.count > kFew ? rows.count : 0) {
+    data_ = rows.count > kFew ? many_.data() : few_;
+    for (int64_t row = 0; row < rows.count; ++row) data_[row] = static_cast<const T*>(rows.data[row]) + begin;
+  }
+  RowsFrom(const RowsFrom&) = delete;
+  const T* const* get() const { return data_; }
+
+ private:
+  static constexpr int64_t kFew = 64;
+  const T* few_[kFew];
+  std::vector<const T*> many_;
+  const T** data_;
+};
+
 template <class T>
 double reduce_typed(const Rows& shape, int64_t begin, size_t count, const Finish& finish, float* accumulator) {
-  constexpr int64_t kFew = 64;
-  const T* few[kFew];
-  std::vector<const T*> many(shape.count > kFew ? shape.count : 0);
-  const T** rows = shape.count > kFew ? many.data() : few;
-  for (int64_t row = 0; row < shape.count; ++row) rows[row] = static_cast<const T*>(shape.data[row]) + begin;
-  accumulator += begin;
+  const RowsFrom<T> from(shape, begin);
+  const T* const* rows = from.get();
   switch (shape.count) {
     case 1:
       return finish_rows<1>(rows, finish, accumulator, count);
@@ -176,6 +190,27 @@ double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish&
   if (rows.dtype == at::kFloat) return reduce_typed<float>(rows, begin, count, finish, accumulator);
   if (rows.dtype == at::kHalf) return reduce_typed<c10::Half>(rows, begin, count, finish, accumulator);
   return reduce_typed<c10::BFloat16>(rows, begin, count, finish, accumulator);
+}
+
+/// sum = scale * the rows' sum, rounding as `finish_rows` does.
+template <class T>
+void sum_typed(const Rows& shape, int64_t begin, size_t count, float scale, float* sum) {
+  const RowsFrom<T> rows(shape, begin);
+  add_rows<1, false>(rows.get(), sum, count);
+  for (int64_t row = 1; row < shape.count; ++row) add_rows<1, true>(rows.get() + row, sum, count);
+  if (scale == 1.0f) return;
+  const D d;
+  size_t i = 0;
+  for (; i + hn::Lanes(d) <= count; i += hn::Lanes(d)) {
+    hn::StoreU(hn::Mul(load(sum + i), hn::Set(d, scale)), d, sum + i);
+  }
+  for (; i < count; ++i) sum[i] *= scale;
+}
+
+void sum_block(const Rows& rows, int64_t begin, size_t count, float scale, float* sum) {
+  if (rows.dtype == at::kFloat) return sum_typed<float>(rows, begin, count, scale, sum);
+  if (rows.dtype == at::kHalf) return sum_typed<c10::Half>(rows, begin, count, scale, sum);
+  sum_typed<c10::BFloat16>(rows, begin, count, scale, sum);
 }
 
 template <class T>
@@ -200,30 +235,49 @@ namespace deeptide::gradients::detail {
 namespace {
 
 HWY_EXPORT(reduce_block);
+HWY_EXPORT(sum_block);
 HWY_EXPORT(add_widened);
 
 constexpr int64_t kGrainBlocks = 8;
 
-}  // namespace
-
-void ordered_sum_cpu(at::TensorList tensors, float scale, bool overwrite, const at::Tensor& accumulator,
-                     const at::Tensor& sum_of_squares) {
+std::vector<const void*> pointers(at::TensorList tensors) {
   std::vector<const void*> data;
   for (const at::Tensor& tensor : tensors) data.push_back(tensor.const_data_ptr());
+  return data;
+}
+
+void sum(const Rows& rows, int64_t begin, size_t count, float scale, float* out) {
+  HWY_DYNAMIC_DISPATCH(sum_block)(rows, begin, count, scale, out);
+}
+
+/// The blocks' sums of squares, added in order. `out`: null when nobody wants the sums.
+double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
+  const auto data = pointers(tensors);
   const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};
-  const Finish finish{scale, overwrite};
-  const int64_t numel = accumulator.numel();
-  float* out = accumulator.mutable_data_ptr<float>();
+  const int64_t numel = tensors[0].numel();
   std::vector<double> partial(static_cast<size_t>((numel + kBlock - 1) / kBlock));
   parallel_blocks(numel, kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kBlock) {
       const size_t count = static_cast<size_t>(std::min(kBlock, end - at));
-      partial[static_cast<size_t>(at / kBlock)] = HWY_DYNAMIC_DISPATCH(reduce_block)(rows, at, count, finish, out);
+      float* block = out ? out + at : nullptr;
+      partial[static_cast<size_t>(at / kBlock)] = HWY_DYNAMIC_DISPATCH(reduce_block)(rows, at, count, finish, block);
     }
   });
   double total = 0.0;
   for (double block : partial) total += block;
-  *sum_of_squares.mutable_data_ptr<double>() = total;
+  return total;
+}
+
+}  // namespace
+
+void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
+                     const at::Tensor& sum_of_squares) {
+  const Finish finish{scale, overwrite ? Sink::overwrite : Sink::add};
+  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, finish, accumulator.mutable_data_ptr<float>());
+}
+
+void ordered_squares_cpu(at::TensorList rows, float scale, const at::Tensor& sum_of_squares) {
+  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, {scale, Sink::none}, nullptr);
 }
 
 void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator) {
@@ -235,4 +289,21 @@ void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator) {
 }
 
 }  // namespace deeptide::gradients::detail
+
+namespace deeptide::gradients {
+
+SumReader::SumReader(const Contributions& contributions)
+    : rows_(detail::pointers(contributions.rows)),
+      dtype_(contributions.rows[0].scalar_type()),
+      scale_(static_cast<float>(contributions.scale)),
+      summed_(contributions.is_summed()) {}
+
+const float* SumReader::read(int64_t begin, int64_t count, float* scratch) const {
+  if (summed_) return static_cast<const float*>(rows_[0]) + begin;
+  const detail::Rows rows{rows_.data(), dtype_, static_cast<int64_t>(rows_.size())};
+  detail::sum(rows, begin, static_cast<size_t>(count), scale_, scratch);
+  return scratch;
+}
+
+}  // namespace deeptide::gradients
 #endif

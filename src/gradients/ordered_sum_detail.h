@@ -12,6 +12,9 @@ namespace deeptide::gradients::detail {
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares);
 
+/// The same sum of squares; the sums go no further than the cache.
+void ordered_squares_cpu(at::TensorList rows, float scale, const at::Tensor& sum_of_squares);
+
 /// accumulator += gradient. Shapes: gradient (N,) bf16|fp16 contiguous; accumulator (N,) fp32 contiguous.
 void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator);
 

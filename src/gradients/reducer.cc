@@ -72,6 +72,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
   TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "deeptide: parameter '", p.name,
                     "' received a sparse gradient, which is not supported yet; build its embedding with sparse=False");
   if (!bucket.data.defined()) {
+    flights_->reclaim();
     bucket.data = pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
   }
   if (!bucket.arrived[parameter]) {

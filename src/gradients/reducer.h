@@ -20,7 +20,8 @@ namespace deeptide::gradients {
 /// `finish` evens that out. Thread-safe.
 class Reducer {
  public:
-  /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit.
+  /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit, unless the
+  /// options keep rows.
   /// `exchange`: when all ranks are on one host; buckets then lie in its arena and are summed where they lie.
   Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
@@ -38,8 +39,10 @@ class Reducer {
   void finish(int64_t rounds);
 
   bool has_gradient() const { return flights_->has_accumulated(); }
-  /// fp32 gradient shard (shard,) of a unit; zeros when nothing came.
-  const at::Tensor& accumulator(int unit) const { return flights_->accumulator(unit); }
+  /// Gradient shard (shard,) of a unit, summed or as its rows; zeros when nothing came. Valid until it is cleared.
+  Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  /// Gradients stay in buckets until the step: there is no memory for sums.
+  bool keeps_rows() const { return options_.keep_rows; }
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }

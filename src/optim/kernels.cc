@@ -29,10 +29,23 @@ void check_fp32(const char* what, const char* name, const Tensor& tensor, const 
                     ", expected Float");
 }
 
-void check_common(const char* what, const Tensor& master, const Tensor& gradient, const Tensor& param, int64_t step) {
+void check_gradient(const char* what, const gradients::Contributions& gradient, const Tensor& master) {
+  TORCH_CHECK_VALUE(!gradient.rows.empty(), what, ": the gradient has no rows, expected one a rank");
+  for (const Tensor& row : gradient.rows) {
+    check_like_master(what, "gradient", row, master);
+    const auto type = row.scalar_type();
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, what, ": gradient is ", type,
+                      ", expected Float, BFloat16 or Half");
+    TORCH_CHECK_VALUE(type == gradient.rows[0].scalar_type(), what, ": a row of the gradient is ", type, ", another ",
+                      gradient.rows[0].scalar_type(), "; expected one type");
+  }
+}
+
+void check_common(const char* what, const Tensor& master, const gradients::Contributions& gradient, const Tensor& param,
+                  int64_t step) {
   TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
   check_fp32(what, "master", master, master);
-  check_fp32(what, "gradient", gradient, master);
+  check_gradient(what, gradient, master);
   if (param.defined()) {
     check_like_master(what, "param", param, master);
     TORCH_CHECK_VALUE(param.scalar_type() == at::kBFloat16 || param.scalar_type() == at::kHalf, what, ": param is ",

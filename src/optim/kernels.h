@@ -8,31 +8,32 @@
 #include <cstdint>
 
 #include "deeptide/config.h"
+#include "gradients/ordered_sum.h"
 
 namespace deeptide::optim {
 
 /// The flat tensors of one segment, all (N,), contiguous, on one device. `param` may be undefined (fp32 training:
 /// `master` is the parameter itself), else bf16/fp16 and receives the rounded master.
 struct AdamSegment {
-  at::Tensor master;      // fp32, updated
-  at::Tensor exp_avg;     // fp32, updated
-  at::Tensor exp_avg_sq;  // fp32, updated
-  at::Tensor gradient;    // fp32, read
-  at::Tensor param;       // bf16 | fp16 | undefined, written
+  at::Tensor master;                  // fp32, updated
+  at::Tensor exp_avg;                 // fp32, updated
+  at::Tensor exp_avg_sq;              // fp32, updated
+  gradients::Contributions gradient;  // read, and summed on the way
+  at::Tensor param;                   // bf16 | fp16 | undefined, written
 };
 
 /// One Adam or AdamW step, in torch's order of operations (torch.optim.AdamW, fused form):
 /// g = gradient*gradient_scale (+ wd*p if not decoupled); p *= 1-lr*wd if decoupled; m = m+(1-b1)(g-m); v =
 /// b2*v+(1-b2)g*g; p -= lr/(1-b1^t) * m / (sqrt(v)/sqrt(1-b2^t) + eps). Elementwise: the result does not depend on how
-/// a shard is cut. `step`: t, counted from 1. Bytes moved per element: 28 in fp32, 30 with a bf16 parameter. Source:
-/// Kingma & Ba arXiv:1412.6980; Loshchilov & Hutter arXiv:1711.05101.
+/// a shard is cut. `step`: t, counted from 1. Bytes moved per element: 28 in fp32, 30 with a bf16 parameter, 28 when
+/// its gradient is one bf16 row. Source: Kingma & Ba arXiv:1412.6980; Loshchilov & Hutter arXiv:1711.05101.
 void adam_step(const AdamSegment& segment, const Hyperparameters& hyper, int64_t step, double gradient_scale);
 
 struct SgdSegment {
-  at::Tensor master;    // fp32, updated
-  at::Tensor momentum;  // fp32, updated; undefined when hyper.momentum == 0
-  at::Tensor gradient;  // fp32, read
-  at::Tensor param;     // bf16 | fp16 | undefined, written
+  at::Tensor master;                  // fp32, updated
+  at::Tensor momentum;                // fp32, updated; undefined when hyper.momentum == 0
+  gradients::Contributions gradient;  // read, and summed on the way
+  at::Tensor param;                   // bf16 | fp16 | undefined, written
 };
 
 /// One SGD step as torch.optim.SGD's (weight decay L2, momentum buffer starts as the first gradient, dampening,

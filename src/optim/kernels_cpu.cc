@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "device/parallel.h"
 #include "optim/kernels_detail.h"
@@ -14,7 +16,10 @@
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
 // After foreach_target.h, as Highway asks.
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
+
+#include "gradients/row_loads-inl.h"
 
 #ifndef DEEPTIDE_OPTIM_KERNELS_CPU_ONCE
 #define DEEPTIDE_OPTIM_KERNELS_CPU_ONCE
@@ -22,20 +27,37 @@ namespace deeptide::optim::detail {
 
 enum class Output : uint8_t { none, bf16, fp16 };
 
-/// A step's streams from some element on. `param` (and SGD's `momentum`) are null when the step has none.
+/// How a step's gradient comes: summed, in fp32, or as one or two rows of bf16 that are summed as they are read.
+enum class Source : uint8_t { summed, one_bf16, two_bf16 };
+
+struct GradientStreams {
+  static constexpr int kMaxRows = 2;
+  const void* rows[kMaxRows];
+  float scale;  // of the rows' sum
+  Source source;
+};
+
+/// Where the rounded master goes; null in fp32 training. Large ones go past the cache: they are not read before all of
+/// the model has been written, and a line that is not cached need not be read to be written.
+struct ParamStream {
+  uint16_t* data;
+  bool past_cache;
+};
+
+/// A step's streams from some element on. SGD's `momentum` is null when there is none.
 struct AdamStreams {
   float* master;
   float* exp_avg;
   float* exp_avg_sq;
-  const float* gradient;
-  uint16_t* param;
+  GradientStreams gradient;
+  ParamStream param;
 };
 
 struct SgdStreams {
   float* master;
   float* momentum;
   const float* gradient;
-  uint16_t* param;
+  ParamStream param;
 };
 
 }  // namespace deeptide::optim::detail
@@ -45,11 +67,26 @@ HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::detail::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+namespace rows = gradients::detail::HWY_NAMESPACE;
+
 using D = hn::ScalableTag<float>;
 using V = hn::Vec<D>;
 
+template <Source kSource>
+inline constexpr int kRowsOf = kSource == Source::two_bf16 ? 2 : 1;
+template <Source kSource>
+using RowType = std::conditional_t<kSource == Source::summed, float, c10::BFloat16>;
+
+template <Source kSource>
+HWY_INLINE V load_gradient(const GradientStreams& gradient, size_t i) {
+  using T = RowType<kSource>;
+  if constexpr (kSource == Source::summed) return rows::load(static_cast<const T*>(gradient.rows[0]) + i);
+  const T* from[] = {static_cast<const T*>(gradient.rows[0]), static_cast<const T*>(gradient.rows[1])};
+  return hn::Mul(rows::add_rows_at<kRowsOf<kSource>, false>(from, nullptr, i), hn::Set(D(), gradient.scale));
+}
+
 /// Rounds to nearest even, as torch does; a NaN becomes the quiet NaN, since rounding could carry its bits into Inf.
-HWY_INLINE void store_bf16(V x, uint16_t* to) {
+HWY_INLINE void store_bf16(V x, uint16_t* to, bool past_cache) {
   const hn::RebindToUnsigned<D> du;
   const hn::RebindToSigned<D> di;
   const auto bits = hn::BitCast(du, x);
@@ -57,7 +94,9 @@ HWY_INLINE void store_bf16(V x, uint16_t* to) {
   const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFFu))));
   const auto is_nan = hn::RebindMask(du, hn::IsNaN(x));
   const auto halves = hn::IfThenElse(is_nan, hn::Set(du, 0x7FC0u), rounded);
-  hn::StoreU(hn::DemoteTo(hn::Rebind<uint16_t, D>(), hn::BitCast(di, halves)), hn::Rebind<uint16_t, D>(), to);
+  const hn::Rebind<uint16_t, D> d16;
+  const auto narrow = hn::DemoteTo(d16, hn::BitCast(di, halves));
+  past_cache ? hn::Stream(narrow, d16, to) : hn::StoreU(narrow, d16, to);
 }
 
 HWY_INLINE void store_fp16(V x, uint16_t* to) {
@@ -73,16 +112,16 @@ HWY_INLINE void store_fp16(V x, uint16_t* to) {
 }
 
 template <Output kOutput>
-HWY_INLINE void store_param(V x, uint16_t* to, size_t i) {
-  if constexpr (kOutput == Output::bf16) store_bf16(x, to + i);
-  if constexpr (kOutput == Output::fp16) store_fp16(x, to + i);
+HWY_INLINE void store_param(V x, const ParamStream& param, size_t i) {
+  if constexpr (kOutput == Output::bf16) store_bf16(x, param.data + i, param.past_cache);
+  if constexpr (kOutput == Output::fp16) store_fp16(x, param.data + i);
 }
 
-template <Output kOutput, bool kL2>
+template <Output kOutput, bool kL2, Source kSource>
 HWY_INLINE void adam_vector(const AdamStreams& io, size_t i, const AdamScalars& s) {
   const D d;
   V p = hn::LoadU(d, io.master + i);
-  V g = hn::Mul(hn::LoadU(d, io.gradient + i), hn::Set(d, s.gradient_scale));
+  V g = hn::Mul(load_gradient<kSource>(io.gradient, i), hn::Set(d, s.gradient_scale));
   if constexpr (kL2) g = hn::MulAdd(hn::Set(d, s.l2_decay), p, g);
   p = hn::Mul(p, hn::Set(d, s.keep));
 
@@ -124,26 +163,30 @@ HWY_INLINE void sgd_vector(const SgdStreams& io, size_t i, const SgdScalars& s) 
 }
 
 /// The last elements go through a padded copy and the same vector code, never through a scalar twin of it.
-template <Output kOutput, bool kL2>
+template <Output kOutput, bool kL2, Source kSource>
 void adam_range(AdamStreams io, size_t count, const AdamScalars& s) {
   const size_t lanes = hn::Lanes(D());
   size_t i = 0;
-  for (; i + lanes <= count; i += lanes) adam_vector<kOutput, kL2>(io, i, s);
+  for (; i + lanes <= count; i += lanes) adam_vector<kOutput, kL2, kSource>(io, i, s);
   const size_t rest = count - i;
   if (rest == 0) return;
-  HWY_ALIGN float master[HWY_LANES(float)] = {}, exp_avg[HWY_LANES(float)] = {}, exp_avg_sq[HWY_LANES(float)] = {},
-                  gradient[HWY_LANES(float)] = {};
+  HWY_ALIGN float master[HWY_LANES(float)] = {}, exp_avg[HWY_LANES(float)] = {}, exp_avg_sq[HWY_LANES(float)] = {};
+  HWY_ALIGN float gradient[GradientStreams::kMaxRows][HWY_LANES(float)] = {};
   HWY_ALIGN uint16_t param[HWY_LANES(float)] = {};
   const size_t bytes = rest * sizeof(float);
   std::memcpy(master, io.master + i, bytes);
   std::memcpy(exp_avg, io.exp_avg + i, bytes);
   std::memcpy(exp_avg_sq, io.exp_avg_sq + i, bytes);
-  std::memcpy(gradient, io.gradient + i, bytes);
-  adam_vector<kOutput, kL2>({master, exp_avg, exp_avg_sq, gradient, param}, 0, s);
+  GradientStreams padded{{gradient[0], gradient[1]}, io.gradient.scale, kSource};
+  for (int row = 0; row < kRowsOf<kSource>; ++row) {
+    using T = RowType<kSource>;
+    std::memcpy(gradient[row], static_cast<const T*>(io.gradient.rows[row]) + i, rest * sizeof(T));
+  }
+  adam_vector<kOutput, kL2, kSource>({master, exp_avg, exp_avg_sq, padded, {param, false}}, 0, s);
   std::memcpy(io.master + i, master, bytes);
   std::memcpy(io.exp_avg + i, exp_avg, bytes);
   std::memcpy(io.exp_avg_sq + i, exp_avg_sq, bytes);
-  if constexpr (kOutput != Output::none) std::memcpy(io.param + i, param, rest * sizeof(uint16_t));
+  if constexpr (kOutput != Output::none) std::memcpy(io.param.data + i, param, rest * sizeof(uint16_t));
 }
 
 template <Output kOutput, bool kMomentum>
@@ -159,23 +202,34 @@ void sgd_range(SgdStreams io, size_t count, const SgdScalars& s) {
   std::memcpy(master, io.master + i, bytes);
   if constexpr (kMomentum) std::memcpy(momentum, io.momentum + i, bytes);
   std::memcpy(gradient, io.gradient + i, bytes);
-  sgd_vector<kOutput, kMomentum>({master, momentum, gradient, param}, 0, s);
+  sgd_vector<kOutput, kMomentum>({master, momentum, gradient, {param, false}}, 0, s);
   std::memcpy(io.master + i, master, bytes);
   if constexpr (kMomentum) std::memcpy(io.momentum + i, momentum, bytes);
-  if constexpr (kOutput != Output::none) std::memcpy(io.param + i, param, rest * sizeof(uint16_t));
+  if constexpr (kOutput != Output::none) std::memcpy(io.param.data + i, param, rest * sizeof(uint16_t));
 }
 
-template <Output kOutput>
+/// What went past the cache is seen by other threads before what they are told next.
+template <class Streams>
+void make_visible(const Streams& io) {
+  if (io.param.past_cache) hwy::FlushStream();
+}
+
+template <Output kOutput, Source kSource = Source::summed>
 void adam_output(const AdamStreams& io, size_t count, const AdamScalars& s) {
-  s.l2_decay != 0.0f ? adam_range<kOutput, true>(io, count, s) : adam_range<kOutput, false>(io, count, s);
+  s.l2_decay != 0.0f ? adam_range<kOutput, true, kSource>(io, count, s)
+                     : adam_range<kOutput, false, kSource>(io, count, s);
+  make_visible(io);
 }
 
 template <Output kOutput>
 void sgd_output(const SgdStreams& io, size_t count, const SgdScalars& s) {
   io.momentum ? sgd_range<kOutput, true>(io, count, s) : sgd_range<kOutput, false>(io, count, s);
+  make_visible(io);
 }
 
 void adam_vectors(const AdamStreams& io, size_t count, const AdamScalars& s, Output output) {
+  if (io.gradient.source == Source::one_bf16) return adam_output<Output::bf16, Source::one_bf16>(io, count, s);
+  if (io.gradient.source == Source::two_bf16) return adam_output<Output::bf16, Source::two_bf16>(io, count, s);
   if (output == Output::none) return adam_output<Output::none>(io, count, s);
   output == Output::bf16 ? adam_output<Output::bf16>(io, count, s) : adam_output<Output::fp16>(io, count, s);
 }
@@ -195,46 +249,87 @@ namespace {
 HWY_EXPORT(adam_vectors);
 HWY_EXPORT(sgd_vectors);
 
-constexpr int64_t kBlock = 4096;     // elements; a multiple of every vector's width
-constexpr int64_t kGrainBlocks = 8;  // 32768 elements move about 1 MB: worth a thread
+constexpr int64_t kBlock = gradients::SumReader::kBlock;  // a multiple of every vector's width
+constexpr int64_t kGrainBlocks = 8;                       // 32768 elements move about 1 MB: worth a thread
 
 Output output_of(const at::Tensor& param) {
   if (!param.defined()) return Output::none;
   return param.scalar_type() == at::kBFloat16 ? Output::bf16 : Output::fp16;
 }
 
-uint16_t* param_pointer(const at::Tensor& param) {
-  return param.defined() ? static_cast<uint16_t*>(param.mutable_data_ptr()) : nullptr;
+/// From element `begin` on, a multiple of kBlock.
+ParamStream param_stream(const at::Tensor& param, int64_t begin) {
+  constexpr int64_t kLarge = 1 << 20;
+  constexpr size_t kVector = 64;
+  if (!param.defined()) return {nullptr, false};
+  auto* data = static_cast<uint16_t*>(param.mutable_data_ptr()) + begin;
+  const bool aligned = reinterpret_cast<uintptr_t>(data) % kVector == 0;
+  return {data, aligned && static_cast<int64_t>(param.nbytes()) >= kLarge};
 }
 
-template <class T>
-T* offset(T* pointer, int64_t elements) {
-  return pointer ? pointer + elements : nullptr;
+/// Calls `step(begin, count, gradient)` over all elements, on torch's threads. Rows that are not summed yet pass
+/// through a block in the cache.
+template <class Step>
+void for_each_range(const gradients::Contributions& contributions, const Step& step) {
+  const gradients::SumReader reader(contributions);
+  parallel_blocks(contributions.rows[0].numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
+    HWY_ALIGN float scratch[kBlock];
+    const int64_t length = contributions.is_summed() ? end - begin : kBlock;
+    for (int64_t at = begin; at < end; at += length) {
+      const int64_t count = std::min(length, end - at);
+      step(at, static_cast<size_t>(count), reader.read(at, count, scratch));
+    }
+  });
+}
+
+/// What Adam's vector code reads by itself: a pass through the cache costs a tenth more.
+Source source_of(const gradients::Contributions& gradient, Output output) {
+  const size_t rows = gradient.rows.size();
+  const bool direct = output == Output::bf16 && gradient.rows[0].scalar_type() == at::kBFloat16 && rows <= 2;
+  if (!direct) return Source::summed;
+  return rows == 1 ? Source::one_bf16 : Source::two_bf16;
+}
+
+/// From element `begin` on.
+GradientStreams bf16_streams(const gradients::Contributions& gradient, Source source, int64_t begin) {
+  GradientStreams streams{{}, static_cast<float>(gradient.scale), source};
+  for (size_t row = 0; row < gradient.rows.size(); ++row) {
+    streams.rows[row] = static_cast<const uint16_t*>(gradient.rows[row].const_data_ptr()) + begin;
+  }
+  return streams;
+}
+
+AdamStreams adam_streams(const AdamSegment& s, int64_t begin, const GradientStreams& gradient) {
+  return {s.master.mutable_data_ptr<float>() + begin, s.exp_avg.mutable_data_ptr<float>() + begin,
+          s.exp_avg_sq.mutable_data_ptr<float>() + begin, gradient, param_stream(s.param, begin)};
 }
 
 }  // namespace
 
 void adam_step_cpu(const AdamSegment& segment, const AdamScalars& scalars) {
-  const AdamStreams all{segment.master.mutable_data_ptr<float>(), segment.exp_avg.mutable_data_ptr<float>(),
-                        segment.exp_avg_sq.mutable_data_ptr<float>(), segment.gradient.const_data_ptr<float>(),
-                        param_pointer(segment.param)};
   const Output output = output_of(segment.param);
+  const Source source = source_of(segment.gradient, output);
+  if (source == Source::summed) {
+    for_each_range(segment.gradient, [&](int64_t begin, size_t count, const float* gradient) {
+      const auto streams = adam_streams(segment, begin, {{gradient}, 1.0f, source});
+      HWY_DYNAMIC_DISPATCH(adam_vectors)(streams, count, scalars, output);
+    });
+    return;
+  }
   parallel_blocks(segment.master.numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
-    const AdamStreams part{all.master + begin, all.exp_avg + begin, all.exp_avg_sq + begin, all.gradient + begin,
-                           offset(all.param, begin)};
-    HWY_DYNAMIC_DISPATCH(adam_vectors)(part, static_cast<size_t>(end - begin), scalars, output);
+    const auto streams = adam_streams(segment, begin, bf16_streams(segment.gradient, source, begin));
+    HWY_DYNAMIC_DISPATCH(adam_vectors)(streams, static_cast<size_t>(end - begin), scalars, output);
   });
 }
 
 void sgd_step_cpu(const SgdSegment& segment, const SgdScalars& scalars) {
-  const SgdStreams all{segment.master.mutable_data_ptr<float>(),
-                       segment.momentum.defined() ? segment.momentum.mutable_data_ptr<float>() : nullptr,
-                       segment.gradient.const_data_ptr<float>(), param_pointer(segment.param)};
+  float* master = segment.master.mutable_data_ptr<float>();
+  float* momentum = segment.momentum.defined() ? segment.momentum.mutable_data_ptr<float>() : nullptr;
   const Output output = output_of(segment.param);
-  parallel_blocks(segment.master.numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
-    const SgdStreams part{all.master + begin, offset(all.momentum, begin), all.gradient + begin,
-                          offset(all.param, begin)};
-    HWY_DYNAMIC_DISPATCH(sgd_vectors)(part, static_cast<size_t>(end - begin), scalars, output);
+  for_each_range(segment.gradient, [&](int64_t begin, size_t count, const float* gradient) {
+    const SgdStreams streams{master + begin, momentum ? momentum + begin : nullptr, gradient,
+                             param_stream(segment.param, begin)};
+    HWY_DYNAMIC_DISPATCH(sgd_vectors)(streams, count, scalars, output);
   });
 }
 

@@ -24,7 +24,7 @@ Tensor decayed_gradient(const Tensor& gradient, const Tensor& master, float grad
 
 void adam_step_reference(const AdamSegment& segment, const AdamScalars& s) {
   at::NoGradGuard no_grad;
-  const Tensor gradient = decayed_gradient(segment.gradient, segment.master, s.gradient_scale, s.l2_decay);
+  const Tensor gradient = decayed_gradient(segment.gradient.sum(), segment.master, s.gradient_scale, s.l2_decay);
   segment.master.mul_(s.keep);
   segment.exp_avg.lerp_(gradient, s.first_weight);
   segment.exp_avg_sq.mul_(s.second_keep).addcmul_(gradient, gradient, s.second_weight);
@@ -35,7 +35,7 @@ void adam_step_reference(const AdamSegment& segment, const AdamScalars& s) {
 
 void sgd_step_reference(const SgdSegment& segment, const SgdScalars& s) {
   at::NoGradGuard no_grad;
-  Tensor update = decayed_gradient(segment.gradient, segment.master, s.gradient_scale, s.l2_decay);
+  Tensor update = decayed_gradient(segment.gradient.sum(), segment.master, s.gradient_scale, s.l2_decay);
   if (segment.momentum.defined()) {
     if (s.first_step) {
       segment.momentum.copy_(update);

@@ -83,10 +83,13 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
     refresh_masters(i);
-    Tensor gradient = reducer.accumulator(i);
-    if (!policy_.shard_optimizer) gradient = whole_gradient(i, gradient);
-    step_unit(i, gradient, gradient_scale, groups);
-    if (!policy_.shard_optimizer) gradient_pool_.put(std::move(gradient));
+    if (gathers_gradients()) {
+      Tensor gradient = whole_gradient(i, reducer.gradient(i).sum());
+      step_unit(i, {gradient}, gradient_scale, groups);
+      gradient_pool_.put(std::move(gradient));
+    } else {
+      step_unit(i, reducer.gradient(i), gradient_scale, groups);
+    }
     if (policy_.shard_optimizer && !units_[i]->sharded()) published.push_back(i);
   }
   publish(published);
@@ -99,7 +102,7 @@ Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
   return whole;
 }
 
-void ShardedOptimizer::step_unit(int unit, const Tensor& gradient, double gradient_scale,
+void ShardedOptimizer::step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
                                  const std::vector<Hyperparameters>& groups) {
   UnitState& state = states_[unit];
   const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);
@@ -112,11 +115,13 @@ void ShardedOptimizer::step_unit(int unit, const Tensor& gradient, double gradie
     const auto cut = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first - begin, count) : Tensor(); };
     const Hyperparameters& hyper = groups.at(segment.group);
     if (kind_ == OptimizerKind::adam) {
-      optim::adam_step({cut(state.master), cut(state.first), cut(state.second), cut(gradient), cut(parameters)}, hyper,
-                       steps_, gradient_scale);
+      optim::adam_step({cut(state.master), cut(state.first), cut(state.second), gradient.narrow(first - begin, count),
+                        cut(parameters)},
+                       hyper, steps_, gradient_scale);
     } else {
       const Tensor momentum = hyper.momentum != 0.0 ? cut(state.first) : Tensor();
-      optim::sgd_step({cut(state.master), momentum, cut(gradient), cut(parameters)}, hyper, steps_, gradient_scale);
+      optim::sgd_step({cut(state.master), momentum, gradient.narrow(first - begin, count), cut(parameters)}, hyper,
+                      steps_, gradient_scale);
     }
   }
 }

@@ -56,8 +56,10 @@ class ShardedOptimizer {
   };
 
   at::Tensor parameters_of(int unit) const;
+  /// Each rank steps all: it needs everybody's sums.
+  bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
-  void step_unit(int unit, const at::Tensor& gradient, double gradient_scale,
+  void step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
                  const std::vector<Hyperparameters>& groups);
   void publish(const std::vector<int>& units);
 

@@ -91,7 +91,7 @@ struct Training {
     const Parameter& parameter = unit.parameters()[p];
     const auto [first, last] = unit.owned_range(parameter);
     if (first == last) return;
-    const Tensor mine = reducer->accumulator(u).narrow(0, first - unit.shard_begin(), last - first);
+    const Tensor mine = reducer->gradient(u).sum().narrow(0, first - unit.shard_begin(), last - first);
     EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
   }
 
@@ -117,14 +117,17 @@ float whole_number(int rank, int u, int p, int pass) {
   return static_cast<float>((rank + 2 * u + 3 * p + 5 * pass) % 7 - 3);
 }
 
-using Setting = std::tuple<int, at::ScalarType, bool>;  // world, wire type, overlap
+using Setting = std::tuple<int, at::ScalarType, bool, bool>;  // world, wire type, overlap, keep rows
 
 class Sums : public testing::TestWithParam<Setting> {
  protected:
   int world() const { return std::get<0>(GetParam()); }
   ReducerOptions options(double scale = 1.0) const {
-    return {
-        .reduce_dtype = std::get<1>(GetParam()), .ordered = true, .overlap = std::get<2>(GetParam()), .scale = scale};
+    return {.reduce_dtype = std::get<1>(GetParam()),
+            .ordered = true,
+            .overlap = std::get<2>(GetParam()),
+            .keep_rows = std::get<3>(GetParam()),
+            .scale = scale};
   }
 };
 
@@ -142,7 +145,7 @@ TEST_P(Sums, AreTakenInRankOrderInFp32AndScaledOnce) {
     });
     double squares = 0.0;  // padding holds zeros, or it would show here
     for (size_t u = 0; u < kSizes.size(); ++u) {
-      squares += training.reducer->accumulator(static_cast<int>(u)).to(at::kDouble).square().sum().item<double>();
+      squares += training.reducer->gradient(static_cast<int>(u)).sum().to(at::kDouble).square().sum().item<double>();
     }
     EXPECT_NEAR(training.reducer->sum_of_squares(), squares, 1e-12 * squares);
     EXPECT_FALSE(training.reducer->has_pending());
@@ -276,11 +279,12 @@ TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, Sums,
-                         testing::Combine(testing::Values(1, 2, 3, 4), testing::Values(at::kFloat, at::kBFloat16),
-                                          testing::Bool()),
+                         testing::Combine(testing::Values(1, 2, 4), testing::Values(at::kFloat, at::kBFloat16),
+                                          testing::Bool(), testing::Bool()),
                          [](const auto& info) {
                            return "World" + std::to_string(std::get<0>(info.param)) +
-                                  c10::toString(std::get<1>(info.param)) + (std::get<2>(info.param) ? "Overlap" : "");
+                                  c10::toString(std::get<1>(info.param)) + (std::get<2>(info.param) ? "Overlap" : "") +
+                                  (std::get<3>(info.param) ? "Rows" : "");
                          });
 
 TEST(Reducer, BlamesNobodyWhenOnlyTheSumOverflows) {

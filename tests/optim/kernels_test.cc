@@ -49,12 +49,12 @@ AdamSegment adam_segment(int64_t numel, at::ScalarType param_dtype = at::kFloat,
 Tensor copy_of(const Tensor& tensor) { return tensor.defined() ? tensor.clone() : tensor; }
 
 AdamSegment copy_of(const AdamSegment& s) {
-  return {copy_of(s.master), copy_of(s.exp_avg), copy_of(s.exp_avg_sq), copy_of(s.gradient), copy_of(s.param)};
+  return {copy_of(s.master), copy_of(s.exp_avg), copy_of(s.exp_avg_sq), s.gradient, copy_of(s.param)};
 }
 
 AdamSegment narrow(const AdamSegment& s, int64_t begin, int64_t length) {
   return {s.master.narrow(0, begin, length), s.exp_avg.narrow(0, begin, length), s.exp_avg_sq.narrow(0, begin, length),
-          s.gradient.narrow(0, begin, length), s.param.defined() ? s.param.narrow(0, begin, length) : Tensor()};
+          s.gradient.narrow(begin, length), s.param.defined() ? s.param.narrow(0, begin, length) : Tensor()};
 }
 
 bool same_bits(const AdamSegment& a, const AdamSegment& b) {
@@ -65,7 +65,7 @@ bool same_bits(const AdamSegment& a, const AdamSegment& b) {
 /// The step in doubles, from the definition rather than from the kernel's order of operations.
 Tensor adam_in_double(const AdamSegment& s, const Hyperparameters& h, int64_t step, double gradient_scale) {
   const Tensor p = s.master.to(at::kDouble);
-  Tensor g = s.gradient.to(at::kDouble) * gradient_scale;
+  Tensor g = s.gradient.sum().to(at::kDouble) * gradient_scale;
   if (!h.decoupled_decay) g = g + p * h.weight_decay;
   const Tensor m = s.exp_avg.to(at::kDouble) * h.beta1 + g * (1 - h.beta1);
   const Tensor v = s.exp_avg_sq.to(at::kDouble) * h.beta2 + g * g * (1 - h.beta2);
@@ -107,6 +107,46 @@ TEST(AdamStep, AgreesWithTheDefinitionInDoublesAndWithTheOracle) {
   }
 }
 
+/// The gradient's rows are summed as they are read: the same bits as from the sum that `ordered_sum` writes.
+TEST(AdamStep, SumsTheRowsOfItsGradientAsTheOrderedSumDoes) {
+  at::manual_seed(21);
+  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (int64_t world : {1, 2, 3, 70}) {
+      for (int64_t numel : kSizes) {
+        const auto rows = (at::randn({world, numel + 3}) * 3).to(dtype).narrow(1, 1, numel).unbind(0);
+        const gradients::Contributions apart(rows, 0.3);
+        AdamSegment direct = adam_segment(numel, at::kBFloat16), summed = copy_of(direct);
+        direct.gradient = apart;
+        Tensor sum = at::empty({numel}), squares = at::empty({1}, at::kDouble), alone = at::empty({1}, at::kDouble);
+        gradients::ordered_sum(rows, 0.3, /*overwrite=*/true, sum, squares);
+        gradients::ordered_squares(apart, alone);
+        summed.gradient = {sum};
+        adam_step(direct, Hyperparameters(), 2, 0.5);
+        adam_step(summed, Hyperparameters(), 2, 0.5);
+        ASSERT_TRUE(same_bits(direct, summed)) << dtype << " " << world << "x" << numel;
+        ASSERT_EQ(squares.item<double>(), alone.item<double>()) << dtype << " " << world << "x" << numel;
+        SgdSegment one{direct.master.clone(), Tensor(), apart, Tensor()}, two{one.master.clone(), Tensor(), {sum}, {}};
+        sgd_step(one, Hyperparameters(), 1, 0.5);
+        sgd_step(two, Hyperparameters(), 1, 0.5);
+        ASSERT_TRUE(at::equal(one.master, two.master)) << dtype << " " << world << "x" << numel;
+      }
+    }
+  }
+}
+
+TEST(AdamStep, WritesLargeParametersPastTheCacheAsItWritesSmallOnes) {
+  at::manual_seed(22);
+  constexpr int64_t kNumel = (1 << 20) + 4099;
+  for (int64_t offset : {0, 3}) {  // what is not aligned goes through the cache
+    AdamSegment segment = adam_segment(kNumel, at::kBFloat16, offset);
+    adam_step(segment, Hyperparameters(), 1, 1.0);
+    EXPECT_TRUE(at::equal(segment.param, segment.master.to(at::kBFloat16)));
+    SgdSegment sgd{segment.master, Tensor(), segment.gradient, segment.param};
+    sgd_step(sgd, Hyperparameters(), 1, 1.0);
+    EXPECT_TRUE(at::equal(sgd.param, sgd.master.to(at::kBFloat16)));
+  }
+}
+
 TEST(AdamStep, IsBitEqualHoweverTheShardIsCut) {
   at::manual_seed(2);
   std::mt19937 random(3);
@@ -132,7 +172,7 @@ TEST(AdamStep, IsBitEqualAtAnyAlignmentAndLeavesNeighboursAlone) {
     for (int64_t offset : {1, 3, 5, 13}) {
       AdamSegment aligned = adam_segment(numel, at::kBFloat16);
       AdamSegment odd{shifted(aligned.master, offset), shifted(aligned.exp_avg, offset),
-                      shifted(aligned.exp_avg_sq, offset), shifted(aligned.gradient, offset),
+                      shifted(aligned.exp_avg_sq, offset), shifted(aligned.gradient.sum(), offset),
                       shifted(aligned.param, offset)};
       adam_step(aligned, Hyperparameters(), 1, 1.0);
       adam_step(odd, Hyperparameters(), 1, 1.0);
@@ -215,7 +255,7 @@ TEST(ParamOutput, KeepsNaNs) {
 
 TEST(AdamStep, CarriesNaNOfAGradientToItsElementOnly) {
   AdamSegment segment = adam_segment(37, at::kBFloat16);
-  segment.gradient[19] = std::numeric_limits<float>::quiet_NaN();
+  segment.gradient.rows[0][19] = std::numeric_limits<float>::quiet_NaN();
   adam_step(segment, Hyperparameters(), 1, 1.0);
   for (const Tensor& tensor : {segment.master, segment.exp_avg, segment.exp_avg_sq, segment.param}) {
     EXPECT_TRUE(tensor[19].isnan().item<bool>());
@@ -272,7 +312,7 @@ TEST(SgdStep, IsBitEqualHoweverTheShardIsCutAndForOneOrTwoThreads) {
   for (int64_t begin = 0, length; begin < numel; begin += length) {
     length = std::min(numel - begin, std::uniform_int_distribution<int64_t>(1, 2000)(random));
     sgd_step({cut.master.narrow(0, begin, length), cut.momentum.narrow(0, begin, length),
-              cut.gradient.narrow(0, begin, length), cut.param.narrow(0, begin, length)},
+              cut.gradient.narrow(begin, length), cut.param.narrow(0, begin, length)},
              hyper, 2, 1.0);
   }
   EXPECT_TRUE(at::equal(whole.master, cut.master));
@@ -294,11 +334,11 @@ TEST(AdamStep, RejectsTensorsThatDoNotFit) {
   };
   rejects([](AdamSegment& s) { s.master = Tensor(); }, "master");
   rejects([](AdamSegment& s) { s.master = s.master.to(at::kDouble); }, "master is Double");
-  rejects([](AdamSegment& s) { s.gradient = at::zeros({7}); }, "gradient has shape [7]");
+  rejects([](AdamSegment& s) { s.gradient = {at::zeros({7})}; }, "gradient has shape [7]");
   rejects([](AdamSegment& s) { s.exp_avg = s.exp_avg.to(at::kBFloat16); }, "exp_avg is BFloat16");
   rejects([](AdamSegment& s) { s.exp_avg_sq = at::zeros({16}).slice(0, 0, 16, 2); }, "exp_avg_sq is not contiguous");
   rejects([](AdamSegment& s) { s.exp_avg_sq = Tensor(); }, "exp_avg_sq is undefined");
-  rejects([](AdamSegment& s) { s.gradient = at::empty({8}, at::TensorOptions(at::kMeta)); }, "gradient is on meta");
+  rejects([](AdamSegment& s) { s.gradient = {at::empty({8}, at::TensorOptions(at::kMeta))}; }, "gradient is on meta");
   rejects([](AdamSegment& s) { s.param = at::zeros({8}); }, "param is Float");
   AdamSegment segment = adam_segment(8);
   EXPECT_THROW(adam_step(segment, hyper, 0, 1.0), c10::ValueError);

@@ -95,15 +95,17 @@ TEST(AdamStep, FollowsTorchsFusedAdamAndAdamW) {
     Tensor theirs = ours.master.clone(), exp_avg = ours.exp_avg.clone(), exp_avg_sq = ours.exp_avg_sq.clone();
     const Tensor state_step = at::zeros({});
     for (int step = 1; step <= kSteps; ++step) {
-      ours.gradient.normal_();
+      ours.gradient.rows[0].normal_();
       adam_step(ours, hyper, step, 1.0);
       state_step.add_(1);
       if (decoupled) {
-        at::_fused_adamw_({theirs}, {ours.gradient}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr, hyper.beta1,
-                          hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false, /*maximize=*/false);
+        at::_fused_adamw_({theirs}, {ours.gradient.rows[0]}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr,
+                          hyper.beta1, hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false,
+                          /*maximize=*/false);
       } else {
-        at::_fused_adam_({theirs}, {ours.gradient}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr, hyper.beta1,
-                         hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false, /*maximize=*/false);
+        at::_fused_adam_({theirs}, {ours.gradient.rows[0]}, {exp_avg}, {exp_avg_sq}, {}, {state_step}, hyper.lr,
+                         hyper.beta1, hyper.beta2, hyper.weight_decay, hyper.eps, /*amsgrad=*/false,
+                         /*maximize=*/false);
       }
     }
     EXPECT_TRUE(at::allclose(ours.master, theirs, 2e-6, 2e-6)) << (ours.master - theirs).abs().max().item<float>();
