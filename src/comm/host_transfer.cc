@@ -64,16 +64,26 @@ class HostOperation : public Operation {
     while (num_sent_ < num_pieces_) {
       char* slot = ring_->next_slot();
       if (slot == nullptr) return;
-      if (transfer_.source) std::memcpy(slot, transfer_.source + num_sent_ * slot_bytes_, piece_bytes(num_sent_));
+      if (transfer_.source) fill(slot, num_sent_ * slot_bytes_, piece_bytes(num_sent_));
       const uint32_t number = ring_->post();
       if (num_sent_++ == 0) first_ = number;
     }
   }
 
+  void fill(char* slot, int64_t offset, int64_t bytes) const {
+    const auto copy = [&](int64_t begin, int64_t end) {
+      if (begin < end) std::memcpy(slot + begin - offset, transfer_.source + begin, end - begin);
+    };
+    const int64_t end = offset + bytes;
+    copy(offset, std::min(end, std::max(offset, transfer_.own_begin)));
+    copy(std::max(offset, std::min(end, transfer_.own_end)), end);
+  }
+
   void take(uint32_t number) {
-    for (int peer = 0; peer < ring_->size(); ++peer) {
-      transfer_.take({peer, num_taken_ * slot_bytes_, ring_->slot(peer, number), piece_bytes(num_taken_)});
-    }
+    Pieces pieces{num_taken_ * slot_bytes_, piece_bytes(num_taken_), {}};
+    for (int peer = 0; peer < ring_->size(); ++peer) pieces.data.push_back(ring_->slot(peer, number));
+    pieces.data[ring_->index()] = transfer_.source ? transfer_.source + pieces.offset : nullptr;
+    transfer_.take(pieces);
     ring_->set_read(number);
     ++num_taken_;
   }
@@ -129,16 +139,17 @@ char* writable(const Tensor& tensor) {
 
 Transfer broadcast_transfer(const Tensor& tensor, int root, int index) {
   const bool sends = index == root;
-  auto take = [to = writable(tensor), root, sends](const Piece& piece) {
-    if (piece.peer == root && !sends) std::memcpy(to + piece.offset, piece.data, piece.bytes);
+  auto take = [to = writable(tensor), root, sends](const Pieces& pieces) {
+    if (!sends) std::memcpy(to + pieces.offset, pieces.data[root], pieces.bytes);
   };
   return {{tensor}, sends ? readable(tensor) : nullptr, static_cast<int64_t>(tensor.nbytes()), take};
 }
 
 OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, Tensor output, Tensor input) {
   Tensor rows = at::empty_like(input);
-  return then(transport.all_to_all(rows, input),
-              [rows, output, num_ranks] { add_rows_in_order(rows, num_ranks, output); });
+  return then(transport.all_to_all(rows, input), [by_rank = rows.view({num_ranks, output.numel()}).unbind(0), output] {
+    add_rows_in_order(by_rank, output);
+  });
 }
 
 OperationPtr then(OperationPtr operation, std::function<void()> finish) {

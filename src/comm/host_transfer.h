@@ -12,19 +12,19 @@
 
 namespace deeptide::comm {
 
-/// Bytes [offset, offset + bytes) of what `peer` sends.
-struct Piece {
-  int peer;
+/// Bytes [offset, offset + bytes) of what each rank sends.
+struct Pieces {
   int64_t offset;
-  const char* data;
   int64_t bytes;
+  std::vector<const char*> data;  // by index; of this rank, its source itself (null if it sends nothing)
 };
 
 struct Transfer {
-  std::vector<at::Tensor> tensors;         // kept alive
-  const char* source;                      // what this rank sends; null: nothing, in as many pieces
-  int64_t bytes;                           // the same on all ranks
-  std::function<void(const Piece&)> take;  // of each piece of each rank, in order
+  std::vector<at::Tensor> tensors;          // kept alive
+  const char* source;                       // what this rank sends; null: nothing, in as many pieces
+  int64_t bytes;                            // the same on all ranks
+  std::function<void(const Pieces&)> take;  // piece by piece, in order
+  int64_t own_begin = 0, own_end = 0;       // bytes of the source that no other rank reads: they are not copied
 };
 
 /// Carries transfers one after the other. One thread at a time.

@@ -1,10 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Collectives through a ring of slots: each rank copies in what it has, piece by piece, and out what it wants.
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "comm/host_transfer.h"
+#include "comm/ordered_rows.h"
 #include "comm/transport.h"
 
 namespace deeptide::comm {
@@ -19,26 +23,35 @@ class HostTransport : public Transport {
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());
-    return channel_.start({{output, input}, readable(input), row, [to = writable(output), row](const Piece& piece) {
-                             std::memcpy(to + piece.peer * row + piece.offset, piece.data, piece.bytes);
-                           }});
+    auto take = [to = writable(output), row](const Pieces& pieces) {
+      for (size_t peer = 0; peer < pieces.data.size(); ++peer) {
+        std::memmove(to + static_cast<int64_t>(peer) * row + pieces.offset, pieces.data[peer], pieces.bytes);
+      }
+    };
+    return channel_.start({{output, input}, readable(input), row, take});
   }
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size();
-    auto take = [to = writable(output), row, mine = channel_.index() * row](const Piece& piece) {
-      const int64_t first = std::max(piece.offset, mine);
-      const int64_t last = std::min(piece.offset + piece.bytes, mine + row);
-      if (first < last) {
-        std::memcpy(to + piece.peer * row + first - mine, piece.data + first - piece.offset, last - first);
+    auto take = [to = writable(output), row](const Pieces& mine, int64_t at) {
+      for (size_t peer = 0; peer < mine.data.size(); ++peer) {
+        std::memcpy(to + static_cast<int64_t>(peer) * row + at, mine.data[peer], mine.bytes);
       }
     };
-    return channel_.start({{output, input}, readable(input), static_cast<int64_t>(input.nbytes()), take});
+    return scatter(output, input, take);
   }
 
-  /// In rank order, in fp32: more exact than asked for.
+  /// In rank order, in fp32: more exact than asked for. What has come from all is summed where it lies.
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
-    return reduce_scatter_in_order(*this, channel_.size(), output, input);
+    if (output.is_alias_of(input)) return reduce_scatter_in_order(*this, channel_.size(), output, input);
+    const auto item = static_cast<int64_t>(input.element_size());
+    auto take = [output, item, options = input.options()](const Pieces& mine, int64_t at) {
+      std::vector<Tensor> rows;
+      for (const char* data : mine.data)
+        rows.push_back(at::from_blob(const_cast<char*>(data), {mine.bytes / item}, options));
+      add_rows_in_order(rows, output.narrow(0, at / item, mine.bytes / item));
+    };
+    return scatter(output, input, take);
   }
 
   OperationPtr broadcast(Tensor tensor, int root) override {
@@ -46,6 +59,21 @@ class HostTransport : public Transport {
   }
 
  private:
+  /// Sends each rank its row of `input`; `take` gets what has come of this rank's rows, and where in a row that is.
+  OperationPtr scatter(const Tensor& output, const Tensor& input,
+                       const std::function<void(const Pieces&, int64_t)>& take) {
+    const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size(), begin = channel_.index() * row;
+    auto take_own = [take, begin, end = begin + row](const Pieces& pieces) {
+      const int64_t first = std::max(pieces.offset, begin), last = std::min(pieces.offset + pieces.bytes, end);
+      if (first >= last) return;
+      Pieces mine{first, last - first, pieces.data};
+      for (const char*& data : mine.data) data += first - pieces.offset;
+      take(mine, first - begin);
+    };
+    return channel_.start(
+        {{output, input}, readable(input), static_cast<int64_t>(input.nbytes()), take_own, begin, begin + row});
+  }
+
   HostChannel channel_;
 };
 

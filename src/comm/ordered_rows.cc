@@ -4,16 +4,23 @@
 #include "comm/ordered_rows.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
+
+#include <algorithm>
 
 namespace deeptide::comm {
 
-void add_rows_in_order(const at::Tensor& rows, int64_t size, at::Tensor output) {
+void add_rows_in_order(at::TensorList rows, at::Tensor output) {
   at::NoGradGuard no_grad;
-  const at::Tensor by_rank = rows.view({size, rows.numel() / size});
-  const bool narrow = c10::isReducedFloatingType(rows.scalar_type());
-  at::Tensor sum = narrow ? by_rank[0].to(at::kFloat) : by_rank[0].clone();
-  for (int64_t r = 1; r < size; ++r) sum.add_(by_rank[r]);
-  output.copy_(sum);
+  const bool narrow = c10::isReducedFloatingType(output.scalar_type());
+  at::Tensor sum = narrow ? rows[0].to(at::kFloat) : output;
+  if (!narrow && rows.size() > 1) {
+    at::add_out(sum, rows[0], rows[1]);
+  } else if (!narrow) {
+    sum.copy_(rows[0]);
+  }
+  for (const at::Tensor& row : rows.slice(narrow ? 1 : std::min<size_t>(2, rows.size()))) sum.add_(row);
+  if (narrow) output.copy_(sum);
 }
 
 }  // namespace deeptide::comm

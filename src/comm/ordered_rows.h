@@ -7,8 +7,8 @@
 
 namespace deeptide::comm {
 
-/// output = rows[0] + rows[1] + …, in that order, in fp32 where the type is narrower. Shapes: rows (size * N,), output
-/// (N,).
-void add_rows_in_order(const at::Tensor& rows, int64_t size, at::Tensor output);
+/// output = rows[0] + rows[1] + …, in that order, in fp32 where the type is narrower. Shapes: (N,) each, at least one
+/// row; `output` overlaps none but perhaps the first.
+void add_rows_in_order(at::TensorList rows, at::Tensor output);
 
 }  // namespace deeptide::comm

@@ -59,9 +59,9 @@ class TwoLevelTransport : public Transport {
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
     Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host
-    auto place = [this, output, row, to = writable(output)](const Piece& piece) {
-      for_rows(piece, row, [&](int64_t host, int64_t offset, const char* data, int64_t bytes) {
-        std::memcpy(to + host_->hosts()[host][piece.peer] * row + offset, data, bytes);
+    auto place = [this, output, row, to = writable(output)](const Pieces& pieces) {
+      for_rows(pieces, row, [&](int peer, int64_t host, int64_t offset, const char* data, int64_t bytes) {
+        std::memcpy(to + host_->hosts()[host][peer] * row + offset, data, bytes);
       });
     };
     return then_local(rail_->all_gather(column, input), {{output, column}, readable(column), hosts * row, place});
@@ -71,10 +71,10 @@ class TwoLevelTransport : public Transport {
     const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
     const Tensor sent = by_host(input);
     Tensor received = at::empty_like(sent);  // (hosts, local, row): what this index of each host has for ours
-    auto place = [this, output, row, local, to = writable(output)](const Piece& piece) {
-      for_rows(piece, row, [&](int64_t at, int64_t offset, const char* data, int64_t bytes) {
+    auto place = [this, output, row, local, to = writable(output)](const Pieces& pieces) {
+      for_rows(pieces, row, [&](int peer, int64_t at, int64_t offset, const char* data, int64_t bytes) {
         if (at % local != channel_.index()) return;
-        std::memcpy(to + host_->hosts()[at / local][piece.peer] * row + offset, data, bytes);
+        std::memcpy(to + host_->hosts()[at / local][peer] * row + offset, data, bytes);
       });
     };
     return then_local(rail_->all_to_all(received, sent),
@@ -104,13 +104,15 @@ class TwoLevelTransport : public Transport {
     return last_;
   }
 
-  /// Calls `use(row, offset in it, data, bytes)` for each row of `row` bytes that the piece touches.
+  /// Calls `use(peer, row, offset in it, data, bytes)` for each row of `row` bytes that each rank's piece touches.
   template <typename Use>
-  static void for_rows(const Piece& piece, int64_t row, const Use& use) {
-    for (int64_t at = piece.offset; at < piece.offset + piece.bytes;) {
-      const int64_t end = std::min((at / row + 1) * row, piece.offset + piece.bytes);
-      use(at / row, at % row, piece.data + at - piece.offset, end - at);
-      at = end;
+  static void for_rows(const Pieces& pieces, int64_t row, const Use& use) {
+    for (int peer = 0; peer < static_cast<int>(pieces.data.size()); ++peer) {
+      for (int64_t at = pieces.offset; at < pieces.offset + pieces.bytes;) {
+        const int64_t end = std::min((at / row + 1) * row, pieces.offset + pieces.bytes);
+        use(peer, at / row, at % row, pieces.data[peer] + at - pieces.offset, end - at);
+        at = end;
+      }
     }
   }
 

@@ -19,6 +19,7 @@
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #include <hwy/foreach_target.h>
 // After foreach_target.h, as Highway asks.
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 #include "gradients/row_loads-inl.h"
@@ -36,8 +37,9 @@ struct Rows {
   int64_t count;
 };
 
-/// What becomes of the accumulator: written, added to, or left alone, when only the squares are wanted.
-enum class Sink : uint8_t { overwrite, add, none };
+/// What becomes of the accumulator: written (a large one past the cache, which would not hold it until it is read),
+/// added to, or left alone, when only the squares are wanted.
+enum class Sink : uint8_t { overwrite, overwrite_past_cache, add, none };
 
 struct Finish {
   float scale;
@@ -108,7 +110,8 @@ double finish_rows(const T* const* rows, float scale, float* accumulator, size_t
       const size_t j = i + k * kLanes;
       values[k] = hn::Mul(add_rows_at<kRows, false>(rows, nullptr, j), hn::Set(d, scale));
       if constexpr (kSink == Sink::add) values[k] = hn::Add(load(accumulator + j), values[k]);
-      if constexpr (kSink != Sink::none) hn::StoreU(values[k], d, accumulator + j);
+      if constexpr (kSink == Sink::overwrite_past_cache) hn::Stream(values[k], d, accumulator + j);
+      if constexpr (kSink == Sink::overwrite || kSink == Sink::add) hn::StoreU(values[k], d, accumulator + j);
     }
     squares.add(values);
   }
@@ -130,6 +133,8 @@ double finish_rows(const T* const* rows, const Finish& finish, float* accumulato
   switch (finish.sink) {
     case Sink::overwrite:
       return finish_rows<kRows, Sink::overwrite>(rows, finish.scale, accumulator, count);
+    case Sink::overwrite_past_cache:
+      return finish_rows<kRows, Sink::overwrite_past_cache>(rows, finish.scale, accumulator, count);
     case Sink::add:
       return finish_rows<kRows, Sink::add>(rows, finish.scale, accumulator, count);
     default:
@@ -250,6 +255,13 @@ void sum(const Rows& rows, int64_t begin, size_t count, float scale, float* out)
   HWY_DYNAMIC_DISPATCH(sum_block)(rows, begin, count, scale, out);
 }
 
+Sink sink_of(const float* accumulator, int64_t numel) {
+  constexpr int64_t kLarge = 1 << 20;  // elements: 4 MiB
+  constexpr uintptr_t kVector = 64;
+  const bool aligned = reinterpret_cast<uintptr_t>(accumulator) % kVector == 0;
+  return aligned && numel >= kLarge ? Sink::overwrite_past_cache : Sink::overwrite;
+}
+
 /// The blocks' sums of squares, added in order. `out`: null when nobody wants the sums.
 double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
   const auto data = pointers(tensors);
@@ -262,6 +274,7 @@ double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
       float* block = out ? out + at : nullptr;
       partial[static_cast<size_t>(at / kBlock)] = HWY_DYNAMIC_DISPATCH(reduce_block)(rows, at, count, finish, block);
     }
+    if (finish.sink == Sink::overwrite_past_cache) hwy::FlushStream();
   });
   double total = 0.0;
   for (double block : partial) total += block;
@@ -272,8 +285,9 @@ double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
 
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares) {
-  const Finish finish{scale, overwrite ? Sink::overwrite : Sink::add};
-  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, finish, accumulator.mutable_data_ptr<float>());
+  float* out = accumulator.mutable_data_ptr<float>();
+  const Finish finish{scale, overwrite ? sink_of(out, accumulator.numel()) : Sink::add};
+  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, finish, out);
 }
 
 void ordered_squares_cpu(at::TensorList rows, float scale, const at::Tensor& sum_of_squares) {

@@ -80,14 +80,44 @@ TEST_P(Rings, CarryTransfersOfAnySizeThroughSmallSlots) {
     for (const int64_t bytes : {0, 1, 15, 16, 17, 31, 32, 33, 100}) {
       std::vector<std::string> seen(size);
       const std::string own(static_cast<size_t>(bytes), static_cast<char>('a' + world.rank));
-      auto operation = channel.start({{}, own.data(), bytes, [&](const Piece& piece) {
-                                        EXPECT_EQ(piece.offset, static_cast<int64_t>(seen[piece.peer].size()));
-                                        seen[piece.peer].append(piece.data, static_cast<size_t>(piece.bytes));
-                                      }});
+      const auto take = [&](const Pieces& pieces) {
+        for (int peer = 0; peer < size; ++peer) {
+          EXPECT_EQ(pieces.offset, static_cast<int64_t>(seen[peer].size()));
+          seen[peer].append(pieces.data[peer], static_cast<size_t>(pieces.bytes));
+        }
+      };
+      auto operation = channel.start({{}, own.data(), bytes, take});
       ASSERT_TRUE(operation->advance(kEnough));
       EXPECT_TRUE(operation->ready()) << "stays done";
       for (int peer = 0; peer < size; ++peer) {
         EXPECT_EQ(seen[peer], std::string(static_cast<size_t>(bytes), static_cast<char>('a' + peer)));
+      }
+    }
+  });
+}
+
+TEST_P(Rings, CopyNothingThatOnlyTheSenderReads) {
+  const auto [size, first] = GetParam();
+  Meeting meeting(size);
+  run_ranks(size, [&, first = first](const World& world) {
+    auto ring = std::make_shared<HostRing>(Host::find(world, "host", true), 4, 16);
+    ring->start_at(first);
+    meeting.arrive();
+    HostChannel channel(ring);
+    for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{{0, 40}, {3, 37}, {16, 32}, {20, 21}}) {
+      const std::string own(40, static_cast<char>('a' + world.rank));
+      std::vector<std::string> seen(size);
+      const auto take = [&](const Pieces& pieces) {
+        for (int peer = 0; peer < size; ++peer) seen[peer].append(pieces.data[peer], pieces.bytes);
+      };
+      ASSERT_TRUE(channel.start({{}, own.data(), 40, take, begin, end})->advance(kEnough));
+      EXPECT_EQ(seen[world.rank], own);
+      for (int peer = 0; peer < size; ++peer) {
+        const std::string sent(40, static_cast<char>('a' + peer));
+        EXPECT_EQ(seen[peer].substr(0, begin), sent.substr(0, begin));
+        EXPECT_EQ(seen[peer].substr(end), sent.substr(end));
+        // At first slots hold zeros.
+        if (peer != world.rank && end - begin == 40) EXPECT_EQ(seen[peer], std::string(40, '\0'));
       }
     }
   });

@@ -156,7 +156,7 @@ TEST_P(Layouts, GiveTheBitsOfPlainC10d) {
         auto pending = flat.all_to_all(rows, values(world.rank, world.size * numel, dtype));
         flat.wait(pending, kHere);
         EXPECT_TRUE(same_bits(results.exchanged, rows));
-        add_rows_in_order(rows, world.size, sum);
+        add_rows_in_order(rows.view({world.size, numel}).unbind(0), sum);
         EXPECT_TRUE(same_bits(sum, expected_sum(world.rank, world.size, numel, dtype)));
         // Only c10d itself, where no two ranks share memory in a regular way, adds in an order of its own.
         if (host->is_uniform() && host->size() > 1) {

@@ -78,6 +78,19 @@ TEST(OrderedSum, TakesTheRanksInOrder) {
   EXPECT_EQ(run(other, 1.0, true, at::zeros({1})).accumulator.item<float>(), 1.0f);
 }
 
+TEST(OrderedSum, WritesLargeSumsPastTheCacheAsItWritesSmallOnes) {
+  at::manual_seed(6);
+  constexpr int64_t kNumel = (1 << 20) + 4099;
+  const Tensor rows = ragged_rows(2, kNumel, at::kBFloat16);
+  const Tensor expected = (rows[0].to(at::kFloat) + rows[1].to(at::kFloat)) * 0.5f;
+  for (int64_t offset : {0, 1}) {  // what is not aligned goes through the cache
+    const Tensor sum = at::zeros({kNumel + 1}).narrow(0, offset, kNumel), squares = at::zeros({1}, at::kDouble);
+    ordered_sum(rows.unbind(0), 0.5, /*overwrite=*/true, sum, squares);
+    EXPECT_TRUE(at::equal(sum, expected));
+    EXPECT_EQ(squares.item<double>(), run(rows, 0.5, false, at::zeros({kNumel})).sum_of_squares);
+  }
+}
+
 TEST(OrderedSum, IsBitEqualForOneAndTwoThreads) {
   at::manual_seed(2);
   for (int64_t numel : {32768, 32769, 300007}) {
