@@ -267,7 +267,7 @@ void run(int argc, char** argv) {
   std::stringstream words(argument(argc, argv, "sizes"));
   for (std::string word; std::getline(words, word, ',');) sizes.push_back(std::stoll(word));
   const int repetitions = std::atoi(argument(argc, argv, "repetitions"));
-  Bench bench(init_distributed(kTimeout), *std::max_element(sizes.begin(), sizes.end()));
+  Bench bench(init_distributed({.timeout = kTimeout}), *std::max_element(sizes.begin(), sizes.end()));
   auto rows = nlohmann::json::array();
   for (const int64_t bytes : sizes) {
     TORCH_CHECK(bytes > 0 && bytes % (64 * bench.world.size) == 0, bytes, " bytes: expected a multiple of 64 a rank");

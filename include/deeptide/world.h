@@ -36,6 +36,7 @@ struct DEEPTIDE_API Discovery {
   std::string source;              // "deeptide", "torchrun", "environment", "openmpi", "mpich", "mvapich", "slurm",
                                    // "sagemaker", "kubernetes"
   bool agent_hosts_store = false;  // torchrun's agent listens on the port, not rank 0
+  std::string file;                // a file that all ranks see; then there is neither address nor port
 };
 
 inline constexpr int kDefaultPort = 29500;
@@ -46,11 +47,27 @@ inline constexpr int kDefaultPort = 29500;
 /// Errors: ConfigError listing the variables that are missing, malformed, or contradict each other.
 DEEPTIDE_API std::optional<Discovery> discover_world(int default_port = kDefaultPort);
 
-/// Finds the world with discover_world() and meets the other ranks at rank 0's store; without a launcher, a world of
-/// one. Every rank proves that it holds DEEPTIDE_JOB_TOKEN where that is set; see docs/diagnosis.md.
-/// Errors: as discover_world(); ConfigError when ranks disagree on the world or two claim one rank; CommError when rank
-/// 0's store cannot be reached within `timeout` or a token is wrong.
-DEEPTIDE_API World init_distributed(std::chrono::milliseconds timeout = std::chrono::seconds(300));
+/// What a program may say of its world; all of it may stay as it is. Names and defaults are those of Python's
+/// init_distributed, and so DeepSpeed's.
+struct DEEPTIDE_API DistributedOptions {
+  std::string dist_backend;             // "gloo", or empty for the same; others are handed over in World::backend
+  bool auto_mpi_discovery = true;       // false: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are read
+  int distributed_port = kDefaultPort;  // where rank 0 listens when nothing else says
+  bool verbose = true;                  // rank 0 logs, at level debug, which world it found
+  std::optional<std::chrono::milliseconds> timeout;  // absent: DEEPSPEED_TIMEOUT minutes, else 10
+  std::string init_method;                           // "tcp://HOST:PORT", "file://PATH" or "env://": where all meet
+  std::optional<bool> dist_init_required;            // false: an error, since nothing is initialised yet
+  std::string config;                                // path of a ds_config.json, to be validated
+  int rank = -1;                                     // with world_size, instead of what the launcher says
+  int world_size = -1;
+};
+
+/// Finds the world with discover_world(), where `options` do not say it, and meets the other ranks at rank 0's store;
+/// without a launcher, a world of one. Every rank proves that it holds DEEPTIDE_JOB_TOKEN where that is set; see
+/// docs/diagnosis.md.
+/// Errors: as discover_world(); ConfigError for options that do not go together, and when ranks disagree on the world or
+/// two claim one rank; CommError when rank 0's store cannot be reached within the timeout or a token is wrong.
+DEEPTIDE_API World init_distributed(const DistributedOptions& options = {});
 
 /// The same for a place that is known already.
 DEEPTIDE_API World join_world(const Discovery& place, std::chrono::milliseconds timeout = std::chrono::seconds(300));

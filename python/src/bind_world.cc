@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
+#include "comm/distributed_options.h"
 #include "deeptide/world.h"
 
 namespace deeptide::python {
@@ -21,7 +22,15 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-World discover(double timeout_s) { return init_distributed(milliseconds_of(timeout_s)); }
+void set_timeout(DistributedOptions& options, double seconds) { options.timeout = milliseconds_of(seconds); }
+
+double timeout_s(const DistributedOptions& options) {
+  return static_cast<double>(comm::timeout_of(comm::Environment::of_process(), options).count()) / 1000;
+}
+
+std::optional<Discovery> find_place(const DistributedOptions& options) {
+  return comm::find_place(comm::Environment::of_process(), options);
+}
 
 World join(const Discovery& place, double timeout_s) { return join_world(place, milliseconds_of(timeout_s)); }
 
@@ -41,20 +50,30 @@ void bind_world(py::module_& module) {
       .def_property_readonly("store", [](const World& world) { return world.store; })
       .def("use_group", &use_group, py::arg("group_name"), py::arg("device"), NoGil())
       .def("__repr__", &describe_world);
-  py::class_<Discovery>(module, "Discovery", "What a launcher's variables say of this process.")
+  py::class_<Discovery>(module, "Discovery", "Where this process stands in its world.")
       .def(py::init<>())
-      .def_readwrite("rank", &Discovery::rank)
-      .def_readwrite("size", &Discovery::size)
-      .def_readwrite("local_rank", &Discovery::local_rank)
-      .def_readwrite("address", &Discovery::address)
-      .def_readwrite("port", &Discovery::port)
-      .def_readwrite("source", &Discovery::source)
-      .def_readwrite("agent_hosts_store", &Discovery::agent_hosts_store);
-  module.def("discover_world", &discover_world, py::arg("default_port") = kDefaultPort, NoGil());
+      .def_readonly("rank", &Discovery::rank)
+      .def_readonly("size", &Discovery::size)
+      .def_readonly("local_rank", &Discovery::local_rank)
+      .def_readonly("address", &Discovery::address)
+      .def_readonly("port", &Discovery::port)
+      .def_readonly("source", &Discovery::source)
+      .def_readonly("file", &Discovery::file);
+  py::class_<DistributedOptions>(module, "DistributedOptions", "What a program may say of its world.")
+      .def(py::init<>())
+      .def_readwrite("auto_mpi_discovery", &DistributedOptions::auto_mpi_discovery)
+      .def_readwrite("distributed_port", &DistributedOptions::distributed_port)
+      .def_readwrite("verbose", &DistributedOptions::verbose)
+      .def_readwrite("init_method", &DistributedOptions::init_method)
+      .def_readwrite("dist_init_required", &DistributedOptions::dist_init_required)
+      .def_readwrite("rank", &DistributedOptions::rank)
+      .def_readwrite("world_size", &DistributedOptions::world_size)
+      .def_property("timeout_s", &timeout_s, &set_timeout);
+  module.def("find_place", &find_place, py::arg("options"), NoGil());
   module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
   module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
              NoGil());
-  module.def("init_distributed", &discover, py::arg("timeout_s") = 300.0, NoGil());
+  module.def("init_distributed", &init_distributed, py::arg("options") = DistributedOptions{}, NoGil());
 }
 
 }  // namespace deeptide::python

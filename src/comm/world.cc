@@ -6,12 +6,15 @@
 #include <cstdlib>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/discovery.h"
+#include "comm/distributed_options.h"
 #include "comm/flight_log.h"
 #include "comm/meeting.h"
+#include "deeptide/config.h"
 
 namespace deeptide {
 namespace {
@@ -24,6 +27,11 @@ World single() {
 }
 
 c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::milliseconds timeout) {
+  if (!place.file.empty()) {
+    auto store = c10::make_intrusive<c10d::FileStore>(place.file, place.size);
+    store->setTimeout(timeout);
+    return store;
+  }
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.isServer = place.rank == 0 && !place.agent_hosts_store;
@@ -61,14 +69,20 @@ std::optional<Discovery> discover_world(int default_port) {
   return comm::discover(comm::Environment::of_process(), default_port);
 }
 
-World init_distributed(std::chrono::milliseconds timeout) {
-  const auto place = discover_world();
-  return place ? join_world(*place, timeout) : single();
+World init_distributed(const DistributedOptions& options) {
+  if (!options.dist_backend.empty() && options.dist_backend != "gloo" && options.dist_backend != "cpu:gloo") {
+    throw ConfigError("dist_backend='" + options.dist_backend +
+                      "': expected gloo; a backend of another kind is made by the program and set as World::backend");
+  }
+  if (!options.config.empty()) Config::from_file(options.config);
+  const auto environment = comm::Environment::of_process();
+  const auto place = comm::find_place(environment, options);
+  return place ? join_world(*place, comm::timeout_of(environment, options)) : single();
 }
 
 World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
   comm::flight_log();  // from now on this rank can be asked where it is
-  if (place.address.empty()) {
+  if (place.address.empty() && place.file.empty()) {
     if (place.size == 1) return single();
     throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");
   }

@@ -9,8 +9,10 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <optional>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "comm/failure_board.h"
@@ -70,7 +72,7 @@ std::string free_port() {
 std::string error_with(const std::map<std::string, std::string>& values) {
   const Environment environment(values);
   try {
-    init_distributed(milliseconds(1000));
+    init_distributed({.timeout = milliseconds(1000)});
   } catch (const ConfigError& error) {
     return error.what();
   } catch (const CommError& error) {
@@ -100,7 +102,7 @@ TEST(World, ProvesTheTokenToItself) {
                                  {"MASTER_ADDR", "127.0.0.1"},
                                  {"MASTER_PORT", free_port()},
                                  {"DEEPTIDE_JOB_TOKEN", "secret"}});
-  const World world = init_distributed(milliseconds(5000));
+  const World world = init_distributed({.timeout = milliseconds(5000)});
   EXPECT_EQ(world.source, "deeptide");
   EXPECT_EQ(world.store->add("counter", 2), 2);
 }
@@ -118,7 +120,7 @@ TEST(World, ReadsTheLaunchersAndTorchrunsVariables) {
                                             {"MASTER_PORT", free_port()}};
   {
     const Environment environment(values);
-    const World world = init_distributed(milliseconds(5000));
+    const World world = init_distributed({.timeout = milliseconds(5000)});
     EXPECT_EQ(world.local_rank, 3);
     EXPECT_EQ(world.source, "environment");
     EXPECT_EQ(world.store->add("counter", 2), 2);
@@ -126,7 +128,7 @@ TEST(World, ReadsTheLaunchersAndTorchrunsVariables) {
   values["TORCHELASTIC_RUN_ID"] = "none";
   values["MASTER_PORT"] = free_port();
   const Environment environment(values);
-  EXPECT_EQ(init_distributed(milliseconds(5000)).source, "torchrun");
+  EXPECT_EQ(init_distributed({.timeout = milliseconds(5000)}).source, "torchrun");
 }
 
 TEST(World, SaysWhereTheStoreWasSoughtInVain) {
@@ -134,6 +136,39 @@ TEST(World, SaysWhereTheStoreWasSoughtInVain) {
   const std::string text =
       error_with({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
   EXPECT_EQ(text.find("CommError: rank 1 could not reach the store at 127.0.0.1:" + port + " within 1 s"), 0u) << text;
+}
+
+/// Both ranks of a world, as threads that say themselves who they are.
+std::vector<World> meet(const std::string& init_method) {
+  const Environment environment({});
+  std::vector<World> worlds(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      worlds[rank] = init_distributed(
+          {.timeout = milliseconds(20'000), .init_method = init_method, .rank = rank, .world_size = 2});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return worlds;
+}
+
+TEST(World, MeetsAtAnAddressOrInAFile) {
+  const std::string path = testing::TempDir() + "deeptide-meeting-" + std::to_string(::getpid());
+  for (const std::string& method : {"tcp://127.0.0.1:" + free_port(), "file://" + path}) {
+    const auto worlds = meet(method);
+    worlds[0].store->set("word", std::vector<uint8_t>{7});
+    EXPECT_EQ(worlds[1].store->get("word"), std::vector<uint8_t>{7}) << method;
+    EXPECT_EQ(worlds[1].source, "arguments");
+  }
+  EXPECT_FALSE(std::filesystem::exists(path)) << "the last rank removes it";
+}
+
+TEST(World, ValidatesTheConfigurationAndTheBackend) {
+  const Environment environment({});
+  EXPECT_THROW(init_distributed({.config = "/no/such/ds_config.json"}), ConfigError);
+  EXPECT_THROW(init_distributed({.dist_backend = "nccl"}), ConfigError);
+  EXPECT_EQ(init_distributed({.dist_backend = "gloo"}).source, "single");
 }
 
 TEST(World, RejectsARankOutsideItsSize) {

@@ -177,6 +177,26 @@ def join(token):
     deeptide.init_distributed(timeout=timedelta(seconds=3))
 
 
+def meet(init_method):
+    import torch
+    import torch.distributed as dist
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ[f"TEST_{name}"] = os.environ.pop(name, "")
+    rank = int(os.environ["TEST_RANK"])
+    deeptide.init_distributed(init_method=init_method, rank=rank, world_size=2)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3
+    assert os.environ["WORLD_SIZE"] == "2"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_meet_where_init_method_says(kind, free_port, tmp_path):
+    run_processes(2, meet, f"tcp://127.0.0.1:{free_port}" if kind == "tcp" else f"file://{tmp_path}/meeting", timeout=60)
+
+
 def test_rank_with_another_token_is_refused():
     done = run_processes(2, join, "secret", check=False, timeout=60)
     assert [one.returncode for one in done] == [1, 1]
@@ -191,8 +211,10 @@ def test_arguments_are_checked(monkeypatch):
         deeptide.init_distributed(rank=1)
     with pytest.raises(deeptide.ConfigError, match="expected 0 <= rank < world_size"):
         deeptide.init_distributed(rank=2, world_size=2)
-    with pytest.raises(deeptide.ConfigError, match="dist_init_required is False"):
+    with pytest.raises(deeptide.ConfigError, match="dist_init_required is false"):
         deeptide.init_distributed(dist_init_required=False)
+    with pytest.raises(deeptide.ConfigError, match="expected tcp://HOST:PORT, file://PATH or env://"):
+        deeptide.init_distributed(init_method="mpi://", rank=0, world_size=1)
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "ten")
     with pytest.raises(deeptide.ConfigError, match="DEEPSPEED_TIMEOUT=ten"):
         deeptide.init_distributed(rank=0, world_size=1)
