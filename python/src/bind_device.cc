@@ -1,10 +1,25 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU allocator holds, for those who weigh a process.
+// What the CPU allocator holds, for those who weigh a process; and what the kernels run on.
 #include "bindings.h"
 #include "deeptide/allocator.h"
+#include "gradients/ordered_sum.h"
+#include "ops/kernels.h"
+#include "optim/kernels.h"
 
 namespace deeptide::python {
+
+namespace {
+
+py::dict kernel_targets() {
+  py::dict targets;
+  targets["optimizer"] = optim::kernel_target();
+  targets["gradient sums"] = gradients::kernel_target();
+  targets["operators"] = ops::kernel_target();
+  return targets;
+}
+
+}  // namespace
 
 void bind_device(py::module_& module) {
   py::class_<CpuAllocatorStats>(module, "CpuAllocatorStats",
@@ -15,6 +30,7 @@ void bind_device(py::module_& module) {
   module.def("install_cpu_allocator", &install_cpu_allocator);
   module.def("cpu_allocator_stats", &cpu_allocator_stats);
   module.def("release_idle_cpu_memory", &release_idle_cpu_memory, NoGil());
+  module.def("kernel_targets", &kernel_targets, "The instruction set that each kind of kernel runs on here.");
 }
 
 }  // namespace deeptide::python

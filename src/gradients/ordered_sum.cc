@@ -124,4 +124,6 @@ std::optional<NonFinite> find_non_finite(at::TensorList rows, const Tensor& accu
   return NonFinite{index, -1};
 }
 
+const char* kernel_target() { return detail::chosen_target(); }
+
 }  // namespace deeptide::gradients

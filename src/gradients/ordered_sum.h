@@ -65,4 +65,7 @@ struct NonFinite {
 /// Finds the first NaN or Inf after `ordered_sum` reported one. Slow path.
 std::optional<NonFinite> find_non_finite(at::TensorList rows, const at::Tensor& accumulator);
 
+/// Highway's name of the instruction set that the sums above run on here.
+const char* kernel_target();
+
 }  // namespace deeptide::gradients

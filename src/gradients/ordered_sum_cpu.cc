@@ -232,6 +232,8 @@ void add_widened(const void* from, at::ScalarType dtype, int64_t begin, size_t c
   }
 }
 
+const char* target_name() { return hwy::TargetName(HWY_TARGET); }
+
 }  // namespace deeptide::gradients::detail::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -242,6 +244,7 @@ namespace {
 HWY_EXPORT(reduce_block);
 HWY_EXPORT(sum_block);
 HWY_EXPORT(add_widened);
+HWY_EXPORT(target_name);
 
 constexpr int64_t kGrainBlocks = 8;
 
@@ -282,6 +285,8 @@ double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
 }
 
 }  // namespace
+
+const char* chosen_target() { return HWY_DYNAMIC_DISPATCH(target_name)(); }
 
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares) {

@@ -17,6 +17,7 @@ void ordered_squares_cpu(at::TensorList rows, float scale, const at::Tensor& sum
 
 /// accumulator += gradient. Shapes: gradient (N,) bf16|fp16 contiguous; accumulator (N,) fp32 contiguous.
 void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator);
+const char* chosen_target();
 
 /// The same in ATen operators: the oracle in tests, and what runs on devices without a kernel of their own.
 void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,

@@ -61,10 +61,16 @@ if dist.is_available():
     judge(dist.is_gloo_available(), "gloo", "install a build of torch with Gloo")
     if kind == "cuda":
         judge(dist.is_nccl_available(), "nccl", "install a CUDA build of torch")
+    else:
+        say("ok", "nccl", "available" if dist.is_nccl_available() else "not in this build of torch; only GPUs need it")
+    said = "available" if dist.is_mpi_available() else "not in this build of torch; ranks under mpirun use Gloo or NCCL"
+    say("ok", "mpi", said)
 say("ok", "cpu kernels of torch", torch.backends.cpu.get_cpu_capability())
 try:
     import deeptide, deeptide._C
     say("ok", "deeptide", f"{deeptide.__version__} at {deeptide.__path__[0]}")
+    targets = deeptide._C.kernel_targets()
+    say("ok", "kernels of deeptide", ", ".join(f"{kind} on {target}" for kind, target in targets.items()))
 except Exception as error:
     say("fail", "deeptide", f"does not load: {error}", "pip install deeptide here; it must be built for this torch")
 )";
@@ -78,12 +84,12 @@ Finding judge_instruction_set() {
                                                           : "SSE2";
   if (!__builtin_cpu_supports("avx2")) {
     return {Verdict::warn, "instruction set",
-            std::string(best) + ": optimizer kernels run at a fraction of their speed",
+            std::string(best) + ": Deeptide's kernels run at a fraction of their speed",
             "use a machine, or a virtual machine's CPU model, with AVX2"};
   }
-  return {Verdict::ok, "instruction set", std::string(best) + "; kernels choose at run time", ""};
+  return {Verdict::ok, "instruction set", std::string(best), ""};
 #else
-  return {Verdict::ok, "instruction set", "kernels choose at run time", ""};
+  return {Verdict::ok, "instruction set", "not x86-64", ""};
 #endif
 }
 

@@ -66,6 +66,8 @@ void gelu_gradient_bf16(const uint16_t* g, const uint16_t* x, uint16_t* to, size
   gelu_gradient_range(g, x, to, n);
 }
 
+const char* target_name() { return hwy::TargetName(HWY_TARGET); }
+
 }  // namespace deeptide::ops::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -79,11 +81,14 @@ HWY_EXPORT(gelu_fp32);
 HWY_EXPORT(gelu_bf16);
 HWY_EXPORT(gelu_gradient_fp32);
 HWY_EXPORT(gelu_gradient_bf16);
+HWY_EXPORT(target_name);
 
 constexpr int64_t kBlock = 16;    // elements, a vector at most: how a range is cut changes no result
 constexpr int64_t kGrain = 1024;  // blocks
 
 }  // namespace
+
+const char* kernel_target() { return HWY_DYNAMIC_DISPATCH(target_name)(); }
 
 void gelu_tanh_cpu(const Tensor& x, const Tensor& y) {
   const void* from = x.const_data_ptr();

@@ -25,6 +25,9 @@ void cross_entropy_cpu(const at::Tensor& logits_NV, const at::Tensor& targets_N,
 void gelu_tanh_cpu(const at::Tensor& x, const at::Tensor& y);
 void gelu_tanh_backward_cpu(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& x_gradient);
 
+/// Highway's name of the instruction set that the above run on here.
+const char* kernel_target();
+
 /// The same in torch's operators; any type and device, with gradients of any order.
 at::Tensor cross_entropy_reference(const at::Tensor& logits_NV, const at::Tensor& targets_N, int64_t ignore_index,
                                    int64_t reduction, double label_smoothing);

@@ -106,4 +106,6 @@ void sgd_step(const SgdSegment& segment, const Hyperparameters& hyper, int64_t s
   segment.master.is_cpu() ? detail::sgd_step_cpu(segment, scalars) : detail::sgd_step_reference(segment, scalars);
 }
 
+const char* kernel_target() { return detail::chosen_target(); }
+
 }  // namespace deeptide::optim

@@ -40,4 +40,7 @@ struct SgdSegment {
 /// Nesterov).
 void sgd_step(const SgdSegment& segment, const Hyperparameters& hyper, int64_t step, double gradient_scale);
 
+/// Highway's name of the instruction set that the steps above run on here, such as "AVX3_ZEN4".
+const char* kernel_target();
+
 }  // namespace deeptide::optim

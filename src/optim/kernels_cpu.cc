@@ -239,6 +239,8 @@ void sgd_vectors(const SgdStreams& io, size_t count, const SgdScalars& s, Output
   output == Output::bf16 ? sgd_output<Output::bf16>(io, count, s) : sgd_output<Output::fp16>(io, count, s);
 }
 
+const char* target_name() { return hwy::TargetName(HWY_TARGET); }
+
 }  // namespace deeptide::optim::detail::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -248,6 +250,7 @@ namespace {
 
 HWY_EXPORT(adam_vectors);
 HWY_EXPORT(sgd_vectors);
+HWY_EXPORT(target_name);
 
 constexpr int64_t kBlock = gradients::SumReader::kBlock;  // a multiple of every vector's width
 constexpr int64_t kGrainBlocks = 8;                       // 32768 elements move about 1 MB: worth a thread
@@ -305,6 +308,8 @@ AdamStreams adam_streams(const AdamSegment& s, int64_t begin, const GradientStre
 }
 
 }  // namespace
+
+const char* chosen_target() { return HWY_DYNAMIC_DISPATCH(target_name)(); }
 
 void adam_step_cpu(const AdamSegment& segment, const AdamScalars& scalars) {
   const Output output = output_of(segment.param);

@@ -36,6 +36,7 @@ SgdScalars sgd_scalars(const Hyperparameters& hyper, int64_t step, double gradie
 /// Vector code, chosen at run time; every element takes the same instructions wherever it lies.
 void adam_step_cpu(const AdamSegment& segment, const AdamScalars& scalars);
 void sgd_step_cpu(const SgdSegment& segment, const SgdScalars& scalars);
+const char* chosen_target();
 
 /// The same in ATen operators: the oracle in tests, and what runs on devices without a kernel of their own.
 void adam_step_reference(const AdamSegment& segment, const AdamScalars& scalars);

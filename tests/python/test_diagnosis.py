@@ -93,6 +93,9 @@ def test_doctor_finds_torch_and_deeptide(command):
     assert any(line.startswith("ok    torch: ") for line in lines), done.stdout
     assert any(line.startswith("ok    gloo: ") for line in lines)
     assert any(line.startswith(f"ok    deeptide: {deeptide.__version__}") for line in lines)
+    assert any(line.startswith("ok    mpi: ") for line in lines)
+    targets = deeptide._C.kernel_targets()
+    assert f"ok    kernels of deeptide: optimizer on {targets['optimizer']}, gradient sums on" in done.stdout
     assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
     assert all(". Cure: " in line for line in lines if not line.startswith("ok"))
     assert done.returncode == (1 if any(line.startswith("fail") for line in lines) else 0)
