@@ -56,7 +56,11 @@ def init_distributed(
     if dist.is_initialized():
         return
     options = _C.DistributedOptions()
-    options.auto_mpi_discovery, options.distributed_port, options.verbose = auto_mpi_discovery, distributed_port, verbose
+    options.auto_mpi_discovery, options.distributed_port, options.verbose = (
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+    )
     options.init_method, options.dist_init_required = init_method or "", dist_init_required
     options.rank, options.world_size = rank, world_size
     if timeout is not None:

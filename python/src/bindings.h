@@ -20,6 +20,7 @@ void bind_errors(py::module_& module);
 void bind_config(py::module_& module);
 void bind_world(py::module_& module);
 void bind_data(py::module_& module);
+void bind_bench(py::module_& module);
 void bind_device(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_errors(module);
   deeptide::python::bind_config(module);
   deeptide::python::bind_world(module);
+  deeptide::python::bind_bench(module);
   deeptide::python::bind_data(module);
   deeptide::python::bind_device(module);
   deeptide::python::bind_model(module);

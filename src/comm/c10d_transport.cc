@@ -50,6 +50,8 @@ class C10dTransport : public Transport {
  public:
   explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
+  const char* name() const override { return "c10d"; }
+
   OperationPtr all_gather(Tensor output, Tensor input) override {
     return follow(backend_->_allgather_base(output, input), {output, input});
   }

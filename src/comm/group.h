@@ -55,6 +55,8 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// Which way its bytes go, a Transport's name; "none" in a world of one.
+  const char* path() const { return transport_ ? transport_->name() : "none"; }
 
   /// Shapes: input (N,), output (W * N,), contiguous, same type and device. N may be 0, for all methods.
   Pending all_gather(at::Tensor output, at::Tensor input);

@@ -21,6 +21,8 @@ class HostTransport : public Transport {
  public:
   explicit HostTransport(std::shared_ptr<Host> host) : channel_(std::move(host)) {}
 
+  const char* name() const override { return "shared memory"; }
+
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());
     auto take = [to = writable(output), row](const Pieces& pieces) {

@@ -36,6 +36,8 @@ using OperationPtr = std::shared_ptr<Operation>;
 class Transport {
  public:
   virtual ~Transport() = default;
+  /// "c10d", "shared memory", "two levels".
+  virtual const char* name() const = 0;
   virtual OperationPtr all_gather(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;

@@ -56,6 +56,8 @@ class TwoLevelTransport : public Transport {
     for (const auto& ranks : host_->hosts()) order_.insert(order_.end(), ranks.begin(), ranks.end());
   }
 
+  const char* name() const override { return "two levels"; }
+
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
     Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host

@@ -9,7 +9,6 @@
 #include "launch/options.h"
 
 namespace deeptide::launch {
-namespace {
 
 int run_bench_io(const Arguments& arguments) {
   CLI::App app("Writes (or reads) a file in each thread with O_DIRECT and prints the best loop's bandwidth.",
@@ -35,16 +34,18 @@ int run_bench_io(const Arguments& arguments) {
   return 0;
 }
 
-}  // namespace
-
 int run_bench(const Arguments& arguments) {
-  if (!arguments.empty() && arguments[0] == "io") return run_bench_io({arguments.begin() + 1, arguments.end()});
-  if (!arguments.empty() && (arguments[0] == "--help" || arguments[0] == "-h")) {
-    std::puts("Usage: deeptide bench io --folder PATH [OPTIONS]\n\n  io   how fast a folder's device writes and reads");
+  const std::string what = arguments.empty() ? "" : arguments[0];
+  if (what == "comm") return run_bench_comm({arguments.begin() + 1, arguments.end()});
+  if (what == "io") return run_bench_io({arguments.begin() + 1, arguments.end()});
+  if (what == "--help" || what == "-h") {
+    std::puts(
+        "Usage: deeptide bench comm [OPTIONS]\n       deeptide bench io --folder PATH [OPTIONS]\n\n"
+        "  comm  how fast ranks exchange and sum tensors\n  io    how fast a folder's device writes and reads");
     return 0;
   }
-  throw UsageError("deeptide bench: got " + (arguments.empty() ? "nothing" : "'" + arguments[0] + "'") +
-                   ", expected what to measure: io");
+  throw UsageError("deeptide bench: got " + (what.empty() ? "nothing" : "'" + what + "'") +
+                   ", expected what to measure: comm or io");
 }
 
 }  // namespace deeptide::launch

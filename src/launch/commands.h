@@ -12,11 +12,15 @@ namespace deeptide::launch {
 constexpr int kExitUsage = 2;          // UsageError
 constexpr int kExitCannotStart = 126;  // any other exception
 
+struct Options;
+
 /// The words after the command's name. Each function answers its own --help.
 using Arguments = std::vector<std::string>;
 
 /// `deeptide [options] script args…`: what runs when the first word names no command.
 int run_job(const Arguments& arguments);
+/// The same for options that are parsed already.
+int run_job(Options options);
 
 /// `deeptide agent`: one host's part of a job, started by the launcher.
 int run_agent(const Arguments& arguments);
@@ -39,7 +43,9 @@ int run_elastic(const Arguments& arguments);
 /// `deeptide doctor`: what this machine, and the hosts of a hostfile, lack.
 int run_doctor(const Arguments& arguments);
 
-/// `deeptide bench io`: how fast a folder's device is.
+/// `deeptide bench comm|io`: how fast the ranks' collectives are, or a folder's device.
 int run_bench(const Arguments& arguments);
+int run_bench_comm(const Arguments& arguments);
+int run_bench_io(const Arguments& arguments);
 
 }  // namespace deeptide::launch

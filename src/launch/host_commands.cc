@@ -42,6 +42,7 @@ Words rank_command(const Options& options) {
   if (!options.bind_core_list.empty()) append(words, {"--bind_core_list", options.bind_core_list});
   if (!options.python.empty()) append(words, {"--python", options.python});
   if (!options.log_dir.empty()) append(words, {"--enable_each_rank_log", options.log_dir});
+  if (!options.rank_prefix) words.push_back("--no_rank_prefix");
   if (options.grace_s) append(words, {"--grace", std::to_string(*options.grace_s)});
   words.push_back("--quiet");
   append(words, options.command);

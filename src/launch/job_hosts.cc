@@ -91,6 +91,8 @@ void check_transport(const Options& options, const JobHosts& job) {
 
 }  // namespace
 
+bool has_hostfile(const Options& options) { return !hostfile_of(options).empty(); }
+
 JobHosts find_hosts(const Options& options) {
   JobHosts job;
   const std::string path = hostfile_of(options);

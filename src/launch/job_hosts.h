@@ -26,6 +26,9 @@ struct JobHosts {
   std::vector<std::string> warnings;
 };
 
+/// A hostfile is named, or lies where it is looked for.
+bool has_hostfile(const Options& options);
+
 /// Errors: UsageError for a bad hostfile, unknown hosts or slots, options that do not go together.
 JobHosts find_hosts(const Options& options);
 

@@ -28,8 +28,8 @@ class JobOutput {
   JobOutput(const JobOutput&) = delete;
   JobOutput& operator=(const JobOutput&) = delete;
 
-  /// Opens the rank's log if there are logs, else its lines begin with `prefix`. `clear_line`: another rank draws on
-  /// the same terminal. Errors: UsageError if the log cannot be written.
+  /// Opens the rank's log if there are logs, else its lines begin with `prefix`, if they shall. `clear_line`: another
+  /// rank draws on the same terminal. Errors: UsageError if the log cannot be written.
   void add_rank(int rank, std::string prefix, bool clear_line);
   /// Empty `bytes`: the stream's end.
   void feed(int rank, Stream stream, std::string_view bytes);
@@ -61,6 +61,7 @@ class JobOutput {
   };
 
   std::string log_dir_;
+  bool rank_prefix_;
   LogLevel level_;
   std::vector<std::unique_ptr<Sink>> sinks_;  // output, errors (if it is another file), then one per log file
   Sink* output_;

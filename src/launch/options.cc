@@ -124,6 +124,8 @@ void declare_ending(CLI::App& app, Options& options) {
   declared.push_back(
       app.add_option("--enable_each_rank_log", options.log_dir, "Write each rank's output to a file in DIR instead")
           ->type_name("DIR"));
+  declared.push_back(app.add_flag("!--no_rank_prefix", options.rank_prefix,
+                                  "Print the ranks' lines as they are, without '[rank N] '"));
   declared.push_back(app.add_option("--grace", options.grace_s,
                                     "Seconds between asking a rank to stop and killing it (default: 30; after a "
                                     "failure 5)")

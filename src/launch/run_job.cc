@@ -60,24 +60,27 @@ int run_here(const Options& options, const JobHosts& job) {
 
 int run_job(const Arguments& arguments) {
   std::optional<Options> options = parse_options(arguments);
-  if (!options) return 0;
-  const JobHosts job = find_hosts(*options);
+  return options ? run_job(std::move(*options)) : 0;
+}
+
+int run_job(Options options) {
+  const JobHosts job = find_hosts(options);
   for (const std::string& warning : job.warnings) {
-    if (!options->quiet) std::fprintf(stderr, "[deeptide] %s\n", warning.c_str());
+    if (!options.quiet) std::fprintf(stderr, "[deeptide] %s\n", warning.c_str());
   }
-  if (options->python.empty() && runs_python(*options) && options->venv_script.empty()) options->python = find_python();
-  if (options->python.empty() && !options->venv_script.empty()) options->python = "python3";
+  if (options.python.empty() && runs_python(options) && options.venv_script.empty()) options.python = find_python();
+  if (options.python.empty() && !options.venv_script.empty()) options.python = "python3";
   std::optional<PidFile> pid_file;
-  if (options->save_pid && !options->dry_run) pid_file.emplace();
+  if (options.save_pid && !options.dry_run) pid_file.emplace();
   switch (job.way) {
     case JobHosts::Way::here:
-      return run_here(*options, job);
+      return run_here(options, job);
     case JobHosts::Way::agents:
-      if (options->dry_run) return print_agents(*options, job.hosts);
-      return run_over_agents(*options, job.hosts);
+      if (options.dry_run) return print_agents(options, job.hosts);
+      return run_over_agents(options, job.hosts);
     default:
-      if (options->dry_run) return print_starter(*options, job.hosts);
-      return run_starter(*options, job.hosts);
+      if (options.dry_run) return print_starter(options, job.hosts);
+      return run_starter(options, job.hosts);
   }
 }
 

@@ -105,11 +105,13 @@ class Hosts:
         self.environment["HOME"] = str(folder)  # no .deeptide_env of the developer's
         self.before = self._shared_files()
 
-    def start(self, *words, slots=(2, 2), ssh=True, env=None):
+    def start(self, *words, slots=(2, 2), ssh=True, env=None, command=()):
+        """A job of `words`, or of the launcher's `command`, such as ("bench", "comm")."""
         options = ["-H", self.network.hostfile(*slots)]
         if ssh:
             options += ["--launcher_args", self.network.ssh_arguments]
-        job = Job(self.network, [*options, *map(str, words)], {**self.environment, **(env or {})}, self.folder)
+        words = [*command, *options, *map(str, words)]
+        job = Job(self.network, words, {**self.environment, **(env or {})}, self.folder)
         self.jobs.append(job)
         return job
 

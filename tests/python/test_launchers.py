@@ -194,7 +194,9 @@ def meet(init_method):
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_meet_where_init_method_says(kind, free_port, tmp_path):
-    run_processes(2, meet, f"tcp://127.0.0.1:{free_port}" if kind == "tcp" else f"file://{tmp_path}/meeting", timeout=60)
+    run_processes(
+        2, meet, f"tcp://127.0.0.1:{free_port}" if kind == "tcp" else f"file://{tmp_path}/meeting", timeout=60
+    )
 
 
 def test_rank_with_another_token_is_refused():

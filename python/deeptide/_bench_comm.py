@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of `deeptide bench comm`, which starts it and checks its arguments; rank 0 prints what the core measured."""
+
+import argparse
+import json
+from statistics import median
+
+import torch
+
+from deeptide import _C
+from deeptide._world import find_world
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--collectives", type=lambda text: text.split(","), required=True)
+    parser.add_argument("--sizes", type=lambda text: [int(word) for word in text.split(",")], required=True)
+    parser.add_argument("--dtype", choices=_DTYPES, required=True)
+    parser.add_argument("--trials", type=int, required=True)
+    parser.add_argument("--warmups", type=int, required=True)
+    parser.add_argument("--bw-unit", choices=("GBps", "Gbps"), required=True)
+    parser.add_argument("--format", choices=("table", "raw", "json"), required=True)
+    parser.add_argument("--no-shared-memory", action="store_true")
+    return parser.parse_args()
+
+
+def _device():
+    """This rank's GPU, if there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    place = _C.find_place(_C.DistributedOptions())
+    index = (place.local_rank if place else 0) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _row(collective, times, world_size, options):
+    """What a line tells; bandwidths are of the median time, as nccl-tests define them."""
+    middle = median(times.seconds)
+    algorithm = times.bytes / middle / 1e9 * (8 if options.bw_unit == "Gbps" else 1)
+    return {
+        "collective": collective,
+        "bytes": times.bytes,
+        "best_us": min(times.seconds) * 1e6,
+        "median_us": middle * 1e6,
+        "algbw": algorithm,
+        "busbw": algorithm * _C.bus_factor(collective, world_size),
+    }
+
+
+def _with_unit(value, *units):
+    """The value in the largest of the units, (factor, name), that leaves it above 1."""
+    factor, name = max((unit for unit in units if value >= unit[0]), default=units[0])
+    return f"{value / factor:.4g} {name}"
+
+
+def _cells(row, raw):
+    if raw:
+        return [row["bytes"], f"{row['best_us']:.2f}", f"{row['median_us']:.2f}"]
+    return [
+        _with_unit(row["bytes"], (1, "B"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB")),
+        *(_with_unit(row[name], (1, "us"), (1e3, "ms"), (1e6, "s")) for name in ("best_us", "median_us")),
+    ]
+
+
+def _print(row, options):
+    if options.format == "json":
+        print(json.dumps(row), flush=True)
+        return
+    cells = [*_cells(row, options.format == "raw"), f"{row['algbw']:.3g}", f"{row['busbw']:.3g}"]
+    print("".join(f"{cell:>14}" for cell in cells), flush=True)
+
+
+def _print_head(collective, where, options):
+    if options.format == "json":
+        return
+    note = "; a reduce-scatter, then an all-gather" if collective == "all-reduce" else ""
+    print(f"\n{collective}, {where}{note}")
+    units = ("(bytes)", "(us)", "(us)") if options.format == "raw" else ("", "", "")
+    names = [f"{name}{unit}" for name, unit in zip(("size", "best", "median"), units, strict=True)]
+    print(
+        "".join(f"{cell:>14}" for cell in (*names, f"algbw {options.bw_unit}", f"busbw {options.bw_unit}")), flush=True
+    )
+
+
+def main():
+    options = _parse_arguments()
+    torch.set_num_threads(1)  # the ranks are the parallelism
+    device = _device()
+    # No process group of torch's where none is needed: on CPUs the core's own transports do all.
+    world, _group = (_C.init_distributed(), None) if device.type == "cpu" else find_world(None, device)
+    bench = _C.CollectiveBench(world, _DTYPES[options.dtype], device, max(options.sizes), not options.no_shared_memory)
+    hosts = bench.num_hosts
+    place = {"ranks": world.size, "hosts": hosts, "path": bench.path, "dtype": options.dtype}
+    where = f"{world.size} ranks on {hosts} host{'s' * (hosts > 1)}, {options.dtype}, {bench.path}"
+    for collective in options.collectives:
+        if world.rank == 0:
+            _print_head(collective, where, options)
+        for size in options.sizes:
+            times = bench.measure(collective, size, options.warmups, options.trials)
+            if world.rank == 0:
+                _print(_row(collective, times, world.size, options) | place | {"bw_unit": options.bw_unit}, options)
+
+
+if __name__ == "__main__":
+    main()

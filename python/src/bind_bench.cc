@@ -1,0 +1,47 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The benchmark of collectives, for `deeptide bench comm`.
+#include <algorithm>
+
+#include "bindings.h"
+#include "comm/collective_bench.h"
+
+namespace deeptide::python {
+namespace {
+
+using comm::Collective;
+using comm::CollectiveBench;
+using comm::CollectiveTimes;
+
+Collective collective_of(const std::string& name) {
+  for (const Collective collective : comm::kCollectives) {
+    if (name == comm::name_of(collective)) return collective;
+  }
+  throw ConfigError("collective '" + name +
+                    "': expected all-reduce, all-gather, reduce-scatter, all-to-all or broadcast");
+}
+
+CollectiveTimes measure(CollectiveBench& bench, const std::string& name, int64_t bytes, int warmups, int trials) {
+  return bench.measure(collective_of(name), bytes, warmups, trials);
+}
+
+double bus_factor(const std::string& name, int world_size) { return comm::bus_factor(collective_of(name), world_size); }
+
+}  // namespace
+
+void bind_bench(py::module_& module) {
+  py::class_<CollectiveTimes>(module, "CollectiveTimes", "What one collective of one size took.")
+      .def_readonly("bytes", &CollectiveTimes::bytes)
+      .def_readonly("seconds", &CollectiveTimes::seconds);
+  py::class_<CollectiveBench, std::unique_ptr<CollectiveBench, DeleteWithoutGil<CollectiveBench>>>(
+      module, "CollectiveBench", "Collectives as an engine's groups do them, checked and timed.")
+      .def(py::init<const World&, at::ScalarType, at::Device, int64_t, bool>(), py::arg("world"), py::arg("dtype"),
+           py::arg("device"), py::arg("max_bytes"), py::arg("shared_memory") = true, NoGil())
+      .def_property_readonly("path", &CollectiveBench::path)
+      .def_property_readonly("num_hosts", &CollectiveBench::num_hosts)
+      .def("measure", &measure, py::arg("collective"), py::arg("bytes"), py::arg("warmups"), py::arg("trials"),
+           NoGil());
+  module.def("bus_factor", &bus_factor, py::arg("collective"), py::arg("world_size"));
+}
+
+}  // namespace deeptide::python
