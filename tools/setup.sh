@@ -52,6 +52,7 @@ missing_packages() {
 
 # Not needed, but wanted where we may install: faster builds, `make format`, more of the tests.
 missing_extras() {
+  have_header liburing.h || echo liburing-dev  # io_uring in `deeptide bench io`
   for tool in ccache mold clang-format; do
     command -v "$tool" >/dev/null || echo "$tool"
   done

@@ -21,6 +21,7 @@
 #include "launch/child_output.h"
 #include "launch/command_line.h"
 #include "launch/hostfile.h"
+#include "launch/io_engine.h"
 #include "launch/machine.h"
 #include "launch/options.h"
 #include "launch/rank_process.h"
@@ -173,10 +174,14 @@ Finding judge_open_files(uint64_t limit) {
   return {Verdict::warn, "open files", text + ": ranks and data loaders may run out", "ulimit -n 65536"};
 }
 
-Finding judge_io_uring(int error) {
-  if (error == 0) return {Verdict::ok, "io_uring", "works", ""};
+Finding judge_io_uring(int error, bool built) {
+  if (error == 0 && built) return {Verdict::ok, "io_uring", "works", ""};
+  if (error == 0) {
+    return {Verdict::warn, "io_uring", "works, but this build has no liburing: files are read and written by threads",
+            "install liburing (Debian: liburing-dev) and build again"};
+  }
   const std::string why = std::strerror(error);
-  return {Verdict::warn, "io_uring", why + ": NVMe files are read and written by threads instead",
+  return {Verdict::warn, "io_uring", why + ": files are read and written by threads instead",
           error == ENOSYS ? "use Linux 5.1 or newer"
                           : "allow it: sysctl kernel.io_uring_disabled=0, and the container's seccomp profile"};
 }
@@ -190,7 +195,7 @@ std::vector<Finding> examine_machine(const std::string& python) {
   findings.push_back(judge_locked_memory(limit_of(RLIMIT_MEMLOCK)));
   findings.push_back(judge_huge_pages(first_line_of("/sys/kernel/mm/transparent_hugepage/enabled")));
   findings.push_back(judge_open_files(limit_of(RLIMIT_NOFILE)));
-  findings.push_back(judge_io_uring(try_io_uring()));
+  findings.push_back(judge_io_uring(try_io_uring(), has_io_uring()));
   findings.push_back(judge_host_name());
   return findings;
 }

@@ -21,7 +21,7 @@ Finding judge_shared_memory(uint64_t free_bytes);
 Finding judge_locked_memory(uint64_t limit_bytes);     // UINT64_MAX: unlimited
 Finding judge_huge_pages(const std::string& setting);  // the text of transparent_hugepage/enabled; empty: no such file
 Finding judge_open_files(uint64_t limit);
-Finding judge_io_uring(int error);  // errno of io_uring_setup; 0: it worked
+Finding judge_io_uring(int error, bool built = true);  // errno of io_uring_setup, 0: it worked; false: no liburing
 
 /// All of this machine; torch's part through a Python child.
 std::vector<Finding> examine_machine(const std::string& python);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// pread and pwrite with O_DIRECT, one file and one request at a time in each thread.
+// Files with O_DIRECT, each in a thread of its own, through the engine that is asked for.
 #include "launch/io_bench.h"
 
 #include <fcntl.h>
@@ -17,12 +17,14 @@
 #include <system_error>
 #include <vector>
 
+#include "launch/io_engine.h"
 #include "launch/options.h"
 
 namespace deeptide::launch {
 namespace {
 
 constexpr int64_t kAlignment = 4096;  // of O_DIRECT, on every device in use
+constexpr int kMaxRequests = 4096;    // under way in all files: each has a buffer, with threads a thread
 
 /// Page-aligned memory with a pattern that names its place in the file.
 class Block {
@@ -54,60 +56,72 @@ class Block {
   void* memory_;
 };
 
-/// One thread's file; removed with the object.
+using Transfer = void (*)(const IoPass& pass);
+
+/// One file; removed with the object.
 class BenchFile {
  public:
-  BenchFile(const IoBench& bench, int index)
-      : bench_(bench),
-        path_(bench.folder + "/deeptide-bench-" + std::to_string(::getpid()) + "-" + std::to_string(index)) {
-    fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_DIRECT, 0600);
-    if (fd_ < 0 && errno == EINVAL) {
-      direct_ = false;
-      fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  BenchFile(const IoBench& bench, Transfer transfer, int index) : bench_(bench), transfer_(transfer) {
+    pass_.path = bench.folder + "/deeptide-bench-" + std::to_string(::getpid()) + "-" + std::to_string(index);
+    open_file();
+    pass_.bytes = bench.io_bytes;
+    pass_.block_bytes = bench.block_bytes;
+    for (int64_t i = 0; i < std::min<int64_t>(bench.queue_depth, bench.io_bytes / bench.block_bytes); ++i) {
+      blocks_.push_back(std::make_unique<Block>(bench.block_bytes));
+      blocks_.back()->fill(0);  // zeros might not reach the device
+      pass_.blocks.push_back(blocks_.back()->data());
     }
-    if (fd_ < 0) throw std::system_error(errno, std::generic_category(), path_);
-    block_ = std::make_unique<Block>(bench.block_bytes);
-    block_->fill(0);  // zeros might not reach the device
+    pass_.prepare = [this](size_t buffer, int64_t at) {
+      if (bench_.validate) blocks_[buffer]->fill(at);  // not while a device is measured
+    };
+    pass_.inspect = [this](size_t buffer, int64_t at) {
+      if (!bench_.validate || blocks_[buffer]->holds(at)) return;
+      throw std::runtime_error(pass_.path + ": what was read at " + std::to_string(at) + " is not what was written");
+    };
   }
-  ~BenchFile() {
-    ::close(fd_);
-    ::unlink(path_.c_str());
-  }
+  ~BenchFile() { close_file(); }
   BenchFile(const BenchFile&) = delete;
   BenchFile& operator=(const BenchFile&) = delete;
 
   void write_all() {
-    for (int64_t at = 0; at < bench_.io_bytes; at += bench_.block_bytes) {
-      if (bench_.validate) block_->fill(at);  // not while a device is measured
-      transfer(::pwrite(fd_, block_->data(), block_->size(), at));
-    }
-    if (::fsync(fd_) != 0) throw std::system_error(errno, std::generic_category(), path_);
+    pass_.read = false;
+    transfer_(pass_);
+    if (::fsync(pass_.fd) != 0) throw std::system_error(errno, std::generic_category(), pass_.path);
   }
 
   void read_all() {
-    for (int64_t at = 0; at < bench_.io_bytes; at += bench_.block_bytes) {
-      transfer(::pread(fd_, block_->data(), block_->size(), at));
-      if (bench_.validate && !block_->holds(at)) {
-        throw std::runtime_error(path_ + ": what was read at " + std::to_string(at) + " is not what was written");
-      }
-    }
+    pass_.read = true;
+    transfer_(pass_);
   }
 
-  /// Where O_DIRECT is missing, the pages go at least before they are read.
-  void drop_pages() const { ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED); }
+  /// Where there is no O_DIRECT, the pages go at least before they are read.
+  void drop_pages() const { ::posix_fadvise(pass_.fd, 0, 0, POSIX_FADV_DONTNEED); }
   bool direct() const { return direct_; }
 
  private:
-  void transfer(ssize_t done) const {
-    if (done == static_cast<ssize_t>(bench_.block_bytes)) return;
-    throw std::system_error(done < 0 ? errno : EIO, std::generic_category(), path_);
+  void open_file() {
+    constexpr int kFlags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC;
+    const char* const path = pass_.path.c_str();
+    if (direct_) pass_.fd = ::open(path, kFlags | O_DIRECT, 0600);
+    if (direct_ && pass_.fd < 0 && errno == EINVAL) direct_ = false;
+    if (!direct_) pass_.fd = ::open(path, kFlags, 0600);
+    if (pass_.fd < 0) throw std::system_error(errno, std::generic_category(), pass_.path);
+    // A file that grows takes one write at a time; where allocation is not known, it does grow.
+    if (::fallocate(pass_.fd, 0, 0, bench_.io_bytes) == 0 || errno == EOPNOTSUPP) return;
+    const int error = errno;
+    close_file();
+    throw std::system_error(error, std::generic_category(), pass_.path);
+  }
+  void close_file() const {
+    ::close(pass_.fd);
+    ::unlink(pass_.path.c_str());
   }
 
   const IoBench& bench_;
-  std::string path_;
-  int fd_ = -1;
-  bool direct_ = true;
-  std::unique_ptr<Block> block_;
+  const Transfer transfer_;
+  bool direct_ = bench_.direct;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  IoPass pass_;
 };
 
 using Files = std::vector<std::unique_ptr<BenchFile>>;
@@ -130,16 +144,33 @@ void check(const IoBench& bench) {
     throw UsageError("--io_size must be a multiple of --block_size, got " + std::to_string(bench.io_bytes) + " and " +
                      std::to_string(bench.block_bytes));
   }
+  if (bench.num_files * bench.queue_depth > kMaxRequests) {
+    throw UsageError("--io_parallel " + std::to_string(bench.num_files) + " times --queue_depth " +
+                     std::to_string(bench.queue_depth) + " is above " + std::to_string(kMaxRequests));
+  }
+}
+
+/// Fills in the result's engine, and why it is not io_uring.
+void choose_engine(const IoBench& bench, IoResult& result) {
+  if (bench.engine != IoEngine::threads) result.obstacle = io_uring_obstacle();
+  if (bench.engine == IoEngine::io_uring && !result.obstacle.empty()) {
+    throw UsageError("--engine io_uring cannot be used: " + result.obstacle +
+                     "; `deeptide doctor` tells the cure, --engine threads needs none");
+  }
+  const bool threads = bench.engine == IoEngine::threads || !result.obstacle.empty();
+  result.engine = threads ? IoEngine::threads : IoEngine::io_uring;
 }
 
 }  // namespace
 
 IoResult run_io_bench(const IoBench& bench) {
   check(bench);
-  Files files;
-  for (int i = 0; i < bench.num_threads; ++i) files.push_back(std::make_unique<BenchFile>(bench, i));
   IoResult result;
-  result.bytes = bench.io_bytes * bench.num_threads;
+  choose_engine(bench, result);
+  const Transfer transfer = result.engine == IoEngine::io_uring ? transfer_by_io_uring : transfer_by_threads;
+  Files files;
+  for (int i = 0; i < bench.num_files; ++i) files.push_back(std::make_unique<BenchFile>(bench, transfer, i));
+  result.bytes = bench.io_bytes * bench.num_files;
   result.direct = files.front()->direct();
   if (bench.read) time_loop(files, &BenchFile::write_all);
   for (int loop = 0; loop < bench.num_loops; ++loop) {

@@ -29,6 +29,8 @@ TEST(Doctor, JudgesSizesAndLimits) {
   EXPECT_EQ(judge_huge_pages("").verdict, Verdict::warn);
   EXPECT_EQ(judge_huge_pages("always [madvise] never").text, "madvise");
   EXPECT_EQ(judge_io_uring(0).verdict, Verdict::ok);
+  EXPECT_EQ(judge_io_uring(0, false).verdict, Verdict::warn);
+  EXPECT_TRUE(has(judge_io_uring(0, false).cure, "liburing"));
   EXPECT_TRUE(has(judge_io_uring(EPERM).cure, "seccomp"));
   EXPECT_TRUE(has(judge_io_uring(ENOSYS).cure, "Linux 5.1"));
 }
