@@ -89,6 +89,7 @@ def _print_head(collective, where, options):
 def main():
     options = _parse_arguments()
     torch.set_num_threads(1)  # the ranks are the parallelism
+    _C.install_cpu_allocator()  # as an engine does
     device = _device()
     # No process group of torch's where none is needed: on CPUs the core's own transports do all.
     world, _group = (_C.init_distributed(), None) if device.type == "cpu" else find_world(None, device)
