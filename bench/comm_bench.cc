@@ -3,9 +3,7 @@
 // One rank of a comparison of collectives: Gloo, our shared memory on any tensors, and in place on buffers of the
 // arena, as training uses it. bench/comm.py starts the ranks and reads the JSON that each writes.
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/irange.h>
 #include <sched.h>
 
 #include <chrono>
@@ -18,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "comm/collective_bench.h"
 #include "comm/failure_board.h"
 #include "comm/group.h"
 #include "comm/host_exchange.h"
@@ -30,33 +29,22 @@ namespace deeptide {
 namespace {
 
 using at::Tensor;
+using comm::Collective;
 using comm::Group;
 using std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kTimeout{300'000};
 const comm::Site kSite{0, "benchmark", "a collective"};
 
-double seconds_since(steady_clock::time_point begin) {
-  return std::chrono::duration<double>(steady_clock::now() - begin).count();
-}
-
-/// Rank r's element: small integers, so that every order of additions gives the same sum.
-float value_of(int rank) { return static_cast<float>(rank + 1); }
-
-void check(const Tensor& got, double expected, const char* what) {
-  TORCH_CHECK(got.numel() > 0 && got.min().item<float>() == expected && got.max().item<float>() == expected, what,
-              ": got ", got.min().item<float>(), " to ", got.max().item<float>(), ", expected ", expected);
-}
-
 /// What every way of doing a collective works on. Sizes as in nccl-tests: all that a rank receives (all-gather), all
 /// that it contributes (reduce-scatter, all-reduce).
 struct Bench {
   explicit Bench(const World& w, int64_t max_bytes)
       : world(w),
+        shared(w, at::kFloat, at::kCPU, max_bytes),
         board(std::make_shared<comm::FailureBoard>(w, "board")),
         host(comm::Host::find(w, "host", true)),
         gloo(w, "gloo", kTimeout, board, false),
-        shared(w, "shared", kTimeout, board, false, host),
         control(w, "control", kTimeout, board, false, host),
         ledger(std::make_shared<device::Ledger>()),
         input(flat(max_bytes)),
@@ -71,9 +59,9 @@ struct Bench {
     exchange = std::make_unique<comm::HostExchange>(host, arena);
     results = arena->at(0, max_bytes / 4, at::kFloat);
     for (Tensor& bucket : buckets) {
-      bucket = arena->allocate(ledger, device::Role::communication, max_bytes).view(at::kFloat).fill_(value_of(w.rank));
+      bucket = arena->allocate(ledger, device::Role::communication, max_bytes).view(at::kFloat).zero_();
     }
-    input.fill_(value_of(w.rank));
+    input.zero_();
     output.zero_();
   }
 
@@ -86,10 +74,15 @@ struct Bench {
     return device::allocate_flat(ledger, device::Role::communication, bytes / 4, at::kFloat, at::kCPU);
   }
 
+  comm::CollectiveShape shape(Collective collective, int64_t n) const {
+    return {collective, world.rank, world.size, n};
+  }
+
   World world;
+  comm::CollectiveBench shared;  // through slots in shared memory, on any tensors
   std::shared_ptr<comm::FailureBoard> board;
   std::shared_ptr<comm::Host> host;
-  Group gloo, shared, control;
+  Group gloo, control;
   c10::intrusive_ptr<c10d::Backend> c10d_gloo;
   std::shared_ptr<device::Ledger> ledger;
   std::shared_ptr<comm::HostArena> arena;
@@ -126,24 +119,6 @@ void all_reduce_gloo(Bench& b, int64_t n) {
   b.c10d_gloo->allreduce(tensors)->wait(kTimeout);
 }
 
-void all_gather_shared(Bench& b, int64_t n) {
-  auto pending = b.shared.all_gather(in_output(b, n), first_slice(b, b.input.narrow(0, 0, n)));
-  b.shared.wait(pending, kSite);
-}
-
-void reduce_scatter_shared(Bench& b, int64_t n) {
-  auto pending = b.shared.reduce_scatter(first_slice(b, in_output(b, n)), b.input.narrow(0, 0, n));
-  b.shared.wait(pending, kSite);
-}
-
-void all_reduce_shared(Bench& b, int64_t n) {
-  const Tensor slice = own(b, in_output(b, n));
-  auto scatter = b.shared.reduce_scatter(slice, b.input.narrow(0, 0, n));
-  b.shared.wait(scatter, kSite);
-  auto gather = b.shared.all_gather(in_output(b, n), slice);
-  b.shared.wait(gather, kSite);
-}
-
 /// What our groups do where no memory is shared: the sum is taken here, in rank order.
 void reduce_scatter_ordered(Bench& b, int64_t n) {
   const Tensor received = in_output(b, n);
@@ -170,7 +145,7 @@ void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
   auto offer = b.exchange->offer(b.buckets[turn].narrow(0, 0, n));
   b.offers[turn] = offer.number;
   ++b.num_offers;
-  b.shared.wait(offer.pending, kSite);
+  b.control.wait(offer.pending, kSite);
   const auto rows = b.exchange->rows(offer.number, b.world.rank * sum.numel(), sum.numel(), at::kFloat);
   gradients::ordered_sum(rows, 1.0, true, sum, b.squares);
   b.exchange->set_read(offer.number);
@@ -184,57 +159,52 @@ void all_reduce_in_place(Bench& b, int64_t n) {
 }
 
 struct Way {
-  const char* collective;
+  Collective collective;
   const char* path;
   std::function<void(Bench&, int64_t)> run;
-  std::function<Tensor(Bench&, int64_t)> result;  // that holds one value everywhere
-  bool gathers = false;                           // slice r is rank r's value, not the sum of all
+  std::function<Tensor(Bench&, int64_t)> result;
 };
+
+Way through_slots(Collective collective) {
+  return {collective, "shared", [=](Bench& b, int64_t n) { b.shared.call(b.shape(collective, n)); },
+          [=](Bench& b, int64_t n) { return b.shared.output(b.shape(collective, n)); }};
+}
 
 std::vector<Way> ways() {
   const auto first = [](Bench& b, int64_t n) { return first_slice(b, in_output(b, n)); };
   const auto own_result = [](Bench& b, int64_t n) { return own(b, in_results(b, n)); };
   return {
-      {"all-gather", "Gloo", all_gather_gloo, in_output, true},
-      {"all-gather", "shared", all_gather_shared, in_output, true},
-      {"all-gather", "in place", all_gather_in_place, in_results, true},
-      {"reduce-scatter", "Gloo", reduce_scatter_gloo, first},
-      {"reduce-scatter", "Gloo, ordered", reduce_scatter_ordered, own_result},
-      {"reduce-scatter", "shared", reduce_scatter_shared, first},
-      {"reduce-scatter", "in place", reduce_scatter_in_place, first},
-      {"all-reduce", "Gloo", all_reduce_gloo, in_output},
-      {"all-reduce", "shared", all_reduce_shared, in_output},
-      {"all-reduce", "in place", all_reduce_in_place, in_results},
+      {Collective::all_gather, "Gloo", all_gather_gloo, in_output},
+      through_slots(Collective::all_gather),
+      {Collective::all_gather, "in place", all_gather_in_place, in_results},
+      {Collective::reduce_scatter, "Gloo", reduce_scatter_gloo, first},
+      {Collective::reduce_scatter, "Gloo, ordered", reduce_scatter_ordered, own_result},
+      through_slots(Collective::reduce_scatter),
+      {Collective::reduce_scatter, "in place", reduce_scatter_in_place, first},
+      {Collective::all_reduce, "Gloo", all_reduce_gloo, in_output},
+      through_slots(Collective::all_reduce),
+      {Collective::all_reduce, "in place", all_reduce_in_place, in_results},
   };
 }
 
 void verify(Bench& b, const Way& way, int64_t n) {
-  const int size = b.world.size;
-  in_output(b, n).fill_(value_of(b.world.rank));  // the input too where the way works in place
+  const comm::CollectiveShape shape = b.shape(way.collective, n);
+  b.control.barrier(kSite);  // all have read the buckets of the way before
+  for (const Tensor& input : {b.input, b.shared.input(shape), b.buckets[0], b.buckets[1]}) {
+    comm::fill_input(shape, input.narrow(0, 0, shape.input_numel()));
+  }
+  in_output(b, n).copy_(b.input.narrow(0, 0, n));  // the input too where the way works in place
   own(b, in_results(b, n)).zero_();
   b.control.barrier(kSite);
   way.run(b, n);
-  const std::string what = std::string(way.collective) + ", " + way.path + ", " + std::to_string(4 * n) + " bytes";
-  if (way.gathers) {
-    for (const int r : c10::irange(size)) check(way.result(b, n).chunk(size)[r], value_of(r), what.c_str());
-  } else {
-    check(way.result(b, n), size * (size + 1) / 2.0, what.c_str());
-  }
+  comm::check_output(shape, way.result(b, n));
   b.control.barrier(kSite);
-}
-
-/// Seconds a call, of calls one after the other: as nccl-tests, so that no barrier is in the time.
-double time_calls(Bench& b, const Way& way, int64_t n, int64_t calls) {
-  b.control.barrier(kSite);
-  const auto begin = steady_clock::now();
-  for (int64_t i = 0; i < calls; ++i) way.run(b, n);
-  return seconds_since(begin) / static_cast<double>(calls);
 }
 
 /// All ways by turns, `repetitions` times.
 nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
   const int64_t n = bytes / 4;
-  const int64_t calls = std::clamp<int64_t>((16 << 20) / bytes, 1, 200);
+  const int64_t calls = comm::calls_for(bytes);
   const auto all = ways();
   std::vector<std::vector<double>> seconds(all.size());
   for (const Way& way : all) verify(b, way, n);
@@ -242,13 +212,16 @@ nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
     for (size_t w = 0; w < all.size(); ++w) {
       // An all-reduce in place grows from call to call: from zeros it stays finite.
       in_output(b, n).zero_();
-      seconds[w].push_back(time_calls(b, all[w], n, calls));
+      seconds[w].push_back(comm::time_calls(
+          b.control, [&] { all[w].run(b, n); }, calls));
     }
   }
   auto rows = nlohmann::json::array();
   for (size_t w = 0; w < all.size(); ++w) {
-    rows.push_back(
-        {{"collective", all[w].collective}, {"path", all[w].path}, {"bytes", bytes}, {"seconds", seconds[w]}});
+    rows.push_back({{"collective", comm::name_of(all[w].collective)},
+                    {"path", all[w].path},
+                    {"bytes", bytes},
+                    {"seconds", seconds[w]}});
   }
   return rows;
 }

@@ -65,8 +65,8 @@ struct DEEPTIDE_API DistributedOptions {
 /// Finds the world with discover_world(), where `options` do not say it, and meets the other ranks at rank 0's store;
 /// without a launcher, a world of one. Every rank proves that it holds DEEPTIDE_JOB_TOKEN where that is set; see
 /// docs/diagnosis.md.
-/// Errors: as discover_world(); ConfigError for options that do not go together, and when ranks disagree on the world or
-/// two claim one rank; CommError when rank 0's store cannot be reached within the timeout or a token is wrong.
+/// Errors: as discover_world(); ConfigError for options that do not go together, and when ranks disagree on the world
+/// or two claim one rank; CommError when rank 0's store cannot be reached within the timeout or a token is wrong.
 DEEPTIDE_API World init_distributed(const DistributedOptions& options = {});
 
 /// The same for a place that is known already.

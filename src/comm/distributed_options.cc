@@ -58,10 +58,17 @@ void check(const DistributedOptions& options) {
 
 /// Without the variables that only MPI, SLURM and the like set.
 Environment without_launchers(const Environment& environment) {
-  static constexpr std::string_view kNames[] = {
-      "RANK",        "WORLD_SIZE",  "LOCAL_RANK",          "LOCAL_WORLD_SIZE",             "LOCAL_SIZE",
-      "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "DEEPTIDE_JOB_ID",
-      "DEEPTIDE_JOB_TOKEN"};
+  static constexpr std::string_view kNames[] = {"RANK",
+                                                "WORLD_SIZE",
+                                                "LOCAL_RANK",
+                                                "LOCAL_WORLD_SIZE",
+                                                "LOCAL_SIZE",
+                                                "MASTER_ADDR",
+                                                "MASTER_PORT",
+                                                "TORCHELASTIC_RUN_ID",
+                                                "TORCHELASTIC_USE_AGENT_STORE",
+                                                "DEEPTIDE_JOB_ID",
+                                                "DEEPTIDE_JOB_TOKEN"};
   return {[environment](const std::string& name) -> Text {
             const bool kept = std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
             return kept ? environment.variable(name) : std::nullopt;
@@ -117,8 +124,8 @@ std::optional<Discovery> find_place(const Environment& environment, const Distri
     place->agent_hosts_store = false;
   }
   if (!point.empty()) {
-    const bool is_agents = environment.variable("MASTER_ADDR") == point.address &&
-                           environment.variable("MASTER_PORT") == point.port;
+    const bool is_agents =
+        environment.variable("MASTER_ADDR") == point.address && environment.variable("MASTER_PORT") == point.port;
     place->agent_hosts_store = place->agent_hosts_store && is_agents;
   }
   if (!point.file.empty()) {

@@ -100,8 +100,8 @@ TEST(DistributedOptions, AreRefusedWhereTheyDoNotGoTogether) {
   EXPECT_EQ(error_of({}, {.dist_init_required = false}).find("dist_init_required is false"), 0u);
   EXPECT_EQ(error_of({}, {.dist_init_required = true}), "none");
   EXPECT_NE(error_of({}, {.init_method = "tcp://head:5"}).find("nothing says which rank this is"), std::string::npos);
-  for (const char* bad : {"tcp://head", "tcp://:5", "tcp://head:0", "tcp://head:65536", "tcp://head:5?rank=0", "file://",
-                          "mpi://x", "head:5"}) {
+  for (const char* bad : {"tcp://head", "tcp://:5", "tcp://head:0", "tcp://head:65536", "tcp://head:5?rank=0",
+                          "file://", "mpi://x", "head:5"}) {
     EXPECT_EQ(error_of(kTorchrun, {.init_method = bad}),
               "init_method='" + std::string(bad) + "': expected tcp://HOST:PORT, file://PATH or env://");
   }
