@@ -11,15 +11,18 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <future>
 #include <sstream>
 
 #include "base/text.h"
 #include "launch/child_output.h"
 #include "launch/command_line.h"
+#include "launch/host_commands.h"
 #include "launch/hostfile.h"
 #include "launch/io_engine.h"
 #include "launch/machine.h"
@@ -33,7 +36,8 @@ using Verdict = Finding::Verdict;
 
 constexpr uint64_t kMiB = 1 << 20;
 constexpr double kPythonTimeout = 60.0;
-constexpr int kSshTimeout = 10;
+constexpr double kSshTimeout = 15.0;  // ssh itself gives up connecting after 10 s
+constexpr size_t kLoginsAtOnce = 32;
 
 std::string size_text(uint64_t bytes) { return bytes_text(static_cast<int64_t>(bytes)); }
 
@@ -134,6 +138,29 @@ std::vector<Finding> python_findings(const std::string& python) {
   return findings;
 }
 
+// Behind whatever a login prints.
+std::string version_in(const std::string& text) {
+  const std::string head = "deeptide ";
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with(head)) return line.substr(head.size());
+  }
+  return "";
+}
+
+// In the hostfile's order.
+std::vector<Finding> examine_hosts(const Options& options, const std::vector<Host>& hosts) {
+  std::vector<Finding> findings;
+  for (size_t first = 0; first < hosts.size(); first += kLoginsAtOnce) {
+    std::vector<std::future<Finding>> logins;
+    for (size_t i = first; i < std::min(first + kLoginsAtOnce, hosts.size()); ++i) {
+      logins.push_back(std::async(std::launch::async, [&, i] { return examine_host(options, hosts[i].name); }));
+    }
+    for (auto& login : logins) findings.push_back(login.get());
+  }
+  return findings;
+}
+
 uint64_t limit_of(__rlimit_resource resource) {
   rlimit limit{};
   ::getrlimit(resource, &limit);
@@ -200,16 +227,25 @@ std::vector<Finding> examine_machine(const std::string& python) {
   return findings;
 }
 
-Finding examine_host(const std::string& host, int ssh_port) {
-  std::vector<std::string> command{"ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"};
-  if (ssh_port > 0) command.insert(command.end(), {"-p", std::to_string(ssh_port)});
-  command.insert(command.end(), {host, "true"});
-  const ChildOutput child = run_child(command, kSshTimeout);
+Finding examine_host(const Options& options, const std::string& host) {
+  const ChildOutput child = run_child(ssh_command(options, host, remote_line(options, "--version")), kSshTimeout);
   const std::string subject = "ssh " + host;
-  if (child.code == 0) return {Verdict::ok, subject, "logs in without a password", ""};
-  if (child.code == 127 && child.text.empty())
+  if (child.code == 127 && child.text.empty()) {
     return {Verdict::fail, subject, "ssh is not installed", "install openssh-client"};
-  std::string said = child.late ? "no answer within 10 s" : child.text.substr(0, child.text.find('\n'));
+  }
+  const std::string own = DEEPTIDE_VERSION, version = version_in(child.text);
+  if (!child.late && child.code == 0 && version == own) {
+    return {Verdict::ok, subject, "logs in without a password; deeptide " + own, ""};
+  }
+  if (!child.late && child.code == 0 && !version.empty()) {
+    return {Verdict::fail, subject, "has deeptide " + version + ", here is " + own, "install the same version there"};
+  }
+  if (!child.late && child.code == 127) {
+    return {Verdict::fail, subject, "logs in, but finds no deeptide command",
+            "install it there at the same path, or put it into PATH, also with --venv_script"};
+  }
+  const std::string said =
+      child.late ? "no answer within 15 s" : child.text.substr(0, child.text.find_first_of("\r\n"));
   return {Verdict::fail, subject, said.empty() ? "ended with code " + std::to_string(child.code) : said,
           "make `ssh -o BatchMode=yes " + host + " true` work: a key in authorized_keys, the host in known_hosts"};
 }
@@ -223,16 +259,16 @@ std::string to_line(const Finding& finding) {
 int run_doctor(const Arguments& arguments) {
   CLI::App app("Examines this machine, and with a hostfile the login to each host; exit code 1 if anything fails.",
                "deeptide doctor");
-  std::string hostfile, python;
-  int ssh_port = 0;
-  app.add_option("-H,--hostfile", hostfile, "Hosts as lines 'NAME slots=N'");
-  app.add_option("--ssh_port", ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
-  app.add_option("--python", python, "The Python interpreter to examine");
+  Options options;
+  app.add_option("-H,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N'");
+  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
+  app.add_option("--launcher_args", options.launcher_args, "Further arguments of ssh, quoted as one");
+  app.add_option("--venv_script", options.venv_script, "A script that each host's shell reads first");
+  app.add_option("--python", options.python, "The Python interpreter to examine");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  std::vector<Finding> findings = examine_machine(python.empty() ? find_python() : python);
-  if (!hostfile.empty()) {
-    for (const Host& host : read_hostfile(hostfile)) findings.push_back(examine_host(host.name, ssh_port));
-  }
+  const std::vector<Host> hosts = options.hostfile.empty() ? std::vector<Host>() : read_hostfile(options.hostfile);
+  std::vector<Finding> findings = examine_machine(options.python.empty() ? find_python() : options.python);
+  for (Finding& finding : examine_hosts(options, hosts)) findings.push_back(std::move(finding));
   bool failed = false;
   for (const Finding& finding : findings) {
     std::puts(to_line(finding).c_str());

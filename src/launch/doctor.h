@@ -9,6 +9,8 @@
 
 namespace deeptide::launch {
 
+struct Options;
+
 struct Finding {
   enum class Verdict : uint8_t { ok, warn, fail } verdict;
   std::string subject;
@@ -25,8 +27,8 @@ Finding judge_io_uring(int error, bool built = true);  // errno of io_uring_setu
 
 /// All of this machine; torch's part through a Python child.
 std::vector<Finding> examine_machine(const std::string& python);
-/// `ssh_port`: 0 for ssh's own choice.
-Finding examine_host(const std::string& host, int ssh_port);
+/// The login to a host as the launcher does it, and the command there. Of `options`: what concerns ssh.
+Finding examine_host(const Options& options, const std::string& host);
 
 /// "warn  huge pages: never. Cure: …"
 std::string to_line(const Finding& finding);

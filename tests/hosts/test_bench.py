@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""`deeptide bench comm` over real hosts, with every collective checked by its ranks."""
+"""`deeptide bench comm` and `deeptide doctor` over real hosts."""
 
 import json
 import sys
@@ -29,3 +29,13 @@ def test_collectives_between_hosts_are_right_and_tell_their_path(hosts, launcher
     assert len(rows) == 5 * 2
     assert {(row["ranks"], row["hosts"], row["path"]) for row in rows} == {(sum(slots), 2, path)}
     hosts.expect_nothing_left()
+
+
+def test_doctor_tells_which_hosts_can_be_used(hosts):
+    hosts.workers[1].stop_sshd()
+    words = ("doctor", "-H", hosts.network.hostfile(2, 2), "--launcher_args", hosts.network.ssh_arguments)
+    job = hosts.run_bare(*words, "--python", "/bin/true")
+    assert job.code == 1
+    assert "ok    ssh worker-1: logs in without a password; deeptide " in job.output
+    lost = next(line for line in job.output.splitlines() if line.startswith("fail  ssh worker-2: "))
+    assert "Connection refused" in lost and ". Cure: " in lost

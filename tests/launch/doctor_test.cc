@@ -55,13 +55,24 @@ TEST(Doctor, TellsWhatIsWrongWithAPythonThatDoesNotWork) {
 
 TEST(Doctor, TriesTheLoginToEachHost) {
   const TempFolder folder;
-  folder.script("ssh", "#!/bin/sh\nfor word; do [ \"$word\" = good ] && exit 0; done\necho 'no route' >&2\nexit 255\n");
+  const std::string version = launch({"--version"}).output;
+  folder.script("ssh",
+                "#!/bin/sh\nwhile [ \"$1\" != -- ]; do shift; done\ncase $2 in\n"
+                "good) echo Welcome; echo '" +
+                    version +
+                    "';;\nold) echo deeptide 0.0.9;;\n"
+                    "bare) echo 'sh: deeptide: not found' >&2; exit 127;;\nodd) echo Welcome;;\n"
+                    "*) echo 'no route' >&2; exit 255;;\nesac\n");
   const std::string python = folder.script("python", "#!/bin/sh\nexit 0\n");
-  const std::string hosts = folder.script("hosts", "good slots=2\nbad slots=2\n");
+  const std::string hosts =
+      folder.script("hosts", "good slots=2\nbad slots=2\nold slots=2\nbare slots=2\nodd slots=2\n");
   const LaunchResult result =
       launch({"doctor", "--python", python, "-H", hosts}, {{"PATH", folder.path("") + ":/usr/bin:/bin"}});
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_TRUE(has(result.output, "ok    ssh good: ")) << result.output;
+  EXPECT_TRUE(has(result.output, "ok    ssh good: logs in without a password; " + version)) << result.output;
+  EXPECT_TRUE(has(result.output, "fail  ssh old: has deeptide 0.0.9, here is ")) << result.output;
+  EXPECT_TRUE(has(result.output, "fail  ssh bare: logs in, but finds no deeptide command. Cure: ")) << result.output;
+  EXPECT_TRUE(has(result.output, "fail  ssh odd: Welcome. Cure: ")) << result.output;
   EXPECT_TRUE(has(result.output, "fail  ssh bad: no route. Cure: ")) << result.output;
 }
 
