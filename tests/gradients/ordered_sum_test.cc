@@ -118,7 +118,9 @@ TEST(OrderedSum, IsBitEqualOnEveryInstructionSetOfThisMachine) {
       for (int64_t target : {int64_t{HWY_SCALAR}, int64_t{HWY_AVX2}, int64_t{HWY_AVX3}}) {
         if (target != HWY_SCALAR && !(hwy::SupportedTargets() & target)) continue;
         Target chosen(target);
-        if (target != HWY_SCALAR) EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+        if (target != HWY_SCALAR) {
+          EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+        }
         const Result got = run(rows, 0.7, false, start);
         EXPECT_TRUE(at::equal(got.accumulator, expected.accumulator)) << hwy::TargetName(target);
         EXPECT_EQ(got.sum_of_squares, expected.sum_of_squares) << hwy::TargetName(target);

@@ -38,7 +38,9 @@ void on_each_target(Test test) {
     const int64_t target = int64_t{1} << std::countr_zero(static_cast<uint64_t>(left));
     SCOPED_TRACE(hwy::TargetName(target));
     const Target chosen(target);
-    if (target == HWY_AVX2 || target == HWY_AVX3) EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+    if (target == HWY_AVX2 || target == HWY_AVX3) {
+      EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+    }
     test();
   }
 }

@@ -208,7 +208,9 @@ TEST(AdamStep, AgreesOnEveryInstructionSetOfThisMachine) {
     AdamSegment got = copy_of(start);
     {
       Target chosen(target);
-      if (target != HWY_SCALAR) EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+      if (target != HWY_SCALAR) {
+        EXPECT_STREQ(kernel_target(), hwy::TargetName(target));
+      }
       adam_step(got, Hyperparameters(), 1, 1.0);
     }
     ASSERT_TRUE(at::allclose(got.master, expected.master, 5e-7, 1e-7)) << hwy::TargetName(target);
