@@ -26,7 +26,7 @@ struct RankState {
   int rank = 0;
   std::string host;    // empty: this one
   pid_t pid = 0;       // of the process that trains; 0: it has not come up
-  char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z; X: gone
+  char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z (ended); X: gone
   int64_t step = 0;    // where it computes, empty phase: it did not say
   std::string phase, module;
   std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
@@ -38,9 +38,5 @@ struct RankState {
 
 /// Reads ring and process; `pid`: the process that was started, used until a trainer has come up.
 RankState read_state(int rank, pid_t pid, const FlightFiles& files);
-
-/// One line of JSON and back, for the way between hosts. Errors: ConfigError if malformed.
-std::string to_json(const RankState& state);
-RankState state_from_json(const std::string& text);
 
 }  // namespace deeptide::launch

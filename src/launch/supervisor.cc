@@ -10,23 +10,15 @@
 
 namespace deeptide::launch {
 
-namespace {
-
-std::string command_text(const Options& options) {
-  std::string text;
-  for (const std::string& word : options.command) text += (text.empty() ? "" : " ") + word;
-  return text;
-}
-
-}  // namespace
-
 Supervisor::Supervisor(const Options& options)
     : options_(options),
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
-      watch_([this](bool with_stacks) { return read_states(ranks_, with_stacks); }, options.hang_timeout_s,
-             command_text(options), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+      host_watch_(ranks_, options.hang_timeout_s,
+                  {[this](double waited_s) { watch_.on_late(0, waited_s); },
+                   [this](const std::string& answer) { watch_.on_answer(0, answer); }}),
+      watch_(options, getpid(), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
@@ -35,6 +27,10 @@ Supervisor::Supervisor(const Options& options)
 int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what) {
   if (!what.empty()) output_.say(LogLevel::info, what);
   for (const RankPlan& plan : plans) start(plan);
+  if (program_.empty()) {
+    watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
+                   [this](const StateQuestion& question) { host_watch_.ask(question); }}});
+  }
   supervise();
   return finish();
 }
@@ -75,8 +71,10 @@ void Supervisor::supervise() {
     });
     ranks_.add_to(set, !output_.full());
     output_.add_to(set);
+    host_watch_.add_to(set);
     watch_.add_to(set);
     set.wait();
+    host_watch_.check();
     watch_.check();
     ranks_.check_deadline();
     if (ranks_.phase() == RankGroup::Phase::running && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
@@ -88,6 +86,7 @@ void Supervisor::on_signal(int signal) {
   if (signal == SIGTSTP) {
     ranks_.suspend();
     raise(SIGSTOP);
+    host_watch_.forgive();
     return ranks_.resume();
   }
   if (stop_signal_) return ranks_.kill();

@@ -9,6 +9,7 @@
 
 #include "launch/failure_report.h"
 #include "launch/hang_watch.h"
+#include "launch/host_watch.h"
 #include "launch/job_output.h"
 #include "launch/options.h"
 #include "launch/rank_group.h"
@@ -43,6 +44,7 @@ class Supervisor {
   JobOutput output_;
   FailureReport failures_;
   RankGroup ranks_;
+  HostWatch host_watch_;
   HangWatch watch_;
   std::string program_;             // empty: ranks
   std::optional<int> stop_signal_;  // that the launcher received
