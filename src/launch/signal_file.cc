@@ -3,7 +3,6 @@
 // Signals as something to read, through signalfd(2).
 #include "launch/signal_file.h"
 
-#include <signal.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -12,10 +11,10 @@
 
 namespace deeptide::launch {
 
-SignalFile::SignalFile() {
+SignalFile::SignalFile(pid_t keeper) : keeper_(keeper) {
   sigset_t set;
   sigemptyset(&set);
-  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP}) sigaddset(&set, signal);
+  for (int signal : kJobSignals) sigaddset(&set, signal);
   sigprocmask(SIG_BLOCK, &set, nullptr);
   signal(SIGPIPE, SIG_IGN);
   fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -27,7 +26,10 @@ SignalFile::~SignalFile() { close(fd_); }
 std::vector<int> SignalFile::read() const {
   std::vector<int> signals;
   signalfd_siginfo info;
-  while (::read(fd_, &info, sizeof(info)) == sizeof(info)) signals.push_back(static_cast<int>(info.ssi_signo));
+  while (::read(fd_, &info, sizeof(info)) == sizeof(info)) {
+    const auto signal = static_cast<int>(info.ssi_signo);
+    if (signal == SIGCHLD || keeper_ == 0 || static_cast<pid_t>(info.ssi_pid) == keeper_) signals.push_back(signal);
+  }
   return signals;
 }
 

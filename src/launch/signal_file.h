@@ -3,14 +3,21 @@
 // Signals as something to read: children that ended, requests to stop.
 #pragma once
 
+#include <signal.h>
+#include <sys/types.h>
+
 #include <vector>
 
 namespace deeptide::launch {
 
-/// Blocks SIGCHLD and the signals that ask to stop, and delivers them through a descriptor. SIGPIPE is ignored.
+/// Children that ended, and the signals that ask to stop or to pause.
+inline constexpr int kJobSignals[] = {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP};
+
+/// Blocks kJobSignals and delivers them through a descriptor. SIGPIPE is ignored.
 class SignalFile {
  public:
-  SignalFile();
+  /// With `keeper`, requests count only when they come from that process.
+  explicit SignalFile(pid_t keeper = 0);
   ~SignalFile();
   SignalFile(const SignalFile&) = delete;
   SignalFile& operator=(const SignalFile&) = delete;
@@ -20,6 +27,7 @@ class SignalFile {
   std::vector<int> read() const;
 
  private:
+  pid_t keeper_;
   int fd_ = -1;
 };
 

@@ -10,15 +10,17 @@
 
 namespace deeptide::launch {
 
-Supervisor::Supervisor(const Options& options)
+Supervisor::Supervisor(const Options& options, pid_t keeper)
     : options_(options),
+      keeper_(keeper),
+      signals_(keeper),
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
       host_watch_(ranks_, options.hang_timeout_s,
                   {[this](double waited_s) { watch_.on_late(0, waited_s); },
                    [this](const std::string& answer) { watch_.on_answer(0, answer); }}),
-      watch_(options, getpid(), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+      watch_(options, keeper != 0 ? keeper : getpid(), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
@@ -91,6 +93,7 @@ void Supervisor::on_signal(int signal) {
   }
   if (stop_signal_) return ranks_.kill();
   stop_signal_ = signal;
+  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
   if (ranks_.phase() != RankGroup::Phase::running) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
   ranks_.stop(signal == SIGINT ? SIGINT : SIGTERM, options_.stop_grace_s());

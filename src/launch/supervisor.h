@@ -20,7 +20,8 @@ namespace deeptide::launch {
 
 class Supervisor {
  public:
-  explicit Supervisor(const Options& options);
+  /// `keeper`: the parent that the user knows the job by (see run_kept_job); 0: this process is that.
+  explicit Supervisor(const Options& options, pid_t keeper = 0);
 
   /// Runs all plans to their end; `what` names the job in its first line. Returns the exit code to pass on: that of the
   /// first rank that failed, 128 + signal if the launcher was told to stop, 0 if all ranks succeeded.
@@ -39,6 +40,7 @@ class Supervisor {
   size_t num_running() const;
 
   Options options_;
+  pid_t keeper_;
   SignalFile signals_;
   Terminal terminal_;
   JobOutput output_;
