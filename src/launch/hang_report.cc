@@ -77,9 +77,11 @@ std::string process_text(const RankState& state, const Verbs& verbs) {
   return "";
 }
 
+/// "all-gather 90 of h.3"; where it serves no unit, what it is for: "all-gather 31: waiting for all ranks to …".
 std::string collective_text(const CollectiveState& collective) {
-  return collective.operation + " " + std::to_string(collective.sequence) +
-         (collective.unit.empty() ? "" : " of " + collective.unit);
+  const std::string& unit = collective.unit;
+  const char* before = unit.find(' ') == std::string::npos ? " of " : ": ";
+  return collective.operation + " " + std::to_string(collective.sequence) + (unit.empty() ? "" : before + unit);
 }
 
 std::string late_text(const RankState& state, const CollectiveState& awaited, const Verbs& verbs) {
@@ -202,7 +204,7 @@ std::vector<int> ranks_to_show(const std::vector<RankState>& states) {
   return ranks;
 }
 
-std::string hang_report(const std::vector<RankState>& states) {
+std::string hang_report(const std::vector<RankState>& states, bool complete) {
   const std::vector<Group> groups = grouped(states);
   std::string report;
   for (size_t i = 0; i < groups.size() && i < kMaxLines; ++i) {
@@ -214,7 +216,7 @@ std::string hang_report(const std::vector<RankState>& states) {
     }
   }
   if (groups.size() > kMaxLines) report += "and " + std::to_string(groups.size() - kMaxLines) + " more groups\n";
-  if (longest_waiting(states) != nullptr && !groups.front().late()) {
+  if (complete && longest_waiting(states) != nullptr && !groups.front().late()) {
     report += "every rank has come to what is waited for: it is the transport between them that does not move\n";
   }
   return report;

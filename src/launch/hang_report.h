@@ -21,7 +21,8 @@ std::vector<int> ranks_to_show(const std::vector<RankState>& states);
 /// "rank 5 on worker-2 is in backward of h.12.mlp at step 7; its last in 'reductions' is reduce-scatter 310; the others
 /// are at 314". Late is who has not issued the collective that has been waited for longest, or is stopped meanwhile;
 /// and, where the late wait themselves, whom they wait for.
-std::string hang_report(const std::vector<RankState>& states);
+/// `complete`: these are all ranks that there are.
+std::string hang_report(const std::vector<RankState>& states, bool complete = true);
 
 /// "0-4, 6".
 std::string rank_list(std::vector<int> ranks);

@@ -93,8 +93,9 @@ void HangWatch::add_to(PollSet& set) {
 void HangWatch::check() {
   const bool late = std::any_of(hosts_.begin(), hosts_.end(), [](const Watched& w) { return w.late_s > 0; });
   if (!late) reported_ = false;
-  if (late && due_ && !reported_) begin(Purpose::hang, std::nullopt);
-  due_ = false;
+  const bool asking = std::any_of(rounds_.begin(), rounds_.end(), [](auto& r) { return r.purpose == Purpose::hang; });
+  if (late && due_ && !reported_ && !asking) begin(Purpose::hang, std::nullopt);
+  due_ = due_ && asking;  // it may be about what that round does not see any more
   for (auto round = rounds_.begin(); round != rounds_.end();) round = advance(*round) ? rounds_.erase(round) : ++round;
 }
 
@@ -164,7 +165,7 @@ std::string HangWatch::report_of(const Round& round) const {
     if (hosts_[i].over) report += ranks_text(ranks_of(host)) + whose + ": ended\n";
     if (round.silent.count(i)) report += ranks_text(ranks_of(host)) + whose + ": no answer from their host\n";
   }
-  return report + hang_report(round.states);
+  return report + hang_report(round.states, round.silent.empty());
 }
 
 std::string HangWatch::ps_line(const Round& round) const {

@@ -110,6 +110,12 @@ TEST(HangReport, BlamesNobodyWhenAllHaveIssuedAll) {
   EXPECT_TRUE(has(report, "it is the transport between them that does not move")) << report;
 }
 
+TEST(HangReport, SaysWhatACollectiveIsForIfItServesNoUnit) {
+  std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false)};
+  states[0].waiting->unit = "waiting for all ranks";
+  EXPECT_TRUE(has(hang_report(states), "rank 0 waiting for reduce-scatter 314: waiting for all ranks (3.0 MiB), in "));
+}
+
 // Rank 0 waits for rank 1, which waits in another channel for rank 2, which computes: rank 2 is the cause.
 TEST(HangReport, FollowsTheWaitsToTheirCause) {
   std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false), rank_at(2, 314, true)};

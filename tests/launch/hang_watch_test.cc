@@ -96,6 +96,21 @@ TEST(HangWatch, MergesAllHostsIntoOneReport) {
   EXPECT_EQ(job.asked.size(), 4u) << "each host for its ranks, then for one stack each";
 }
 
+TEST(HangWatch, AsksOnceHoweverManyHostsBecomeLateMeanwhile) {
+  Job job;
+  job.mute = {1};
+  job.watch().on_late(0, 12.0);
+  job.watch().check();
+  job.watch().on_late(1, 12.0);
+  job.watch().check();
+  EXPECT_EQ(job.asked.size(), 2u) << "each host once";
+  job.mute.clear();
+  job.answer(1, job.asked[1].second);
+  job.watch().check();
+  job.watch().check();
+  EXPECT_EQ(job.reports.size(), 1u);
+}
+
 TEST(HangWatch, ReportsAgainOnlyAfterSomebodyHasMoved) {
   Job job;
   job.watch().on_late(0, 12.0);
@@ -144,6 +159,7 @@ TEST(HangWatch, NamesAHostThatDoesNotAnswerAndDropsItsLateAnswer) {
   }));
   ASSERT_EQ(job.reports.size(), 1u);
   EXPECT_TRUE(has(job.reports[0], "ranks 2, 3 on worker-2: no answer from their host\n")) << job.reports[0];
+  EXPECT_FALSE(has(job.reports[0], "every rank has come")) << job.reports[0];
   job.mute.clear();
   job.answer(1, job.asked[1].second);
   job.watch().check();
