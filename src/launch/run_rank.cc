@@ -7,7 +7,6 @@
 #include <string>
 
 #include "launch/commands.h"
-#include "launch/keeper.h"
 #include "launch/options.h"
 #include "launch/rank_plan.h"
 #include "launch/starter.h"
@@ -57,7 +56,7 @@ int run_rank(const Arguments& arguments) {
   if (!address && nodes) place.master_addr = first_of_nodelist(nodes);
   place.master_port = number_of({"MASTER_PORT"}, 29500);
   RankPlan plan = plan_ranks(*options, place).at(local);
-  const int code = run_kept_job([&](pid_t keeper) { return Supervisor(*options, keeper).run({plan}, ""); });
+  const int code = Supervisor(*options).run({plan}, "");
   if (code != 0) abort_job(code);
   return code;
 }
