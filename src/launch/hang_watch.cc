@@ -47,7 +47,8 @@ HangWatch::HangWatch(const Options& options, pid_t job, std::function<void(const
         begin(question == "stacks" ? Purpose::stacks : Purpose::ps, std::move(caller));
       }) {}
 
-void HangWatch::watch(std::vector<Host> hosts) {
+void HangWatch::watch(std::vector<Host> hosts, int world_size) {
+  world_size_ = static_cast<size_t>(world_size);
   hosts_.clear();
   rounds_.clear();
   due_ = reported_ = false;
@@ -165,7 +166,7 @@ std::string HangWatch::report_of(const Round& round) const {
     if (hosts_[i].over) report += ranks_text(ranks_of(host)) + whose + ": ended\n";
     if (round.silent.count(i)) report += ranks_text(ranks_of(host)) + whose + ": no answer from their host\n";
   }
-  return report + hang_report(round.states, round.silent.empty());
+  return report + hang_report(round.states, round.states.size() == world_size_);
 }
 
 std::string HangWatch::ps_line(const Round& round) const {

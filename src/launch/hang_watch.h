@@ -32,8 +32,9 @@ class HangWatch {
   HangWatch(const Options& options, pid_t job, std::function<void(const std::string&)> say);
 
   /// From now on these; their numbers in the list are the `host` below. Whoever `ask` refers to must outlive it, or be
-  /// replaced by another list. Other numbers are no hosts of this watch: nothing happens.
-  void watch(std::vector<Host> hosts);
+  /// replaced by another list. Other numbers are no hosts of this watch: nothing happens. `world_size`: where these are
+  /// a part of the job (each host or rank has a launcher of its own), nothing can be said of all.
+  void watch(std::vector<Host> hosts, int world_size);
   /// The host's longest wait when that has reached the timeout, and 0 when it is over.
   void on_late(size_t host, double waited_s);
   void on_answer(size_t host, const std::string& answer);
@@ -79,6 +80,7 @@ class HangWatch {
   std::function<void(const std::string&)> say_;
   JobSocket socket_;
   std::vector<Watched> hosts_;
+  size_t world_size_ = 0;
   std::list<Round> rounds_;
   uint64_t last_id_ = 0;
   Clock::time_point started_ = Clock::now();

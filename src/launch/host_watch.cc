@@ -4,6 +4,7 @@
 #include "launch/host_watch.h"
 
 #include <algorithm>
+#include <system_error>
 
 #include "launch/hang_report.h"
 
@@ -50,16 +51,30 @@ void HostWatch::check() {
 void HostWatch::ask(const StateQuestion& question) {
   if (question.stacks_of.empty()) return events_.answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
   questions_.push_back(question);
-  if (!collector_) collector_ = std::make_unique<StackCollector>(ranks_, question);
+  collect();
+}
+
+void HostWatch::collect() {
+  while (!collector_ && !questions_.empty()) {
+    try {
+      collector_ = std::make_unique<StackCollector>(ranks_, questions_.front());
+    } catch (const std::system_error&) {  // no process or descriptor to be had: stacks less, never a job less
+      answer_first("");
+    }
+  }
 }
 
 void HostWatch::check_collector() {
   if (!collector_->read()) return;
-  std::string answer = collector_->answer();
-  if (answer.empty()) answer = to_text(StateAnswer{questions_.front().id, {}});  // it was killed
-  questions_.pop_front();
+  answer_first(collector_->answer());
   collector_.reset();
-  if (!questions_.empty()) collector_ = std::make_unique<StackCollector>(ranks_, questions_.front());
+  collect();
+}
+
+/// Empty: it could not be asked, or was killed.
+void HostWatch::answer_first(std::string answer) {
+  if (answer.empty()) answer = to_text(StateAnswer{questions_.front().id, {}});
+  questions_.pop_front();
   events_.answer(answer);
 }
 

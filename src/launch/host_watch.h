@@ -33,7 +33,9 @@ class HostWatch {
   void forgive() { forgiven_ = Clock::now(); }
 
  private:
+  void collect();
   void check_collector();
+  void answer_first(std::string answer);
 
   const RankGroup& ranks_;
   double timeout_s_;

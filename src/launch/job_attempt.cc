@@ -53,7 +53,7 @@ JobAttempt::JobAttempt(const AttemptContext& context, const std::vector<Host>& h
 AttemptResult JobAttempt::run() {
   connect();
   while (!all_over()) serve_once();
-  context_.watch.watch({});
+  context_.watch.watch({}, 0);
   close_links();
   context_.output.finish();
   AttemptResult result;
@@ -277,7 +277,7 @@ void JobAttempt::start_watch() {
     hosts.push_back({link->host().name, link->place.first_rank, link->place.num_ranks,
                      [link](const StateQuestion& question) { link->send(FrameKind::ask, to_text(question)); }});
   }
-  context_.watch.watch(std::move(hosts));
+  context_.watch.watch(std::move(hosts), first_link().place.world_size);
 }
 
 size_t JobAttempt::index_of(const AgentLink& link) const {

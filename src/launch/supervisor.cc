@@ -31,7 +31,8 @@ int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what)
   for (const RankPlan& plan : plans) start(plan);
   if (program_.empty()) {
     watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
-                   [this](const StateQuestion& question) { host_watch_.ask(question); }}});
+                   [this](const StateQuestion& question) { host_watch_.ask(question); }}},
+                 std::stoi(plans.front().environment.at("WORLD_SIZE")));
   }
   supervise();
   return finish();

@@ -3,6 +3,7 @@
 """Trainings over hosts that hang: one report, which names who is late, and where."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -95,6 +96,28 @@ def test_one_report_over_all_hosts_names_the_late(hosts):
     assert "on worker-1 waiting for " in report, report
     assert report.index("stopped") < report.index("on worker-1 waiting for"), report
     training.end()
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
+    if not shutil.which(launcher):
+        pytest.skip(f"{launcher} is not installed")
+    assert hosts.run_bare("ps").output == "no live jobs\n"
+    env = {"PDSH_SSH_ARGS_APPEND": hosts.network.ssh_arguments}
+    words = ["sh", "-c", "echo ready; exec sleep 1000"]
+    job = hosts.start("--launcher", launcher, *words, ssh=launcher == "ssh", env=env)
+    job.wait_for("ready", 4)
+    header, line = hosts.run_bare("ps").output.splitlines()
+    assert header.split("\t") == ["JOB", "HOSTS", "RANKS", "STEP", "WAITING", "AGE", "COMMAND"]
+    assert line.split("\t")[:5] == [str(job.process.pid), "2", "4", "0", "0 s"], line
+    assert line.endswith("sh -c echo ready; exec sleep 1000"), line
+    stacks = hosts.run_bare("stacks", job.process.pid).output
+    assert stacks.startswith("ranks 0-3 on worker-1, worker-2 are not in the engine, waiting for no collective\n"), stacks
+    assert "it cannot answer" in stacks, stacks
+    job.signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert hosts.run_bare("ps").output == "no live jobs\n"
+    hosts.expect_nothing_left()
 
 
 def test_a_host_that_does_not_answer_is_named(hosts):

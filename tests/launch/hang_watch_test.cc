@@ -36,7 +36,8 @@ class Job {
     reports.push_back(text);
   }) {
     watch_.watch({{"worker-1", 0, 2, [this](const auto& question) { answer(0, question); }},
-                  {"worker-2", 2, 2, [this](const auto& question) { answer(1, question); }}});
+                  {"worker-2", 2, 2, [this](const auto& question) { answer(1, question); }}},
+                 4);
   }
 
   void answer(size_t host, const StateQuestion& question) {
