@@ -33,7 +33,7 @@ bool has_ended(const RankState& state) { return state.process == 'Z' || state.pr
 /// Channels count for themselves: only numbers of the same one can be compared.
 bool holds_up(const RankState& state, const CollectiveState& awaited) {
   const auto newest = state.newest.find(awaited.channel);
-  return newest == state.newest.end() || newest->second < awaited.sequence || is_stopped(state);
+  return newest == state.newest.end() || newest->second.sequence < awaited.sequence || is_stopped(state);
 }
 
 /// For each rank the collective that it holds up; null: none.
@@ -90,7 +90,7 @@ std::string late_text(const RankState& state, const CollectiveState& awaited, co
     text += ", waiting for " + collective_text(*state.waiting);
   } else if (const auto newest = state.newest.find(awaited.channel); newest != state.newest.end()) {
     text += std::string("; ") + verbs.its + " last in '" + awaited.channel + "' is " +
-            state.newest_operation.at(awaited.channel) + " " + std::to_string(newest->second);
+            newest->second.operation + " " + std::to_string(newest->second.sequence);
   } else {
     text += std::string("; ") + verbs.it + " " + verbs.has + " issued nothing in '" + awaited.channel + "'";
   }

@@ -73,10 +73,8 @@ void read_collectives(const FlightRing& ring, RankState& state) {
   for (uint64_t number = first; number <= last; ++number) {
     const auto read = read_entry(ring.entries[(number - 1) % kFlightEntries], number);
     if (!read) continue;
-    if (read->sequence >= state.newest[read->channel]) {
-      state.newest[read->channel] = read->sequence;
-      state.newest_operation[read->channel] = read->operation;
-    }
+    Issued& newest = state.newest[read->channel];
+    if (read->sequence >= newest.sequence) newest = {read->sequence, read->operation};
     if (read->waited_s > 0 && (!state.waiting || read->waited_s > state.waiting->waited_s)) state.waiting = read;
     if (state.phase.empty() && number == last) {  // nobody told the place: the last collective's
       state.step = read->step;

@@ -22,6 +22,11 @@ struct CollectiveState {
   double waited_s = 0.0;
 };
 
+struct Issued {
+  uint64_t sequence = 0;
+  std::string operation;
+};
+
 struct RankState {
   int rank = 0;
   std::string host;    // empty: this one
@@ -30,8 +35,7 @@ struct RankState {
   int64_t step = 0;    // where it computes, empty phase: it did not say
   std::string phase, module;
   std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
-  std::map<std::string, uint64_t> newest;  // by channel, the last that it has issued
-  std::map<std::string, std::string> newest_operation;
+  std::map<std::string, Issued> newest;  // by channel, the last that it has issued
   double silent_s = 0.0;  // since it last issued, ended or entered anything
   std::string stacks;     // empty: not asked for
 };

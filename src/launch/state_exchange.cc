@@ -14,6 +14,7 @@ using nlohmann::json;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CollectiveState, operation, channel, phase, unit, parameter, step, bytes, sequence,
                                    waited_s)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Issued, sequence, operation)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateQuestion, id, stacks_of)
 
 namespace {
@@ -29,7 +30,7 @@ void to_json(json& to, const Place& place) {
   to = {{"ranks", place.ranks},   {"process", state.process},
         {"step", state.step},     {"phase", state.phase},
         {"module", state.module}, {"newest", state.newest},
-        {"silent", state.silent_s}, {"operations", state.newest_operation}};
+        {"silent", state.silent_s}};
   if (state.waiting) to["waiting"] = *state.waiting;
   if (!state.stacks.empty()) to["stacks"] = state.stacks;
   if (place.ranks.size() == 1) to["pid"] = state.pid;
@@ -42,8 +43,7 @@ void from_json(const json& from, Place& place) {
   state.step = from.at("step");
   state.phase = from.at("phase");
   state.module = from.at("module");
-  state.newest = from.at("newest").get<std::map<std::string, uint64_t>>();
-  state.newest_operation = from.at("operations").get<std::map<std::string, std::string>>();
+  state.newest = from.at("newest").get<std::map<std::string, Issued>>();
   state.silent_s = from.at("silent");
   if (from.contains("waiting")) state.waiting = from.at("waiting").get<CollectiveState>();
   state.stacks = from.value("stacks", "");

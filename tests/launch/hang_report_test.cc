@@ -25,8 +25,7 @@ RankState rank_at(int rank, uint64_t newest, bool waits) {
   state.step = 7;
   state.phase = "backward";
   state.module = "h.12.mlp";
-  state.newest["reductions"] = newest;
-  state.newest_operation["reductions"] = "reduce-scatter";
+  state.newest["reductions"] = {newest, "reduce-scatter"};
   if (waits) {
     state.waiting =
         CollectiveState{"reduce-scatter", "reductions", "backward", "h.11", "h.11.w", 7, 3 << 20, newest, 12.5};
@@ -119,9 +118,9 @@ TEST(HangReport, SaysWhatACollectiveIsForIfItServesNoUnit) {
 // Rank 0 waits for rank 1, which waits in another channel for rank 2, which computes: rank 2 is the cause.
 TEST(HangReport, FollowsTheWaitsToTheirCause) {
   std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false), rank_at(2, 314, true)};
-  for (RankState& state : states) state.newest["gathers"] = 90, state.newest_operation["gathers"] = "all-gather";
+  for (RankState& state : states) state.newest["gathers"] = {90, "all-gather"};
   states[1].waiting = CollectiveState{"all-gather", "gathers", "backward", "h.3", "h.3.w", 7, 4096, 90, 3.0};
-  states[2].newest["gathers"] = 89;
+  states[2].newest["gathers"].sequence = 89;
   states[2].waiting.reset();
   const std::string report = hang_report(states);
   EXPECT_EQ(report.find("rank 2 is in backward of h.12.mlp at step 7; its last in 'gathers' is all-gather 89; the "
@@ -134,8 +133,7 @@ TEST(HangReport, FollowsTheWaitsToTheirCause) {
 // Each engine's channels, and so each group's, count for themselves.
 TEST(HangReport, ComparesNumbersOfOneChannelOnly) {
   std::vector<RankState> states{rank_at(0, 4, true), rank_at(1, 3, false), rank_at(2, 4, true)};
-  states[1].newest["gathers"] = 1000;
-  states[1].newest_operation["gathers"] = "all-gather";
+  states[1].newest["gathers"] = {1000, "all-gather"};
   EXPECT_EQ(ranks_to_show(states), (std::vector<int>{1, 0}));
   EXPECT_EQ(hang_report(states).find("rank 1 is in backward"), 0u) << hang_report(states);
 }
@@ -166,7 +164,7 @@ TEST(StateAnswer, TravelsAsBytesRanksInTheSamePlaceOnce) {
   EXPECT_EQ(by_rank[5].stacks, answer.states[0].stacks);
   EXPECT_FALSE(by_rank[4].waiting);
   EXPECT_EQ(by_rank[4].pid, 1004) << "alone in its place";
-  EXPECT_EQ(by_rank[4].newest, answer.states[1].newest);
+  EXPECT_EQ(by_rank[4].newest["reductions"].sequence, 310u);
   StateAnswer many{1, {}};
   for (int rank = 0; rank < 8; ++rank) many.states.push_back(rank_at(rank, 314, true));
   EXPECT_LT(to_text(many).size(), 350u) << "a host of eight ranks in one place";

@@ -22,8 +22,7 @@ RankState rank_at(int rank, uint64_t newest, double waited_s) {
   state.process = 'S';
   state.step = 7;
   state.phase = "backward";
-  state.newest["reductions"] = newest;
-  state.newest_operation["reductions"] = "all-to-all";
+  state.newest["reductions"] = {newest, "all-to-all"};
   if (waited_s > 0)
     state.waiting = CollectiveState{"all-to-all", "reductions", "backward", "h.1", "", 7, 0, newest, waited_s};
   return state;
