@@ -120,11 +120,7 @@ bool Pending::wait_for(milliseconds limit) {
 
 Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,
              bool on_device, const std::shared_ptr<Host>& host)
-    : rank_(world.rank),
-      size_(world.size),
-      timeout_(timeout),
-      board_(std::move(board)),
-      channel_(channel_of(name)) {
+    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(channel_of(name)) {
   if (size_ == 1) return;
   try {
     run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });

@@ -134,9 +134,10 @@ void Agent::start(const std::string& text) {
   state_ = State::running;
   for (const RankPlan& plan : plans) ranks_.start(plan, Terminal{});
   watch_.emplace(ranks_, job.hang_timeout_s,
-                 HostWatch::Events{
-                     [this](double waited_s) { send(FrameKind::late, -1, json{{"waited", waited_s}}.dump()); },
-                     [this](const std::string& answer) { send(FrameKind::states, -1, answer); }});
+                 HostWatch::Events{[this](double waited_s) {
+                                     send(FrameKind::late, -1, json{{"waited", waited_s}}.dump());
+                                   },
+                                   [this](const std::string& answer) { send(FrameKind::states, -1, answer); }});
 }
 
 void Agent::stop(const std::string& text) {

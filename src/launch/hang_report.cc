@@ -89,8 +89,8 @@ std::string late_text(const RankState& state, const CollectiveState& awaited, co
   if (state.waiting) {
     text += ", waiting for " + collective_text(*state.waiting);
   } else if (const auto newest = state.newest.find(awaited.channel); newest != state.newest.end()) {
-    text += std::string("; ") + verbs.its + " last in '" + awaited.channel + "' is " +
-            newest->second.operation + " " + std::to_string(newest->second.sequence);
+    text += std::string("; ") + verbs.its + " last in '" + awaited.channel + "' is " + newest->second.operation + " " +
+            std::to_string(newest->second.sequence);
   } else {
     text += std::string("; ") + verbs.it + " " + verbs.has + " issued nothing in '" + awaited.channel + "'";
   }
@@ -131,9 +131,8 @@ std::vector<Group> grouped(const std::vector<RankState>& states) {
     if (is_new) groups.push_back({held_up[i], {}});
     groups[found->second].members.push_back(&states[i]);
   }
-  std::stable_sort(groups.begin(), groups.end(), [](const Group& a, const Group& b) {
-    return a.place_in_report() < b.place_in_report();
-  });
+  std::stable_sort(groups.begin(), groups.end(),
+                   [](const Group& a, const Group& b) { return a.place_in_report() < b.place_in_report(); });
   return groups;
 }
 
@@ -196,8 +195,8 @@ std::vector<int> ranks_to_show(const std::vector<RankState>& states) {
   for (const Group& group : grouped(states)) {
     for (const RankState* state : group.members) {
       if (has_ended(*state)) continue;
-      const bool shown = group.late() ? late++ < kMaxLateShown
-                                      : state == group.members.front() && waiting++ < kMaxGroupsShown;
+      const bool shown =
+          group.late() ? late++ < kMaxLateShown : state == group.members.front() && waiting++ < kMaxGroupsShown;
       if (shown) ranks.push_back(state->rank);
     }
   }

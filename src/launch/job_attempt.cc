@@ -246,7 +246,11 @@ void JobAttempt::start(int master_port) {
   if (address.empty()) {
     return first_link().lose("has no address but loopback: give --master_addr");
   }
-  AgentJob job{options, {}, std::filesystem::current_path(), options.failure_grace_s(), options.heartbeat_timeout_s,
+  AgentJob job{options,
+               {},
+               std::filesystem::current_path(),
+               options.failure_grace_s(),
+               options.heartbeat_timeout_s,
                options.hang_timeout_s};
   Environment environment = exported_environment();
   environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);

@@ -81,7 +81,8 @@ int run_kept_job(const std::function<int(pid_t keeper)>& work) {
     for (pid_t changed; (changed = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0;) {
       if (changed != child) continue;  // an orphan's end
       if (WIFSIGNALED(status)) {
-        std::fprintf(stderr, "deeptide: the supervisor was killed by signal %d; its ranks were ended\n", WTERMSIG(status));
+        std::fprintf(stderr, "deeptide: the supervisor was killed by signal %d; its ranks were ended\n",
+                     WTERMSIG(status));
       }
       if (!WIFSTOPPED(status)) return end_of(status);
       raise(SIGSTOP);  // the shell waits for us

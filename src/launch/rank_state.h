@@ -35,9 +35,9 @@ struct RankState {
   int64_t step = 0;    // where it computes, empty phase: it did not say
   std::string phase, module;
   std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
-  std::map<std::string, Issued> newest;  // by channel, the last that it has issued
-  double silent_s = 0.0;  // since it last issued, ended or entered anything
-  std::string stacks;     // empty: not asked for
+  std::map<std::string, Issued> newest;    // by channel, the last that it has issued
+  double silent_s = 0.0;                   // since it last issued, ended or entered anything
+  std::string stacks;                      // empty: not asked for
 };
 
 /// Reads ring and process; `pid`: the process that was started, used until a trainer has come up.

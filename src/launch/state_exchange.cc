@@ -27,10 +27,8 @@ struct Place {
 
 void to_json(json& to, const Place& place) {
   const RankState& state = place.state;
-  to = {{"ranks", place.ranks},   {"process", state.process},
-        {"step", state.step},     {"phase", state.phase},
-        {"module", state.module}, {"newest", state.newest},
-        {"silent", state.silent_s}};
+  to = {{"ranks", place.ranks},   {"process", state.process}, {"step", state.step},      {"phase", state.phase},
+        {"module", state.module}, {"newest", state.newest},   {"silent", state.silent_s}};
   if (state.waiting) to["waiting"] = *state.waiting;
   if (!state.stacks.empty()) to["stacks"] = state.stacks;
   if (place.ranks.size() == 1) to["pid"] = state.pid;

@@ -20,7 +20,8 @@ Supervisor::Supervisor(const Options& options, pid_t keeper)
       host_watch_(ranks_, options.hang_timeout_s,
                   {[this](double waited_s) { watch_.on_late(0, waited_s); },
                    [this](const std::string& answer) { watch_.on_answer(0, answer); }}),
-      watch_(options, keeper != 0 ? keeper : getpid(), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+      watch_(options, keeper != 0 ? keeper : getpid(),
+             [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);

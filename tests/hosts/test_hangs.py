@@ -112,7 +112,9 @@ def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
     assert line.split("\t")[:5] == [str(job.process.pid), "2", "4", "0", "0 s"], line
     assert line.endswith("sh -c echo ready; exec sleep 1000"), line
     stacks = hosts.run_bare("stacks", job.process.pid).output
-    assert stacks.startswith("ranks 0-3 on worker-1, worker-2 are not in the engine, waiting for no collective\n"), stacks
+    assert stacks.startswith("ranks 0-3 on worker-1, worker-2 are not in the engine, waiting for no collective\n"), (
+        stacks
+    )
     assert "it cannot answer" in stacks, stacks
     job.signal(signal.SIGINT)
     assert job.wait() == 130

@@ -150,10 +150,18 @@ TEST(Fuzz, Payloads) {
   state.phase = "backward";
   state.newest["gathers"] = {7, "all-gather"};
   state.waiting = CollectiveState{"all-gather", "gathers", "backward", "h.1", "h.1.w", 7, 4096, 8, 12.5};
-  const std::vector<std::string> seeds{to_text(job), to_text(RankExit{}), to_text(StateAnswer{1, {state}}),
-                                       to_text(StateQuestion{1, {2}}), "{", "\"", "null", "-1", "1e999"};
+  const std::vector<std::string> seeds{to_text(job),
+                                       to_text(RankExit{}),
+                                       to_text(StateAnswer{1, {state}}),
+                                       to_text(StateQuestion{1, {2}}),
+                                       "{",
+                                       "\"",
+                                       "null",
+                                       "-1",
+                                       "1e999"};
   fuzz(seeds, [](const std::string& text, Random&) {
-    for (const auto& parse : {std::function<void()>([&] { job_from_text(text); }), {[&] { exit_from_text(text); }},
+    for (const auto& parse : {std::function<void()>([&] { job_from_text(text); }),
+                              {[&] { exit_from_text(text); }},
                               {[&] { question_from_text(text); }},
                               {[&] { hang_report(answer_from_text(text).states); }}}) {
       try {

@@ -31,9 +31,8 @@ RankState rank_at(int rank, uint64_t newest, double waited_s) {
 /// A job of two hosts with two ranks each, of which rank 3 is late; they answer at once unless told not to.
 class Job {
  public:
-  explicit Job(double timeout_s = 10.0) : watch_(options(timeout_s), getpid(), [this](const std::string& text) {
-    reports.push_back(text);
-  }) {
+  explicit Job(double timeout_s = 10.0)
+      : watch_(options(timeout_s), getpid(), [this](const std::string& text) { reports.push_back(text); }) {
     watch_.watch({{"worker-1", 0, 2, [this](const auto& question) { answer(0, question); }},
                   {"worker-2", 2, 2, [this](const auto& question) { answer(1, question); }}},
                  4);
@@ -87,11 +86,13 @@ TEST(HangWatch, MergesAllHostsIntoOneReport) {
   ASSERT_EQ(job.reports.size(), 1u);
   const std::string& report = job.reports[0];
   EXPECT_TRUE(has(report, "no collective has ended for 12 s")) << report;
-  EXPECT_TRUE(has(report, "rank 3 on worker-2 is in backward at step 7; its last in 'reductions' is all-to-all 4; the "
-                          "others are at 5\n  rank 3, process 1003 on worker-2:\n    stack of 3\n"))
+  EXPECT_TRUE(has(report,
+                  "rank 3 on worker-2 is in backward at step 7; its last in 'reductions' is all-to-all 4; the "
+                  "others are at 5\n  rank 3, process 1003 on worker-2:\n    stack of 3\n"))
       << report;
-  EXPECT_TRUE(has(report, "ranks 0-2 on worker-1, worker-2 waiting for all-to-all 5 of h.1, in backward at step 7, for "
-                          "12.0 s\n  rank 0, process 1000 on worker-1:\n    stack of 0\n"))
+  EXPECT_TRUE(has(report,
+                  "ranks 0-2 on worker-1, worker-2 waiting for all-to-all 5 of h.1, in backward at step 7, for "
+                  "12.0 s\n  rank 0, process 1000 on worker-1:\n    stack of 0\n"))
       << report;
   EXPECT_EQ(job.asked.size(), 4u) << "each host for its ranks, then for one stack each";
 }
@@ -169,7 +170,8 @@ TEST(HangWatch, NamesAHostThatDoesNotAnswerAndDropsItsLateAnswer) {
 TEST(HangWatch, AnswersPsAndStacksForTheWholeJob) {
   Job job;
   std::string ps, stacks;
-  const LiveJob live{std::to_string(getpid()), "deeptide/" + std::to_string(geteuid()) + "/" + std::to_string(getpid())};
+  const LiveJob live{std::to_string(getpid()),
+                     "deeptide/" + std::to_string(geteuid()) + "/" + std::to_string(getpid())};
   std::jthread caller([&] {
     ps = ask(live, "ps", 5);
     stacks = ask(live, "stacks", 5);
