@@ -58,14 +58,15 @@ std::vector<const CollectiveState*> judge(const std::vector<RankState>& states) 
 
 /// One rank "is", several "are".
 struct Verbs {
-  const char *is, *has, *it, *its;
+  const char *is, *was, *has, *it, *its;
 };
-constexpr Verbs kOne{"is", "has", "it", "its"}, kMany{"are", "have", "they", "their"};
+constexpr Verbs kOne{"is", "was", "has", "it", "its"}, kMany{"are", "were", "have", "they", "their"};
 
 std::string place_of(const RankState& state, const Verbs& verbs) {
-  if (state.phase.empty()) return std::string(verbs.is) + " not in the engine";
-  return std::string(verbs.is) + " in " + state.phase + (state.module.empty() ? "" : " of " + state.module) +
-         " at step " + std::to_string(state.step);
+  const std::string is = has_ended(state) ? verbs.was : verbs.is;
+  if (state.phase.empty()) return is + " not in the engine";
+  return is + " in " + state.phase + (state.module.empty() ? "" : " of " + state.module) + " at step " +
+         std::to_string(state.step);
 }
 
 std::string process_text(const RankState& state, const Verbs& verbs) {
@@ -92,7 +93,7 @@ std::string late_text(const RankState& state, const CollectiveState& awaited, co
     text += std::string("; ") + verbs.its + " last in '" + awaited.channel + "' is " + newest->second.operation + " " +
             std::to_string(newest->second.sequence);
   } else {
-    text += std::string("; ") + verbs.it + " " + verbs.has + " issued nothing in '" + awaited.channel + "'";
+    text += std::string("; ") + verbs.it + " " + verbs.has + " issued nothing lately in '" + awaited.channel + "'";
   }
   return text + "; the others are at " + std::to_string(awaited.sequence);
 }

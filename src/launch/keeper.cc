@@ -69,14 +69,13 @@ int run_kept(const std::function<int()>& work) {
 }
 
 int run_kept_job(const std::function<int(pid_t keeper)>& work) {
-  sigset_t awaited;
-  sigemptyset(&awaited);
-  for (int signal : kJobSignals) sigaddset(&awaited, signal);
-  sigprocmask(SIG_BLOCK, &awaited, nullptr);
+  const sigset_t awaited = block_job_signals();
   const pid_t child = start_child(work);
   while (true) {
     const int signal = sigwaitinfo(&awaited, nullptr);
-    if (signal > 0 && signal != SIGCHLD) kill(child, signal);
+    if (signal > 0 && signal != SIGCHLD && signal != passed_on_signal()) {
+      sigqueue(child, passed_on_signal(), sigval{.sival_int = signal});
+    }
     int status = 0;
     for (pid_t changed; (changed = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0;) {
       if (changed != child) continue;  // an orphan's end

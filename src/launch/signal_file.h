@@ -10,13 +10,18 @@
 
 namespace deeptide::launch {
 
-/// Children that ended, and the signals that ask to stop or to pause.
-inline constexpr int kJobSignals[] = {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP};
+/// With this a keeper passes a request on, its number as the value. A signal of the same number could be lost: the
+/// kernel keeps one of a kind, and the terminal's, which went to both, may not have been read yet.
+inline int passed_on_signal() { return SIGRTMIN; }
 
-/// Blocks kJobSignals and delivers them through a descriptor. SIGPIPE is ignored.
+/// Blocks SIGCHLD, passed_on_signal() and those that ask to stop or to pause; returns them. SIGHUP is left out where it
+/// is ignored, as nohup has it: blocked, it would come nevertheless.
+sigset_t block_job_signals();
+
+/// Blocks the job's signals and delivers them through a descriptor. SIGPIPE is ignored.
 class SignalFile {
  public:
-  /// With `keeper`, requests count only when they come from that process.
+  /// With `keeper`, requests count only when that process passes them on, or is gone.
   explicit SignalFile(pid_t keeper = 0);
   ~SignalFile();
   SignalFile(const SignalFile&) = delete;

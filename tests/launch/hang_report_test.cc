@@ -7,6 +7,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "launch/launched.h"
 #include "launch/rank_stacks.h"
@@ -63,7 +64,12 @@ TEST(HangReport, SaysThatARankIsStoppedOrGone) {
   states[2].process = 'X';
   const std::string report = hang_report(states);
   EXPECT_TRUE(has(report, "rank 1 is stopped (SIGSTOP or a debugger) and is in backward")) << report;
-  EXPECT_TRUE(has(report, "rank 2 is gone; it is in backward")) << report;
+  EXPECT_TRUE(has(report, "rank 2 is gone; it was in backward")) << report;
+  states[1].process = states[2].process = 'Z';
+  EXPECT_TRUE(
+      has(hang_report(states), "ranks 1, 2 have ended; they were in backward of h.12.mlp at step 7; their last "))
+      << hang_report(states);
+  EXPECT_EQ(ranks_to_show(states), (std::vector<int>{0})) << "the dead have no stacks";
 }
 
 TEST(HangReport, ShowsStacksOfTheLateAndOfOneThatWaits) {
@@ -212,6 +218,20 @@ TEST(Hang, OfAStoppedRankIsReportedWithWhatTheKernelKnows) {
   ASSERT_TRUE(eventually([&] { return has(job.errors_so_far(), "rank 2 is stopped (SIGSTOP or a debugger)"); }))
       << job.errors_so_far();
   EXPECT_TRUE(eventually([&] { return has(job.errors_so_far(), "system call"); })) << job.errors_so_far();
+  job.send_signal(SIGTERM);
+  job.wait();
+}
+
+TEST(Hang, DoesNotCountTheTimeForWhichTheJobWasPaused) {
+  Launched job = hanging("2");
+  ASSERT_TRUE(eventually([&] { return pid_of(job.output_so_far(), 3) > 0; }));
+  job.send_signal(SIGTSTP);
+  ASSERT_TRUE(eventually([&] { return is_stopped(job.pid()); }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  job.send_signal(SIGCONT);
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  EXPECT_FALSE(has(job.errors_so_far(), "who waits for whom")) << job.errors_so_far();
+  EXPECT_TRUE(eventually([&] { return has(job.errors_so_far(), "who waits for whom"); }));
   job.send_signal(SIGTERM);
   job.wait();
 }

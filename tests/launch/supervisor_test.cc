@@ -4,6 +4,7 @@
 #include "launch/supervisor.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <pty.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -208,6 +209,20 @@ TEST(Terminate, StopsTheRanks) {
   Ids::expect_gone(pids);
 }
 
+TEST(Hangup, StopsTheRanksUnlessItIsIgnoredAsNohupHasIt) {
+  const std::vector<std::string> job = {"--num_ranks", "1", "sh", "-c", "echo ready; sleep 0.5; echo done"};
+  for (const bool ignored : {false, true}) {
+    signal(SIGHUP, ignored ? SIG_IGN : SIG_DFL);
+    Launched launched(job);
+    signal(SIGHUP, SIG_DFL);
+    ASSERT_TRUE(eventually([&] { return launched.output_so_far().find("ready") != std::string::npos; }));
+    launched.send_signal(SIGHUP);
+    const LaunchResult result = launched.wait();
+    EXPECT_EQ(result.exit_code, ignored ? 0 : 129) << result.errors;
+    EXPECT_EQ(result.output.find("done") != std::string::npos, ignored) << result.output;
+  }
+}
+
 TEST(Terminate, ReachesAStoppedRank) {
   Ids ids;
   Launched launched(sleeping_job(ids, "true"));
@@ -260,10 +275,6 @@ TEST(Pause, StopsTheLauncherAndItsRanksUntilTheyGoOn) {
   Launched launched({"--num_ranks", "1", "sh", "-c", "echo $$; while :; do sleep 0.02; done"});
   ASSERT_TRUE(eventually([&] { return launched.output_so_far().find('\n') != std::string::npos; }));
   const pid_t rank = std::atoi(launched.output_so_far().c_str() + std::string("[rank 0] ").size());
-  const auto is_stopped = [](pid_t pid) {
-    const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
-    return stat.find(") T") != std::string::npos;
-  };
   launched.send_signal(SIGTSTP);
   EXPECT_TRUE(eventually([&] { return is_stopped(rank) && is_stopped(launched.pid()); }));
   launched.send_signal(SIGCONT);
@@ -296,7 +307,15 @@ std::string on_terminal(std::vector<std::string> arguments, int& exit_code, std:
   std::string shown(64 * 1024, '\0');
   size_t size = 0;
   // The terminal reports an error once its last user is gone.
-  for (ssize_t got; (got = read(terminal, shown.data() + size, shown.size() - size)) > 0;) {
+  while (true) {
+    pollfd ready{terminal, POLLIN, 0};
+    if (poll(&ready, 1, 30'000) == 0) {
+      ADD_FAILURE() << "no word for 30 s after: " << shown.c_str();
+      kill(pid, SIGKILL);
+      break;
+    }
+    const ssize_t got = read(terminal, shown.data() + size, shown.size() - size);
+    if (got <= 0) break;
     size += got;
     if (keys.empty() || shown.find("ready") == std::string::npos) continue;
     EXPECT_EQ(write(terminal, keys.data(), keys.size()), static_cast<ssize_t>(keys.size()));
