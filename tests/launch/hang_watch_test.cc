@@ -38,7 +38,7 @@ class Job {
                  4);
   }
 
-  void answer(size_t host, const StateQuestion& question) {
+  void answer(size_t host, StateQuestion question) {
     asked.push_back({host, question});
     if (mute.count(host)) return;
     StateAnswer answer{question.id, {}};
