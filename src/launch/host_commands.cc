@@ -95,7 +95,10 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
 }
 
 Words slurm_command(const Options& options, const std::vector<Host>& hosts, const Words& exported) {
-  Words words = {"srun", "--kill-on-bad-exit=1"};
+  // Without --disable-status a first ^C would only make srun say what runs.
+  Words words = {"srun", "--kill-on-bad-exit=1", "--disable-status"};
+  // Of an allocation's options, srun takes all but this one over.
+  if (const char* cores = std::getenv("SLURM_CPUS_PER_TASK")) words.push_back(std::string("--cpus-per-task=") + cores);
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
     append(words, {"-n", std::to_string(num_slots(hosts)), "--nodes", std::to_string(hosts.size()), "--ntasks-per-node",

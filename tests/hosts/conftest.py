@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from network import Network, missing_reason
+from slurm import Slurm, missing_packages
 
 DEEPTIDE = shutil.which("deeptide")
 NUM_WORKERS = 8
+# Debian's have names of their own; Intel's is where tools/setup.sh puts it.
+MPIRUNS = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich", "impi": f"{sys.prefix}/impi/bin/mpirun"}
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +32,23 @@ def network():
     made.remove()
 
 
-class Job:
-    """A started launcher; its output is read meanwhile."""
+@pytest.fixture(scope="session")
+def slurm(network):
+    if missing := missing_packages():
+        pytest.skip("not installed: " + " ".join(missing))
+    made = Slurm(network)
+    yield made
+    made.remove()
 
-    def __init__(self, network, words, env, cwd):
+
+class Job:
+    """A started launcher, `within` what gives it hosts; its output is read meanwhile."""
+
+    def __init__(self, network, words, env, cwd, within=()):
         self.network = network
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            network.head.command(DEEPTIDE, *words),
+            network.head.command(*within, DEEPTIDE, *words),
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -127,9 +139,9 @@ class Hosts:
 
     def run_mpi(self, launcher, *words, timeout=90, more=None, **settings):
         """Through mpirun: each kind is told in its own way how to reach our hosts."""
-        mpirun = shutil.which(f"mpirun.{launcher}")
+        mpirun = shutil.which(MPIRUNS[launcher])
         if not mpirun:
-            pytest.skip(f"{launcher} is not installed")
+            pytest.skip(f"no {MPIRUNS[launcher]}: {launcher} is not installed")
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         # A script, not a link: mpirun looks for its daemons beside the name that it was called by.
@@ -142,12 +154,22 @@ class Hosts:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "HYDRA_LAUNCHER_EXTRA_ARGS": ssh,
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh,
             **(more or {}),
         }
-        if launcher == "mpich":  # all namespaces have one host name, which each resolves to itself
+        if launcher != "openmpi":  # all namespaces have one host name, which each resolves to itself
             words = ["--launcher_args", "-iface eth0", *words]
         words = ["--launcher", launcher, "--master_addr", self.workers[0].address, *words]
         return self.run(*words, ssh=False, env=env, timeout=timeout, **settings)
+
+    def start_slurm(self, slurm, *words, slots=(2, 2), more=None):
+        """From within an allocation, as `salloc` makes it."""
+        within = ["salloc", "-Q", "--nodes", str(len(slots)), "--ntasks-per-node", str(slots[0])]
+        env = {**self.environment, "SLURM_CONF": slurm.environment["SLURM_CONF"], **(more or {})}
+        words = ["--launcher", "slurm", *map(str, words)]
+        job = Job(self.network, words, env, self.folder, within)
+        self.jobs.append(job)
+        return job
 
     @staticmethod
     def start_listener(host, port):

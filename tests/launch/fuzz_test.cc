@@ -9,6 +9,7 @@
 #include <functional>
 #include <random>
 
+#include "base/slurm_lists.h"
 #include "launch/agent_job.h"
 #include "launch/exports.h"
 #include "launch/failure_report.h"
@@ -18,7 +19,6 @@
 #include "launch/options.h"
 #include "launch/output.h"
 #include "launch/shell.h"
-#include "launch/starter.h"
 
 namespace deeptide::launch {
 namespace {
@@ -162,7 +162,7 @@ TEST(Fuzz, RanksLastWords) {
         const std::deque<std::string> lines(cut.begin(), cut.end());
         last_error(lines);
         resident_at_kill(text, 1);
-        first_of_nodelist(text);
+        tasks_of_node(text, 1);
       });
 }
 
