@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "base/slurm_lists.h"
 #include "launch/commands.h"
@@ -18,6 +19,8 @@
 
 namespace deeptide::launch {
 namespace {
+
+constexpr std::chrono::milliseconds kWordsUnderWay{200};  // Hydra reads no output after an abort
 
 // The same number under each starter's name: Open MPI's, PMI's of MPICH and Intel, then SLURM's, which within an
 // allocation may be those of a daemon that mpirun started through srun.
@@ -69,15 +72,17 @@ HostPlace own_place() {
 void abort_job(int code) {
   const int pmi = number_of({"PMI_FD"}, -1);
   if (pmi < 0) return;
+  std::this_thread::sleep_for(kWordsUnderWay);
   const std::string abort = "cmd=abort exitcode=" + std::to_string(code) + "\n";
   [[maybe_unused]] const ssize_t sent = write(pmi, abort.data(), abort.size());
 }
 
-// srun's own code is the largest of all: that of a rank which only obeyed may not stand above the cause. Nor may it end
-// the others (--kill-on-bad-exit) while they obey too: ^C of the job comes as SIGINT, and the launcher knows of it.
-int code_for_srun(int code, const std::optional<int>& stop_signal) {
+// srun's own code is the largest of all, Hydra's has the bits of all: a rank that only obeyed may not hide the cause.
+// Nor may it end the others (--kill-on-bad-exit) while they obey too: ^C of the job comes as SIGINT, and the launcher
+// knows of it. SIGTERM of srun may mean that the job was cancelled: that is no success.
+int code_for_starter(int code, const std::optional<int>& stop_signal) {
   if (!stop_signal || code != 128 + *stop_signal) return code;
-  return *stop_signal == SIGINT ? 0 : 1;
+  return is_under_srun() && *stop_signal != SIGINT ? 1 : 0;
 }
 
 }  // namespace
@@ -86,16 +91,15 @@ int run_rank(const Arguments& arguments) {
   auto options = parse_options(arguments);
   if (!options) return 0;
   options->share_terminal = false;  // mpirun gives each rank a terminal of its own
-  options->under_srun = is_under_srun();
+  options->under_starter = true;
   const HostPlace place = own_place();
   const RankPlan plan = plan_ranks(*options, place).at(local_rank());
   // The starter may kill what it started, by process or by group: what the rank started ends even so.
   return run_kept(
       [&] {
         Supervisor supervisor(*options);
-        const int code = supervisor.run({plan}, "");
-        if (options->under_srun) return code_for_srun(code, supervisor.stop_signal());
-        if (code != 0) abort_job(code);
+        const int code = code_for_starter(supervisor.run({plan}, ""), supervisor.stop_signal());
+        if (code != 0 && !is_under_srun()) abort_job(code);
         return code;
       },
       true);

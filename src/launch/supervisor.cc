@@ -109,7 +109,7 @@ void Supervisor::on_exit(const RankGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
   // After a failure only what ended by itself counts: not those that we asked to end.
   const ExitStatus& status = *member.process.status();
-  if (options_.under_srun && status.signal == SIGTERM && is_asked_to_end()) return;
+  if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.phase() == RankGroup::Phase::killing)) return;
   failures_.on_exit(member.rank, "", status, num_running());
   if (failures_.failed() && ranks_.phase() == RankGroup::Phase::running) {
@@ -117,7 +117,7 @@ void Supervisor::on_exit(const RankGroup::Member& member) {
   }
 }
 
-// srun's SIGTERM goes to a rank and to us: its end may come before our own signal.
+// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
 bool Supervisor::is_asked_to_end() {
   pollfd ready{signals_.fd(), POLLIN, 0};
   const auto limit = Clock::now() + kSignalLimit;

@@ -117,11 +117,14 @@ class Hosts:
         self.environment["HOME"] = str(folder)  # no .deeptide_env of the developer's
         self.before = self._shared_files()
 
-    def start(self, *words, slots=(2, 2), ssh=True, env=None):
+    def start(self, *words, slots=(2, 2), ssh=True, env=None, slurm=None):
+        """With `slurm`, from within an allocation of it."""
         options = ["-H", self.network.hostfile(*slots)]
         if ssh:
             options += ["--launcher_args", self.network.ssh_arguments]
-        job = Job(self.network, [*options, *map(str, words)], {**self.environment, **(env or {})}, self.folder)
+        within = slurm.allocation(slots) if slurm else ()
+        env = {**self.environment, **(slurm.variables if slurm else {}), **(env or {})}
+        job = Job(self.network, [*options, *map(str, words)], env, self.folder, within)
         self.jobs.append(job)
         return job
 
@@ -144,30 +147,28 @@ class Hosts:
             pytest.skip(f"no {MPIRUNS[launcher]}: {launcher} is not installed")
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
-        # A script, not a link: mpirun looks for its daemons beside the name that it was called by.
-        (folder / "mpirun").write_text(f'#!/bin/sh\nexec {mpirun} "$@"\n')
+        # A script, not a link: mpirun looks for its daemons beside the name that it was called by, Intel's in PATH.
+        (folder / "mpirun").write_text(f'#!/bin/sh\nPATH={os.path.dirname(mpirun)}:$PATH exec {mpirun} "$@"\n')
         (folder / "mpirun").chmod(0o755)
-        ssh = self.network.ssh_arguments
         env = {
             "PATH": f"{folder}:{self.environment['PATH']}",
-            "OMPI_MCA_plm_rsh_args": ssh,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "HYDRA_LAUNCHER_EXTRA_ARGS": ssh,
-            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh,
             **(more or {}),
         }
+        if "slurm" not in settings:  # there they all use srun
+            for name in ("OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"):
+                env[name] = self.network.ssh_arguments
         if launcher != "openmpi":  # all namespaces have one host name, which each resolves to itself
             words = ["--launcher_args", "-iface eth0", *words]
         words = ["--launcher", launcher, "--master_addr", self.workers[0].address, *words]
         return self.run(*words, ssh=False, env=env, timeout=timeout, **settings)
 
     def start_slurm(self, slurm, *words, slots=(2, 2), more=None):
-        """From within an allocation, as `salloc` makes it."""
-        within = ["salloc", "-Q", "--nodes", str(len(slots)), "--ntasks-per-node", str(slots[0])]
-        env = {**self.environment, "SLURM_CONF": slurm.environment["SLURM_CONF"], **(more or {})}
+        """From within an allocation, without a hostfile."""
+        env = {**self.environment, **slurm.variables, **(more or {})}
         words = ["--launcher", "slurm", *map(str, words)]
-        job = Job(self.network, words, env, self.folder, within)
+        job = Job(self.network, words, env, self.folder, slurm.allocation(slots))
         self.jobs.append(job)
         return job
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+OTHER_SSH_PORT = 2222
 SERVICES = {"sshd", "munged", "slurmctld", "slurmd"}  # what belongs to a host and not to a job
 NEEDED = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 
@@ -151,7 +152,7 @@ class Network:
         shutil.copy(f"{key}.pub", self.folder / "authorized_keys")
         Path("/run/sshd").mkdir(exist_ok=True)
         (self.folder / "sshd_config").write_text(
-            f"HostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nUsePAM no\n"
+            f"Port 22\nPort {OTHER_SSH_PORT}\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nUsePAM no\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100\nMaxSessions 100\n"
         )
         text = "".join(f"Host {name}\n  HostName {address}\n" for name, address in self.addresses.items())

@@ -55,7 +55,8 @@ class Slurm:
         self.network = network
         self.folder = Path(tempfile.mkdtemp(prefix="deeptide-slurm-"))
         self.folder.chmod(0o755)  # munge insists on it
-        self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.variables = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = {**os.environ, **self.variables}
         self.environment["PATH"] += ":/usr/sbin:/sbin"
         self.nodes = network.workers[:NUM_NODES]
         self.daemons = []
@@ -114,6 +115,11 @@ class Slurm:
         return subprocess.run(
             self.network.head.command(*words), env=self.environment, capture_output=True, text=True, timeout=30
         ).stdout
+
+    @staticmethod
+    def allocation(slots):
+        """The words before a command that runs within it."""
+        return ["salloc", "-Q", "--nodes", str(len(slots)), "--ntasks-per-node", str(slots[0])]
 
     def states(self):
         return self.run("sinfo", "-h", "-N", "-o", "%t").split()

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import DEEPTIDE
+from conftest import DEEPTIDE, MPIRUNS
 from test_faults import DETECTED, STAY, parent, rank_pids, ready
 from test_jobs import PLACES, SHOW
 
@@ -31,9 +31,8 @@ def test_an_allocation_tells_each_rank_its_place(hosts, slurm):
 
 
 def test_a_hostfile_names_the_nodes_where_there_is_no_allocation(hosts, slurm):
-    env = {"SLURM_CONF": slurm.environment["SLURM_CONF"]}
     words = ["--launcher", "slurm", "--include", "worker-2@worker-3", "sh", "-c", SHOW + " on=$SLURMD_NODENAME"]
-    job = hosts.run(*words, slots=(2, 2, 2), ssh=False, env=env)
+    job = hosts.run(*words, slots=(2, 2, 2), ssh=False, env=slurm.variables)
     assert job.code == 0, job.errors
     expected = [
         f"{line.replace('worker-1', 'worker-2')} on=worker-{2 + rank // 2}" for rank, line in enumerate(BY_NAME)
@@ -123,4 +122,13 @@ def test_signals_of_the_users_own_reach_the_ranks_alone(hosts, slurm):
     slurm.run("scancel", "--signal=USR1", slurm.run("squeue", "-h", "-s", "-o", "%i").strip())
     assert job.wait(DETECTED) == 0, job.errors
     assert job.output.count("warned") == 4, job.output
+    hosts.expect_nothing_left()
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_within_an_allocation(hosts, slurm, launcher):
+    """It starts its daemons by srun, whose variables its ranks inherit: they are not the ranks' own."""
+    job = hosts.run_mpi(launcher, "sh", "-c", SHOW, slurm=slurm)
+    assert job.code == 0, job.errors
+    assert sorted(job.output.splitlines()) == PLACES, job.errors
     hosts.expect_nothing_left()
