@@ -140,7 +140,12 @@ class Hosts:
         job.code = job.wait(timeout)
         return job
 
-    def run_mpi(self, launcher, *words, timeout=90, more=None, **settings):
+    def run_mpi(self, launcher, *words, timeout=90, **settings):
+        job = self.start_mpi(launcher, *words, **settings)
+        job.code = job.wait(timeout)
+        return job
+
+    def start_mpi(self, launcher, *words, more=None, **settings):
         """Through mpirun: each kind is told in its own way how to reach our hosts."""
         mpirun = shutil.which(MPIRUNS[launcher])
         if not mpirun:
@@ -162,7 +167,7 @@ class Hosts:
         if launcher != "openmpi":  # all namespaces have one host name, which each resolves to itself
             words = ["--launcher_args", "-iface eth0", *words]
         words = ["--launcher", launcher, "--master_addr", self.workers[0].address, *words]
-        return self.run(*words, ssh=False, env=env, timeout=timeout, **settings)
+        return self.start(*words, ssh=False, env=env, **settings)
 
     def start_slurm(self, slurm, *words, slots=(2, 2), more=None):
         """From within an allocation, without a hostfile."""

@@ -261,3 +261,14 @@ def test_a_failing_rank_under_mpirun(hosts, launcher):
     assert "rank 3 exited with code 5" in job.errors
     assert time.monotonic() - since < 20
     hosts.expect_nothing_left()
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, 137)])
+def test_the_launcher_is_stopped_or_killed_over_mpirun(hosts, launcher, number, code):
+    job = hosts.start_mpi(launcher, "sh", "-c", STAY)
+    since = ready(job)
+    job.signal(number)
+    assert job.wait() == code, job.errors
+    assert time.monotonic() - since < DETECTED, job.errors
+    hosts.expect_nothing_left(DETECTED)
