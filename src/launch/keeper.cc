@@ -30,20 +30,21 @@ std::vector<int> children() {
   return pids;
 }
 
-[[noreturn]] void work_in_child(const std::function<int(pid_t)>& work, pid_t keeper) {
+[[noreturn]] void work_in_child(const std::function<int(pid_t)>& work, pid_t keeper, bool own_group) {
+  if (own_group) setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   const int code = getppid() == keeper ? run_reporting([&] { return work(keeper); }) : kExitCannotStart;
   std::fflush(nullptr);
   _exit(code);
 }
 
-pid_t start_child(const std::function<int(pid_t)>& work) {
+pid_t start_child(const std::function<int(pid_t)>& work, bool own_group) {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   const pid_t keeper = getpid();
   std::fflush(nullptr);  // or both would write it
   const pid_t child = fork();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
-  if (child == 0) work_in_child(work, keeper);
+  if (child == 0) work_in_child(work, keeper, own_group);
   return child;
 }
 
@@ -55,7 +56,7 @@ int end_of(int status) {
 }  // namespace
 
 int run_kept(const std::function<int()>& work) {
-  const pid_t child = start_child([&work](pid_t) { return work(); });
+  const pid_t child = start_child([&work](pid_t) { return work(); }, false);
   // Held open, the connection would outlive the agent.
   const int null = open("/dev/null", O_RDWR);
   for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
@@ -68,9 +69,9 @@ int run_kept(const std::function<int()>& work) {
   return end_of(status);
 }
 
-int run_kept_job(const std::function<int(pid_t keeper)>& work) {
+int run_kept_job(const std::function<int(pid_t keeper)>& work, bool own_group) {
   const sigset_t awaited = block_job_signals();
-  const pid_t child = start_child(work);
+  const pid_t child = start_child(work, own_group);
   while (true) {
     const int signal = sigwaitinfo(&awaited, nullptr);
     if (signal > 0 && signal != SIGCHLD && signal != passed_on_signal()) {

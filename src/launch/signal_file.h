@@ -14,8 +14,8 @@ namespace deeptide::launch {
 /// kernel keeps one of a kind, and the terminal's, which went to both, may not have been read yet.
 inline int passed_on_signal() { return SIGRTMIN; }
 
-/// Blocks SIGCHLD, passed_on_signal() and those that ask to stop or to pause; returns them. SIGHUP is left out where it
-/// is ignored, as nohup has it: blocked, it would come nevertheless.
+/// Blocks SIGCHLD, passed_on_signal() and those that ask to stop or to pause or are the user's own; returns them.
+/// SIGHUP is left out where it is ignored, as nohup has it: blocked, it would come nevertheless.
 sigset_t block_job_signals();
 
 /// Blocks the job's signals and delivers them through a descriptor. SIGPIPE is ignored.

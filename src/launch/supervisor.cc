@@ -3,12 +3,20 @@
 // A job on this machine: one loop over signals and the ranks' output.
 #include "launch/supervisor.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 namespace deeptide::launch {
+
+namespace {
+
+constexpr double kStarterGrace_s = 5.0;
+constexpr std::chrono::milliseconds kSignalLimit{300};
+
+}  // namespace
 
 Supervisor::Supervisor(const Options& options, pid_t keeper)
     : options_(options),
@@ -93,23 +101,41 @@ void Supervisor::on_signal(int signal) {
     host_watch_.forgive();
     return ranks_.resume();
   }
-  if (stop_signal_) return ranks_.kill();
+  if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.pass_on(signal);
+  if (stop_signal_ && program_.empty()) return ranks_.kill();
+  if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
   stop_signal_ = signal;
   if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
   if (ranks_.phase() != RankGroup::Phase::running) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
-  ranks_.stop(signal == SIGINT ? SIGINT : SIGTERM, options_.stop_grace_s());
+  // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
+  const bool softly = signal == SIGINT || program_ == "srun";
+  ranks_.stop(softly ? SIGINT : SIGTERM, options_.stop_grace_s());
 }
 
 void Supervisor::on_exit(const RankGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
   // After a failure only what ended by itself counts: not those that we asked to end.
   const ExitStatus& status = *member.process.status();
+  if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.phase() == RankGroup::Phase::killing)) return;
   failures_.on_exit(member.rank, "", status, num_running());
   if (failures_.failed() && ranks_.phase() == RankGroup::Phase::running) {
     ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }
+}
+
+// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
+bool Supervisor::is_asked_to_end() {
+  pollfd ready{signals_.fd(), POLLIN, 0};
+  const auto limit = Clock::now() + kSignalLimit;
+  while (!stop_signal_ && Clock::now() < limit) {
+    poll(&ready, 1, 10);
+    for (const int signal : signals_.read()) {
+      if (signal == SIGTERM) stop_signal_ = signal;
+    }
+  }
+  return stop_signal_.has_value();
 }
 
 size_t Supervisor::num_running() const {

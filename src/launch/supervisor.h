@@ -31,12 +31,16 @@ class Supervisor {
   /// The same for one program that is no rank: a starter of ranks, named `name` in reports.
   int run_program(const RankPlan& plan, const std::string& name);
 
+  /// The signal that told this process to stop, if one did.
+  const std::optional<int>& stop_signal() const { return stop_signal_; }
+
  private:
   void start(const RankPlan& plan);
   int finish();
   void supervise();
   void on_signal(int signal);
   void on_exit(const RankGroup::Member& member);
+  bool is_asked_to_end();
   size_t num_running() const;
 
   Options options_;

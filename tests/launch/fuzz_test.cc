@@ -9,6 +9,7 @@
 #include <functional>
 #include <random>
 
+#include "base/slurm_lists.h"
 #include "launch/agent_job.h"
 #include "launch/exports.h"
 #include "launch/failure_report.h"
@@ -19,7 +20,6 @@
 #include "launch/options.h"
 #include "launch/output.h"
 #include "launch/shell.h"
-#include "launch/starter.h"
 #include "launch/state_exchange.h"
 
 namespace deeptide::launch {
@@ -180,7 +180,7 @@ TEST(Fuzz, RanksLastWords) {
         const std::deque<std::string> lines(cut.begin(), cut.end());
         last_error(lines);
         resident_at_kill(text, 1);
-        first_of_nodelist(text);
+        tasks_of_node(text, 1);
       });
 }
 

@@ -361,5 +361,24 @@ TEST(Terminal, DoesNotStopARankThatReadsIt) {
   expect_in("nothing to read", shown);
 }
 
+TEST(RankOfStarter, OnlyObeysWhenBothAreAskedToEnd) {
+  // srun may ask each process of a step by itself: first the rank, then its supervisor.
+  Ids ids;
+  const std::vector<std::string> words = {"rank", "sh", "-c", "echo $$ >" + ids.folder() + "/rank; sleep 100"};
+  const std::map<std::string, std::string> environment = {
+      {"SLURM_PROCID", "1"}, {"SLURM_LOCALID", "0"}, {"SLURM_NTASKS", "2"}, {"MASTER_ADDR", "127.0.0.1"}};
+  for (const bool both : {true, false}) {
+    Launched launched(words, environment);
+    const pid_t rank = ids.read(1).front();
+    kill(rank, SIGTERM);
+    sleep_briefly();
+    if (both) launched.send_signal(SIGTERM);
+    const LaunchResult result = launched.wait();
+    EXPECT_EQ(result.exit_code, both ? 1 : 143);
+    EXPECT_EQ(result.errors.find("SIGTERM") == std::string::npos, both) << result.errors;
+    std::filesystem::remove(ids.folder() + "/rank");
+  }
+}
+
 }  // namespace
 }  // namespace deeptide::launch
