@@ -148,7 +148,7 @@ void Agent::stop(const std::string& text) {
 
 void Agent::on_exit(const RankGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
-  send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us}));
+  send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us && !signalled_}));
   if (status.failed() && ranks_.phase() == RankGroup::Phase::running) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 
@@ -156,8 +156,9 @@ void Agent::on_signal(int signal) {
   if (signal == SIGCHLD) return ranks_.reap();
   if (signal == SIGTSTP) return;  // the launcher says what to do about it
   if (state_ == State::waiting) return refuse("the agent was told to stop by signal " + std::to_string(signal));
-  if (ranks_.phase() == RankGroup::Phase::running) return ranks_.stop(SIGTERM, failure_grace_s_);
-  ranks_.kill();
+  if (ranks_.phase() != RankGroup::Phase::running) return ranks_.kill();
+  signalled_ = true;  // the launcher does not know: to it, these ranks fail
+  ranks_.stop(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_lost_launcher() {

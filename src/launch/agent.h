@@ -49,6 +49,7 @@ class Agent {
   State state_ = State::waiting;
   bool connected_ = true;
   bool suspended_ = false;
+  bool signalled_ = false;  // told to stop, but not by the launcher
   double failure_grace_s_ = 5.0;
   double timeout_s_;
   Clock::time_point last_heard_ = Clock::now();
