@@ -63,6 +63,8 @@ missing_extras() {
   command -v pdsh >/dev/null || echo pdsh
   command -v mpirun.openmpi >/dev/null || echo openmpi-bin
   command -v mpirun.mpich >/dev/null || echo mpich
+  [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && command -v srun >/dev/null || echo slurm-wlm
+  [ -x /usr/sbin/munged ] || echo munge
 }
 
 install_packages() {
@@ -105,6 +107,16 @@ install_python() {
   echo "torch==$(torch_version)" >"$VENV/torch-constraint.txt"
   say "torch $(torch_version); installing tools/requirements.txt"
   $pip install -c "$VENV/torch-constraint.txt" -r tools/requirements.txt
+  install_intel_mpi
+}
+
+# Wanted by tests only, which skip without: mpirun of Intel MPI, 129 MB. In a folder of its own, so that `mpirun` in
+# PATH stays what it was; --no-deps, because its MPI library, which nobody links here, wants a libfabric.
+install_intel_mpi() {
+  [ "$(id -u)" = 0 ] && [ "$(uname -m)" = x86_64 ] || return 0
+  [ -x "$VENV/impi/bin/mpirun" ] && return
+  say "installing Intel MPI for its tests"
+  $pip install --no-deps --prefix "$VENV/impi" impi-rt==2021.19.0 || say "no Intel MPI: its tests will be skipped"
 }
 
 torch_version() { "$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))'; }

@@ -161,14 +161,17 @@ class Trainer {
     const json state = json::parse(loaded->client_state_json);
     start_ = state.at("step");
     checkpoint_ = loaded->path;
-    sampler_.set_position({.epoch = state.at("epoch"), .batch = state.at("batch")});
+    sampler_.set_position({.epoch = state.at("epoch"), .batch = state.at("samples").get<int64_t>() / world_batch()});
   }
 
   void save(int64_t step) {
     const auto [epoch, batch] = sampler_.position();
-    const json state = {{"step", step}, {"epoch", epoch}, {"batch", batch}};
+    // In samples of the whole world: it holds for another number of ranks too.
+    const json state = {{"step", step}, {"epoch", epoch}, {"samples", batch * world_batch()}};
     checkpoint_ = engine_.save_checkpoint(args_.out / "checkpoints", "step_" + std::to_string(step), state.dump());
   }
+
+  int64_t world_batch() const { return batch_.micro * engine_.world().size; }
 
   Windows::Batch next_batch() {
     auto indices = sampler_.next();

@@ -54,6 +54,7 @@ class Trainer:
         self.engine, *_ = deeptide.initialize(model=self.model, config=self.config)
         self.world = self.engine.world
         self.batch = self.config.batch_sizes(self.world.size)
+        self.world_batch = self.batch.micro * self.world.size
         self.train, self.held_out = load_corpus(args.data, self.model.config.context)
         self.sampler = deeptide.DistributedSampler(
             len(self.train),
@@ -75,11 +76,12 @@ class Trainer:
         path, state = self.engine.load_checkpoint(self.args.out / "checkpoints")
         if path is not None:
             self.start, self.checkpoint = state["step"], path
-            self.sampler.set_position(state["epoch"], state["batch"])
+            self.sampler.set_position(state["epoch"], state["samples"] // self.world_batch)
 
     def save(self, step: int) -> None:
         epoch, batch = self.sampler.position()
-        state = {"step": step, "epoch": epoch, "batch": batch}
+        # In samples of the whole world: it holds for another number of ranks too.
+        state = {"step": step, "epoch": epoch, "samples": batch * self.world_batch}
         self.checkpoint = self.engine.save_checkpoint(
             self.args.out / "checkpoints", tag=f"step_{step}", client_state=state
         )

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/json.h"
+#include "base/slurm_lists.h"
 
 namespace deeptide::comm {
 namespace {
@@ -140,22 +141,11 @@ std::string joined(const Names& names, const char* between) {
 
 bool is_set(const Environment& environment, const char* name) { return environment.variable(name).has_value(); }
 
-// SLURM says "2(x3),1": so many tasks on each of the step's nodes. Ours is at SLURM_NODEID.
+// Ours is at SLURM_NODEID.
 int slurm_local_size(const Environment& environment) {
   const Text counts = environment.variable("SLURM_STEP_TASKS_PER_NODE");
   const Text node = environment.variable("SLURM_NODEID");
-  if (!counts) return 0;
-  int index = node ? std::atoi(node->c_str()) : 0;
-  for (size_t at = 0; at < counts->size();) {
-    const size_t comma = std::min(counts->find(',', at), counts->size());
-    const std::string part = counts->substr(at, comma - at);
-    const size_t times = part.find("(x");
-    const int repeats = times == std::string::npos ? 1 : std::atoi(part.c_str() + times + 2);
-    if (index < repeats) return std::atoi(part.c_str());
-    index -= repeats;
-    at = comma + 1;
-  }
-  return 0;
+  return counts ? tasks_of_node(*counts, node ? std::atoi(node->c_str()) : 0) : 0;
 }
 
 std::vector<std::string> sagemaker_hosts(const std::string& text) {
@@ -351,24 +341,6 @@ Environment Environment::of_process() {
             }
             return result;
           }};
-}
-
-std::string first_of_node_list(const std::string& list) {
-  std::string host;
-  for (size_t at = 0; at < list.size() && list[at] != ',';) {
-    if (list[at] != '[') {
-      host += list[at++];
-      continue;
-    }
-    const size_t close = list.find(']', at);
-    const size_t end = list.find_first_of(",-]", at);
-    if (close == std::string::npos || end == at + 1) {
-      throw ConfigError("a SLURM node list, got " + list + ": expected a form such as node[01-04,07]");
-    }
-    host += list.substr(at + 1, end - at - 1);
-    at = close + 1;
-  }
-  return host;
 }
 
 std::optional<Discovery> discover(const Environment& environment, int default_port) {

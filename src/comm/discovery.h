@@ -24,7 +24,4 @@ struct Environment {
 /// Errors: ConfigError listing the variables that are missing, malformed, or contradict each other, with their values.
 std::optional<Discovery> discover(const Environment& environment, int default_port);
 
-/// The first host of a SLURM node list: "rack[2-3]n[08-11,20]" -> "rack2n08". Errors: ConfigError if malformed.
-std::string first_of_node_list(const std::string& list);
-
 }  // namespace deeptide::comm

@@ -85,6 +85,14 @@ std::unique_ptr<Transport> make_transport(const World& world, const std::string&
   return make_c10d_transport(make_gloo(world, name, world.rank, world.size, timeout));
 }
 
+// "1/gathers" -> "gathers", of a process's second engine "gathers 2": each counts for itself.
+std::string channel_of(const std::string& name) {
+  const size_t slash = name.rfind('/');
+  if (slash == std::string::npos) return name;
+  const std::string owner = name.substr(0, slash);
+  return name.substr(slash + 1) + (owner == "1" ? "" : " " + owner);
+}
+
 }  // namespace
 
 std::string Site::text() const { return "step " + std::to_string(step) + ", " + phase + ", " + what; }
@@ -112,11 +120,7 @@ bool Pending::wait_for(milliseconds limit) {
 
 Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,
              bool on_device, const std::shared_ptr<Host>& host)
-    : rank_(world.rank),
-      size_(world.size),
-      timeout_(timeout),
-      board_(std::move(board)),
-      channel_(name.substr(name.rfind('/') + 1)) {
+    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(channel_of(name)) {
   if (size_ == 1) return;
   try {
     run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });

@@ -326,7 +326,8 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
 void Engine::Impl::restore_progress(const Progress& saved, bool moments, const LoadOptions& options) {
   global_steps = saved.global_steps;
   skipped_steps = saved.skipped_steps;
-  micro_steps = saved.micro_steps;
+  // Saved at a step's end; where a step has another number of micro-batches now, the next one begins here all the same.
+  micro_steps = saved.micro_steps - saved.micro_steps % batch.accumulation;
   if (moments) {
     optimizer->set_steps(saved.optimizer_steps);
     std::copy_n(saved.hyperparameters.begin(), std::min(saved.hyperparameters.size(), hyperparameters.size()),

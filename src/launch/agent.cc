@@ -63,7 +63,9 @@ void Agent::serve_once() {
   if (connected_ && !sink_.empty()) set.add(sink_.fd(), POLLOUT, [this] { sink_.write_some(); });
   ranks_.add_to(set, !sink_.full());
   if (connected_) set.wake_by(next_beat_);
+  if (watch_) watch_->add_to(set);
   set.wait();
+  if (watch_) watch_->check();
   ranks_.check_deadline();
   if (!connected_) return;
   if (sink_.closed()) return on_lost_launcher();
@@ -103,7 +105,11 @@ void Agent::handle(const Frame& frame) {
       return ranks_.suspend();
     case FrameKind::resume:
       suspended_ = false;
+      if (watch_) watch_->forgive();
       return ranks_.resume();
+    case FrameKind::ask:
+      if (watch_) watch_->ask(question_from_text(frame.payload));
+      return;
     default:
       return;  // a heartbeat; or a word that a later version says
   }
@@ -127,6 +133,11 @@ void Agent::start(const std::string& text) {
   const std::vector<RankPlan> plans = plan_ranks(job.options, job.place);
   state_ = State::running;
   for (const RankPlan& plan : plans) ranks_.start(plan, Terminal{});
+  watch_.emplace(ranks_, job.hang_timeout_s,
+                 HostWatch::Events{[this](double waited_s) {
+                                     send(FrameKind::late, -1, json{{"waited", waited_s}}.dump());
+                                   },
+                                   [this](const std::string& answer) { send(FrameKind::states, -1, answer); }});
 }
 
 void Agent::stop(const std::string& text) {
@@ -137,7 +148,7 @@ void Agent::stop(const std::string& text) {
 
 void Agent::on_exit(const RankGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
-  send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us}));
+  send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us && !signalled_}));
   if (status.failed() && ranks_.phase() == RankGroup::Phase::running) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 
@@ -145,8 +156,9 @@ void Agent::on_signal(int signal) {
   if (signal == SIGCHLD) return ranks_.reap();
   if (signal == SIGTSTP) return;  // the launcher says what to do about it
   if (state_ == State::waiting) return refuse("the agent was told to stop by signal " + std::to_string(signal));
-  if (ranks_.phase() == RankGroup::Phase::running) return ranks_.stop(SIGTERM, failure_grace_s_);
-  ranks_.kill();
+  if (ranks_.phase() != RankGroup::Phase::running) return ranks_.kill();
+  signalled_ = true;  // the launcher does not know: to it, these ranks fail
+  ranks_.stop(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_lost_launcher() {

@@ -9,6 +9,7 @@
 
 #include "launch/agent_job.h"
 #include "launch/frame.h"
+#include "launch/host_watch.h"
 #include "launch/output.h"
 #include "launch/rank_group.h"
 #include "launch/signal_file.h"
@@ -44,9 +45,11 @@ class Agent {
   FrameReader reader_{false};
   SignalFile signals_;
   RankGroup ranks_;
+  std::optional<HostWatch> watch_;  // since the start
   State state_ = State::waiting;
   bool connected_ = true;
   bool suspended_ = false;
+  bool signalled_ = false;  // told to stop, but not by the launcher
   double failure_grace_s_ = 5.0;
   double timeout_s_;
   Clock::time_point last_heard_ = Clock::now();

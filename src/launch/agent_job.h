@@ -17,9 +17,10 @@ struct AgentJob {
   std::string folder;  // where the ranks run
   double failure_grace_s = 5.0;
   double heartbeat_timeout_s = 5.0;
+  double hang_timeout_s = 300.0;
 };
 
-/// As JSON, and back. Errors of from_text: std::runtime_error.
+/// As bytes, and back. Errors of from_text: std::exception.
 std::string to_text(const AgentJob& job);
 AgentJob job_from_text(const std::string& text);
 

@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdio>
 #include <iostream>
 
 #include "launch/options.h"
@@ -21,6 +22,18 @@ std::optional<int> parse_arguments(CLI::App& app, Arguments arguments) {
     throw UsageError(app.get_name() + ": " + error.what());
   }
   return std::nullopt;
+}
+
+int run_reporting(const std::function<int()>& work) {
+  try {
+    return work();
+  } catch (const UsageError& error) {
+    std::fprintf(stderr, "deeptide: %s\n", error.what());
+    return kExitUsage;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "deeptide: %s\n", error.what());
+    return kExitCannotStart;
+  }
 }
 
 }  // namespace deeptide::launch

@@ -3,6 +3,8 @@
 // Attempts, one after the other; each finds out anew which hosts are there.
 #include "launch/coordinator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "launch/elastic_hosts.h"
@@ -12,8 +14,9 @@ namespace deeptide::launch {
 int run_over_agents(const Options& options, const std::vector<Host>& hosts) {
   const SignalFile signals;
   JobOutput output(options);
+  HangWatch watch(options, getpid(), [&output](const std::string& text) { output.say(LogLevel::error, text); });
   const size_t fewest = options.elastic ? std::max(1, options.min_elastic_nodes) : hosts.size();
-  AttemptContext context{options, signals, output, 0, fewest, [&options](const std::vector<Host>& reached) {
+  AttemptContext context{options, signals, output, watch, 0, fewest, [&options](const std::vector<Host>& reached) {
                            return options.elastic ? elastic_hosts(options, reached) : reached;
                          }};
   while (true) {

@@ -13,18 +13,21 @@ namespace deeptide::launch {
 enum class FrameKind : uint8_t {
   // launcher to agent
   prepare,  // {"port": N, "fixed": bool}: find a port for the rendezvous
-  start,    // the ranks to start, see agent_job.h
+  start,    // the ranks to start: an AgentJob
   stop,     // {"signal": N, "grace": S}
   kill,
   suspend,  // as ^Z; until resume no word from the launcher is expected
   resume,
+  ask,  // what the ranks are doing: a StateQuestion
   // agent to launcher
   hello,    // {"version": "…", "addresses": ["…"]}: the first frame
   port,     // {"port": N}
   refused,  // text: nothing runs here, and nothing will
   output,   // bytes of `rank`; empty: end of the stream
   errors,
-  exited,  // {"code", "signal", "peak_bytes", "out_of_memory", "asked"} of `rank`
+  exited,  // how `rank` ended: a RankExit
+  late,    // {"waited": S}: a rank has waited for a collective for --hang_timeout; 0: somebody has moved on
+  states,  // a StateAnswer
   done,    // all ranks have ended and left nothing behind: the last frame
   // both
   beat,  // so that silence means a broken connection

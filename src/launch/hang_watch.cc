@@ -1,24 +1,22 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Looking into the rings now and then, which costs the ranks nothing.
+// Rounds of questions to all hosts, each ended by the last answer or by its deadline.
 #include "launch/hang_watch.h"
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 
 #include "launch/hang_report.h"
-#include "launch/rank_stacks.h"
 
 namespace deeptide::launch {
 namespace {
 
-// A tenth of the timeout, within bounds.
-Clock::duration pause_of(double timeout_s) {
-  const double seconds = std::clamp(timeout_s / 10, 0.05, 10.0);
-  return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
+using std::chrono::seconds;
+
+constexpr seconds kStatesLimit{3};
+constexpr seconds kStacksLimit{6};  // two for a rank that does not answer, and a loaded machine
+constexpr size_t kMaxRounds = 16;
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -26,59 +24,164 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-}  // namespace
-
-std::vector<RankState> read_states(const RankGroup& ranks, bool with_stacks) {
-  std::vector<RankState> states;
-  const auto& members = ranks.members();
-  for (const auto& member : members) {
-    if (!member->process.status()) states.push_back(read_state(member->rank, member->process.pid(), member->flight));
-  }
-  if (!with_stacks) return states;
-  const std::vector<int> shown = ranks_to_show(states);
-  for (RankState& state : states) {
-    if (std::find(shown.begin(), shown.end(), state.rank) == shown.end()) continue;
-    const auto member =
-        std::find_if(members.begin(), members.end(), [&](const auto& m) { return m->rank == state.rank; });
-    state.stacks = collect_stacks(state.pid, (*member)->flight);
-  }
-  return states;
+std::string command_text(const Options& options) {
+  std::string text;
+  for (const std::string& word : options.command) text += (text.empty() ? "" : " ") + word;
+  return text;
 }
 
-HangWatch::HangWatch(States states, double timeout_s, std::string command, std::function<void(const std::string&)> say)
-    : states_(std::move(states)),
-      timeout_s_(timeout_s),
-      command_(std::move(command)),
+std::vector<int> ranks_of(const HangWatch::Host& host) {
+  std::vector<int> ranks;
+  for (int i = 0; i < host.num_ranks; ++i) ranks.push_back(host.first_rank + i);
+  return ranks;
+}
+
+}  // namespace
+
+HangWatch::HangWatch(const Options& options, pid_t job, std::function<void(const std::string&)> say)
+    : timeout_s_(options.hang_timeout_s),
+      job_(job),
+      command_(command_text(options)),
       say_(std::move(say)),
-      socket_([this](const std::string& request) { return answer(request); }),
-      next_check_(Clock::now()) {}
+      socket_(job, [this](const std::string& question, Caller caller) {
+        begin(question == "stacks" ? Purpose::stacks : Purpose::ps, std::move(caller));
+      }) {}
+
+void HangWatch::watch(std::vector<Host> hosts, int world_size) {
+  world_size_ = static_cast<size_t>(world_size);
+  hosts_.clear();
+  rounds_.clear();
+  due_ = reported_ = false;
+  for (Host& host : hosts) hosts_.push_back({std::move(host)});
+}
+
+void HangWatch::on_late(size_t host, double waited_s) {
+  if (host >= hosts_.size()) return;
+  due_ = due_ || waited_s > 0;
+  hosts_[host].late_s = waited_s;
+}
+
+void HangWatch::on_answer(size_t host, const std::string& text) {
+  if (host >= hosts_.size()) return;
+  const StateAnswer answer = answer_from_text(text);
+  const auto round = std::find_if(rounds_.begin(), rounds_.end(), [&](const Round& r) { return r.id == answer.id; });
+  if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // it came too late
+  for (RankState state : answer.states) {
+    state.host = hosts_[host].host.name;
+    const auto known = std::find_if(round->states.begin(), round->states.end(),
+                                    [&](const RankState& s) { return round->asked_stacks && s.rank == state.rank; });
+    if (known == round->states.end()) {
+      round->states.push_back(std::move(state));
+    } else {  // where it was when all were asked is what the others are compared with
+      known->pid = state.pid;
+      known->stacks = std::move(state.stacks);
+    }
+  }
+}
+
+void HangWatch::on_over(size_t host) {
+  if (host >= hosts_.size()) return;
+  hosts_[host].over = true;
+  hosts_[host].late_s = 0.0;
+  for (Round& round : rounds_) round.pending.erase(host);
+}
 
 void HangWatch::add_to(PollSet& set) {
   socket_.add_to(set);
-  if (timeout_s_ > 0) set.wake_by(next_check_);
+  for (const Round& round : rounds_) set.wake_by(round.deadline);
 }
 
 void HangWatch::check() {
-  if (timeout_s_ <= 0 || Clock::now() < next_check_) return;
-  next_check_ = Clock::now() + pause_of(timeout_s_);
-  const double waited = longest_wait(states_(false));
-  if (waited < timeout_s_) {
-    reported_ = false;
-  } else if (!reported_) {
-    reported_ = true;
-    say_("no collective has ended for " + seconds_text(waited) + " (--hang_timeout); who waits for whom:\n" +
-         hang_report(states_(true)));
-  }
+  const bool late = std::any_of(hosts_.begin(), hosts_.end(), [](const Watched& w) { return w.late_s > 0; });
+  if (!late) reported_ = false;
+  const bool asking = std::any_of(rounds_.begin(), rounds_.end(), [](auto& r) { return r.purpose == Purpose::hang; });
+  if (late && due_ && !reported_ && !asking) begin(Purpose::hang, std::nullopt);
+  due_ = due_ && asking;  // it may be about what that round does not see any more
+  for (auto round = rounds_.begin(); round != rounds_.end();) round = advance(*round) ? rounds_.erase(round) : ++round;
 }
 
-std::string HangWatch::answer(const std::string& request) {
-  if (request == "stacks") return hang_report(states_(true));
-  const std::vector<RankState> states = states_(false);
-  const double age = std::chrono::duration<double>(Clock::now() - started_).count();
+void HangWatch::begin(Purpose purpose, std::optional<Caller> caller) {
+  if (rounds_.size() >= kMaxRounds) return;
+  Round& round = rounds_.emplace_back(Round{purpose, std::move(caller)});
+  round.id = ++last_id_;
+  round.deadline = Clock::now() + kStatesLimit;
+  for (size_t host = 0; host < hosts_.size(); ++host) ask(round, host, {});
+}
+
+void HangWatch::ask(Round& round, size_t host, const std::vector<int>& stacks_of) {
+  if (hosts_[host].over) return;
+  round.pending.insert(host);
+  hosts_[host].host.ask({round.id, stacks_of});
+}
+
+/// True when the round is over.
+bool HangWatch::advance(Round& round) {
+  while (round.pending.empty() || Clock::now() >= round.deadline) {
+    round.silent.merge(round.pending);
+    round.pending.clear();
+    std::sort(round.states.begin(), round.states.end(), [](const auto& a, const auto& b) { return a.rank < b.rank; });
+    if (round.asked_stacks || !ask_stacks(round)) {
+      close(round);
+      return true;
+    }
+  }
+  return false;
+}
+
+/// False if there is nobody to ask.
+bool HangWatch::ask_stacks(Round& round) {
+  if (round.purpose == Purpose::ps) return false;
+  if (round.purpose == Purpose::hang && round.silent.empty() && longest_wait(round.states) < timeout_s_) return false;
+  std::map<size_t, std::vector<int>> wanted;
+  for (const int rank : ranks_to_show(round.states)) {
+    const auto host = std::find_if(hosts_.begin(), hosts_.end(), [rank](const Watched& w) {
+      return rank >= w.host.first_rank && rank < w.host.first_rank + w.host.num_ranks;
+    });
+    if (host != hosts_.end()) wanted[static_cast<size_t>(host - hosts_.begin())].push_back(rank);
+  }
+  round.id = ++last_id_;
+  round.asked_stacks = true;
+  round.deadline = Clock::now() + kStacksLimit;
+  for (const auto& [host, ranks] : wanted) ask(round, host, ranks);
+  return true;
+}
+
+void HangWatch::close(Round& round) {
+  if (round.purpose == Purpose::ps) return round.caller->answer(ps_line(round));
+  if (round.purpose == Purpose::stacks) return round.caller->answer(report_of(round));
+  if (!round.asked_stacks) return;  // somebody has moved on meanwhile
+  reported_ = true;
+  double waited = longest_wait(round.states);
+  for (const Watched& watched : hosts_) waited = std::max(waited, watched.late_s);
+  say_("no collective has ended for " + seconds_text(waited) + " (--hang_timeout); who waits for whom:\n" +
+       report_of(round));
+}
+
+std::string HangWatch::report_of(const Round& round) const {
+  if (hosts_.empty()) return "no ranks of its own, or not yet; those of mpirun and srun are asked on their hosts\n";
+  std::string report;
+  for (size_t i = 0; i < hosts_.size(); ++i) {
+    const Host& host = hosts_[i].host;
+    const std::string whose = host.name.empty() ? "" : " on " + host.name;
+    if (hosts_[i].over) report += ranks_text(ranks_of(host)) + whose + ": ended\n";
+    if (round.silent.count(i)) report += ranks_text(ranks_of(host)) + whose + ": no answer from their host\n";
+  }
+  return report + hang_report(round.states, round.states.size() == world_size_);
+}
+
+std::string HangWatch::ps_line(const Round& round) const {
   int64_t step = 0;
-  for (const RankState& state : states) step = std::max(step, state.step);
-  return std::to_string(getpid()) + "\t" + std::to_string(states.size()) + "\t" + std::to_string(step) + "\t" +
-         seconds_text(longest_wait(states)) + "\t" + seconds_text(age) + "\t" + command_ + "\n";
+  size_t ranks = 0;
+  for (const RankState& state : round.states) {
+    step = std::max(step, state.step);
+    ranks += state.process != 'Z';
+  }
+  const auto hosts = std::count_if(hosts_.begin(), hosts_.end(), [](const Watched& w) { return !w.over; });
+  const std::string silent = round.silent.empty() ? "" : " (" + std::to_string(round.silent.size()) + " silent)";
+  const double age = std::chrono::duration<double>(Clock::now() - started_).count();
+  return std::to_string(job_) + "\t" + std::to_string(hosts) + silent + "\t" + std::to_string(ranks) + "\t" +
+         std::to_string(step) + "\t" + seconds_text(longest_wait(round.states)) + "\t" + seconds_text(age) + "\t" +
+         command_ + "\n";
 }
 
 }  // namespace deeptide::launch

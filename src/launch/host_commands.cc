@@ -73,7 +73,6 @@ Words openmpi_command(const Options& options, const std::vector<Host>& hosts, co
   for (const Host& host : hosts) slots.push_back(host.name + ":" + std::to_string(host.slots.size()));
   const Words user = shell_split(options.launcher_args, "--launcher_args");
   Words words = {"mpirun", "-n", std::to_string(num_slots(hosts)), "--host", join(slots, ","), "--bind-to", "none"};
-  if (options.ssh_port > 0) append(words, {"--mca", "plm_rsh_args", "-p " + std::to_string(options.ssh_port)});
   append(words, user);
   for (const std::string& name : exported) append(words, {"-x", name});
   return words;
@@ -90,13 +89,17 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
                  std::to_string(hosts[0].slots.size()),
                  "-hosts",
                  join(names_of(hosts), ",")};
+  if (name == "impi") append(words, {"-genv", "I_MPI_PIN", "0"});  // binding is the ranks' own matter
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   if (!exported.empty()) append(words, {"-genvlist", join(exported, ",")});
   return words;
 }
 
 Words slurm_command(const Options& options, const std::vector<Host>& hosts, const Words& exported) {
-  Words words = {"srun", "--kill-on-bad-exit=1"};
+  // Without --disable-status a first ^C would only make srun say what runs.
+  Words words = {"srun", "--kill-on-bad-exit=1", "--disable-status"};
+  // Of an allocation's options, srun takes all but this one over.
+  if (const char* cores = std::getenv("SLURM_CPUS_PER_TASK")) words.push_back(std::string("--cpus-per-task=") + cores);
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
     append(words, {"-n", std::to_string(num_slots(hosts)), "--nodes", std::to_string(hosts.size()), "--ntasks-per-node",
@@ -178,6 +181,17 @@ Words starter_command(const Options& options, const std::vector<Host>& hosts, co
   return words;
 }
 
+namespace {
+
+// A variable that holds ssh's options, with the user's words in it before ours.
+void add_ssh_port(Environment& environment, const char* name, int port) {
+  if (port == 0) return;
+  const char* users = std::getenv(name);
+  environment[name] = (users ? std::string(users) + " " : "") + "-p " + std::to_string(port);
+}
+
+}  // namespace
+
 Environment starter_environment(const Options& options) {
   Environment environment;
   switch (options.transport.value_or(Transport::ssh)) {
@@ -189,8 +203,14 @@ Environment starter_environment(const Options& options) {
       }
       if (options.ssh_port > 0) environment["PDSH_SSH_ARGS_APPEND"] += " -p " + std::to_string(options.ssh_port);
       break;
+    case Transport::openmpi:
+      add_ssh_port(environment, "OMPI_MCA_plm_rsh_args", options.ssh_port);
+      break;
+    case Transport::mpich:
+      add_ssh_port(environment, "HYDRA_LAUNCHER_EXTRA_ARGS", options.ssh_port);
+      break;
     case Transport::impi:
-      environment["I_MPI_PIN"] = "0";  // binding is the ranks' own matter
+      add_ssh_port(environment, "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS", options.ssh_port);
       break;
     default:
       break;

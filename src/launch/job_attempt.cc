@@ -53,6 +53,7 @@ JobAttempt::JobAttempt(const AttemptContext& context, const std::vector<Host>& h
 AttemptResult JobAttempt::run() {
   connect();
   while (!all_over()) serve_once();
+  context_.watch.watch({}, 0);
   close_links();
   context_.output.finish();
   AttemptResult result;
@@ -106,6 +107,7 @@ void JobAttempt::serve_once() {
   for (const auto& link : links_) link->add_to(set, !full);
   if (pdsh_) pdsh_->add_to(set);
   context_.output.add_to(set);
+  context_.watch.add_to(set);
   if (phase_ != Phase::running) set.wake_by(deadline_);
   if (phase_ == Phase::running && stop_soon_) set.wake_by(*stop_soon_);
   set.wait();
@@ -113,6 +115,7 @@ void JobAttempt::serve_once() {
     if (full) link->forgive_silence();  // we did not listen
     link->check_time(context_.options.heartbeat_timeout_s);
   }
+  context_.watch.check();
   if (phase_ == Phase::connecting) check_connected();
   check_deadline();
   const bool stoppable = phase_ != Phase::stopping && phase_ != Phase::killing;
@@ -130,6 +133,12 @@ void JobAttempt::on_frame(AgentLink& link, const Frame& frame) {
       return;
     case FrameKind::exited:
       return on_rank_exit(link, frame.rank, exit_from_text(frame.payload));
+    case FrameKind::late:
+      return context_.watch.on_late(index_of(link), json::parse(frame.payload).at("waited"));
+    case FrameKind::states:
+      return context_.watch.on_answer(index_of(link), frame.payload);
+    case FrameKind::done:
+      return context_.watch.on_over(index_of(link));
     default:
       return;
   }
@@ -149,6 +158,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
 
 void JobAttempt::on_changed(AgentLink& link) {
   link.num_running = 0;
+  context_.watch.on_over(index_of(link));
   const std::string text = "host " + link.host().name + " " + link.why();
   if (phase_ == Phase::connecting && context_.options.elastic && link.state() == AgentLink::State::lost) {
     return context_.output.say(LogLevel::warning, text + "; it is left out");
@@ -236,7 +246,12 @@ void JobAttempt::start(int master_port) {
   if (address.empty()) {
     return first_link().lose("has no address but loopback: give --master_addr");
   }
-  AgentJob job{options, {}, std::filesystem::current_path(), options.failure_grace_s(), options.heartbeat_timeout_s};
+  AgentJob job{options,
+               {},
+               std::filesystem::current_path(),
+               options.failure_grace_s(),
+               options.heartbeat_timeout_s,
+               options.hang_timeout_s};
   Environment environment = exported_environment();
   environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
   environment["DEEPTIDE_RESTART_COUNT"] = std::to_string(context_.restarts);
@@ -254,9 +269,23 @@ void JobAttempt::start(int master_port) {
     link->set_state(AgentLink::State::running);
   }
   phase_ = Phase::running;
+  start_watch();
   context_.output.say(LogLevel::info, count_text(first_link().place.world_size, "rank") + " on " +
                                           count_text(used_.size(), "host") + ", meeting at " + address + ":" +
                                           std::to_string(master_port));
+}
+
+void JobAttempt::start_watch() {
+  std::vector<HangWatch::Host> hosts;
+  for (AgentLink* link : used_) {
+    hosts.push_back({link->host().name, link->place.first_rank, link->place.num_ranks,
+                     [link](const StateQuestion& question) { link->send(FrameKind::ask, to_text(question)); }});
+  }
+  context_.watch.watch(std::move(hosts), first_link().place.world_size);
+}
+
+size_t JobAttempt::index_of(const AgentLink& link) const {
+  return static_cast<size_t>(std::find(used_.begin(), used_.end(), &link) - used_.begin());
 }
 
 void JobAttempt::stop(int signal, double grace_s) {

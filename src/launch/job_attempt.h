@@ -11,6 +11,7 @@
 
 #include "launch/agent_link.h"
 #include "launch/failure_report.h"
+#include "launch/hang_watch.h"
 #include "launch/job_output.h"
 #include "launch/options.h"
 #include "launch/pdsh_hub.h"
@@ -23,6 +24,7 @@ struct AttemptContext {
   const Options& options;
   const SignalFile& signals;
   JobOutput& output;
+  HangWatch& watch;
   int restarts = 0;  // before this attempt
   size_t min_hosts;  // fewer are a failure; as many as there are hosts unless the job is elastic
   /// Which slots of the hosts that can be reached are used; empty: too few. Hosts left out are not started.
@@ -53,6 +55,8 @@ class JobAttempt {
   void check_connected();
   void prepare();
   void start(int master_port);
+  void start_watch();
+  size_t index_of(const AgentLink& link) const;  // in used_
   HostPlace place_of(const Host& host) const;
   void stop(int signal, double grace_s);
   void kill();

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 namespace deeptide::launch {
 namespace {
@@ -54,9 +55,17 @@ void send_all(int fd, const std::string& text) {
 
 }  // namespace
 
-JobSocket::JobSocket(Answer answer) : answer_(std::move(answer)) {
+Caller::~Caller() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Caller::Caller(Caller&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+void Caller::answer(const std::string& text) { send_all(fd_, text); }
+
+JobSocket::JobSocket(pid_t job, Serve serve) : serve_(std::move(serve)) {
   fd_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const Address address("deeptide/" + std::to_string(::geteuid()) + "/" + std::to_string(::getpid()));
+  const Address address("deeptide/" + std::to_string(::geteuid()) + "/" + std::to_string(job));
   if (fd_ >= 0 && (::bind(fd_, address.get(), address.length) != 0 || ::listen(fd_, 4) != 0)) {
     ::close(fd_);
     fd_ = -1;
@@ -68,16 +77,16 @@ JobSocket::~JobSocket() {
 }
 
 void JobSocket::add_to(PollSet& set) {
-  if (fd_ >= 0) set.add(fd_, POLLIN, [this] { serve(); });
+  if (fd_ >= 0) set.add(fd_, POLLIN, [this] { accept_one(); });
 }
 
-void JobSocket::serve() {
-  const int caller = ::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (caller < 0) return;
-  set_timeout(caller, kQuestionMs);
+void JobSocket::accept_one() {
+  const int fd = ::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0) return;
+  Caller caller(fd);
+  set_timeout(fd, kQuestionMs);
   char question[32] = {};
-  if (is_own_user(caller) && ::recv(caller, question, sizeof question - 1, 0) > 0) send_all(caller, answer_(question));
-  ::close(caller);
+  if (is_own_user(fd) && ::recv(fd, question, sizeof question - 1, 0) > 0) serve_(question, std::move(caller));
 }
 
 std::vector<LiveJob> live_jobs() {

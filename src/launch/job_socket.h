@@ -3,6 +3,8 @@
 // How `deeptide ps` and `deeptide stacks` find a live launcher: a socket whose name is the registry, gone with it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <functional>
 #include <string>
 #include <vector>
@@ -11,13 +13,28 @@
 
 namespace deeptide::launch {
 
+/// Somebody who has asked, and waits for one answer; gets none if this goes.
+class Caller {
+ public:
+  explicit Caller(int fd) : fd_(fd) {}
+  ~Caller();
+  Caller(Caller&& other) noexcept;
+  Caller& operator=(Caller&&) = delete;
+
+  void answer(const std::string& text);
+
+ private:
+  int fd_;
+};
+
 /// The launcher's end: an abstract Unix socket "deeptide/UID/PID", answered to the same user (and root) only.
 class JobSocket {
  public:
-  using Answer = std::function<std::string(const std::string& request)>;  // "ps", "stacks"
+  using Serve = std::function<void(const std::string& question, Caller caller)>;  // "ps", "stacks"
 
-  /// Without a socket (no more descriptors, a sandbox) the job is not listed; that is no error.
-  explicit JobSocket(Answer answer);
+  /// `job`: the process that the user knows the job by. Without a socket (no more descriptors, a sandbox) the job is
+  /// not listed; that is no error.
+  JobSocket(pid_t job, Serve serve);
   ~JobSocket();
   JobSocket(const JobSocket&) = delete;
   JobSocket& operator=(const JobSocket&) = delete;
@@ -25,9 +42,9 @@ class JobSocket {
   void add_to(PollSet& set);
 
  private:
-  void serve();
+  void accept_one();
 
-  Answer answer_;
+  Serve serve_;
   int fd_ = -1;
 };
 

@@ -22,7 +22,8 @@ LiveJob chosen(const std::vector<LiveJob>& jobs, const std::string& id) {
     if (job.id == id) return job;
     ids += (ids.empty() ? "" : ", ") + job.id;
   }
-  if (jobs.empty()) throw UsageError("no live job of this user on this machine; 'deeptide ps' lists them");
+  if (jobs.empty())
+    throw UsageError("no live job of this user was launched on this machine; ask where its launcher runs");
   if (id.empty()) throw UsageError("several jobs are live; name one of: " + ids);
   throw UsageError("no live job " + id + "; there are: " + ids);
 }
@@ -38,7 +39,7 @@ int run_ps(const Arguments& arguments) {
     std::puts("no live jobs");
     return 0;
   }
-  std::puts("JOB\tRANKS\tSTEP\tWAITING\tAGE\tCOMMAND");
+  std::puts("JOB\tHOSTS\tRANKS\tSTEP\tWAITING\tAGE\tCOMMAND");
   std::fputs(lines.c_str(), stdout);
   return 0;
 }

@@ -1,12 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The `deeptide` command: a job, unless the first word names another command.
-#include <cstdio>
-#include <exception>
 #include <string_view>
 
+#include "launch/command_line.h"
 #include "launch/commands.h"
-#include "launch/options.h"
 
 namespace deeptide::launch {
 
@@ -34,13 +32,5 @@ int run(const Arguments& words) {
 }  // namespace deeptide::launch
 
 int main(int argc, char** argv) {
-  try {
-    return deeptide::launch::run({argv + 1, argv + argc});
-  } catch (const deeptide::launch::UsageError& error) {
-    std::fprintf(stderr, "deeptide: %s\n", error.what());
-    return deeptide::launch::kExitUsage;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "deeptide: %s\n", error.what());
-    return deeptide::launch::kExitCannotStart;
-  }
+  return deeptide::launch::run_reporting([&] { return deeptide::launch::run({argv + 1, argv + argc}); });
 }

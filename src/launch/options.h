@@ -63,6 +63,7 @@ struct Options : RankOptions {
   bool dry_run = false;
   bool share_terminal = true;  // rank 0 may write to the terminal directly
   bool rank_prefix = true;     // ranks' lines begin with "[rank 3] "
+  bool under_starter = false;  // mpirun or srun, which asks the other ranks' supervisors to end when one fails
   std::string log_dir;         // empty: ranks write to the launcher's output
 
   double stop_grace_s() const { return grace_s.value_or(30.0); }    // enough to finish a checkpoint

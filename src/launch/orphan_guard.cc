@@ -10,11 +10,19 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <set>
+#include <map>
 #include <system_error>
 
 namespace deeptide::launch {
 namespace {
+
+constexpr int kGraceSteps = 100;
+constexpr useconds_t kGraceStep_us = 50'000;
+
+struct Message {
+  pid_t group;  // negative: released
+  bool grace;
+};
 
 [[noreturn]] void guard_main(int pipe) {
   setsid();  // out of reach of the terminal and of whoever kills the launcher's group
@@ -25,23 +33,26 @@ namespace {
   // Held open, the launcher's output would keep its readers waiting.
   const int null = open("/dev/null", O_RDWR);
   for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
-  std::set<pid_t> groups;
-  for (pid_t message = 0;;) {
+  std::map<pid_t, bool> groups;
+  for (Message message{};;) {
     const ssize_t got = read(pipe, &message, sizeof(message));
     if (got < 0 && errno == EINTR) continue;
     if (got != sizeof(message)) break;
-    if (message > 0) {
-      groups.insert(message);
+    if (message.group > 0) {
+      groups[message.group] = message.grace;
     } else {
-      groups.erase(-message);
+      groups.erase(-message.group);
     }
   }
-  for (pid_t group : groups) kill(-group, SIGKILL);
+  for (const auto& [group, grace] : groups) {
+    for (int step = 0; grace && step < kGraceSteps && kill(-group, 0) == 0; ++step) usleep(kGraceStep_us);
+    kill(-group, SIGKILL);
+  }
   _exit(0);
 }
 
 // A write that fails means that the guard was killed: the parent-death signal is what remains.
-void send(int pipe, pid_t message) { [[maybe_unused]] const ssize_t sent = write(pipe, &message, sizeof(message)); }
+void send(int pipe, Message message) { [[maybe_unused]] const ssize_t sent = write(pipe, &message, sizeof(message)); }
 
 }  // namespace
 
@@ -67,8 +78,8 @@ OrphanGuard::~OrphanGuard() {
   waitpid(pid_, nullptr, 0);
 }
 
-void OrphanGuard::watch(pid_t group) { send(pipe_, group); }
+void OrphanGuard::watch(pid_t group, bool grace) { send(pipe_, {group, grace}); }
 
-void OrphanGuard::release(pid_t group) { send(pipe_, -group); }
+void OrphanGuard::release(pid_t group) { send(pipe_, {-group, false}); }
 
 }  // namespace deeptide::launch

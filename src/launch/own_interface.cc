@@ -10,7 +10,8 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <string_view>
+
+#include "launch/machine.h"
 
 namespace deeptide::launch {
 namespace {
@@ -39,6 +40,8 @@ addrinfo* resolve(const std::string& name) {
   return getaddrinfo(name.c_str(), "1", &hints, &found) == 0 ? found : nullptr;
 }
 
+bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
 }  // namespace
 
 bool own_name_is_local() {
@@ -48,14 +51,18 @@ bool own_name_is_local() {
   if (!found) return true;
   const std::string first = text_of(found->ai_addr);
   freeaddrinfo(found);
-  return std::string_view(first).starts_with("127.") || first == "::1";
+  return is_loopback(first);
 }
 
 std::string interface_towards(const std::string& address) {
   addrinfo* peer = resolve(address);
   if (!peer) return {};
-  const std::string own = source_address(*peer);
+  std::string own = source_address(*peer);
   freeaddrinfo(peer);
+  if (is_loopback(own)) {  // the peer is this machine, by its own name
+    const auto addresses = own_addresses();
+    if (!addresses.empty()) own = addresses.front();
+  }
   ifaddrs* list = nullptr;
   if (own.empty() || getifaddrs(&list) != 0) return {};
   std::string name;

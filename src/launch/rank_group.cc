@@ -21,6 +21,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kStragglerGrace{200};
+constexpr milliseconds kStarterGrace{5000};
 constexpr int64_t kBytesPerMaxrss = 1024;
 
 ExitStatus to_status(int wait_status, const rusage& usage) {
@@ -45,8 +46,9 @@ void RankGroup::start(const RankPlan& plan, const Terminal& terminal) {
   RankPlan watched = plan;
   watched.inherited = {flight.ring_fd(), flight.stacks_fd()};
   for (const auto& [name, value] : flight.environment()) watched.environment[name] = value;
-  members_.push_back(std::unique_ptr<Member>(new Member{plan.rank, std::move(flight), {watched, terminal}}));
-  guard_.watch(members_.back()->process.pid());
+  members_.push_back(
+      std::unique_ptr<Member>(new Member{plan.rank, std::move(flight), {watched, terminal}, plan.starts_ranks}));
+  guard_.watch(members_.back()->process.pid(), plan.starts_ranks);
 }
 
 void RankGroup::add_to(PollSet& set, bool with_output) {
@@ -127,6 +129,10 @@ void RankGroup::suspend() { signal_all(SIGSTOP); }
 
 void RankGroup::resume() { signal_all(SIGCONT); }
 
+void RankGroup::pass_on(int signal) const {
+  for (const auto& member : members_) member->process.pass_on(signal);
+}
+
 void RankGroup::signal_all(int signal) {
   for (const auto& member : members_) member->process.send_signal(signal);
 }
@@ -147,7 +153,10 @@ bool RankGroup::wait_until_gone(Clock::time_point limit) {
 }
 
 void RankGroup::finish() {
-  // What is left gets a moment to end by itself, then TERM, then KILL.
+  // What is left gets a moment to end by itself, then TERM, then KILL. A killed srun leaves a process that ends its
+  // ranks.
+  const bool starter = std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m->starts_ranks; });
+  if (starter) wait_until_gone(Clock::now() + kStarterGrace);
   if (phase_ != Phase::killing && !wait_until_gone(Clock::now() + kStragglerGrace)) {
     signal_all(SIGTERM);
     wait_until_gone(Clock::now() + kStragglerGrace);

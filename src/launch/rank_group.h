@@ -34,6 +34,7 @@ class RankGroup {
     int rank;
     FlightFiles flight;
     RankProcess process;
+    bool starts_ranks;
     bool ended_by_us = false;  // it ended after we had asked it to
   };
   struct Events {
@@ -59,6 +60,8 @@ class RankGroup {
   void kill();
   void suspend();  // SIGSTOP to all
   void resume();
+  /// A signal that is the user's own, as SIGUSR1: to the ranks alone, not to what they started.
+  void pass_on(int signal) const;
 
   Phase phase() const { return phase_; }
   bool all_ended() const;

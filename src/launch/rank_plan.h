@@ -17,6 +17,7 @@ struct RankPlan {
   Environment environment;           // set on top of the process's own
   std::vector<int> cores;            // bound to these; empty: unbound
   std::vector<int> inherited;        // descriptors that stay open in it
+  bool starts_ranks = false;         // mpirun, srun: asked to end before it is killed, it ends its ranks elsewhere
 };
 
 /// One host's place in a job.

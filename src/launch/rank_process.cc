@@ -63,11 +63,12 @@ struct ChildSetup {
   Pipe input, output, errors, failure;
   pid_t launcher;
   const std::vector<int>& inherited;
+  int death_signal;  // the launcher's death
 };
 
 [[noreturn]] void run_child(const ChildSetup& setup) {
   setpgid(0, 0);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  prctl(PR_SET_PDEATHSIG, setup.death_signal);
   if (getppid() != setup.launcher) _exit(127);  // it died before the line above
   // The launcher hears of ^C and passes it on, even where a shell started it with interrupts ignored.
   signal(SIGINT, SIG_DFL);
@@ -129,9 +130,18 @@ std::string bytes_text(int64_t bytes) {
 RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   std::vector<std::string> arguments = plan.command;
   std::vector<std::string> environment = merged_environment(plan);
-  ChildSetup setup{
-      pointers(arguments), pointers(environment), {}, !plan.cores.empty(), terminal, {}, {}, {}, make_pipe(), getpid(),
-      plan.inherited};
+  ChildSetup setup{pointers(arguments),
+                   pointers(environment),
+                   {},
+                   !plan.cores.empty(),
+                   terminal,
+                   {},
+                   {},
+                   {},
+                   make_pipe(),
+                   getpid(),
+                   plan.inherited,
+                   plan.starts_ranks ? SIGTERM : SIGKILL};
   for (int core : plan.cores) CPU_SET(core, &setup.cores);
   if (terminal.input_pipe) setup.input = make_pipe();
   if (!terminal.output) setup.output = make_pipe();
@@ -175,6 +185,10 @@ void RankProcess::close_output() { close_fd(output_); }
 void RankProcess::close_errors() { close_fd(errors_); }
 
 void RankProcess::send_signal(int signal) const { kill(-pid_, signal); }
+
+void RankProcess::pass_on(int signal) const {
+  if (!status_) kill(pid_, signal);
+}
 
 bool RankProcess::group_alive() const { return kill(-pid_, 0) == 0; }
 

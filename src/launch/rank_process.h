@@ -55,6 +55,8 @@ class RankProcess {
 
   /// To the rank and its descendants; no effect once all are gone.
   void send_signal(int signal) const;
+  /// To the rank alone, if it still runs.
+  void pass_on(int signal) const;
   /// True while any process of the rank's group is left.
   bool group_alive() const;
 

@@ -113,10 +113,13 @@ std::string native_answers(pid_t pid, const FlightFiles& files) {
   return text;
 }
 
-// The frames of the handler itself, and those of an interpreter at work, tell nothing: Python's own stack does.
+// The frames of the handler itself, those of an interpreter at work (Python's own stack tells), and what the C library
+// does not name tell nothing.
 bool is_noise(const std::string& frame) {
+  if (frame.starts_with("+0x") && (frame.ends_with(" in libc.so.6") || frame.ends_with(" in libstdc++.so.6")))
+    return true;
   for (const char* part : {"write_stack", "__restore_rt", "libpython", "_PyEval", "_PyFunction", "PyObject_", "PyEval_",
-                           "pthread_kill", "python3"}) {
+                           "pthread_kill", "python3", "__libc_start_main", "_start in "}) {
     if (frame.find(part) != std::string::npos) return true;
   }
   return frame.empty();

@@ -22,25 +22,25 @@ struct CollectiveState {
   double waited_s = 0.0;
 };
 
+struct Issued {
+  uint64_t sequence = 0;
+  std::string operation;
+};
+
 struct RankState {
   int rank = 0;
   std::string host;    // empty: this one
   pid_t pid = 0;       // of the process that trains; 0: it has not come up
-  char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z; X: gone
+  char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z (ended); X: gone
   int64_t step = 0;    // where it computes, empty phase: it did not say
   std::string phase, module;
   std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
-  std::map<std::string, uint64_t> newest;  // by channel, the last that it has issued
-  std::map<std::string, std::string> newest_operation;
-  double silent_s = 0.0;  // since it last issued, ended or entered anything
-  std::string stacks;     // empty: not asked for
+  std::map<std::string, Issued> newest;    // by channel, the last that it has issued
+  double silent_s = 0.0;                   // since it last issued, ended or entered anything
+  std::string stacks;                      // empty: not asked for
 };
 
 /// Reads ring and process; `pid`: the process that was started, used until a trainer has come up.
 RankState read_state(int rank, pid_t pid, const FlightFiles& files);
-
-/// One line of JSON and back, for the way between hosts. Errors: ConfigError if malformed.
-std::string to_json(const RankState& state);
-RankState state_from_json(const std::string& text);
 
 }  // namespace deeptide::launch

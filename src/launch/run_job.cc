@@ -14,6 +14,7 @@
 #include "launch/coordinator.h"
 #include "launch/dry_run.h"
 #include "launch/job_hosts.h"
+#include "launch/keeper.h"
 #include "launch/machine.h"
 #include "launch/options.h"
 #include "launch/rank_plan.h"
@@ -51,7 +52,9 @@ std::string started_text(const std::vector<RankPlan>& plans) {
 
 int run_here(const Options& options, const JobHosts& job) {
   const std::vector<RankPlan> plans = plan_ranks(options, job.place);
-  if (!options.dry_run) return Supervisor(options).run(plans, started_text(plans));
+  if (!options.dry_run) {
+    return run_kept_job([&](pid_t keeper) { return Supervisor(options, keeper).run(plans, started_text(plans)); });
+  }
   for (const RankPlan& plan : plans) std::puts(to_shell(plan).c_str());
   return 0;
 }

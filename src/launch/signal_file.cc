@@ -3,7 +3,6 @@
 // Signals as something to read, through signalfd(2).
 #include "launch/signal_file.h"
 
-#include <signal.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -12,11 +11,19 @@
 
 namespace deeptide::launch {
 
-SignalFile::SignalFile() {
+sigset_t block_job_signals() {
   sigset_t set;
   sigemptyset(&set);
-  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP}) sigaddset(&set, signal);
+  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGQUIT, SIGTSTP, SIGUSR1, SIGUSR2, passed_on_signal()})
+    sigaddset(&set, signal);
+  struct sigaction hangup {};
+  if (sigaction(SIGHUP, nullptr, &hangup) == 0 && hangup.sa_handler != SIG_IGN) sigaddset(&set, SIGHUP);
   sigprocmask(SIG_BLOCK, &set, nullptr);
+  return set;
+}
+
+SignalFile::SignalFile(pid_t keeper) : keeper_(keeper) {
+  const sigset_t set = block_job_signals();
   signal(SIGPIPE, SIG_IGN);
   fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "signalfd");
@@ -27,7 +34,14 @@ SignalFile::~SignalFile() { close(fd_); }
 std::vector<int> SignalFile::read() const {
   std::vector<int> signals;
   signalfd_siginfo info;
-  while (::read(fd_, &info, sizeof(info)) == sizeof(info)) signals.push_back(static_cast<int>(info.ssi_signo));
+  while (::read(fd_, &info, sizeof(info)) == sizeof(info)) {
+    const auto signal = static_cast<int>(info.ssi_signo);
+    if (signal == passed_on_signal()) {
+      if (static_cast<pid_t>(info.ssi_pid) == keeper_) signals.push_back(info.ssi_int);
+    } else if (signal == SIGCHLD || keeper_ == 0 || getppid() != keeper_) {
+      signals.push_back(signal);
+    }
+  }
   return signals;
 }
 

@@ -3,14 +3,26 @@
 // Signals as something to read: children that ended, requests to stop.
 #pragma once
 
+#include <signal.h>
+#include <sys/types.h>
+
 #include <vector>
 
 namespace deeptide::launch {
 
-/// Blocks SIGCHLD and the signals that ask to stop, and delivers them through a descriptor. SIGPIPE is ignored.
+/// With this a keeper passes a request on, its number as the value. A signal of the same number could be lost: the
+/// kernel keeps one of a kind, and the terminal's, which went to both, may not have been read yet.
+inline int passed_on_signal() { return SIGRTMIN; }
+
+/// Blocks SIGCHLD, passed_on_signal() and those that ask to stop or to pause or are the user's own; returns them.
+/// SIGHUP is left out where it is ignored, as nohup has it: blocked, it would come nevertheless.
+sigset_t block_job_signals();
+
+/// Blocks the job's signals and delivers them through a descriptor. SIGPIPE is ignored.
 class SignalFile {
  public:
-  SignalFile();
+  /// With `keeper`, requests count only when that process passes them on, or is gone.
+  explicit SignalFile(pid_t keeper = 0);
   ~SignalFile();
   SignalFile(const SignalFile&) = delete;
   SignalFile& operator=(const SignalFile&) = delete;
@@ -20,6 +32,7 @@ class SignalFile {
   std::vector<int> read() const;
 
  private:
+  pid_t keeper_;
   int fd_ = -1;
 };
 

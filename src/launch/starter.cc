@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <sstream>
 
+#include "base/slurm_lists.h"
 #include "launch/host_commands.h"
 #include "launch/machine.h"
 #include "launch/poll_set.h"
@@ -46,7 +47,7 @@ std::string answer_of(std::vector<std::string> command) {
 std::string master_address(const Options& options, const std::vector<Host>& hosts, bool look) {
   if (!options.master_addr.empty()) return options.master_addr;
   if (hosts.empty())
-    return first_of_nodelist(std::getenv("SLURM_JOB_NODELIST") ? std::getenv("SLURM_JOB_NODELIST") : "");
+    return first_of_node_list(std::getenv("SLURM_JOB_NODELIST") ? std::getenv("SLURM_JOB_NODELIST") : "");
   const std::string& first = hosts[0].name;
   if (hosts.size() == 1 && (first == "localhost" || (look && is_this_machine(first)))) return "127.0.0.1";
   if (options.transport == Transport::slurm) return first;  // SLURM's own names are known on all its hosts
@@ -82,13 +83,6 @@ const char* name_of(Transport transport) {
 
 }  // namespace
 
-std::string first_of_nodelist(const std::string& list) {
-  const size_t bracket = list.find('[');
-  const size_t comma = list.find(',');
-  if (bracket == std::string::npos || comma < bracket) return list.substr(0, comma);
-  return list.substr(0, bracket) + list.substr(bracket + 1, list.find_first_of("-,]", bracket) - bracket - 1);
-}
-
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look) {
   starter_command(options, hosts, {});  // mistakes are told before anybody is asked
   Starter starter;
@@ -114,6 +108,7 @@ int run_starter(const Options& options, const std::vector<Host>& hosts) {
   const Starter starter = make_starter(options, hosts, true);
   RankPlan plan{0, starter.command, starter.environment, {}};
   plan.command[0] = program;
+  plan.starts_ranks = true;
   Options own = options;
   own.log_dir.clear();  // each rank's log is written where the rank runs
   return Supervisor(own).run_program(plan, program_of(transport));

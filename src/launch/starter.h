@@ -24,7 +24,4 @@ Starter make_starter(const Options& options, const std::vector<Host>& hosts, boo
 /// Runs the job. Returns the starter's exit code, or 128 + signal as Supervisor does.
 int run_starter(const Options& options, const std::vector<Host>& hosts);
 
-/// The first name of SLURM's short form: "node[03-07,9],x" is "node03".
-std::string first_of_nodelist(const std::string& list);
-
 }  // namespace deeptide::launch

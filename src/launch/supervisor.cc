@@ -3,6 +3,7 @@
 // A job on this machine: one loop over signals and the ranks' output.
 #include "launch/supervisor.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -12,21 +13,23 @@ namespace deeptide::launch {
 
 namespace {
 
-std::string command_text(const Options& options) {
-  std::string text;
-  for (const std::string& word : options.command) text += (text.empty() ? "" : " ") + word;
-  return text;
-}
+constexpr double kStarterGrace_s = 5.0;
+constexpr std::chrono::milliseconds kSignalLimit{300};
 
 }  // namespace
 
-Supervisor::Supervisor(const Options& options)
+Supervisor::Supervisor(const Options& options, pid_t keeper)
     : options_(options),
+      keeper_(keeper),
+      signals_(keeper),
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
-      watch_([this](bool with_stacks) { return read_states(ranks_, with_stacks); }, options.hang_timeout_s,
-             command_text(options), [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+      host_watch_(ranks_, options.hang_timeout_s,
+                  {[this](double waited_s) { watch_.on_late(0, waited_s); },
+                   [this](const std::string& answer) { watch_.on_answer(0, answer); }}),
+      watch_(options, keeper != 0 ? keeper : getpid(),
+             [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
@@ -35,6 +38,11 @@ Supervisor::Supervisor(const Options& options)
 int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what) {
   if (!what.empty()) output_.say(LogLevel::info, what);
   for (const RankPlan& plan : plans) start(plan);
+  if (program_.empty()) {
+    watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
+                   [this](const StateQuestion& question) { host_watch_.ask(question); }}},
+                 std::stoi(plans.front().environment.at("WORLD_SIZE")));
+  }
   supervise();
   return finish();
 }
@@ -75,8 +83,10 @@ void Supervisor::supervise() {
     });
     ranks_.add_to(set, !output_.full());
     output_.add_to(set);
+    host_watch_.add_to(set);
     watch_.add_to(set);
     set.wait();
+    host_watch_.check();
     watch_.check();
     ranks_.check_deadline();
     if (ranks_.phase() == RankGroup::Phase::running && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
@@ -88,24 +98,44 @@ void Supervisor::on_signal(int signal) {
   if (signal == SIGTSTP) {
     ranks_.suspend();
     raise(SIGSTOP);
+    host_watch_.forgive();
     return ranks_.resume();
   }
-  if (stop_signal_) return ranks_.kill();
+  if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.pass_on(signal);
+  if (stop_signal_ && program_.empty()) return ranks_.kill();
+  if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
   stop_signal_ = signal;
+  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
   if (ranks_.phase() != RankGroup::Phase::running) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
-  ranks_.stop(signal == SIGINT ? SIGINT : SIGTERM, options_.stop_grace_s());
+  // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
+  const bool softly = signal == SIGINT || program_ == "srun";
+  ranks_.stop(softly ? SIGINT : SIGTERM, options_.stop_grace_s());
 }
 
 void Supervisor::on_exit(const RankGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
   // After a failure only what ended by itself counts: not those that we asked to end.
   const ExitStatus& status = *member.process.status();
+  if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.phase() == RankGroup::Phase::killing)) return;
   failures_.on_exit(member.rank, "", status, num_running());
   if (failures_.failed() && ranks_.phase() == RankGroup::Phase::running) {
     ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }
+}
+
+// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
+bool Supervisor::is_asked_to_end() {
+  pollfd ready{signals_.fd(), POLLIN, 0};
+  const auto limit = Clock::now() + kSignalLimit;
+  while (!stop_signal_ && Clock::now() < limit) {
+    poll(&ready, 1, 10);
+    for (const int signal : signals_.read()) {
+      if (signal == SIGTERM) stop_signal_ = signal;
+    }
+  }
+  return stop_signal_.has_value();
 }
 
 size_t Supervisor::num_running() const {

@@ -9,6 +9,7 @@
 
 #include "launch/failure_report.h"
 #include "launch/hang_watch.h"
+#include "launch/host_watch.h"
 #include "launch/job_output.h"
 #include "launch/options.h"
 #include "launch/rank_group.h"
@@ -19,7 +20,8 @@ namespace deeptide::launch {
 
 class Supervisor {
  public:
-  explicit Supervisor(const Options& options);
+  /// `keeper`: the parent that the user knows the job by (see run_kept_job); 0: this process is that.
+  explicit Supervisor(const Options& options, pid_t keeper = 0);
 
   /// Runs all plans to their end; `what` names the job in its first line. Returns the exit code to pass on: that of the
   /// first rank that failed, 128 + signal if the launcher was told to stop, 0 if all ranks succeeded.
@@ -29,20 +31,26 @@ class Supervisor {
   /// The same for one program that is no rank: a starter of ranks, named `name` in reports.
   int run_program(const RankPlan& plan, const std::string& name);
 
+  /// The signal that told this process to stop, if one did.
+  const std::optional<int>& stop_signal() const { return stop_signal_; }
+
  private:
   void start(const RankPlan& plan);
   int finish();
   void supervise();
   void on_signal(int signal);
   void on_exit(const RankGroup::Member& member);
+  bool is_asked_to_end();
   size_t num_running() const;
 
   Options options_;
+  pid_t keeper_;
   SignalFile signals_;
   Terminal terminal_;
   JobOutput output_;
   FailureReport failures_;
   RankGroup ranks_;
+  HostWatch host_watch_;
   HangWatch watch_;
   std::string program_;             // empty: ranks
   std::optional<int> stop_signal_;  // that the launcher received

@@ -252,17 +252,5 @@ TEST(Discovery, CountsSlurmsTasksOfItsOwnNode) {
   EXPECT_EQ(found(with(kSlurm, {{"SLURM_STEP_TASKS_PER_NODE", "8"}, {"SLURM_NODEID", "0"}}))->address, "127.0.0.1");
 }
 
-TEST(NodeList, GivesItsFirstHost) {
-  EXPECT_EQ(first_of_node_list("n1"), "n1");
-  EXPECT_EQ(first_of_node_list("n1,n2"), "n1");
-  EXPECT_EQ(first_of_node_list("node[01-04,07]"), "node01");
-  EXPECT_EQ(first_of_node_list("node[3]"), "node3");
-  EXPECT_EQ(first_of_node_list("n[3,5]-ib"), "n3-ib");
-  EXPECT_EQ(first_of_node_list("rack[2-3]n[08-11,20]"), "rack2n08");
-  EXPECT_EQ(first_of_node_list("a-b.c,d[1-2]"), "a-b.c");
-  EXPECT_THROW(first_of_node_list("n[1-"), ConfigError);
-  EXPECT_THROW(first_of_node_list("n[]"), ConfigError);
-}
-
 }  // namespace
 }  // namespace deeptide::comm

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 from network import Network, missing_reason
+from slurm import Slurm, missing_packages
 
 DEEPTIDE = shutil.which("deeptide")
 NUM_WORKERS = 8
+# Debian's have names of their own; Intel's is where tools/setup.sh puts it.
+MPIRUNS = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich", "impi": f"{sys.prefix}/impi/bin/mpirun"}
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +32,23 @@ def network():
     made.remove()
 
 
-class Job:
-    """A started launcher; its output is read meanwhile."""
+@pytest.fixture(scope="session")
+def slurm(network):
+    if missing := missing_packages():
+        pytest.skip("not installed: " + " ".join(missing))
+    made = Slurm(network)
+    yield made
+    made.remove()
 
-    def __init__(self, network, words, env, cwd):
+
+class Job:
+    """A started launcher, `within` what gives it hosts; its output is read meanwhile."""
+
+    def __init__(self, network, words, env, cwd, within=()):
         self.network = network
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            network.head.command(DEEPTIDE, *words),
+            network.head.command(*within, DEEPTIDE, *words),
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -105,13 +117,15 @@ class Hosts:
         self.environment["HOME"] = str(folder)  # no .deeptide_env of the developer's
         self.before = self._shared_files()
 
-    def start(self, *words, slots=(2, 2), ssh=True, env=None, command=()):
-        """A job of `words`, or of the launcher's `command`, such as ("bench", "comm")."""
+    def start(self, *words, slots=(2, 2), ssh=True, env=None, slurm=None, command=()):
+        """A job of `words`, or of the launcher's `command`, such as ("bench", "comm"); with `slurm`, from within an
+        allocation of it."""
         options = ["-H", self.network.hostfile(*slots)]
         if ssh:
             options += ["--launcher_args", self.network.ssh_arguments]
-        words = [*command, *options, *map(str, words)]
-        job = Job(self.network, words, {**self.environment, **(env or {})}, self.folder)
+        within = slurm.allocation(slots) if slurm else ()
+        env = {**self.environment, **(slurm.variables if slurm else {}), **(env or {})}
+        job = Job(self.network, [*command, *options, *map(str, words)], env, self.folder, within)
         self.jobs.append(job)
         return job
 
@@ -127,29 +141,42 @@ class Hosts:
         job.code = job.wait(timeout)
         return job
 
-    def run_mpi(self, launcher, *words, timeout=90, more=None, **settings):
+    def run_mpi(self, launcher, *words, timeout=90, **settings):
+        job = self.start_mpi(launcher, *words, **settings)
+        job.code = job.wait(timeout)
+        return job
+
+    def start_mpi(self, launcher, *words, more=None, **settings):
         """Through mpirun: each kind is told in its own way how to reach our hosts."""
-        mpirun = shutil.which(f"mpirun.{launcher}")
+        mpirun = shutil.which(MPIRUNS[launcher])
         if not mpirun:
-            pytest.skip(f"{launcher} is not installed")
+            pytest.skip(f"no {MPIRUNS[launcher]}: {launcher} is not installed")
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
-        # A script, not a link: mpirun looks for its daemons beside the name that it was called by.
-        (folder / "mpirun").write_text(f'#!/bin/sh\nexec {mpirun} "$@"\n')
+        # A script, not a link: mpirun looks for its daemons beside the name that it was called by, Intel's in PATH.
+        (folder / "mpirun").write_text(f'#!/bin/sh\nPATH={os.path.dirname(mpirun)}:$PATH exec {mpirun} "$@"\n')
         (folder / "mpirun").chmod(0o755)
-        ssh = self.network.ssh_arguments
         env = {
             "PATH": f"{folder}:{self.environment['PATH']}",
-            "OMPI_MCA_plm_rsh_args": ssh,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "HYDRA_LAUNCHER_EXTRA_ARGS": ssh,
             **(more or {}),
         }
-        if launcher == "mpich":  # all namespaces have one host name, which each resolves to itself
+        if "slurm" not in settings:  # there they all use srun
+            for name in ("OMPI_MCA_plm_rsh_args", "HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"):
+                env[name] = self.network.ssh_arguments
+        if launcher != "openmpi":  # all namespaces have one host name, which each resolves to itself
             words = ["--launcher_args", "-iface eth0", *words]
         words = ["--launcher", launcher, "--master_addr", self.workers[0].address, *words]
-        return self.run(*words, ssh=False, env=env, timeout=timeout, **settings)
+        return self.start(*words, ssh=False, env=env, **settings)
+
+    def start_slurm(self, slurm, *words, slots=(2, 2), more=None):
+        """From within an allocation, without a hostfile."""
+        env = {**self.environment, **slurm.variables, **(more or {})}
+        words = ["--launcher", "slurm", *map(str, words)]
+        job = Job(self.network, words, env, self.folder, slurm.allocation(slots))
+        self.jobs.append(job)
+        return job
 
     @staticmethod
     def start_listener(host, port):

@@ -5,11 +5,14 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
+OTHER_SSH_PORT = 2222
+SERVICES = {"sshd", "munged", "slurmctld", "slurmd"}  # what belongs to a host and not to a job
 NEEDED = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 
 
@@ -38,10 +41,11 @@ class Host:
     def __init__(self, network, name, number):
         self.network, self.name = network, name
         self.namespace = f"{network.prefix}-{name}"
-        self.address = f"10.83.0.{number}"
+        self.address = network.addresses[name]
         self.link = f"{network.prefix}p{number}"
         self.sshd = None
         run("ip", "netns", "add", self.namespace)
+        self._write_names()
         run("ip", "-n", self.namespace, "link", "set", "lo", "up")
         run(
             *("ip", "link", "add", self.link, "netns", network.switch, "type", "veth"),
@@ -50,6 +54,14 @@ class Host:
         run("ip", "-n", network.switch, "link", "set", self.link, "master", "switch", "up")
         run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
+
+    def _write_names(self):
+        """Its /etc/hosts: `ip netns exec` shows it there. As Debian's installer has it, its own name is loopback."""
+        folder = Path("/etc/netns") / self.namespace
+        folder.mkdir(parents=True)
+        others = "".join(f"{a} {n}\n" for n, a in self.network.addresses.items() if n != self.name)
+        machine = socket.gethostname()
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name} {machine}\n{others}")
 
     def command(self, *words):
         return ["ip", "netns", "exec", self.namespace, *map(str, words)]
@@ -78,7 +90,7 @@ class Host:
         run("ip", "-n", self.namespace, "link", "set", "eth0", state)
 
     def processes(self):
-        """{pid: command line} of what runs here, but for sshd and its sessions."""
+        """{pid: command line} of what runs here, but for the host's services and sshd's sessions."""
         found = {}
         for pid in run("ip", "netns", "pids", self.namespace).stdout.split():
             try:
@@ -86,13 +98,15 @@ class Host:
                 state = re.search(r"\) (\S)", Path(f"/proc/{pid}/stat").read_text()).group(1)
             except OSError:
                 continue
-            if state != "Z" and not words[0].decode(errors="replace").startswith(("sshd", "/usr/sbin/sshd")):
+            program = os.path.basename(words[0].decode(errors="replace").split(":")[0])
+            if state != "Z" and program not in SERVICES:
                 found[int(pid)] = b" ".join(words).decode(errors="replace").strip()
         return found
 
     def ports(self):
-        """What listens here besides sshd."""
-        return [line.split()[3] for line in self.run("ss", "-Hltn").stdout.splitlines() if ":22 " not in line]
+        """What listens here besides the host's services."""
+        listening = [line.split() for line in self.run("ss", "-Hltnp").stdout.splitlines()]
+        return [words[3] for words in listening if not SERVICES & set(re.findall('"([^"]+)"', words[-1]))]
 
     def kill_all(self):
         for pid in run("ip", "netns", "pids", self.namespace).stdout.split():
@@ -102,6 +116,7 @@ class Host:
         self.stop_sshd()
         self.kill_all()
         run("ip", "netns", "del", self.namespace, check=False)
+        shutil.rmtree(Path("/etc/netns") / self.namespace, ignore_errors=True)
 
 
 class Network:
@@ -111,13 +126,14 @@ class Network:
         self.prefix = f"dt{os.getpid() % 100000}"
         self.switch = f"{self.prefix}-switch"
         self.folder = Path(tempfile.mkdtemp(prefix="deeptide-hosts-"))
+        names = ["head", *(f"worker-{i + 1}" for i in range(num_workers))]
+        self.addresses = {name: f"10.83.0.{i + 1}" for i, name in enumerate(names)}
         self.hosts = []
         run("ip", "netns", "add", self.switch)
         try:
             run("ip", "-n", self.switch, "link", "add", "switch", "up", "type", "bridge")
-            self._write_ssh_files(num_workers)
-            self.head = self._add("head", 1)
-            self.workers = [self._add(f"worker-{i + 1}", i + 2) for i in range(num_workers)]
+            self._write_ssh_files()
+            self.head, *self.workers = [self._add(name, number) for number, name in enumerate(names, 1)]
             for worker in self.workers:
                 worker.start_sshd()
         except BaseException:
@@ -129,17 +145,17 @@ class Network:
         self.hosts.append(host)
         return host
 
-    def _write_ssh_files(self, num_workers):
+    def _write_ssh_files(self):
         key, host_key = self.folder / "key", self.folder / "host_key"
         for path in (key, host_key):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path)
         shutil.copy(f"{key}.pub", self.folder / "authorized_keys")
         Path("/run/sshd").mkdir(exist_ok=True)
         (self.folder / "sshd_config").write_text(
-            f"HostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nUsePAM no\n"
+            f"Port 22\nPort {OTHER_SSH_PORT}\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nUsePAM no\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100\nMaxSessions 100\n"
         )
-        text = "".join(f"Host worker-{i + 1}\n  HostName 10.83.0.{i + 2}\n" for i in range(num_workers))
+        text = "".join(f"Host {name}\n  HostName {address}\n" for name, address in self.addresses.items())
         (self.folder / "ssh_config").write_text(
             f"{text}Host *\n  IdentityFile {key}\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
             "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import MPIRUNS
 
 # A rank with a child of its own that leaves the group; both stay until they are ended.
 STAY = "setsid sleep 1000 & sleep 1000 & echo ready $$; while :; do sleep 0.1; done"
@@ -252,13 +253,22 @@ def test_the_same_over_pdsh(hosts, fault):
         hosts.expect_nothing_left(DETECTED)
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+@pytest.mark.parametrize("launcher", MPIRUNS)
 def test_a_failing_rank_under_mpirun(hosts, launcher):
     since = time.monotonic()
     job = hosts.run_mpi(launcher, "sh", "-c", "if [ $RANK = 3 ]; then sleep 0.5; exit 5; fi; sleep 100")
     assert job.code == 5, job.errors
-    # MPICH's Hydra may end before it has passed on what the last rank said.
-    said = "mpirun exited with code 5" if launcher == "mpich" else "rank 3 exited with code 5"
-    assert said in job.errors
+    assert "rank 3 exited with code 5" in job.errors
     assert time.monotonic() - since < 20
     hosts.expect_nothing_left()
+
+
+@pytest.mark.parametrize("launcher", MPIRUNS)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, 137)])
+def test_the_launcher_is_stopped_or_killed_over_mpirun(hosts, launcher, number, code):
+    job = hosts.start_mpi(launcher, "sh", "-c", STAY)
+    since = ready(job)
+    job.signal(number)
+    assert job.wait() == code, job.errors
+    assert time.monotonic() - since < DETECTED, job.errors
+    hosts.expect_nothing_left(DETECTED)

@@ -5,8 +5,11 @@
 import re
 import shutil
 import signal
+import subprocess
 
 import pytest
+from conftest import MPIRUNS
+from network import OTHER_SSH_PORT
 
 SHOW = "echo rank=$RANK/$WORLD_SIZE local=$LOCAL_RANK/$LOCAL_WORLD_SIZE node=$CROSS_RANK/$CROSS_SIZE at=$MASTER_ADDR"
 PLACES = [
@@ -33,18 +36,36 @@ def test_pdsh_tells_each_rank_its_place(hosts):
     hosts.expect_nothing_left()
 
 
-def test_openmpi_tells_each_rank_its_place(hosts):
-    job = hosts.run_mpi("openmpi", "sh", "-c", SHOW)
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_tells_each_rank_its_place(hosts, launcher):
+    own = 'test "$I_MPI_INFO_BRAND" && ' if launcher == "impi" else ""  # Intel's ranks, not those of another in PATH
+    job = hosts.run_mpi(launcher, "sh", "-c", own + SHOW)
     assert job.code == 0, job.errors
     assert sorted(job.output.splitlines()) == PLACES, job.errors
     hosts.expect_nothing_left()
 
 
-def test_mpich_tells_each_rank_its_place(hosts):
-    job = hosts.run_mpi("mpich", "sh", "-c", SHOW)
+@pytest.mark.parametrize("launcher", MPIRUNS)
+def test_mpirun_binds_no_rank(hosts, launcher):
+    mask = "grep Cpus_allowed: /proc/self/status"
+    job = hosts.run_mpi(launcher, "sh", "-c", mask)
     assert job.code == 0, job.errors
-    assert sorted(job.output.splitlines()) == PLACES, job.errors
-    hosts.expect_nothing_left()
+    unbound = subprocess.run(mask.split(), capture_output=True, text=True, check=True).stdout.split()[1]
+    assert [line.split()[-1] for line in job.output.splitlines()] == [unbound] * 4, job.output
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh", *MPIRUNS])
+def test_ssh_uses_the_port(hosts, launcher):
+    words = ["--ssh_port", OTHER_SSH_PORT, "sh", "-c", "echo came by $SSH_CONNECTION"]
+    env = {"PDSH_SSH_ARGS_APPEND": hosts.network.ssh_arguments}
+    if launcher in MPIRUNS:
+        job = hosts.run_mpi(launcher, *words, slots=(1, 1))
+    elif shutil.which(launcher):
+        job = hosts.run("--launcher", launcher, *words, ssh=launcher == "ssh", env=env, slots=(1, 1))
+    else:
+        pytest.skip(f"{launcher} is not installed")
+    assert job.code == 0, job.errors
+    assert [line.split()[-1] for line in job.output.splitlines()] == [str(OTHER_SSH_PORT)] * 2, job.output
 
 
 def test_slots_become_visible_devices_and_ranks(hosts):

@@ -64,22 +64,29 @@ def one_machine(tmp_path_factory):
     return run
 
 
-def train(hosts, launcher, slots):
+def train(request, hosts, launcher, slots):
     words = program(sum(slots), hosts.folder)
     env = dict(ENVIRONMENT, PDSH_SSH_ARGS_APPEND=hosts.network.ssh_arguments)
     if launcher == "ssh":
         return hosts.run(*words, slots=slots, env=env, timeout=400)
     if launcher == "pdsh":
         return hosts.run("--launcher", "pdsh", *words, ssh=False, slots=slots, env=env, timeout=400)
+    if launcher == "slurm":
+        job = hosts.start_slurm(request.getfixturevalue("slurm"), *words, slots=slots, more=env)
+        job.code = job.wait(400)
+        return job
     return hosts.run_mpi(launcher, *words, slots=slots, timeout=400, more=env)
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh", "openmpi"])
-@pytest.mark.parametrize("slots", [(2, 2), (1, 1, 1)], ids=["2x2", "3x1"])
-def test_losses_are_those_of_one_machine(hosts, one_machine, launcher, slots):
+EVERY_WAY = [(launcher, (2, 2)) for launcher in ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm")]
+EVERY_WAY += [(launcher, (1, 1, 1)) for launcher in ("ssh", "pdsh", "openmpi")]
+
+
+@pytest.mark.parametrize(("launcher", "slots"), EVERY_WAY, ids=[f"{name}-{len(s)}x{s[0]}" for name, s in EVERY_WAY])
+def test_losses_are_those_of_one_machine(request, hosts, one_machine, launcher, slots):
     if launcher == "pdsh" and not shutil.which("pdsh"):
         pytest.skip("pdsh is not installed")
-    job = train(hosts, launcher, slots)
+    job = train(request, hosts, launcher, slots)
     assert job.code == 0, job.output[-2000:] + job.errors[-2000:]
     assert losses(job.output) == one_machine(sum(slots)), job.errors
     hosts.expect_nothing_left()

@@ -9,16 +9,18 @@
 #include <functional>
 #include <random>
 
+#include "base/slurm_lists.h"
 #include "launch/agent_job.h"
 #include "launch/exports.h"
 #include "launch/failure_report.h"
 #include "launch/frame.h"
+#include "launch/hang_report.h"
 #include "launch/hostfile.h"
 #include "launch/memory_kills.h"
 #include "launch/options.h"
 #include "launch/output.h"
 #include "launch/shell.h"
-#include "launch/starter.h"
+#include "launch/state_exchange.h"
 
 namespace deeptide::launch {
 namespace {
@@ -144,8 +146,24 @@ TEST(Fuzz, Frames) {
 TEST(Fuzz, Payloads) {
   AgentJob job;
   job.options.command = {"x", "\xff"};
-  fuzz({to_text(job), to_text(RankExit{}), "{", "\"", "null", "-1", "1e999"}, [](const std::string& text, Random&) {
-    for (const auto& parse : {std::function<void()>([&] { job_from_text(text); }), {[&] { exit_from_text(text); }}}) {
+  RankState state;
+  state.phase = "backward";
+  state.newest["gathers"] = {7, "all-gather"};
+  state.waiting = CollectiveState{"all-gather", "gathers", "backward", "h.1", "h.1.w", 7, 4096, 8, 12.5};
+  const std::vector<std::string> seeds{to_text(job),
+                                       to_text(RankExit{}),
+                                       to_text(StateAnswer{1, {state}}),
+                                       to_text(StateQuestion{1, {2}}),
+                                       "{",
+                                       "\"",
+                                       "null",
+                                       "-1",
+                                       "1e999"};
+  fuzz(seeds, [](const std::string& text, Random&) {
+    for (const auto& parse : {std::function<void()>([&] { job_from_text(text); }),
+                              {[&] { exit_from_text(text); }},
+                              {[&] { question_from_text(text); }},
+                              {[&] { hang_report(answer_from_text(text).states); }}}) {
       try {
         parse();
       } catch (const std::exception&) {  // the agent refuses, the launcher gives the host up
@@ -162,7 +180,7 @@ TEST(Fuzz, RanksLastWords) {
         const std::deque<std::string> lines(cut.begin(), cut.end());
         last_error(lines);
         resident_at_kill(text, 1);
-        first_of_nodelist(text);
+        tasks_of_node(text, 1);
       });
 }
 

@@ -6,8 +6,12 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
+#include <thread>
+
 #include "launch/launched.h"
 #include "launch/rank_stacks.h"
+#include "launch/state_exchange.h"
 
 namespace deeptide::launch {
 namespace {
@@ -22,8 +26,7 @@ RankState rank_at(int rank, uint64_t newest, bool waits) {
   state.step = 7;
   state.phase = "backward";
   state.module = "h.12.mlp";
-  state.newest["reductions"] = newest;
-  state.newest_operation["reductions"] = "reduce-scatter";
+  state.newest["reductions"] = {newest, "reduce-scatter"};
   if (waits) {
     state.waiting =
         CollectiveState{"reduce-scatter", "reductions", "backward", "h.11", "h.11.w", 7, 3 << 20, newest, 12.5};
@@ -61,7 +64,12 @@ TEST(HangReport, SaysThatARankIsStoppedOrGone) {
   states[2].process = 'X';
   const std::string report = hang_report(states);
   EXPECT_TRUE(has(report, "rank 1 is stopped (SIGSTOP or a debugger) and is in backward")) << report;
-  EXPECT_TRUE(has(report, "rank 2 is gone; it is in backward")) << report;
+  EXPECT_TRUE(has(report, "rank 2 is gone; it was in backward")) << report;
+  states[1].process = states[2].process = 'Z';
+  EXPECT_TRUE(
+      has(hang_report(states), "ranks 1, 2 have ended; they were in backward of h.12.mlp at step 7; their last "))
+      << hang_report(states);
+  EXPECT_EQ(ranks_to_show(states), (std::vector<int>{0})) << "the dead have no stacks";
 }
 
 TEST(HangReport, ShowsStacksOfTheLateAndOfOneThatWaits) {
@@ -79,15 +87,94 @@ TEST(HangReport, CountsOnlyWaitsAsLate) {
   EXPECT_EQ(longest_wait({}), 0.0);
 }
 
-TEST(RankState, TravelsAsText) {
-  RankState state = rank_at(3, 314, true);
-  state.host = "worker-2";
-  state.stacks = "a \"quoted\"\nline\t\\";
-  const RankState back = state_from_json(to_json(state));
-  EXPECT_EQ(to_json(back), to_json(state));
-  EXPECT_EQ(back.waiting->sequence, 314u);
-  EXPECT_EQ(back.stacks, state.stacks);
-  EXPECT_FALSE(state_from_json(to_json(rank_at(3, 310, false))).waiting);
+TEST(HangReport, NamesTheHostsOfAGroup) {
+  std::vector<RankState> states;
+  for (int rank = 0; rank < 8; ++rank) {
+    states.push_back(rank_at(rank, rank < 6 ? 314 : 310, rank < 6));
+    states.back().host = "worker-" + std::to_string(1 + rank / 2);
+    if (rank >= 6) states.back().process = 'T';
+  }
+  const std::string report = hang_report(states);
+  EXPECT_TRUE(has(report, "ranks 6, 7 on worker-4 are stopped (SIGSTOP or a debugger) and are in backward")) << report;
+  EXPECT_TRUE(has(report, "ranks 0-5 on worker-1, worker-2, worker-3 waiting for")) << report;
+  for (RankState& state : states) state.host += std::to_string(state.rank);
+  EXPECT_TRUE(has(hang_report(states), "ranks 0-5 on 6 hosts waiting for")) << hang_report(states);
+}
+
+TEST(HangReport, BlamesAStoppedRankThatHasIssuedAll) {
+  std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 314, true)};
+  states[1].process = 'T';
+  const std::string report = hang_report(states);
+  EXPECT_EQ(report.find("rank 1 is stopped (SIGSTOP or a debugger) and is in backward"), 0u) << report;
+  EXPECT_TRUE(has(report, "rank 0 waiting for")) << report;
+}
+
+TEST(HangReport, BlamesNobodyWhenAllHaveIssuedAll) {
+  const std::string report = hang_report({rank_at(0, 314, true), rank_at(1, 314, true)});
+  EXPECT_EQ(report.find("ranks 0, 1 waiting for reduce-scatter 314"), 0u) << report;
+  EXPECT_TRUE(has(report, "it is the transport between them that does not move")) << report;
+}
+
+TEST(HangReport, SaysWhatACollectiveIsForIfItServesNoUnit) {
+  std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false)};
+  states[0].waiting->unit = "waiting for all ranks";
+  EXPECT_TRUE(has(hang_report(states), "rank 0 waiting for reduce-scatter 314: waiting for all ranks (3.0 MiB), in "));
+}
+
+// Rank 0 waits for rank 1, which waits in another channel for rank 2, which computes: rank 2 is the cause.
+TEST(HangReport, FollowsTheWaitsToTheirCause) {
+  std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 310, false), rank_at(2, 314, true)};
+  for (RankState& state : states) state.newest["gathers"] = {90, "all-gather"};
+  states[1].waiting = CollectiveState{"all-gather", "gathers", "backward", "h.3", "h.3.w", 7, 4096, 90, 3.0};
+  states[2].newest["gathers"].sequence = 89;
+  states[2].waiting.reset();
+  const std::string report = hang_report(states);
+  EXPECT_EQ(report.find("rank 2 is in backward of h.12.mlp at step 7; its last in 'gathers' is all-gather 89; the "
+                        "others are at 90\n"),
+            0u)
+      << report;
+  EXPECT_LT(report.find("rank 1 is in backward"), report.find("rank 0 waiting")) << report;
+}
+
+// Each engine's channels, and so each group's, count for themselves.
+TEST(HangReport, ComparesNumbersOfOneChannelOnly) {
+  std::vector<RankState> states{rank_at(0, 4, true), rank_at(1, 3, false), rank_at(2, 4, true)};
+  states[1].newest["gathers"] = {1000, "all-gather"};
+  EXPECT_EQ(ranks_to_show(states), (std::vector<int>{1, 0}));
+  EXPECT_EQ(hang_report(states).find("rank 1 is in backward"), 0u) << hang_report(states);
+}
+
+TEST(HangReport, IsBoundedHoweverManyPlacesThereAre) {
+  std::vector<RankState> states;
+  for (int rank = 0; rank < 1000; ++rank) {
+    states.push_back(rank_at(rank, 314, true));
+    states.back().waiting->unit = "h." + std::to_string(rank);
+  }
+  const std::string report = hang_report(states);
+  EXPECT_EQ(std::count(report.begin(), report.end(), '\n'), 66) << report;
+  EXPECT_TRUE(has(report, "and 936 more groups\n"));
+  EXPECT_EQ(ranks_to_show(states).size(), 8u);
+}
+
+TEST(StateAnswer, TravelsAsBytesRanksInTheSamePlaceOnce) {
+  StateAnswer answer{7, {rank_at(3, 314, true), rank_at(4, 310, false), rank_at(5, 314, true)}};
+  answer.states[0].stacks = answer.states[2].stacks = "a \"quoted\"\nline\t\\ \xff";
+  answer.states[2].waiting->waited_s = 13.0;
+  const StateAnswer back = answer_from_text(to_text(answer));
+  EXPECT_EQ(back.id, 7u);
+  ASSERT_EQ(back.states.size(), 3u);
+  std::map<int, RankState> by_rank;
+  for (const RankState& state : back.states) by_rank[state.rank] = state;
+  EXPECT_EQ(by_rank[3].waiting->sequence, 314u);
+  EXPECT_EQ(by_rank[3].waiting->waited_s, 13.0) << "the longest of those in the same place";
+  EXPECT_EQ(by_rank[5].stacks, answer.states[0].stacks);
+  EXPECT_FALSE(by_rank[4].waiting);
+  EXPECT_EQ(by_rank[4].pid, 1004) << "alone in its place";
+  EXPECT_EQ(by_rank[4].newest["reductions"].sequence, 310u);
+  StateAnswer many{1, {}};
+  for (int rank = 0; rank < 8; ++rank) many.states.push_back(rank_at(rank, 314, true));
+  EXPECT_LT(to_text(many).size(), 350u) << "a host of eight ranks in one place";
+  EXPECT_THROW(answer_from_text("{}"), std::exception);
 }
 
 TEST(Frame, IsReadable) {
@@ -135,12 +222,26 @@ TEST(Hang, OfAStoppedRankIsReportedWithWhatTheKernelKnows) {
   job.wait();
 }
 
+TEST(Hang, DoesNotCountTheTimeForWhichTheJobWasPaused) {
+  Launched job = hanging("2");
+  ASSERT_TRUE(eventually([&] { return pid_of(job.output_so_far(), 3) > 0; }));
+  job.send_signal(SIGTSTP);
+  ASSERT_TRUE(eventually([&] { return is_stopped(job.pid()); }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  job.send_signal(SIGCONT);
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  EXPECT_FALSE(has(job.errors_so_far(), "who waits for whom")) << job.errors_so_far();
+  EXPECT_TRUE(eventually([&] { return has(job.errors_so_far(), "who waits for whom"); }));
+  job.send_signal(SIGTERM);
+  job.wait();
+}
+
 TEST(LiveJob, IsListedAndShowsItsStacksUntilItEnds) {
   Launched job = hanging("0");
   const std::string number = std::to_string(job.pid());
   ASSERT_TRUE(eventually([&] { return pid_of(job.output_so_far(), 3) > 0; }));
   const std::string list = launch({"ps"}).output;
-  EXPECT_TRUE(has(list, number + "\t4\t7\t")) << list;
+  EXPECT_TRUE(has(list, number + "\t1\t4\t7\t")) << list;
   EXPECT_TRUE(has(list, "2\n")) << list;
   const std::string stacks = launch({"stacks", number}).output;
   EXPECT_TRUE(has(stacks, kLate)) << stacks;

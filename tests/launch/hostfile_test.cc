@@ -9,7 +9,6 @@
 #include "launch/exports.h"
 #include "launch/options.h"
 #include "launch/shell.h"
-#include "launch/starter.h"
 
 namespace deeptide::launch {
 namespace {
@@ -87,14 +86,6 @@ TEST(Exports, AreThePrefixesAndTheFilesOnly) {
   EXPECT_EQ(exported_environment(environment, {}), expected);
   const Environment file = {{"A", "1 2"}, {"B", "q"}, {"C", ""}, {"D", "'open"}};
   EXPECT_EQ(parse_env_file("A=1 2\n# no\n\n export B='q'\r\nC=\nD='open\n", "f"), file);
-}
-
-TEST(Nodelist, BeginsWithItsFirstName) {
-  EXPECT_EQ(first_of_nodelist("node[03-07,9],x1"), "node03");
-  EXPECT_EQ(first_of_nodelist("n1,n[2-3]"), "n1");
-  EXPECT_EQ(first_of_nodelist("gpu-7"), "gpu-7");
-  EXPECT_EQ(first_of_nodelist("a[5]"), "a5");
-  EXPECT_EQ(first_of_nodelist(""), "");
 }
 
 }  // namespace

@@ -24,6 +24,13 @@ void redirect(const std::string& path, int flags, int to) {
   close(fd);
 }
 
+// 'R', 'S', 'T' …; 0: gone.
+char state_of(pid_t pid) {
+  const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
+  const size_t name_end = stat.rfind(')');
+  return name_end == std::string::npos ? '\0' : stat.at(name_end + 2);
+}
+
 }  // namespace
 
 TempFolder::TempFolder() {
@@ -102,10 +109,11 @@ std::string read_file(const std::string& path) {
 
 bool process_exists(pid_t pid) {
   // A zombie that its reaper has not collected yet is gone as far as the job is concerned.
-  const std::string stat = read_file("/proc/" + std::to_string(pid) + "/stat");
-  const size_t state = stat.rfind(')');
-  return state != std::string::npos && stat.compare(state, 3, ") Z") != 0;
+  const char state = state_of(pid);
+  return state != '\0' && state != 'Z';
 }
+
+bool is_stopped(pid_t pid) { return state_of(pid) == 'T'; }
 
 void sleep_briefly() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 

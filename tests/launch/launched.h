@@ -60,6 +60,8 @@ LaunchResult launch(std::vector<std::string> arguments, std::map<std::string, st
 
 std::string read_file(const std::string& path);
 bool process_exists(pid_t pid);
+/// By SIGSTOP or a terminal.
+bool is_stopped(pid_t pid);
 /// Polls until `condition` holds; false after `seconds`.
 template <typename Condition>
 bool eventually(const Condition& condition, double seconds = 10.0);

@@ -4,6 +4,7 @@
 #include "launch/supervisor.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <pty.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -208,6 +209,20 @@ TEST(Terminate, StopsTheRanks) {
   Ids::expect_gone(pids);
 }
 
+TEST(Hangup, StopsTheRanksUnlessItIsIgnoredAsNohupHasIt) {
+  const std::vector<std::string> job = {"--num_ranks", "1", "sh", "-c", "echo ready; sleep 0.5; echo done"};
+  for (const bool ignored : {false, true}) {
+    signal(SIGHUP, ignored ? SIG_IGN : SIG_DFL);
+    Launched launched(job);
+    signal(SIGHUP, SIG_DFL);
+    ASSERT_TRUE(eventually([&] { return launched.output_so_far().find("ready") != std::string::npos; }));
+    launched.send_signal(SIGHUP);
+    const LaunchResult result = launched.wait();
+    EXPECT_EQ(result.exit_code, ignored ? 0 : 129) << result.errors;
+    EXPECT_EQ(result.output.find("done") != std::string::npos, ignored) << result.output;
+  }
+}
+
 TEST(Terminate, ReachesAStoppedRank) {
   Ids ids;
   Launched launched(sleeping_job(ids, "true"));
@@ -227,6 +242,47 @@ TEST(KilledLauncher, LeavesNoOrphan) {
   Ids::expect_gone(pids);
 }
 
+/// Each rank leaves a process in a session of its own, whose parent is gone, without the job's environment.
+std::vector<std::string> job_with_daemons(const Ids& ids) {
+  const std::string daemon = "trap \"\" TERM HUP INT; echo $$ >" + ids.folder();
+  return {"--num_ranks", "2", "sh", "-c",
+          "(env -i PATH=$PATH setsid sh -c '" + daemon + "/daemon'$RANK'; sleep 100; sleep 100' &); echo $$ >" +
+              ids.folder() + "/rank$RANK; sleep 100"};
+}
+
+TEST(KilledLauncher, LeavesNoDaemon) {
+  Ids ids;
+  Launched launched(job_with_daemons(ids));
+  const auto pids = ids.read(4);
+  launched.send_signal(SIGKILL);
+  EXPECT_EQ(launched.wait().exit_code, 137);
+  Ids::expect_gone(pids);
+}
+
+TEST(KilledLauncher, IsToldAndLeavesNoDaemonIfItIsTheSupervisor) {
+  Ids ids;
+  Launched launched(job_with_daemons(ids));
+  const auto pids = ids.read(4);
+  const std::string id = std::to_string(launched.pid());
+  ASSERT_EQ(kill(std::atoi(read_file("/proc/" + id + "/task/" + id + "/children").c_str()), SIGKILL), 0);
+  const LaunchResult result = launched.wait();
+  EXPECT_EQ(result.exit_code, 137);
+  expect_in("the supervisor was killed by signal 9", result.errors);
+  for (pid_t pid : pids) EXPECT_FALSE(process_exists(pid)) << "the launcher has ended before process " << pid;
+}
+
+TEST(Pause, StopsTheLauncherAndItsRanksUntilTheyGoOn) {
+  Launched launched({"--num_ranks", "1", "sh", "-c", "echo $$; while :; do sleep 0.02; done"});
+  ASSERT_TRUE(eventually([&] { return launched.output_so_far().find('\n') != std::string::npos; }));
+  const pid_t rank = std::atoi(launched.output_so_far().c_str() + std::string("[rank 0] ").size());
+  launched.send_signal(SIGTSTP);
+  EXPECT_TRUE(eventually([&] { return is_stopped(rank) && is_stopped(launched.pid()); }));
+  launched.send_signal(SIGCONT);
+  EXPECT_TRUE(eventually([&] { return !is_stopped(rank) && !is_stopped(launched.pid()); }));
+  launched.send_signal(SIGTERM);
+  EXPECT_EQ(launched.wait().exit_code, 143);
+}
+
 TEST(Reader, ThatIsGoneEndsTheJob) {
   TempFolder folder;
   const std::string script =
@@ -236,8 +292,8 @@ TEST(Reader, ThatIsGoneEndsTheJob) {
   EXPECT_TRUE(eventually([&] { return read_file(folder.path("code")) == "141\n"; })) << read_file(folder.path("code"));
 }
 
-/// What a terminal shows of `arguments`.
-std::string on_terminal(std::vector<std::string> arguments, int& exit_code) {
+/// What a terminal shows of `arguments`. `keys` are pressed when "ready" has been shown.
+std::string on_terminal(std::vector<std::string> arguments, int& exit_code, std::string keys = "") {
   arguments.insert(arguments.begin(), DEEPTIDE_COMMAND);
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
@@ -251,7 +307,20 @@ std::string on_terminal(std::vector<std::string> arguments, int& exit_code) {
   std::string shown(64 * 1024, '\0');
   size_t size = 0;
   // The terminal reports an error once its last user is gone.
-  for (ssize_t got; (got = read(terminal, shown.data() + size, shown.size() - size)) > 0;) size += got;
+  while (true) {
+    pollfd ready{terminal, POLLIN, 0};
+    if (poll(&ready, 1, 30'000) == 0) {
+      ADD_FAILURE() << "no word for 30 s after: " << shown.c_str();
+      kill(pid, SIGKILL);
+      break;
+    }
+    const ssize_t got = read(terminal, shown.data() + size, shown.size() - size);
+    if (got <= 0) break;
+    size += got;
+    if (keys.empty() || shown.find("ready") == std::string::npos) continue;
+    EXPECT_EQ(write(terminal, keys.data(), keys.size()), static_cast<ssize_t>(keys.size()));
+    keys.clear();
+  }
   shown.resize(size);
   int status = 0;
   waitpid(pid, &status, 0);
@@ -272,12 +341,43 @@ TEST(Terminal, BelongsToRankZeroAndTheOthersArePrefixed) {
   expect_in("\r\033[K[rank 1] other\r\n", shown);
 }
 
+// The terminal interrupts every process of the foreground: the job must take that for one request, not two.
+TEST(Terminal, InterruptsOnceWithOneKey) {
+  int exit_code = -1;
+  const std::string shown =
+      on_terminal({"--num_ranks", "1", "sh", "-c",
+                   "trap 'sleep 0.3; echo saved; exit 0' INT; echo ready; while :; do sleep 0.02; done"},
+                  exit_code, "\x03");
+  EXPECT_EQ(exit_code, 130) << shown;
+  expect_in("saved", shown);
+  expect_in("^C again kills", shown);
+}
+
 TEST(Terminal, DoesNotStopARankThatReadsIt) {
   int exit_code = -1;
   const std::string shown =
       on_terminal({"-q", "--num_ranks", "1", "sh", "-c", "read line || echo nothing to read"}, exit_code);
   EXPECT_EQ(exit_code, 0) << shown;
   expect_in("nothing to read", shown);
+}
+
+TEST(RankOfStarter, OnlyObeysWhenBothAreAskedToEnd) {
+  // srun may ask each process of a step by itself: first the rank, then its supervisor.
+  Ids ids;
+  const std::vector<std::string> words = {"rank", "sh", "-c", "echo $$ >" + ids.folder() + "/rank; sleep 100"};
+  const std::map<std::string, std::string> environment = {
+      {"SLURM_PROCID", "1"}, {"SLURM_LOCALID", "0"}, {"SLURM_NTASKS", "2"}, {"MASTER_ADDR", "127.0.0.1"}};
+  for (const bool both : {true, false}) {
+    Launched launched(words, environment);
+    const pid_t rank = ids.read(1).front();
+    kill(rank, SIGTERM);
+    sleep_briefly();
+    if (both) launched.send_signal(SIGTERM);
+    const LaunchResult result = launched.wait();
+    EXPECT_EQ(result.exit_code, both ? 1 : 143);
+    EXPECT_EQ(result.errors.find("SIGTERM") == std::string::npos, both) << result.errors;
+    std::filesystem::remove(ids.folder() + "/rank");
+  }
 }
 
 }  // namespace

@@ -152,6 +152,27 @@ def test_another_world_and_stage_load_the_same_values(saved_at, world, stage, bf
         assert_same(after, ranks[0][2], leave_out=["seen"])
 
 
+@pytest.mark.parametrize(("saved_gas", "gas"), [(1, 3), (3, 2), (2, 1)])
+def test_a_step_begins_anew_where_it_has_other_micro_batches(saved_gas, gas, tmp_path):
+    """As elastic training has it: the same batch on fewer ranks takes more of them."""
+
+    def run(world):
+        engine, loader = start(world, 3, gas=saved_gas)
+        train(engine, loader, 2)
+        engine.save_checkpoint(str(tmp_path))
+        engine, loader = start(world, 3, gas=gas)
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.global_steps == 2
+        for micro in range(1, gas + 1):
+            engine.backward(engine(*next(loader)))
+            assert engine.is_gradient_accumulation_boundary() == (micro == gas)
+            engine.step()
+            assert engine.global_steps == 2 + (micro == gas)
+        engine.save_checkpoint(str(tmp_path))
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_gets_its_own_buffers_back(stage, tmp_path):
     def run(world):

@@ -1,0 +1,50 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One host's part of the hang watch: looks into the rings of its ranks, says when a wait lasts, answers questions.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "launch/rank_group.h"
+#include "launch/stack_collector.h"
+#include "launch/state_exchange.h"
+
+namespace deeptide::launch {
+
+class HostWatch {
+ public:
+  struct Events {
+    std::function<void(double waited_s)> late;       // a wait has reached the timeout; 0: none has any more
+    std::function<void(const std::string&)> answer;  // to a question, a StateAnswer as text
+  };
+
+  /// `timeout_s` 0: never late.
+  HostWatch(const RankGroup& ranks, double timeout_s, Events events);
+
+  void add_to(PollSet& set);
+  /// To be called when the poll set has woken.
+  void check();
+  /// States are answered at once, stacks later, one question after the other.
+  void ask(const StateQuestion& question);
+  /// The ranks were stopped until now: that was no wait.
+  void forgive() { forgiven_ = Clock::now(); }
+
+ private:
+  void collect();
+  void check_collector();
+  void answer_first(std::string answer);
+
+  const RankGroup& ranks_;
+  double timeout_s_;
+  Events events_;
+  Clock::time_point next_check_ = Clock::now();
+  Clock::time_point forgiven_{};
+  bool late_ = false;
+  std::deque<StateQuestion> questions_;  // for stacks; the first is being answered
+  std::unique_ptr<StackCollector> collector_;
+};
+
+}  // namespace deeptide::launch

@@ -1,0 +1,132 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings over hosts that hang: one report, which names who is late, and where."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+deeptide = pytest.importorskip("deeptide")
+PACKAGES = Path(deeptide.__file__).absolute().parents[1]
+
+TRAIN = """
+import os, time
+import torch
+import deeptide
+
+def forget_to_train():
+    while os.path.exists("sleep"):
+        time.sleep(0.1)
+
+torch.set_num_threads(1)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "zero_optimization": {"stage": 3}}
+engine, *_ = deeptide.initialize(model=torch.nn.Linear(16, 16), config=config)
+print("ready", os.getpid(), flush=True)
+while True:
+    if os.environ["RANK"] == "3":
+        forget_to_train()
+    engine.backward(engine(torch.ones(1, 16)).sum())
+    engine.step()
+    time.sleep(0.02)
+"""
+
+
+class Training:
+    """Two hosts with two ranks each, which train until they are stopped."""
+
+    def __init__(self, hosts, *options):
+        self.hosts = hosts
+        env = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+        self.job = hosts.start(*options, *hosts.python("train.py", TRAIN), env=env)
+        self.job.wait_for("ready", 4, timeout=90)
+        self.pids = {int(line.split("]")[0][6:]): int(line.split()[3]) for _, line in self.job.out if "ready" in line}
+        time.sleep(0.5)  # all are past their first steps
+
+    def report(self, number=1, timeout=30):
+        """What the launcher says of the hang of this number, all of it."""
+        mark = "who waits for whom:"
+        deadline = time.monotonic() + timeout
+        while self.job.errors.count(mark) < number:
+            assert time.monotonic() < deadline, self.job.errors
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert self.job.errors.count(mark) == number, "reported more than once:\n" + self.job.errors
+        return self.job.errors.split(mark)[number]
+
+    def end(self):
+        self.job.signal(signal.SIGINT)
+        self.job.signal(signal.SIGINT)
+        self.job.wait()
+        self.hosts.expect_nothing_left()
+
+
+def test_one_report_over_all_hosts_names_the_late(hosts):
+    training = Training(hosts, "--hang_timeout", "2")
+    sleep = hosts.folder / "sleep"
+
+    sleep.touch()
+    report = training.report()
+    assert "\nrank 3 on worker-2 is " in report, report
+    assert f"rank 3, process {training.pids[3]} on worker-2:" in report, report
+    assert "in forget_to_train" in report, "its Python stack"
+    assert "native:" in report, "its native stacks"
+    assert "\nranks 0-2 on worker-1, worker-2 waiting for " in report, report
+
+    listed = hosts.run_bare("ps").output.splitlines()[1].split("\t")
+    assert listed[:3] == [str(training.job.process.pid), "2", "4"] and int(listed[3]) > 0, listed
+    stacks = hosts.run_bare("stacks").output
+    assert stacks.startswith("rank 3 on worker-2 is ") and "in forget_to_train" in stacks, stacks
+
+    sleep.unlink()  # the training goes on; then a whole host stops
+    time.sleep(1)
+    for rank in (2, 3):
+        os.kill(training.pids[rank], signal.SIGSTOP)
+    report = training.report(2)
+    assert report.startswith("\n"), report
+    for rank in (2, 3):
+        assert f"rank {rank}, process {training.pids[rank]} on worker-2:" in report, report
+    stopped = [line for line in report.splitlines() if " stopped (SIGSTOP or a debugger)" in line]
+    assert stopped and all("on worker-2" in line for line in stopped), report
+    assert "it cannot answer" in report and "system call" in report, report
+    assert "on worker-1 waiting for " in report, report
+    assert report.index("stopped") < report.index("on worker-1 waiting for"), report
+    training.end()
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
+    if not shutil.which(launcher):
+        pytest.skip(f"{launcher} is not installed")
+    assert hosts.run_bare("ps").output == "no live jobs\n"
+    env = {"PDSH_SSH_ARGS_APPEND": hosts.network.ssh_arguments}
+    words = ["sh", "-c", "echo ready; exec sleep 1000"]
+    job = hosts.start("--launcher", launcher, *words, ssh=launcher == "ssh", env=env)
+    job.wait_for("ready", 4)
+    header, line = hosts.run_bare("ps").output.splitlines()
+    assert header.split("\t") == ["JOB", "HOSTS", "RANKS", "STEP", "WAITING", "AGE", "COMMAND"]
+    assert line.split("\t")[:5] == [str(job.process.pid), "2", "4", "0", "0 s"], line
+    assert line.endswith("sh -c echo ready; exec sleep 1000"), line
+    stacks = hosts.run_bare("stacks", job.process.pid).output
+    assert stacks.startswith("ranks 0-3 on worker-1, worker-2 are not in the engine, waiting for no collective\n"), (
+        stacks
+    )
+    assert "it cannot answer" in stacks, stacks
+    job.signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert hosts.run_bare("ps").output == "no live jobs\n"
+    hosts.expect_nothing_left()
+
+
+def test_a_host_that_does_not_answer_is_named(hosts):
+    training = Training(hosts, "--hang_timeout", "2", "--heartbeat_timeout", "60")
+    hosts.workers[1].set_link("down")
+    report = training.report()
+    assert report.startswith("\nranks 2, 3 on worker-2: no answer from their host\n"), report
+    assert "on worker-1 waiting for " in report, report
+    hosts.workers[1].set_link("up")
+    training.end()
