@@ -176,4 +176,5 @@ class Network:
         for host in self.hosts:
             host.remove()
         run("ip", "netns", "del", self.switch, check=False)
+        run("rmdir", "/etc/netns", check=False)  # stays if it holds others'
         shutil.rmtree(self.folder, ignore_errors=True)
