@@ -6,7 +6,7 @@ import argparse
 
 
 def add_config_arguments(parser):
-    """Adds --deepspeed, --deepspeed_config, --deepspeed_mpi (and the old spelling 'deepscale') to an argparse parser."""
+    """Adds --deepspeed, --deepspeed_config and --deepspeed_mpi (and the old spelling 'deepscale') to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
     group.add_argument("--deepspeed_config", default=None, type=str, metavar="FILE", help="the ds_config.json")

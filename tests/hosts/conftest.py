@@ -180,8 +180,8 @@ class Hosts:
 
     @staticmethod
     def start_listener(host, port):
-        code = f"import socket, time; s = socket.socket(); s.bind(('', {port})); s.listen(); print(1, flush=True); "
-        code += "time.sleep(99)"
+        # The port may have connections of an earlier job that are still closing.
+        code = f"import socket, time; s = socket.create_server(('', {port})); print(1, flush=True); time.sleep(99)"
         process = subprocess.Popen(host.command(sys.executable, "-c", code), stdout=subprocess.PIPE)
         process.stdout.readline()
         return process

@@ -152,7 +152,8 @@ class Network:
         shutil.copy(f"{key}.pub", self.folder / "authorized_keys")
         Path("/run/sshd").mkdir(exist_ok=True)
         (self.folder / "sshd_config").write_text(
-            f"Port 22\nPort {OTHER_SSH_PORT}\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nUsePAM no\n"
+            f"Port 22\nPort {OTHER_SSH_PORT}\nHostKey {host_key}\nAuthorizedKeysFile {self.folder}/authorized_keys\n"
+            "PidFile none\nUsePAM no\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nMaxStartups 100\nMaxSessions 100\n"
         )
         text = "".join(f"Host {name}\n  HostName {address}\n" for name, address in self.addresses.items())
@@ -175,4 +176,5 @@ class Network:
         for host in self.hosts:
             host.remove()
         run("ip", "netns", "del", self.switch, check=False)
+        run("rmdir", "/etc/netns", check=False)  # stays if it holds others'
         shutil.rmtree(self.folder, ignore_errors=True)

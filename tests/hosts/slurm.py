@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""A SLURM cluster over the tests' hosts: its controller on the head, a slurmd on each worker, keys and folders its own."""
+"""A SLURM over the tests' hosts: its controller on the head, a slurmd on some workers, keys and folders its own."""
 
 import os
 import shutil
