@@ -41,8 +41,8 @@ BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 
-# glibc by default hands large blocks back to the kernel, so every step faults their pages again. Deeptide changes that
-# for its process (rows marked `its own`); the others get the same from outside in the rows marked `tuned`.
+# glibc by default hands large blocks back to the kernel, so every step faults their pages again. Deeptide brings an
+# allocator (rows marked `its own`); the others get a glibc that keeps its memory in the rows marked `tuned`.
 TUNED_ALLOCATOR = ":".join(
     (
         "glibc.malloc.hugetlb=1",

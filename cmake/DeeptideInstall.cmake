@@ -14,7 +14,11 @@ if(SKBUILD)
   set_property(TARGET deeptide PROPERTY SOVERSION)
   set_target_properties(deeptide PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib")
   install(TARGETS deeptide LIBRARY DESTINATION deeptide COMPONENT deeptide)
-  install(PROGRAMS $<TARGET_FILE:deeptide_command> DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT deeptide)
+  # The command finds what is bundled from where an environment has its commands: <prefix>/bin.
+  set(_python "python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}")
+  set_target_properties(deeptide_command PROPERTIES
+    INSTALL_RPATH "$ORIGIN/../lib/${_python}/site-packages/deeptide;$ORIGIN/../lib/${_python}/dist-packages/deeptide")
+  install(TARGETS deeptide_command RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT deeptide)
   install(CODE "
     set(bundled \"${DEEPTIDE_BUNDLED}\")
     set(library \"$<TARGET_FILE:deeptide>\")" COMPONENT deeptide)
