@@ -57,7 +57,7 @@ def test_stacks_of_a_live_job_name_the_line_where_it_stands(command, tmp_path):
     try:
         for _ in range(2):
             assert "ready" in job.stdout.readline()
-        assert f"{job.pid}\t2\t" in ask(command, "ps").stdout
+        assert f"{job.pid}\t1\t2\t" in ask(command, "ps").stdout  # on one host, of two ranks
         report = ask(command, "stacks", str(job.pid)).stdout
     finally:
         job.send_signal(signal.SIGTERM)

@@ -116,7 +116,7 @@ def test_world_is_refused_if_it_is_something_else():
 
 
 def test_uninitialised_distributed_is_refused_if_the_caller_said_it_is_initialised():
-    with pytest.raises(deeptide.ConfigError, match="dist_init_required is False"):
+    with pytest.raises(deeptide.ConfigError, match="dist_init_required is false"):
         initialize(dist_init_required=False)
 
 
