@@ -156,12 +156,16 @@ HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, flo
   const float* weight = rows.weight;
   const T *above_0 = rows.gradient + n * width, *summed_0 = rows.summed + n * width;
   const T *above_1 = rows.gradient + last * width, *summed_1 = rows.summed + last * width;
+  const T *to_0 = rows.x_gradient + n * width, *to_1 = rows.x_gradient + last * width;
   const V center_0 = hn::Set(d, rows.mean[n]), scale_0 = hn::Set(d, rows.rstd[n]);
   const V center_1 = hn::Set(d, rows.mean[last]), scale_1 = hn::Set(d, rows.rstd[last]);
   for (size_t begin = 0; begin < width; begin += kSumBlock) {
     V sum_0 = hn::Zero(d), products_0 = sum_0, sum_1 = sum_0, products_1 = sum_0;
     each_vector(begin, HWY_MIN(begin + kSumBlock, width), [&](auto part, size_t i) {
       const V factor = part.get(weight + i);
+      // What write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
+      __builtin_prefetch(to_0 + i, 1);
+      __builtin_prefetch(to_1 + i, 1);
       V weight_gradient = part.get(weight_sum + i), bias_gradient = part.get(bias_sum + i);
       const auto take = [&](V above, V normal, V& sum, V& products) {
         const V g = hn::Mul(above, factor);
