@@ -50,8 +50,30 @@ def linear_cross_entropy(classes):
     return case
 
 
+def norm_inputs(width, dtype):
+    return leaf(ROWS, width, dtype=dtype), leaf(width, dtype=dtype), leaf(width, dtype=dtype)
+
+
+def layer_norm(width, dtype):
+    x, w, b = norm_inputs(width, dtype)
+    return (x, w, b), lambda: ops.layer_norm(x, (width,), w, b), lambda: F.layer_norm(x, (width,), w, b)
+
+
+def residual_layer_norm(width, dtype):
+    x, w, b = norm_inputs(width, dtype)
+    residual = leaf(ROWS, width, dtype=dtype)
+
+    def torchs():
+        summed = x + residual
+        return F.layer_norm(summed, (width,), w, b), summed
+
+    return (x, residual, w, b), lambda: ops.residual_layer_norm(x, residual, (width,), w, b), torchs
+
+
 CASES = {
     "gelu_tanh (256, 4D)": gelu,
+    "layer_norm (256, D)": layer_norm,
+    "residual_layer_norm (256, D)": residual_layer_norm,
     "linear D to 4D": linear(4, 1),
     "linear 4D to D": linear(1, 4),
     "cross_entropy V 8192": cross_entropy(8192),
@@ -65,8 +87,9 @@ def milliseconds(function, inputs):
     for x in inputs:
         x.grad = None
     begin = time.perf_counter()
-    result = function()
-    result.backward(torch.ones_like(result))
+    results = function()
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -85,7 +108,7 @@ def main():
                 times = [(milliseconds(torchs, inputs), milliseconds(mine, inputs)) for _ in range(arguments.rounds)]
                 theirs, ours = (min(column) for column in zip(*times[2:], strict=True))
                 kind = "fp32" if dtype == torch.float32 else "bf16"
-                print(f"| {name} | {width} | {kind} | {theirs:.2f} | {ours:.2f} | {theirs / ours:.2f} |", flush=True)
+                print(f"| {name} | {width} | {kind} | {theirs:.3f} | {ours:.3f} | {theirs / ours:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

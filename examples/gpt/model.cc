@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "deeptide/ops.h"
@@ -27,6 +28,17 @@ using torch::nn::LayerNormOptions;
 using torch::nn::Linear;
 
 Tensor linear(const Linear& layer, const Tensor& x) { return ops::linear(x, layer->weight, layer->bias); }
+
+Tensor norm(const LayerNorm& layer, const Tensor& x) {
+  const auto& options = layer->options;
+  return ops::layer_norm(x, options.normalized_shape(), layer->weight, layer->bias, options.eps());
+}
+
+// The norm of x + branch, and x + branch.
+std::tuple<Tensor, Tensor> residual_norm(const LayerNorm& layer, const Tensor& x, const Tensor& branch) {
+  const auto& options = layer->options;
+  return ops::residual_layer_norm(x, branch, options.normalized_shape(), layer->weight, layer->bias, options.eps());
+}
 
 LayerNorm layer_norm(int64_t width) { return LayerNorm(LayerNormOptions({width})); }
 
@@ -79,8 +91,8 @@ BlockImpl::BlockImpl(const GPTConfig& config)
       mlp_(register_module("mlp", MLP(config))) {}
 
 Tensor BlockImpl::forward(const Tensor& x, const RotaryTable& table) {
-  const auto y = x + attn_(ln_1_(x), table);
-  return y + mlp_(ln_2_(y));
+  const auto [y, sum] = residual_norm(ln_2_, x, attn_(norm(ln_1_, x), table));
+  return sum + mlp_(y);
 }
 
 GPTImpl::GPTImpl(const GPTConfig& config, uint64_t seed)
@@ -114,7 +126,7 @@ Tensor GPTImpl::hidden(const Tensor& tokens) {
   auto x = wte_(tokens);
   const RotaryTable table(tokens.size(1), config_.width / config_.heads, x.options());
   for (const auto& block : *h_) x = block->as<BlockImpl>()->forward(x, table);
-  return ln_f_(x);
+  return norm(ln_f_, x);
 }
 
 Tensor GPTImpl::logits(const Tensor& tokens) { return ops::linear(hidden(tokens), wte_->weight); }

@@ -42,6 +42,15 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     return ops.linear(x, layer.weight, layer.bias)
 
 
+def norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    return ops.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
+def residual_norm(layer: nn.LayerNorm, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x + branch, and x + branch."""
+    return ops.residual_layer_norm(x, branch, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -79,8 +88,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cos, sin)
-        return x + self.mlp(self.ln_2(x))
+        y, x = residual_norm(self.ln_2, x, self.attn(norm(self.ln_1, x), cos, sin))
+        return x + self.mlp(y)
 
 
 class GPT(nn.Module):
@@ -112,7 +121,7 @@ class GPT(nn.Module):
         cos, sin = (part.to(x.dtype) for part in table)
         for block in self.h:
             x = block(x, cos, sin)
-        return self.ln_f(x)
+        return norm(self.ln_f, x)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(B, T) bytes -> (B, T, V). The output layer is the embedding, used a second time."""

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 
 /// Dispatcher operators `deeptide::…` with gradients; sharded parameters arrive whole. Fast for fp32 and bf16 on the
 /// CPU, in one result for any number of threads. All else (other types and devices, autocast, torch.func, tracing)
@@ -32,5 +33,16 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
 
 /// x times the normal distribution's integral at x, by its tanh approximation (arXiv:1606.08415). Any shape.
 at::Tensor gelu_tanh(const at::Tensor& x);
+
+/// torch's layer_norm over the last dimensions, `normalized_shape`. Statistics in fp32 whatever the input's type is.
+at::Tensor layer_norm(const at::Tensor& x, at::IntArrayRef normalized_shape,
+                      const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
+                      double eps = 1e-5);
+
+/// Returns layer_norm(x + residual) and x + residual, which the next residual branch starts from, in one pass.
+std::tuple<at::Tensor, at::Tensor> residual_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                       at::IntArrayRef normalized_shape,
+                                                       const std::optional<at::Tensor>& weight = {},
+                                                       const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
 }  // namespace deeptide::ops

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import deeptide._C  # noqa: F401  registers torch.ops.deeptide
 
-__all__ = ["cross_entropy", "gelu_tanh", "linear", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "gelu_tanh", "layer_norm", "linear", "linear_cross_entropy", "residual_layer_norm"]
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -49,3 +51,26 @@ def linear_cross_entropy(
 def gelu_tanh(x: Tensor) -> Tensor:
     """torch.nn.functional.gelu(x, approximate="tanh")."""
     return torch.ops.deeptide.gelu_tanh(x)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.layer_norm."""
+    return torch.ops.deeptide.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+def residual_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """layer_norm(x + residual), and x + residual itself, in one pass."""
+    return torch.ops.deeptide.residual_layer_norm(x, residual, normalized_shape, weight, bias, eps)

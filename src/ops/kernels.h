@@ -29,6 +29,32 @@ void gelu_tanh_backward_cpu(const at::Tensor& gradient, const at::Tensor& x, con
 const char* kernel_target();
 
 /// The same in torch's operators; any type and device, with gradients of any order.
+
+// Layer normalization of N rows of D elements. The shapes of the rows' tensors do not matter: N is the size of mean_N.
+// Contiguous; rows of one type, fp32 or bf16; all of one dimension in fp32.
+
+struct LayerNormInputs {
+  at::Tensor x, residual, weight_D, bias_D;  // the residual may be undefined: then `summed` is x and not written
+  double eps = 1e-5;
+};
+struct LayerNormResults {
+  at::Tensor normed, summed, mean_N, rstd_N;
+};
+
+/// Adds the residual and normalizes each row of the sum as rounded. A row's result does not depend on the others.
+void layer_norm_cpu(const LayerNormInputs& from, const LayerNormResults& to);
+
+struct LayerNormGradients {
+  at::Tensor normed_gradient, summed_gradient, summed, mean_N, rstd_N, weight_D;  // summed_gradient may be undefined
+};
+struct LayerNormInputGradients {
+  at::Tensor x, weight_D, bias_D;  // x's is the residual's, too
+};
+
+/// Weight's and bias's gradients are summed over rows in an order that N alone decides, whatever the threads are.
+void layer_norm_backward_cpu(const LayerNormGradients& from, const LayerNormInputGradients& to);
+
+/// Cross-entropy in torch's operators; any type and device, with gradients of any order.
 at::Tensor cross_entropy_reference(const at::Tensor& logits_NV, const at::Tensor& targets_N, int64_t ignore_index,
                                    int64_t reduction, double label_smoothing);
 

@@ -117,7 +117,9 @@ TEST_P(Rings, CopyNothingThatOnlyTheSenderReads) {
         EXPECT_EQ(seen[peer].substr(0, begin), sent.substr(0, begin));
         EXPECT_EQ(seen[peer].substr(end), sent.substr(end));
         // At first slots hold zeros.
-        if (peer != world.rank && end - begin == 40) EXPECT_EQ(seen[peer], std::string(40, '\0'));
+        if (peer != world.rank && end - begin == 40) {
+          EXPECT_EQ(seen[peer], std::string(40, '\0'));
+        }
       }
     }
   });

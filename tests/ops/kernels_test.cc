@@ -11,6 +11,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/one_hot.h>
@@ -20,6 +21,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <vector>
 
 #include "deeptide/ops.h"
 #include "kernel_modes.h"
@@ -61,6 +63,31 @@ TEST(GeluKernel, AgreesWithTorchOnEachInstructionSet) {
   });
 }
 
+TEST(LayerNormKernel, AgreesWithTorchOnEachInstructionSet) {
+  on_each_target([] {
+    for (const int64_t width : {1, 7, 16, 100, 1025}) {
+      const int64_t rows = 37;  // several chunks, with an odd one
+      const Tensor x = at::randn({rows, width}), residual = at::randn({rows, width}) + 5, weight = at::randn({width});
+      const Tensor bias = at::randn({width}), gradient = at::randn({rows, width}), more = at::randn({rows, width});
+      const LayerNormResults to{at::empty_like(x), at::empty_like(x), at::empty({rows}), at::empty({rows})};
+      layer_norm_cpu({x, residual, weight, bias, 1e-3}, to);
+      const LayerNormInputGradients got{at::empty_like(x), at::empty({width}), at::empty({width})};
+      layer_norm_backward_cpu({gradient, more, to.summed, to.mean_N, to.rstd_N, weight}, got);
+
+      std::vector<Tensor> leaves;
+      for (const Tensor& leaf : {to.summed, weight, bias}) leaves.push_back(leaf.to(at::kDouble).requires_grad_());
+      const Tensor exact = at::layer_norm(leaves[0], {width}, leaves[1], leaves[2], 1e-3);
+      exact.backward(gradient.to(at::kDouble));
+      EXPECT_TRUE(at::equal(to.summed, x + residual));
+      EXPECT_TRUE(at::allclose(to.normed.to(at::kDouble), exact, 1e-5, 1e-5)) << width;
+      // Of sums over 37 rows, and of differences of terms up to 1 / sqrt(eps).
+      EXPECT_TRUE(at::allclose(got.x.to(at::kDouble), leaves[0].grad() + more, 1e-4, 1e-4)) << width;
+      EXPECT_TRUE(at::allclose(got.weight_D.to(at::kDouble), leaves[1].grad(), 1e-5, 1e-4)) << width;
+      EXPECT_TRUE(at::allclose(got.bias_D.to(at::kDouble), leaves[2].grad(), 1e-5, 1e-4)) << width;
+    }
+  });
+}
+
 TEST(CrossEntropyKernel, AgreesWithTorchOnEachInstructionSet) {
   on_each_target([] {
     for (const int64_t classes : {1, 5, 16, 1025, 5000}) {
@@ -98,9 +125,15 @@ TEST(Operators, AreTorchsWithGradients) {
     loss().backward();
     return std::vector<Tensor>{x.grad(), w.grad(), b.grad()};
   };
-  const auto ours = gradients([&] { return linear_cross_entropy(gelu_tanh(ops::linear(x, w, b)), w, targets); });
-  const auto torchs =
-      gradients([&] { return at::cross_entropy_loss(at::linear(at::gelu(at::linear(x, w, b), "tanh"), w), targets); });
+  const auto ours = gradients([&] {
+    const auto [normed, summed] = residual_layer_norm(gelu_tanh(ops::linear(x, w, b)), x, {128}, b, b);
+    return linear_cross_entropy(ops::layer_norm(summed, {128}) + normed, w, targets);
+  });
+  const auto torchs = gradients([&] {
+    const Tensor summed = at::gelu(at::linear(x, w, b), "tanh") + x;
+    const Tensor normed = at::layer_norm(summed, {128}, b, b);
+    return at::cross_entropy_loss(at::linear(at::layer_norm(summed, {128}) + normed, w), targets);
+  });
   for (size_t i = 0; i < ours.size(); ++i) EXPECT_TRUE(at::allclose(ours[i], torchs[i], 1e-4, 1e-5)) << i;
 }
 

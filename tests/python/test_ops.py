@@ -133,6 +133,136 @@ def test_cross_entropy_says_nan_where_torch_does():
     assert logits.grad[:3].isnan().all() and logits.grad[3].isfinite().all()
 
 
+NORM_SHAPES = [
+    ((1, 1), 1),
+    ((5, 1), 1),
+    ((7, 15), 1),
+    ((3, 2, 16), 1),
+    ((33, 17), 1),
+    ((130, 512), 1),
+    ((2, 3, 4, 5), 2),
+]
+NORM_SHAPES += [((3, 5000), 1)]  # more than one block of a row's sums
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", "neither"])
+@pytest.mark.parametrize(("shape", "dimensions"), NORM_SHAPES)
+def test_layer_norm_agrees_with_fp64(shape, dimensions, given, dtype):
+    inside = shape[-dimensions:]
+    parameters = [torch.randn(inside) for name in ("weight", "bias") if name in given]
+
+    def norm(function):
+        def run(x, *rest):
+            by_name = dict(zip([name for name in ("weight", "bias") if name in given], rest, strict=True))
+            return function(x, inside, by_name.get("weight"), by_name.get("bias"), 1e-3)
+
+        return run
+
+    beside_fp64(norm(ops.layer_norm), norm(F.layer_norm), [torch.randn(shape) + 3, *parameters], dtype)
+
+
+def residual_norms(x, residual, weight, bias):
+    """One tensor of both results, so that both get gradients."""
+    return torch.cat(ops.residual_layer_norm(x, residual, weight.shape, weight, bias))
+
+
+def residual_norms_by_torch(x, residual, weight, bias):
+    # bf16 rounds the sum before it is normalized, and so does the reference.
+    summed = x + residual
+    return torch.cat([F.layer_norm(summed, weight.shape, weight, bias), summed])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("shape", "dimensions"), NORM_SHAPES)
+def test_residual_layer_norm_agrees_with_fp64(shape, dimensions, dtype):
+    inside = shape[-dimensions:]
+    # Sums of sixteenths below 8 are exact in bf16: the reference normalizes the same numbers.
+    x, residual = (torch.randint(-60, 60, shape) / 16 for _ in range(2))
+    inputs = [x, residual, torch.randn(inside), torch.randn(inside)]
+    beside_fp64(residual_norms, residual_norms_by_torch, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_layer_norm_is_as_accurate_as_torchs(dtype):
+    x = (100 + torch.randn(64, 1000)).to(dtype)
+    exact = F.layer_norm(x.double(), (1000,))
+    mine, torchs = ((f(x, (1000,)) - exact).abs().max() for f in (ops.layer_norm, F.layer_norm))
+    assert float(mine) <= 1.01 * float(torchs) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_residual_layer_norm_gives_each_gradient_alone(dtype):
+    for use in (0, 1):
+        x, residual, weight, bias = (torch.randn(s).to(dtype).requires_grad_() for s in ((9, 33), (9, 33), 33, 33))
+        results = [
+            torch.autograd.grad(f(x, residual, weight, bias).chunk(2)[use].sum(), (x, residual), allow_unused=True)
+            for f in (residual_norms, residual_norms_by_torch)
+        ]
+        for mine, torchs in zip(*results, strict=True):
+            close(mine, torchs.double(), dtype)
+        # An output that nobody uses: its gradient is not given at all.
+        normed, summed = ops.residual_layer_norm(x, residual, (33,), weight, bias)
+        got = torch.autograd.grad((normed, summed)[use].sum(), (residual, weight, bias), allow_unused=True)
+        assert (got[1] is None) == (got[2] is None) == (use == 1)
+
+
+def test_layer_norm_computes_only_the_gradients_asked_for():
+    x, residual, weight, bias = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8), torch.randn(8, requires_grad=True)
+    ops.residual_layer_norm(x, residual, (8,), weight, bias)[0].sum().backward()
+    assert bias.grad.tolist() == [4.0] * 8 and weight.grad is None
+    bias.grad = None
+    ops.layer_norm(x, (8,), None, bias)[:3].sum().backward()
+    assert bias.grad.tolist() == [3.0] * 8
+
+
+def test_layer_norm_takes_any_strides_and_mixed_parameters():
+    x, residual = torch.randn(6, 5, 40).transpose(1, 2)[..., ::2], torch.randn(40, 6, 3).permute(1, 0, 2)
+    weight, bias = torch.randn(6)[::2], torch.randn(3)
+    beside_fp64(residual_norms, residual_norms_by_torch, [x, residual, weight, bias], torch.float32)
+    half = x.to(torch.bfloat16)  # with parameters in fp32, as torch allows
+    leaf = weight.detach().clone().requires_grad_()
+    y = ops.layer_norm(half, (3,), leaf, bias)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and leaf.grad.dtype == torch.float32
+    torch.testing.assert_close(y, F.layer_norm(half, (3,), weight, bias), rtol=1e-2, atol=1e-2)
+
+
+def test_layer_norm_of_nothing_and_of_nan_is_torchs():
+    none = torch.zeros(0, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    ops.layer_norm(none, (8,), weight).sum().backward()
+    assert none.grad.shape == (0, 8) and torch.equal(weight.grad, torch.zeros(8))
+    assert [y.shape for y in ops.residual_layer_norm(none, none, (8,))] == [(0, 8), (0, 8)]
+    x = torch.randn(3, 20)
+    x[0, 3], x[1, 4] = float("nan"), float("inf")
+    torch.testing.assert_close(ops.layer_norm(x, (20,)), F.layer_norm(x, (20,)), equal_nan=True)
+
+
+def test_layer_norm_can_be_differentiated_twice():
+    inputs = [torch.randn(s, dtype=torch.double, requires_grad=True) for s in ((2, 3, 5), (2, 3, 5), 5, 5)]
+    assert torch.autograd.gradcheck(residual_norms, inputs) and torch.autograd.gradgradcheck(residual_norms, inputs)
+    seconds = []
+    for function in (residual_norms, residual_norms_by_torch):
+        leaves = [x.detach().float().requires_grad_() for x in inputs]
+        (first,) = torch.autograd.grad(function(*leaves).square().sum(), leaves[0], create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), leaves[:3]))
+    for mine, torchs in zip(*seconds, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-4)  # of terms that cancel
+
+
+def test_layer_norm_says_what_torch_says():
+    for function in (ops.layer_norm, F.layer_norm):
+        with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[5\]"):
+            function(torch.zeros(2, 3), (5,))
+        with pytest.raises(RuntimeError, match="Expected weight to be of same shape as normalized_shape"):
+            function(torch.zeros(2, 3), (3,), torch.ones(5))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        ops.residual_layer_norm(torch.zeros(2, 3), torch.zeros(2, 4), (3,))
+    x, row = torch.randn(2, 3), torch.randn(3)  # broadcast, as torch's sum
+    assert torch.equal(ops.residual_layer_norm(x, row, (3,))[1], x + row)
+
+
 def test_gradients_survive_a_second_backward_and_a_scale():
     hidden = torch.randn(6, 8, requires_grad=True)
     weight = torch.randn(20, 8, requires_grad=True)
@@ -195,30 +325,40 @@ def test_linear_cross_entropy_says_what_is_wrong():
 
 def test_one_thread_and_two_give_the_same_bits():
     logits, targets = torch.randn(64, 3000), torch.randint(0, 3000, (64,))
-    x = torch.randn(100_001)
+    x, weight, bias = torch.randn(100_001), torch.randn(1100), torch.randn(1100)
+    rows, residual = torch.randn(2, 261, 1100)
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         a, b = logits.clone().requires_grad_(), x.clone().requires_grad_()
         loss, y = ops.cross_entropy(a, targets), ops.gelu_tanh(b)
         (loss + y.sum()).backward()
-        results.append((loss.detach(), a.grad, y.detach(), b.grad))
+        leaves = [t.clone().requires_grad_() for t in (rows, residual, weight, bias)]
+        norms = residual_norms(*leaves)
+        norms.square().sum().backward()
+        results.append((loss.detach(), a.grad, y.detach(), b.grad, norms.detach(), *(t.grad for t in leaves)))
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
 def test_transforms_autocast_and_compilation_take_torchs_way():
     x, w = torch.randn(8, 16), torch.randn(4, 16)
     y = torch.arange(8) % 4
-    expected = F.cross_entropy(F.gelu(F.linear(x, w), approximate="tanh"), y)
+    hidden = 2 * F.gelu(F.linear(x, w), approximate="tanh")
+    expected = F.cross_entropy(F.layer_norm(F.layer_norm(hidden, (4,)), (4,)) + hidden, y)
 
     def loss(weight):
-        return ops.cross_entropy(ops.gelu_tanh(ops.linear(x, weight)), y)
+        hidden = ops.gelu_tanh(ops.linear(x, weight))
+        normed, summed = ops.residual_layer_norm(hidden, hidden, (4,))
+        return ops.cross_entropy(ops.layer_norm(normed, (4,)) + summed, y)
 
     torch.testing.assert_close(torch.func.vmap(loss)(w.expand(3, 4, 16)), expected.expand(3))
     assert torch.func.grad(loss)(w).shape == w.shape
     torch.testing.assert_close(torch.compile(loss, backend="eager")(w), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.linear(x, w).dtype == torch.bfloat16
+        half = x.to(torch.bfloat16)
+        assert ops.layer_norm(half, (16,)).dtype == F.layer_norm(half, (16,)).dtype
+    assert ops.residual_layer_norm(x.to("meta"), x.to("meta"), (16,))[0].shape == x.shape
 
 
 class Model(nn.Module):
@@ -226,11 +366,16 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(64, 128)
         self.h = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(128) for _ in range(3))
+        self.norm = nn.LayerNorm(128)
 
     def forward(self, tokens, targets):
         x = self.embed(tokens).flatten(0, -2)
-        for block in self.h:
-            x = x + ops.gelu_tanh(ops.linear(x, block.weight, block.bias))
+        for block, norm in zip(self.h, self.norms, strict=True):
+            y = ops.gelu_tanh(ops.linear(x, block.weight, block.bias))
+            y, x = ops.residual_layer_norm(x, y, (128,), norm.weight, norm.bias)
+            x = x + y
+        x = ops.layer_norm(x, (128,), self.norm.weight, self.norm.bias)
         return ops.linear_cross_entropy(x, self.embed.weight, targets.flatten())
 
 
