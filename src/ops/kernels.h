@@ -28,8 +28,6 @@ void gelu_tanh_backward_cpu(const at::Tensor& gradient, const at::Tensor& x, con
 /// Highway's name of the instruction set that the above run on here.
 const char* kernel_target();
 
-/// The same in torch's operators; any type and device, with gradients of any order.
-
 // Layer normalization of N rows of D elements. The shapes of the rows' tensors do not matter: N is the size of mean_N.
 // Contiguous; rows of one type, fp32 or bf16; all of one dimension in fp32.
 
