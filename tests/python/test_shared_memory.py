@@ -89,6 +89,44 @@ def test_numbers_are_those_of_ranks_apart(world, stage, gas, bf16):
     assert_all_same(run_ranks(world, run, True, stage, gas, bf16), apart(world, stage, gas, bf16))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("world", "stage", "gas"), [(1, 2, 1), (1, 2, 3), (2, 3, 1), (2, 1, 3), (3, 2, 1)])
+def test_a_thread_of_its_own_for_the_sums_changes_no_bit(world, stage, gas, bf16, shared):
+    def with_thread(place, mode):
+        return run(place, shared, stage, gas, bf16, deeptide={"reduce_thread": mode})
+
+    assert_all_same(run_ranks(world, with_thread, "on"), run_ranks(world, with_thread, "off"))
+
+
+def backward_twice(world, shared, bf16, thread, together=False):
+    """Two losses before each step; rows that were kept for it become sums after all."""
+    engine = start(world, shared, stage=2, bf16=bf16, deeptide={"reduce_thread": thread})
+    norms = []
+    for step in range(STEPS):
+        tokens, targets = models.batches(STEPS, 4 * world.size)[step]
+        parts = [slice(2 * (i * world.size + world.rank), 2 * (i * world.size + world.rank + 1)) for i in range(2)]
+        losses = [engine(tokens[part], targets[part]) for part in parts]
+        for loss in [sum(losses)] if together else losses:
+            engine.backward(loss)
+        norms.append(engine.step().grad_norm)
+    state = state_of(engine)
+    engine.destroy()
+    return [], norms, state
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_second_backward_adds_to_what_was_kept_for_the_step(world, bf16):
+    expected = run_ranks(world, backward_twice, False, bf16, "off")
+    for shared, thread in [(True, "off"), (True, "on"), (False, "on")]:
+        assert_all_same(run_ranks(world, backward_twice, shared, bf16, thread), expected)
+    at_once = run_ranks(world, backward_twice, False, bf16, "off", True)[0]
+    # bf16: two roundings of 2^-9 instead of one; fp32: another order of additions.
+    for one, other in zip(expected[0][1], at_once[1], strict=True):
+        assert one == pytest.approx(other, rel=2e-2 if bf16 else 1e-5)
+
+
 def on_hosts(world, hosts, *args):
     placed = deeptide.make_world(world.store, world.rank, world.size, f"host {hosts[world.rank]}")
     engine = start(placed, True, *args)
