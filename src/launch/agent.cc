@@ -108,8 +108,9 @@ void Agent::handle(const Frame& frame) {
       if (watch_) watch_->forgive();
       return ranks_.resume();
     case FrameKind::ask:
-      if (watch_) watch_->ask(question_from_text(frame.payload));
-      return;
+      if (!watch_) return;
+      return watch_->ask(question_from_text(frame.payload),
+                         [this](const std::string& answer) { send(FrameKind::states, -1, answer); });
     default:
       return;  // a heartbeat; or a word that a later version says
   }
@@ -133,11 +134,9 @@ void Agent::start(const std::string& text) {
   const std::vector<RankPlan> plans = plan_ranks(job.options, job.place);
   state_ = State::running;
   for (const RankPlan& plan : plans) ranks_.start(plan, Terminal{});
-  watch_.emplace(ranks_, job.hang_timeout_s,
-                 HostWatch::Events{[this](double waited_s) {
-                                     send(FrameKind::late, -1, json{{"waited", waited_s}}.dump());
-                                   },
-                                   [this](const std::string& answer) { send(FrameKind::states, -1, answer); }});
+  watch_.emplace(ranks_, job.hang_timeout_s, [this](double waited_s) {
+    send(FrameKind::late, -1, json{{"waited", waited_s}}.dump());
+  });
 }
 
 void Agent::stop(const std::string& text) {

@@ -21,8 +21,8 @@ namespace {
 constexpr std::array<std::string_view, 11> kPrefixes = {"NCCL",  "RCCL",      "PYTHON", "MV2",       "UCX",   "MLFLOW",
                                                         "GLOO_", "TP_SOCKET", "OMP_",   "DEEPTIDE_", "TORCH_"};
 // A job's own variables, which a job started from within another one must not inherit.
-constexpr std::array<std::string_view, 3> kNever = {"DEEPTIDE_JOB_TOKEN", "DEEPTIDE_RESTART_COUNT",
-                                                    "DEEPTIDE_LAUNCHER"};
+constexpr std::array<std::string_view, 4> kNever = {"DEEPTIDE_JOB_TOKEN", "DEEPTIDE_RESTART_COUNT", "DEEPTIDE_LAUNCHER",
+                                                    "DEEPTIDE_HUB"};
 constexpr std::array<std::string_view, 5> kSecretWords = {"TOKEN", "PASSWORD", "SECRET", "CREDENTIAL", "KEY"};
 
 bool is_name(std::string_view name) {

@@ -9,8 +9,7 @@ namespace deeptide::launch {
 namespace {
 
 constexpr size_t kLengthBytes = 4;
-constexpr size_t kHeadBytes = 5;               // kind and rank
-constexpr size_t kLongestFrame = 64ull << 20;  // far above a plan of thousands of ranks
+constexpr size_t kHeadBytes = 5;  // kind and rank
 constexpr size_t kNoiseBytes = 4096;
 
 void put(std::string& bytes, uint32_t value) {
@@ -60,7 +59,7 @@ std::optional<Frame> FrameReader::next() {
   const std::string_view rest = std::string_view(pending_).substr(used_);
   if (rest.size() < kLengthBytes) return std::nullopt;
   const size_t length = get(rest);
-  if (length < kHeadBytes || length > kLongestFrame) {
+  if (length < kHeadBytes || length > longest_) {
     throw std::runtime_error("a frame of " + std::to_string(length) + " bytes: the stream is out of step");
   }
   if (rest.size() < kLengthBytes + length) return std::nullopt;

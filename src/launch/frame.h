@@ -50,8 +50,8 @@ constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
 /// Cuts a stream into frames.
 class FrameReader {
  public:
-  /// With `preamble`: frames begin after it.
-  explicit FrameReader(bool preamble) : skipping_(preamble) {}
+  /// With `preamble`: frames begin after it. Longer ones than `longest` are errors.
+  explicit FrameReader(bool preamble, size_t longest = kLongestFrame) : skipping_(preamble), longest_(longest) {}
 
   void feed(std::string_view bytes);
   /// The next complete frame. Errors: std::runtime_error if the stream cannot be one of frames.
@@ -61,7 +61,10 @@ class FrameReader {
   bool begun() const { return !skipping_; }
 
  private:
+  static constexpr size_t kLongestFrame = 64ull << 20;  // far above a plan of thousands of ranks
+
   bool skipping_;
+  size_t longest_;
   std::string pending_, noise_;
   size_t used_ = 0;  // of pending_
 };

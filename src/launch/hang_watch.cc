@@ -51,8 +51,14 @@ void HangWatch::watch(std::vector<Host> hosts, int world_size) {
   world_size_ = static_cast<size_t>(world_size);
   hosts_.clear();
   rounds_.clear();
-  due_ = reported_ = false;
+  due_ = reported_ = grows_ = false;
   for (Host& host : hosts) hosts_.push_back({std::move(host)});
+}
+
+size_t HangWatch::add(Host host) {
+  grows_ = true;
+  hosts_.push_back({std::move(host)});
+  return hosts_.size() - 1;
 }
 
 void HangWatch::on_late(size_t host, double waited_s) {
@@ -157,14 +163,31 @@ void HangWatch::close(Round& round) {
        report_of(round));
 }
 
-std::string HangWatch::report_of(const Round& round) const {
-  if (hosts_.empty()) return "no ranks of its own, or not yet; those of mpirun and srun are asked on their hosts\n";
-  std::string report;
+/// "ranks 2, 3 on worker-2: ended", a line for each host that has any.
+std::string HangWatch::ranks_by_host(const std::string& what, const std::function<bool(size_t)>& chosen) const {
+  std::map<std::string, std::vector<int>> ranks;
   for (size_t i = 0; i < hosts_.size(); ++i) {
-    const Host& host = hosts_[i].host;
-    const std::string whose = host.name.empty() ? "" : " on " + host.name;
-    if (hosts_[i].over) report += ranks_text(ranks_of(host)) + whose + ": ended\n";
-    if (round.silent.count(i)) report += ranks_text(ranks_of(host)) + whose + ": no answer from their host\n";
+    if (!chosen(i)) continue;
+    for (const int rank : ranks_of(hosts_[i].host)) ranks[hosts_[i].host.name].push_back(rank);
+  }
+  std::string lines;
+  for (auto& [name, of_host] : ranks) {
+    std::sort(of_host.begin(), of_host.end());
+    lines += ranks_text(of_host) + (name.empty() ? "" : " on " + name) + ": " + what + "\n";
+  }
+  return lines;
+}
+
+std::string HangWatch::report_of(const Round& round) const {
+  if (hosts_.empty()) return "no rank has come up, or none under mpirun or srun could connect: ask on its own host\n";
+  std::string report = ranks_by_host("ended", [this](size_t host) { return hosts_[host].over; });
+  report += ranks_by_host("no answer from their host", [&](size_t host) { return round.silent.count(host) > 0; });
+  std::set<int> strangers;
+  for (size_t rank = 0; grows_ && rank < world_size_; ++rank) strangers.insert(static_cast<int>(rank));
+  for (const Watched& watched : hosts_) strangers.erase(watched.host.first_rank);
+  if (!strangers.empty()) {
+    report +=
+        ranks_text({strangers.begin(), strangers.end()}) + ": not connected to the launcher; ask on their hosts\n";
   }
   return report + hang_report(round.states, round.states.size() == world_size_);
 }
@@ -176,10 +199,14 @@ std::string HangWatch::ps_line(const Round& round) const {
     step = std::max(step, state.step);
     ranks += state.process != 'Z';
   }
-  const auto hosts = std::count_if(hosts_.begin(), hosts_.end(), [](const Watched& w) { return !w.over; });
-  const std::string silent = round.silent.empty() ? "" : " (" + std::to_string(round.silent.size()) + " silent)";
+  std::set<std::string> hosts, mute;
+  for (size_t i = 0; i < hosts_.size(); ++i) {
+    if (!hosts_[i].over) hosts.insert(hosts_[i].host.name);
+    if (round.silent.count(i)) mute.insert(hosts_[i].host.name);
+  }
+  const std::string silent = mute.empty() ? "" : " (" + std::to_string(mute.size()) + " silent)";
   const double age = std::chrono::duration<double>(Clock::now() - started_).count();
-  return std::to_string(job_) + "\t" + std::to_string(hosts) + silent + "\t" + std::to_string(ranks) + "\t" +
+  return std::to_string(job_) + "\t" + std::to_string(hosts.size()) + silent + "\t" + std::to_string(ranks) + "\t" +
          std::to_string(step) + "\t" + seconds_text(longest_wait(round.states)) + "\t" + seconds_text(age) + "\t" +
          command_ + "\n";
 }

@@ -35,6 +35,8 @@ class HangWatch {
   /// replaced by another list. Other numbers are no hosts of this watch: nothing happens. `world_size`: where these are
   /// a part of the job (each host or rank has a launcher of its own), nothing can be said of all.
   void watch(std::vector<Host> hosts, int world_size);
+  /// One more of them, while rounds go on; returns its number.
+  size_t add(Host host);
   /// The host's longest wait when that has reached the timeout, and 0 when it is over.
   void on_late(size_t host, double waited_s);
   void on_answer(size_t host, const std::string& answer);
@@ -71,6 +73,7 @@ class HangWatch {
   bool advance(Round& round);
   bool ask_stacks(Round& round);
   void close(Round& round);
+  std::string ranks_by_host(const std::string& what, const std::function<bool(size_t host)>& chosen) const;
   std::string report_of(const Round& round) const;
   std::string ps_line(const Round& round) const;
 
@@ -84,6 +87,7 @@ class HangWatch {
   std::list<Round> rounds_;
   uint64_t last_id_ = 0;
   Clock::time_point started_ = Clock::now();
+  bool grows_ = false;     // hosts come one by one: some may never
   bool due_ = false;       // a host has become late
   bool reported_ = false;  // until no host is late any more
 };

@@ -44,6 +44,9 @@ Words rank_command(const Options& options) {
   if (!options.log_dir.empty()) append(words, {"--enable_each_rank_log", options.log_dir});
   if (!options.rank_prefix) words.push_back("--no_rank_prefix");
   if (options.grace_s) append(words, {"--grace", std::to_string(*options.grace_s)});
+  if (options.hang_timeout_s != Options{}.hang_timeout_s) {
+    append(words, {"--hang_timeout", std::to_string(options.hang_timeout_s)});
+  }
   words.push_back("--quiet");
   append(words, options.command);
   if (options.venv_script.empty()) return words;

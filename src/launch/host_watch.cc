@@ -30,8 +30,8 @@ std::vector<RankState> read_states(const RankGroup& ranks) {
 
 }  // namespace
 
-HostWatch::HostWatch(const RankGroup& ranks, double timeout_s, Events events)
-    : ranks_(ranks), timeout_s_(timeout_s), events_(std::move(events)) {}
+HostWatch::HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late)
+    : ranks_(ranks), timeout_s_(timeout_s), on_late_(std::move(on_late)) {}
 
 void HostWatch::add_to(PollSet& set) {
   if (timeout_s_ > 0) set.wake_by(next_check_);
@@ -44,20 +44,20 @@ void HostWatch::check() {
   const double since_forgiven = duration<double>(Clock::now() - forgiven_).count();
   const double waited = std::min(longest_wait(read_states(ranks_)), since_forgiven);
   const bool late = waited >= timeout_s_;
-  if (late != late_) events_.late(late ? waited : 0.0);
+  if (late != late_) on_late_(late ? waited : 0.0);
   late_ = late;
 }
 
-void HostWatch::ask(const StateQuestion& question) {
-  if (question.stacks_of.empty()) return events_.answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
-  questions_.push_back(question);
+void HostWatch::ask(const StateQuestion& question, OnAnswer on_answer) {
+  if (question.stacks_of.empty()) return on_answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
+  questions_.push_back({question, std::move(on_answer)});
   collect();
 }
 
 void HostWatch::collect() {
   while (!collector_ && !questions_.empty()) {
     try {
-      collector_ = std::make_unique<StackCollector>(ranks_, questions_.front());
+      collector_ = std::make_unique<StackCollector>(ranks_, questions_.front().question);
     } catch (const std::system_error&) {  // no process or descriptor to be had: stacks less, never a job less
       answer_first("");
     }
@@ -72,10 +72,10 @@ void HostWatch::check_collector() {
 }
 
 /// Empty: it could not be asked, or was killed.
-void HostWatch::answer_first(std::string answer) {
-  if (answer.empty()) answer = to_text(StateAnswer{questions_.front().id, {}});
+void HostWatch::answer_first(const std::string& answer) {
+  const Asked asked = std::move(questions_.front());
   questions_.pop_front();
-  events_.answer(answer);
+  asked.on_answer(answer.empty() ? to_text(StateAnswer{asked.question.id, {}}) : answer);
 }
 
 }  // namespace deeptide::launch

@@ -4,8 +4,6 @@
 #include "launch/pdsh_hub.h"
 
 #include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,11 +13,11 @@
 #include <cstring>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 
 #include "launch/host_commands.h"
 #include "launch/keeper.h"
+#include "launch/listener.h"
 #include "launch/secret.h"
 
 namespace deeptide::launch {
@@ -29,22 +27,6 @@ constexpr const char* kMark = "DEEPTIDE-SECRET ";
 constexpr size_t kHalf = 32;  // hexadecimal digits
 constexpr size_t kLongestGreeting = 128;
 constexpr int kConnectTimeout_s = 10;
-
-int open_listener(int& port) {
-  const int listener = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const int off = 0;
-  sockaddr_in6 address{};
-  address.sin6_family = AF_INET6;
-  address.sin6_addr = in6addr_any;
-  socklen_t length = sizeof(address);
-  setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-  if (listener < 0 || bind(listener, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      listen(listener, 128) != 0 || getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot listen for pdsh's agents");
-  }
-  port = ntohs(address.sin6_port);
-  return listener;
-}
 
 // Runs `line` for each complete line of `bytes`, which keeps the rest.
 template <typename Function>

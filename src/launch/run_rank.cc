@@ -14,6 +14,7 @@
 #include "launch/commands.h"
 #include "launch/keeper.h"
 #include "launch/options.h"
+#include "launch/rank_hub.h"
 #include "launch/rank_plan.h"
 #include "launch/supervisor.h"
 
@@ -85,6 +86,23 @@ int code_for_starter(int code, const std::optional<int>& stop_signal) {
   return is_under_srun() && *stop_signal != SIGINT ? 1 : 0;
 }
 
+std::string own_host() {
+  const char* node = std::getenv("SLURMD_NODENAME");
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return node && is_under_srun() ? node : name;
+}
+
+// By hand under mpirun there is no launcher to report to. What the rank starts is no rank of this job.
+void report_to_launcher(Supervisor& supervisor, const HostPlace& place, int rank) {
+  const char* hub = std::getenv(kHubVariable);
+  const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
+  if (!hub || !token || !*token) return;
+  const RankHello hello{DEEPTIDE_VERSION, rank, place.world_size, place.node_rank, own_host()};
+  supervisor.report_to(hub, token, to_text(hello));
+  unsetenv(kHubVariable);
+}
+
 }  // namespace
 
 int run_rank(const Arguments& arguments) {
@@ -98,6 +116,7 @@ int run_rank(const Arguments& arguments) {
   return run_kept_job(
       [&](pid_t keeper) {
         Supervisor supervisor(*options, keeper);
+        report_to_launcher(supervisor, place, plan.rank);
         const int code = code_for_starter(supervisor.run({plan}, ""), supervisor.stop_signal());
         if (code != 0 && !is_under_srun()) abort_job(code);
         return code;

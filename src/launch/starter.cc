@@ -13,6 +13,7 @@
 #include "launch/host_commands.h"
 #include "launch/machine.h"
 #include "launch/poll_set.h"
+#include "launch/rank_hub.h"
 #include "launch/rank_process.h"
 #include "launch/secret.h"
 #include "launch/shell.h"
@@ -83,7 +84,7 @@ const char* name_of(Transport transport) {
 
 }  // namespace
 
-Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look) {
+Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub) {
   starter_command(options, hosts, {});  // mistakes are told before anybody is asked
   Starter starter;
   Environment& environment = starter.environment;
@@ -94,9 +95,10 @@ Starter make_starter(const Options& options, const std::vector<Host>& hosts, boo
   environment["MASTER_PORT"] =
       std::to_string(options.master_port ? options.master_port : (here ? next_free_port(kDefaultPort) : kDefaultPort));
   if (look) environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
+  if (!hub.empty()) environment[kHubVariable] = hub;
   std::vector<std::string> exported;
   for (const auto& [name, value] : environment) exported.push_back(name);
-  if (!look) exported.push_back("DEEPTIDE_JOB_TOKEN");
+  if (!look) exported.insert(exported.end(), {kHubVariable, "DEEPTIDE_JOB_TOKEN"});
   starter.command = starter_command(options, hosts, exported);
   for (const auto& [name, value] : starter_environment(options)) environment[name] = value;
   return starter;
@@ -105,13 +107,14 @@ Starter make_starter(const Options& options, const std::vector<Host>& hosts, boo
 int run_starter(const Options& options, const std::vector<Host>& hosts) {
   const Transport transport = *options.transport;
   const std::string program = require_program(program_of(transport), name_of(transport));
-  const Starter starter = make_starter(options, hosts, true);
+  RankHub hub(hosts);
+  const Starter starter = make_starter(options, hosts, true, hub.address());
   RankPlan plan{0, starter.command, starter.environment, {}};
   plan.command[0] = program;
   plan.starts_ranks = true;
   Options own = options;
   own.log_dir.clear();  // each rank's log is written where the rank runs
-  return Supervisor(own).run_program(plan, program_of(transport));
+  return Supervisor(own).run_program(plan, program_of(transport), hub);
 }
 
 }  // namespace deeptide::launch

@@ -17,9 +17,10 @@ struct Starter {
   Environment environment;  // for the starter, which passes the exported part on by name
 };
 
-/// With `look`, the first host is asked for its address where --master_addr is not given.
+/// With `look`, the first host is asked for its address where --master_addr is not given. `hub`: where ranks find the
+/// launcher (see kHubVariable); empty: nowhere.
 /// Errors: UsageError if the starter is missing or cannot do what the options ask, or the host does not answer.
-Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look);
+Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub = {});
 
 /// Runs the job. Returns the starter's exit code, or 128 + signal as Supervisor does.
 int run_starter(const Options& options, const std::vector<Host>& hosts);

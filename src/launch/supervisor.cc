@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 namespace deeptide::launch {
 
@@ -25,9 +26,7 @@ Supervisor::Supervisor(const Options& options, pid_t keeper)
       output_(options),
       ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
-      host_watch_(ranks_, options.hang_timeout_s,
-                  {[this](double waited_s) { watch_.on_late(0, waited_s); },
-                   [this](const std::string& answer) { watch_.on_answer(0, answer); }}),
+      host_watch_(ranks_, options.hang_timeout_s, [this](double waited_s) { on_late(waited_s); }),
       watch_(options, keeper != 0 ? keeper : getpid(),
              [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
   terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
@@ -40,16 +39,40 @@ int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what)
   for (const RankPlan& plan : plans) start(plan);
   if (program_.empty()) {
     watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
-                   [this](const StateQuestion& question) { host_watch_.ask(question); }}},
+                   [this](const StateQuestion& question) {
+                     host_watch_.ask(question, [this](const std::string& answer) { watch_.on_answer(0, answer); });
+                   }}},
                  std::stoi(plans.front().environment.at("WORLD_SIZE")));
   }
   supervise();
   return finish();
 }
 
-int Supervisor::run_program(const RankPlan& plan, const std::string& name) {
+int Supervisor::run_program(const RankPlan& plan, const std::string& name, RankHub& hub) {
   program_ = name;
+  hub.serve(plan.environment.at("DEEPTIDE_JOB_TOKEN"), watch_);
+  hub_ = &hub;
   return run({plan}, "");
+}
+
+void Supervisor::report_to(const std::string& hub, const std::string& token, const std::string& hello) {
+  const auto on_asked = [this](const StateQuestion& question) {
+    host_watch_.ask(question, [this](const std::string& answer) {
+      if (link_) link_->send(FrameKind::states, answer);
+    });
+  };
+  link_.emplace(hub, token, hello, HubLink::Events{on_asked, [this] { on_link_changed(); }});
+}
+
+void Supervisor::on_late(double waited_s) {
+  late_s_ = waited_s;
+  if (!link_ || !link_->up()) return watch_.on_late(0, waited_s);
+  link_->send(FrameKind::late, nlohmann::json{{"waited", waited_s}}.dump());
+}
+
+void Supervisor::on_link_changed() {
+  if (link_->up()) watch_.on_late(0, 0.0);  // from now on the launcher reports
+  if (late_s_ > 0) on_late(late_s_);
 }
 
 int Supervisor::finish() {
@@ -85,8 +108,12 @@ void Supervisor::supervise() {
     output_.add_to(set);
     host_watch_.add_to(set);
     watch_.add_to(set);
+    if (hub_) hub_->add_to(set);
+    if (link_) link_->add_to(set);
     set.wait();
     host_watch_.check();
+    if (hub_) hub_->check();
+    if (link_) link_->check();
     watch_.check();
     ranks_.check_deadline();
     if (ranks_.phase() == RankGroup::Phase::running && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());

@@ -10,9 +10,11 @@
 #include "launch/failure_report.h"
 #include "launch/hang_watch.h"
 #include "launch/host_watch.h"
+#include "launch/hub_link.h"
 #include "launch/job_output.h"
 #include "launch/options.h"
 #include "launch/rank_group.h"
+#include "launch/rank_hub.h"
 #include "launch/rank_plan.h"
 #include "launch/signal_file.h"
 
@@ -28,8 +30,11 @@ class Supervisor {
   /// Errors: std::system_error if a rank cannot be started; none is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
-  /// The same for one program that is no rank: a starter of ranks, named `name` in reports.
-  int run_program(const RankPlan& plan, const std::string& name);
+  /// The same for one program that is no rank: a starter of ranks, named `name` in reports, which connect to `hub`.
+  int run_program(const RankPlan& plan, const std::string& name, RankHub& hub);
+
+  /// Hangs are the launcher's to report, at `hub` (see kHubVariable), as long as there is a connection to it.
+  void report_to(const std::string& hub, const std::string& token, const std::string& hello);
 
   /// The signal that told this process to stop, if one did.
   const std::optional<int>& stop_signal() const { return stop_signal_; }
@@ -39,6 +44,8 @@ class Supervisor {
   int finish();
   void supervise();
   void on_signal(int signal);
+  void on_late(double waited_s);
+  void on_link_changed();
   void on_exit(const RankGroup::Member& member);
   bool is_asked_to_end();
   size_t num_running() const;
@@ -53,6 +60,9 @@ class Supervisor {
   HostWatch host_watch_;
   HangWatch watch_;
   std::string program_;             // empty: ranks
+  RankHub* hub_ = nullptr;          // of a starter's ranks
+  std::optional<HubLink> link_;     // of a starter's rank
+  double late_s_ = 0.0;             // the wait that has reached the timeout
   std::optional<int> stop_signal_;  // that the launcher received
 };
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import DEEPTIDE
 
 deeptide = pytest.importorskip("deeptide")
 PACKAGES = Path(deeptide.__file__).absolute().parents[1]
@@ -39,10 +40,12 @@ while True:
 class Training:
     """Two hosts with two ranks each, which train until they are stopped."""
 
-    def __init__(self, hosts, *options):
+    ENV = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+
+    def __init__(self, hosts, *options, start=None):
         self.hosts = hosts
-        env = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
-        self.job = hosts.start(*options, *hosts.python("train.py", TRAIN), env=env)
+        start = start or (lambda *words: hosts.start(*words, env=self.ENV))
+        self.job = start(*options, *hosts.python("train.py", TRAIN))
         self.job.wait_for("ready", 4, timeout=90)
         self.pids = {int(line.split("]")[0][6:]): int(line.split()[3]) for _, line in self.job.out if "ready" in line}
         time.sleep(0.5)  # all are past their first steps
@@ -58,9 +61,14 @@ class Training:
         assert self.job.errors.count(mark) == number, "reported more than once:\n" + self.job.errors
         return self.job.errors.split(mark)[number]
 
+    def launcher(self):
+        """Its pid, with `salloc` before it or not."""
+        return next(pid for pid, text in self.hosts.head.processes().items() if text.startswith(f"{DEEPTIDE} -"))
+
     def end(self):
-        self.job.signal(signal.SIGINT)
-        self.job.signal(signal.SIGINT)
+        launcher = self.launcher()
+        os.kill(launcher, signal.SIGINT)
+        os.kill(launcher, signal.SIGINT)
         self.job.wait()
         self.hosts.expect_nothing_left()
 
@@ -120,6 +128,55 @@ def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
     assert job.wait() == 130
     assert hosts.run_bare("ps").output == "no live jobs\n"
     hosts.expect_nothing_left()
+
+
+def starter(request, hosts, launcher):
+    """How Training starts a job through mpirun or srun."""
+    if launcher != "slurm":
+        return lambda *words: hosts.start_mpi(launcher, *words, more=Training.ENV)
+    slurm = request.getfixturevalue("slurm")
+    return lambda *words: hosts.start_slurm(slurm, *words, more=Training.ENV)
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "slurm"])
+def test_ranks_of_a_starter_are_in_one_report_too(request, hosts, launcher):
+    training = Training(hosts, "--hang_timeout", "2", start=starter(request, hosts, launcher))
+    sleep = hosts.folder / "sleep"
+
+    sleep.touch()
+    report = training.report()
+    assert "\nrank 3 on worker-2 is " in report, report
+    assert f"rank 3, process {training.pids[3]} on worker-2:" in report, report
+    assert "in forget_to_train" in report, "its Python stack"
+    assert "\nranks 0-2 on worker-1, worker-2 waiting for " in report, report
+    assert "not connected" not in report and "no answer" not in report, report
+
+    listed = hosts.run_bare("ps").output.splitlines()[1].split("\t")
+    assert listed[:3] == [str(training.launcher()), "2", "4"] and int(listed[3]) > 0, listed
+    stacks = hosts.run_bare("stacks").output
+    assert stacks.startswith("rank 3 on worker-2 is ") and "in forget_to_train" in stacks, stacks
+
+    sleep.unlink()
+    time.sleep(1)
+    sleep.touch()
+    assert "\nrank 3 on worker-2 is " in training.report(2)
+    training.end()
+
+
+def test_ranks_whose_link_is_gone_report_by_themselves(hosts):
+    training = Training(hosts, "--hang_timeout", "2", start=starter(None, hosts, "openmpi"))
+    listening = hosts.head.run("ss", "-Hltnp").stdout.splitlines()
+    (port,) = {line.split()[3].rsplit(":", 1)[1] for line in listening if '"deeptide"' in line}
+    drop = ["INPUT", "-p", "tcp", "--dport", port, "-j", "DROP"]
+    hosts.head.run("iptables", "-A", *drop)
+    try:
+        (hosts.folder / "sleep").touch()
+        training.job.wait_for_error("who waits for whom:", timeout=40)
+        report = training.job.errors
+        assert "rank 0 waiting for " in report or "rank 1 waiting for " in report or "rank 2 waiting" in report, report
+        training.end()
+    finally:
+        hosts.head.run("iptables", "-D", *drop)
 
 
 def test_a_host_that_does_not_answer_is_named(hosts):
