@@ -278,6 +278,31 @@ TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
   });
 }
 
+TEST(SideThread, SumsWhileBackwardGoesOn) {
+  for (bool keep_rows : {false, true}) {
+    run_ranks(3, [&](const World& w) {
+      Training training(w, {.reduce_dtype = at::kBFloat16, .side_thread = true, .keep_rows = keep_rows});
+      for (int step = 0; step < 4; ++step) {
+        const int passes = 1 + step % 2;  // the second pass of a step adds to the first
+        for (int pass = 0; pass < passes; ++pass) {
+          training.backwards([&](int u, int p, int64_t n) {
+            training.reducer->add(u, p, at::full({n}, whole_number(w.rank, u, p, step + pass)));
+          });
+          training.finish();
+        }
+        training.backwards([&](int u, int p, int64_t n) {
+          float sum = 0.0f;
+          for (int pass = 0; pass < passes; ++pass) {
+            for (int r = 0; r < w.size; ++r) sum += whole_number(r, u, p, step + pass);
+          }
+          training.expect_sum(u, p, at::full({n}, sum));
+        });
+        training.reducer->clear_accumulated();
+      }
+    });
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Settings, Sums,
                          testing::Combine(testing::Values(1, 2, 4), testing::Values(at::kFloat, at::kBFloat16),
                                           testing::Bool(), testing::Bool()),
