@@ -90,16 +90,15 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
     if (!layout.trainable || !optimizer) continue;
     bucket = std::max(bucket, bytes(layout.numel, reduce_type(config)));
     kept += accumulates_whole ? bytes(layout.numel, at::kFloat) : 0;
-    kept += keeps_rows ? bytes(layout.numel, reduce_type(config)) : 0;
-    gradients += keeps_rows ? 0 : bytes(layout.shard, at::kFloat);
+    gradients += keeps_rows ? bytes(layout.numel, reduce_type(config)) : bytes(layout.shard, at::kFloat);
     const int64_t stepped = policy.shard_optimizer ? layout.shard : layout.numel;
     const int copies = (optimizer_kind == OptimizerKind::adam ? 2 : 1) + (layout.dtype == at::kFloat ? 0 : 1);
     states += copies * bytes(stepped, at::kFloat);
   }
   // One bucket fills while others are under way, each sent and received; in shared memory they are sent only, and one
-  // may wait for its last reader. Buckets that are kept until the step are counted above.
+  // may wait for its last reader. Rows that stay until the step are gradients.
   int64_t buckets = 1;
-  if (world.size > 1) buckets = 2 * static_cast<int64_t>(gradients::kMaxFlights + 1);
+  if (world.size > 1) buckets = (keeps_rows ? 1 : 2) * static_cast<int64_t>(gradients::kMaxFlights + 1);
   if (model.arena()) buckets = static_cast<int64_t>(gradients::kMaxOffers + 2);
   if (keeps_rows && (model.arena() || world.size == 1)) buckets = 0;
   const int64_t communication = kept + bucket * buckets + transport_bytes(*this);

@@ -61,7 +61,7 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, comm::Host
       group_(group),
       exchange_(exchange),
       buckets_(buckets),
-      receive_pool_(ledger, Role::communication, device),
+      receive_pool_(ledger, options.keep_rows ? Role::gradients : Role::communication, device),
       options_(options),
       ledger_(std::move(ledger)),
       device_(device),

@@ -33,11 +33,15 @@ void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient)
 
 /// Where buckets come from: the arena, if there is one.
 device::BufferPool::Source bucket_source(const comm::HostExchange* exchange,
-                                         const std::shared_ptr<device::Ledger>& ledger) {
+                                         const std::shared_ptr<device::Ledger>& ledger, Role role) {
   if (exchange == nullptr) return {};
-  return [&arena = exchange->arena(), ledger](int64_t bytes) {
-    return arena.allocate(ledger, Role::communication, bytes);
-  };
+  return [&arena = exchange->arena(), ledger, role](int64_t bytes) { return arena.allocate(ledger, role, bytes); };
+}
+
+/// Buckets that stay until the step are the gradients.
+Role bucket_role(const comm::HostExchange* exchange, const comm::Group& group, const ReducerOptions& options) {
+  const bool stay = options.keep_rows && (exchange != nullptr || group.size() == 1);
+  return stay ? Role::gradients : Role::communication;
 }
 
 }  // namespace
@@ -46,7 +50,8 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<c
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       exchange_(std::move(exchange)),
-      pool_(ledger, Role::communication, device, /*max_waste=*/2, bucket_source(exchange_.get(), ledger)),
+      pool_(ledger, bucket_role(exchange_.get(), group, options), device, /*max_waste=*/2,
+            bucket_source(exchange_.get(), ledger, bucket_role(exchange_.get(), group, options))),
       options_(options),
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
