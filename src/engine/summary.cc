@@ -100,7 +100,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   int64_t buckets = 1;
   if (world.size > 1) buckets = (keeps_rows ? 1 : 2) * static_cast<int64_t>(gradients::kMaxFlights + 1);
   if (model.arena()) buckets = static_cast<int64_t>(gradients::kMaxOffers + 2);
-  if (keeps_rows && (model.arena() || world.size == 1)) buckets = 0;
+  if (reducer && reducer->buckets_stay()) buckets = 0;
   const int64_t communication = kept + bucket * buckets + transport_bytes(*this);
   return {{"parameters", parameters, ledger->peak(Role::parameters)},
           {"gradients", gradients, ledger->peak(Role::gradients)},

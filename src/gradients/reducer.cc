@@ -38,11 +38,7 @@ device::BufferPool::Source bucket_source(const comm::HostExchange* exchange,
   return [&arena = exchange->arena(), ledger, role](int64_t bytes) { return arena.allocate(ledger, role, bytes); };
 }
 
-/// Buckets that stay until the step are the gradients.
-Role bucket_role(const comm::HostExchange* exchange, const comm::Group& group, const ReducerOptions& options) {
-  const bool stay = options.keep_rows && (exchange != nullptr || group.size() == 1);
-  return stay ? Role::gradients : Role::communication;
-}
+Role role_of(bool buckets_stay) { return buckets_stay ? Role::gradients : Role::communication; }
 
 }  // namespace
 
@@ -50,8 +46,9 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<c
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       exchange_(std::move(exchange)),
-      pool_(ledger, bucket_role(exchange_.get(), group, options), device, /*max_waste=*/2,
-            bucket_source(exchange_.get(), ledger, bucket_role(exchange_.get(), group, options))),
+      buckets_stay_(options.keep_rows && (exchange_ != nullptr || group.size() == 1)),
+      pool_(ledger, role_of(buckets_stay_), device, /*max_waste=*/2,
+            bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
       options_(options),
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {

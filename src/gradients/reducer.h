@@ -41,8 +41,10 @@ class Reducer {
   bool has_gradient() const { return flights_->has_accumulated(); }
   /// Gradient shard (shard,) of a unit, summed or as its rows; zeros when nothing came. Valid until it is cleared.
   Contributions gradient(int unit) const { return flights_->gradient(unit); }
-  /// Gradients stay in buckets until the step: there is no memory for sums.
+  /// Gradients stay as they came until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
+  /// And they do so in the buckets themselves, which then are the gradients; otherwise where they were received.
+  bool buckets_stay() const { return buckets_stay_; }
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
@@ -72,6 +74,7 @@ class Reducer {
 
   std::vector<sharding::Unit*> units_;
   std::unique_ptr<comm::HostExchange> exchange_;
+  bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;
 

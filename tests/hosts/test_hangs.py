@@ -73,17 +73,23 @@ class Training:
         self.hosts.expect_nothing_left()
 
 
+def report_of_the_sleeper(training):
+    """Rank 3, on the second host, sleeps in Python; the others are told apart from it."""
+    report = training.report()
+    assert "\nrank 3 on worker-2 is " in report, report
+    assert f"rank 3, process {training.pids[3]} on worker-2:" in report, report
+    assert "in forget_to_train" in report, "its Python stack"
+    assert "\nranks 0-2 on worker-1, worker-2 waiting for " in report, report
+    return report
+
+
 def test_one_report_over_all_hosts_names_the_late(hosts):
     training = Training(hosts, "--hang_timeout", "2")
     sleep = hosts.folder / "sleep"
 
     sleep.touch()
-    report = training.report()
-    assert "\nrank 3 on worker-2 is " in report, report
-    assert f"rank 3, process {training.pids[3]} on worker-2:" in report, report
-    assert "in forget_to_train" in report, "its Python stack"
+    report = report_of_the_sleeper(training)
     assert "native:" in report, "its native stacks"
-    assert "\nranks 0-2 on worker-1, worker-2 waiting for " in report, report
 
     listed = hosts.run_bare("ps").output.splitlines()[1].split("\t")
     assert listed[:3] == [str(training.job.process.pid), "2", "4"] and int(listed[3]) > 0, listed
@@ -144,11 +150,7 @@ def test_ranks_of_a_starter_are_in_one_report_too(request, hosts, launcher):
     sleep = hosts.folder / "sleep"
 
     sleep.touch()
-    report = training.report()
-    assert "\nrank 3 on worker-2 is " in report, report
-    assert f"rank 3, process {training.pids[3]} on worker-2:" in report, report
-    assert "in forget_to_train" in report, "its Python stack"
-    assert "\nranks 0-2 on worker-1, worker-2 waiting for " in report, report
+    report = report_of_the_sleeper(training)
     assert "not connected" not in report and "no answer" not in report, report
 
     listed = hosts.run_bare("ps").output.splitlines()[1].split("\t")
