@@ -68,6 +68,9 @@ class CollectiveBench {
   /// Checks one call, makes `warmups` calls, then `trials` times as many as calls_for says.
   CollectiveTimes measure(Collective collective, int64_t bytes, int warmups, int trials);
 
+  /// Of each value the largest of all ranks. Collective.
+  std::vector<double> slowest(const std::vector<double>& seconds);
+
   /// One call, waited for. An all-reduce is a reduce-scatter and an all-gather, as in training.
   void call(const CollectiveShape& shape);
   /// The buffers of such a call.
@@ -78,7 +81,6 @@ class CollectiveBench {
   int64_t rounded(int64_t bytes) const;
   CollectiveTimes measure_checked(Collective collective, int64_t bytes, int warmups, int trials);
   void verify(const CollectiveShape& shape);
-  std::vector<double> slowest(const std::vector<double>& seconds);
 
   std::shared_ptr<FailureBoard> board_;
   std::shared_ptr<Host> host_;

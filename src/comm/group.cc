@@ -122,6 +122,8 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
              bool on_device, const std::shared_ptr<Host>& host)
     : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(channel_of(name)) {
   if (size_ == 1) return;
+  token_ = at::zeros({1}, at::kByte);
+  tokens_ = at::zeros({size_}, at::kByte);
   try {
     run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });
   } catch (const std::exception& error) {
@@ -185,7 +187,7 @@ Pending Group::broadcast(Tensor tensor, int root) {
 
 void Group::barrier(const Site& site) {
   if (size_ == 1) return;
-  auto pending = all_gather(at::zeros({size_}, at::kByte), at::zeros({1}, at::kByte));
+  auto pending = all_gather(tokens_, token_);
   wait(pending, site);
 }
 

@@ -82,6 +82,7 @@ class Group {
   std::shared_ptr<FailureBoard> board_;
   std::unique_ptr<Transport> transport_;  // null: a world of one
   std::string channel_;                   // "gathers"
+  at::Tensor token_, tokens_;             // what a barrier gathers
   uint64_t sequence_ = 0;                 // of what was started
 };
 

@@ -4,6 +4,7 @@
 #include "comm/host_ring.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,7 +23,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-constexpr nanoseconds kSpin{30'000};  // a round trip between two cores is 0.3 us, waking a sleeper 5 to 50
+constexpr nanoseconds kLinger{30'000};  // a round trip between two cores is 0.3 us, waking a sleeper 5 to 50
 
 /// A counter that others wait for. Zeroed memory is its first state.
 struct Counter {
@@ -51,14 +52,18 @@ void relax() {
 #endif
 }
 
+/// How to pass the moment before sleeping: keeping a core that no other rank needs, or letting the next one have it.
+enum class Linger : uint8_t { none, spin, yield };
+
 /// Until `counter` has reached `target` or the time is up.
-bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline, bool spin) {
+bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline, Linger linger) {
   const auto is_there = [&] { return reached(counter.value.load(std::memory_order_acquire), target); };
   if (is_there()) return true;
-  if (spin) {
-    const auto until = steady_clock::now() + kSpin;
+  if (linger != Linger::none) {
+    const auto until = steady_clock::now() + kLinger;
     do {
-      for (int i = 0; i < 32; ++i) relax();
+      if (linger == Linger::yield) ::sched_yield();
+      for (int i = 0; linger == Linger::spin && i < 32; ++i) relax();
       if (is_there()) return true;
     } while (steady_clock::now() < until);
   }
@@ -146,13 +151,14 @@ bool HostRing::all_read(uint32_t number) const {
 template <typename Word>
 bool HostRing::wait_all(Word Counters::*word, uint32_t number, milliseconds limit) {
   const auto deadline = steady_clock::now() + limit;
+  const Linger linger = limit.count() == 0 ? Linger::none : host_->has_core_each() ? Linger::spin : Linger::yield;
   for (int peer = 0; peer < size_; ++peer) {
-    if (await(counters(peer).*word, number + 1, deadline, host_->has_core_each() && limit.count() > 0)) continue;
+    if (await(counters(peer).*word, number + 1, deadline, linger)) continue;
     if (limit.count() == 0) return false;
     const auto dead = host_->find_dead();
     if (!dead) return false;
     // Whoever ended may have done its part first.
-    if (!await(counters(peer).*word, number + 1, deadline, /*spin=*/false)) throw TransportError(*dead);
+    if (!await(counters(peer).*word, number + 1, deadline, Linger::none)) throw TransportError(*dead);
   }
   return true;
 }

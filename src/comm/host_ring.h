@@ -42,8 +42,8 @@ class HostRing {
   void set_read(uint32_t number);
   bool all_read(uint32_t number) const;
 
-  /// Sleep until the condition holds, at most `limit`; spin before where each rank has a core. Errors: TransportError
-  /// when a rank of the host has ended and the condition does not hold.
+  /// Sleep until the condition holds, at most `limit`; before, spin a moment where each rank has a core, or let others
+  /// have this one. Errors: TransportError when a rank of the host has ended and the condition does not hold.
   bool wait_posted(uint32_t number, std::chrono::milliseconds limit);
   bool wait_read(uint32_t number, std::chrono::milliseconds limit);
 

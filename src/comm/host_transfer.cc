@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "comm/ordered_rows.h"
+#include "device/memory_copy.h"
 
 namespace deeptide::comm {
 
@@ -20,6 +21,8 @@ namespace {
 // Two ranks' slots fit the second-level caches: a piece is read from there, not from memory.
 constexpr int64_t kSlotBytes = 256 << 10;
 constexpr int kSlots = 4;
+// A tensor of more bytes than this is not in a core's caches when all of it is there.
+constexpr int64_t kPastCacheBytes = 4 << 20;
 
 class HostOperation : public Operation {
  public:
@@ -126,21 +129,37 @@ OperationPtr HostChannel::start(Transfer transfer) {
   return last_;
 }
 
-const char* readable(const Tensor& tensor) {
+namespace {
+
+void check_in_cpu_memory(const Tensor& tensor) {
   TORCH_CHECK(tensor.is_cpu(), "deeptide: shared memory carries CPU tensors, got one on ", tensor.device(),
               "; give the world a c10d backend for that device, or set \"deeptide\": {\"shared_memory\": false}");
+}
+
+}  // namespace
+
+const char* readable(const Tensor& tensor) {
+  check_in_cpu_memory(tensor);
   return static_cast<const char*>(tensor.const_data_ptr());
 }
 
-char* writable(const Tensor& tensor) {
-  readable(tensor);
-  return static_cast<char*>(tensor.mutable_data_ptr());
+Destination::Destination(const Tensor& tensor) {
+  check_in_cpu_memory(tensor);
+  memory_ = static_cast<char*>(tensor.mutable_data_ptr());
+  past_cache_ = static_cast<int64_t>(tensor.nbytes()) >= kPastCacheBytes;
+}
+
+void Destination::write(int64_t offset, const char* data, int64_t bytes) const {
+  char* const to = memory_ + offset;
+  if (to == data) return;
+  if (past_cache_) return device::copy_past_cache(to, data, bytes);
+  std::memcpy(to, data, bytes);
 }
 
 Transfer broadcast_transfer(const Tensor& tensor, int root, int index) {
   const bool sends = index == root;
-  auto take = [to = writable(tensor), root, sends](const Pieces& pieces) {
-    if (!sends) std::memcpy(to + pieces.offset, pieces.data[root], pieces.bytes);
+  auto take = [to = Destination(tensor), root, sends](const Pieces& pieces) {
+    if (!sends) to.write(pieces.offset, pieces.data[root], pieces.bytes);
   };
   return {{tensor}, sends ? readable(tensor) : nullptr, static_cast<int64_t>(tensor.nbytes()), take};
 }

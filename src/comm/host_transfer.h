@@ -42,9 +42,22 @@ class HostChannel {
   OperationPtr last_;
 };
 
-/// A tensor's memory, to send from and to write to. Errors: RuntimeError for a tensor that is not on the CPU.
+/// A tensor's memory, to send from. Errors: RuntimeError for a tensor that is not on the CPU.
 const char* readable(const at::Tensor& tensor);
-char* writable(const at::Tensor& tensor);
+
+/// A tensor's memory, to be written piece by piece. What no cache will hold until it is read goes past them.
+class Destination {
+ public:
+  /// Errors: as of `readable`.
+  explicit Destination(const at::Tensor& tensor);
+  /// `data` lies elsewhere, or is in its place already.
+  void write(int64_t offset, const char* data, int64_t bytes) const;
+
+ private:
+  char* memory_;
+  bool past_cache_;
+};
+
 /// The rank of index `root` sends `tensor`, the others receive it.
 Transfer broadcast_transfer(const at::Tensor& tensor, int root, int index);
 

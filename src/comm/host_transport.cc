@@ -4,7 +4,6 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 
 #include "comm/host_transfer.h"
@@ -25,9 +24,9 @@ class HostTransport : public Transport {
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());
-    auto take = [to = writable(output), row](const Pieces& pieces) {
+    auto take = [to = Destination(output), row](const Pieces& pieces) {
       for (size_t peer = 0; peer < pieces.data.size(); ++peer) {
-        std::memmove(to + static_cast<int64_t>(peer) * row + pieces.offset, pieces.data[peer], pieces.bytes);
+        to.write(static_cast<int64_t>(peer) * row + pieces.offset, pieces.data[peer], pieces.bytes);
       }
     };
     return channel_.start({{output, input}, readable(input), row, take});
@@ -35,9 +34,9 @@ class HostTransport : public Transport {
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size();
-    auto take = [to = writable(output), row](const Pieces& mine, int64_t at) {
+    auto take = [to = Destination(output), row](const Pieces& mine, int64_t at) {
       for (size_t peer = 0; peer < mine.data.size(); ++peer) {
-        std::memcpy(to + static_cast<int64_t>(peer) * row + at, mine.data[peer], mine.bytes);
+        to.write(static_cast<int64_t>(peer) * row + at, mine.data[peer], mine.bytes);
       }
     };
     return scatter(output, input, take);

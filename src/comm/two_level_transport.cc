@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "comm/host_transfer.h"
 #include "comm/transport.h"
@@ -61,9 +60,9 @@ class TwoLevelTransport : public Transport {
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
     Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host
-    auto place = [this, output, row, to = writable(output)](const Pieces& pieces) {
+    auto place = [this, output, row, to = Destination(output)](const Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t host, int64_t offset, const char* data, int64_t bytes) {
-        std::memcpy(to + host_->hosts()[host][peer] * row + offset, data, bytes);
+        to.write(host_->hosts()[host][peer] * row + offset, data, bytes);
       });
     };
     return then_local(rail_->all_gather(column, input), {{output, column}, readable(column), hosts * row, place});
@@ -73,10 +72,10 @@ class TwoLevelTransport : public Transport {
     const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
     const Tensor sent = by_host(input);
     Tensor received = at::empty_like(sent);  // (hosts, local, row): what this index of each host has for ours
-    auto place = [this, output, row, local, to = writable(output)](const Pieces& pieces) {
+    auto place = [this, output, row, local, to = Destination(output)](const Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t at, int64_t offset, const char* data, int64_t bytes) {
         if (at % local != channel_.index()) return;
-        std::memcpy(to + host_->hosts()[at / local][peer] * row + offset, data, bytes);
+        to.write(host_->hosts()[at / local][peer] * row + offset, data, bytes);
       });
     };
     return then_local(rail_->all_to_all(received, sent),
