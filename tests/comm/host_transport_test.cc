@@ -14,6 +14,7 @@
 #include "comm/ordered_rows.h"
 #include "comm/transport.h"
 #include "on_hosts.h"
+#include "processes.h"
 
 namespace deeptide::comm {
 namespace {
@@ -102,14 +103,25 @@ void check_all(Group& group, const World& world, int64_t numel, ScalarType dtype
 
 class Worlds : public testing::TestWithParam<int> {};
 
-TEST_P(Worlds, MoveAndAddEveryTypeAndSizeThroughSharedMemory) {
-  run_ranks(GetParam(), [](const World& world) {
-    const auto host = Host::find(world, "host", true);
-    Group group(world, "shared", kLong, board_of(world), false, host);
-    for (const ScalarType dtype : kTypes) {
-      for (const int64_t numel : {0, 1, 2, 3, 127}) check_all(group, world, numel, dtype, true);
-    }
+void check_every_type_and_size(const World& world) {
+  const auto host = Host::find(world, "host", true);
+  Group group(world, "shared", kLong, board_of(world), false, host);
+  for (const ScalarType dtype : kTypes) {
+    for (const int64_t numel : {0, 1, 2, 3, 127}) check_all(group, world, numel, dtype, true);
+  }
+}
+
+TEST_P(Worlds, MoveAndAddEveryTypeAndSizeThroughSharedMemory) { run_ranks(GetParam(), check_every_type_and_size); }
+
+TEST_P(Worlds, DoSoAsProcesses) {
+  RankProcesses ranks(GetParam(), [](const World& world) {
+    check_every_type_and_size(world);
+    TORCH_CHECK(!HasFailure(), "what this process has printed");
   });
+  for (const auto& outcome : ranks.wait(std::chrono::seconds(60))) {
+    EXPECT_TRUE(outcome.ended_in_time);
+    EXPECT_EQ(outcome.error, "");
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, Worlds, testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
@@ -127,7 +139,8 @@ TEST_P(Slots, HoldWhatFitsAndTakeTurnsWithTheRest) {
       }
       check_all(group, world, slot / world.size + 1, dtype, false);
     }
-    check_all(group, world, 5 * kSlot + 77, at::kByte, false);  // more than all slots
+    check_all(group, world, 5 * kSlot + 77, at::kByte, false);                        // more than all slots
+    if (world.size == 2) check_all(group, world, 17 * kSlot + 77, at::kByte, false);  // past the cache, every one
   });
 }
 
