@@ -173,7 +173,6 @@ SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size), mapped_
     ::close(fd_);
     throw;
   }
-  ::madvise(data_, size_, MADV_HUGEPAGE);  // a wish: it is granted where shmem_enabled says so
 }
 
 SharedMemory::~SharedMemory() {
@@ -225,6 +224,10 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
     refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touched, it would be SIGBUS
   // Older kernels: touch each page without changing it.
   for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
+}
+
+void SharedMemory::prefer_large_pages(int64_t offset, int64_t bytes) {
+  ::madvise(data_ + offset, bytes, MADV_HUGEPAGE);
 }
 
 void SharedMemory::discard(int64_t offset, int64_t bytes) {

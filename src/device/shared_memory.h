@@ -38,6 +38,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   at::Tensor view(int64_t offset, int64_t numel, at::ScalarType dtype, std::function<void()> on_release = {});
   /// Takes the pages of a range now, near the core that calls. Errors: RuntimeError when there are not so many.
   void populate(int64_t offset, int64_t bytes);
+  /// A wish, for what this process touches first: it is granted where the kernel's shmem_enabled says so. `offset`: a
+  /// multiple of the page size.
+  void prefer_large_pages(int64_t offset, int64_t bytes);
   /// Gives the pages of a range back to the kernel; it reads as zeros afterwards, for all. Not in a forked child: what
   /// it lets go of is still its parent's.
   void discard(int64_t offset, int64_t bytes);
