@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Cross-entropy of logits, or of what makes them: checks, chunks, and gradients that are known after forward.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -14,6 +13,7 @@
 #include <algorithm>
 
 #include "deeptide/ops.h"
+#include "ops/dispatched.h"
 #include "ops/fast_path.h"
 #include "ops/kernels.h"
 #include "ops/matmul.h"
@@ -203,17 +203,13 @@ Tensor linear_cross_entropy_kernel(const Tensor& hidden, const Tensor& weight, c
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index, int64_t reduction,
                      double label_smoothing) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deeptide::cross_entropy", "")
-                             .typed<decltype(cross_entropy_kernel)>();
+  static const auto op = dispatched<decltype(cross_entropy_kernel)>("deeptide::cross_entropy");
   return op.call(logits, targets, ignore_index, reduction, label_smoothing);
 }
 
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& targets, int64_t ignore_index,
                             int64_t reduction, double label_smoothing) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deeptide::linear_cross_entropy", "")
-                             .typed<decltype(linear_cross_entropy_kernel)>();
+  static const auto op = dispatched<decltype(linear_cross_entropy_kernel)>("deeptide::linear_cross_entropy");
   return op.call(hidden, weight, targets, ignore_index, reduction, label_smoothing);
 }
 

@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // GELU by tanh with its gradient: torch's where it must be differentiated twice, our own elsewhere.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
@@ -10,6 +9,7 @@
 #include <torch/library.h>
 
 #include "deeptide/ops.h"
+#include "ops/dispatched.h"
 #include "ops/fast_path.h"
 #include "ops/kernels.h"
 
@@ -50,8 +50,7 @@ struct GeluTanh : torch::autograd::Function<GeluTanh> {
 Tensor gelu_tanh_kernel(const Tensor& x) { return fast_path(x) ? GeluTanh::apply(x) : at::gelu(x, "tanh"); }
 
 Tensor gelu_tanh(const Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("deeptide::gelu_tanh", "").typed<decltype(gelu_tanh_kernel)>();
+  static const auto op = dispatched<decltype(gelu_tanh_kernel)>("deeptide::gelu_tanh");
   return op.call(x);
 }
 

@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Layer normalization, alone or of a residual sum, with the gradients of both results.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -14,6 +13,7 @@
 #include <torch/library.h>
 
 #include "deeptide/ops.h"
+#include "ops/dispatched.h"
 #include "ops/fast_path.h"
 #include "ops/kernels.h"
 
@@ -53,9 +53,7 @@ OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? Option
 /// By the dispatcher, whose gate makes a sharded weight whole.
 Gradients layer_norm_backward(const Tensor& normed_gradient, const Tensor& summed_gradient, const Tensor& summed,
                               const Tensor& mean_N, const Tensor& rstd_N, const Tensor& weight) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deeptide::layer_norm_backward", "")
-                             .typed<decltype(layer_norm_backward_kernel)>();
+  static const auto op = dispatched<decltype(layer_norm_backward_kernel)>("deeptide::layer_norm_backward");
   return op.call(normed_gradient, optional(summed_gradient), summed, mean_N, rstd_N, optional(weight));
 }
 
@@ -164,16 +162,13 @@ std::tuple<Tensor, Tensor> residual_layer_norm_kernel(const Tensor& x, const Ten
 
 Tensor layer_norm(const Tensor& x, IntArrayRef normalized_shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("deeptide::layer_norm", "").typed<decltype(layer_norm_kernel)>();
+  static const auto op = dispatched<decltype(layer_norm_kernel)>("deeptide::layer_norm");
   return op.call(x, normalized_shape, weight, bias, eps);
 }
 
 std::tuple<Tensor, Tensor> residual_layer_norm(const Tensor& x, const Tensor& residual, IntArrayRef normalized_shape,
                                                const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("deeptide::residual_layer_norm", "")
-                             .typed<decltype(residual_layer_norm_kernel)>();
+  static const auto op = dispatched<decltype(residual_layer_norm_kernel)>("deeptide::residual_layer_norm");
   return op.call(x, residual, normalized_shape, weight, bias, eps);
 }
 

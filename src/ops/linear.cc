@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "deeptide/ops.h"
+#include "ops/dispatched.h"
 #include "ops/fast_path.h"
 #include "ops/matmul.h"
 
@@ -62,8 +63,7 @@ Tensor linear_kernel(const Tensor& input, const Tensor& weight, const std::optio
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("deeptide::linear", "").typed<decltype(linear_kernel)>();
+  static const auto op = dispatched<decltype(linear_kernel)>("deeptide::linear");
   return op.call(input, weight, bias);
 }
 
