@@ -206,12 +206,14 @@ void verify(Bench& b, const Way& way, int64_t n) {
 /// Seconds a call. Ranks that share cores need some milliseconds to fall into step after another way of doing it: calls
 /// that tell how many fit into kWindow go before, untimed.
 double measure_once(Bench& b, const Way& way, int64_t n) {
-  const auto call = [&] { way.run(b, n); };
-  const double first = comm::time_calls(b.control, call, comm::calls_for(n * 4));
-  const auto fitting = static_cast<int64_t>(kWindow / b.shared.slowest({first})[0]);
-  // An all-reduce in place grows from call to call: from zeros it stays finite.
-  in_output(b, n).zero_();
-  return comm::time_calls(b.control, call, std::clamp<int64_t>(fitting, 1, kMaxCalls));
+  const auto time = [&](int64_t calls) {
+    // An all-reduce in place grows from call to call: from zeros it stays finite.
+    in_output(b, n).zero_();
+    return comm::time_calls(
+        b.control, [&] { way.run(b, n); }, calls);
+  };
+  const double first = b.shared.slowest({time(comm::calls_for(n * 4))})[0];
+  return time(std::clamp<int64_t>(static_cast<int64_t>(kWindow / first), 1, kMaxCalls));
 }
 
 /// All ways by turns, `repetitions` times.
@@ -221,10 +223,7 @@ nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
   std::vector<std::vector<double>> seconds(all.size());
   for (const Way& way : all) verify(b, way, n);
   for (int i = 0; i < repetitions; ++i) {
-    for (size_t w = 0; w < all.size(); ++w) {
-      in_output(b, n).zero_();
-      seconds[w].push_back(measure_once(b, all[w], n));
-    }
+    for (size_t w = 0; w < all.size(); ++w) seconds[w].push_back(measure_once(b, all[w], n));
   }
   auto rows = nlohmann::json::array();
   for (size_t w = 0; w < all.size(); ++w) {

@@ -55,6 +55,14 @@ void relax() {
 /// How to pass the moment before sleeping: keeping a core that no other rank needs, or letting the next one have it.
 enum class Linger : uint8_t { none, spin, yield };
 
+void let_pass(Linger linger) {
+  if (linger == Linger::yield) {
+    ::sched_yield();
+  } else {
+    for (int i = 0; i < 32; ++i) relax();
+  }
+}
+
 /// Until `counter` has reached `target` or the time is up.
 bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline, Linger linger) {
   const auto is_there = [&] { return reached(counter.value.load(std::memory_order_acquire), target); };
@@ -62,8 +70,7 @@ bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline,
   if (linger != Linger::none) {
     const auto until = steady_clock::now() + kLinger;
     do {
-      if (linger == Linger::yield) ::sched_yield();
-      for (int i = 0; linger == Linger::spin && i < 32; ++i) relax();
+      let_pass(linger);
       if (is_there()) return true;
     } while (steady_clock::now() < until);
   }

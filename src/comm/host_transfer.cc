@@ -24,6 +24,11 @@ constexpr int kSlots = 4;
 // A tensor of more bytes than this is not in a core's caches when all of it is there.
 constexpr int64_t kPastCacheBytes = 4 << 20;
 
+void check_in_cpu_memory(const Tensor& tensor) {
+  TORCH_CHECK(tensor.is_cpu(), "deeptide: shared memory carries CPU tensors, got one on ", tensor.device(),
+              "; give the world a c10d backend for that device, or set \"deeptide\": {\"shared_memory\": false}");
+}
+
 class HostOperation : public Operation {
  public:
   HostOperation(std::shared_ptr<HostRing> ring, Transfer transfer, OperationPtr before)
@@ -128,15 +133,6 @@ OperationPtr HostChannel::start(Transfer transfer) {
   last_->advance(milliseconds(0));
   return last_;
 }
-
-namespace {
-
-void check_in_cpu_memory(const Tensor& tensor) {
-  TORCH_CHECK(tensor.is_cpu(), "deeptide: shared memory carries CPU tensors, got one on ", tensor.device(),
-              "; give the world a c10d backend for that device, or set \"deeptide\": {\"shared_memory\": false}");
-}
-
-}  // namespace
 
 const char* readable(const Tensor& tensor) {
   check_in_cpu_memory(tensor);
