@@ -6,10 +6,12 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "deeptide/errors.h"
 
@@ -20,10 +22,13 @@ struct DEEPTIDE_API World {
   int rank = 0;
   int size = 1;
   int local_rank = 0;
-  c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
-  c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
-  std::string host;                           // name of its machine; empty: found out (boot, network, user)
-  std::string source;                         // how it was found: a Discovery's source, "single" or "threads"
+  c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks; an in-process one for a world of one
+  /// Makes the backend (NCCL) that carries device tensors on one channel among `ranks`; empty: Gloo, from `store`.
+  using BackendFactory =
+      std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks, const std::string& channel)>;
+  BackendFactory make_backend;
+  std::string host;    // name of its machine; empty: found out (boot, network, user)
+  std::string source;  // how it was found: a Discovery's source, "single" or "threads"
 };
 
 /// What a launcher's variables say of this process, before any connection is made.
@@ -50,7 +55,7 @@ DEEPTIDE_API std::optional<Discovery> discover_world(int default_port = kDefault
 /// What a program may say of its world; all of it may stay as it is. Names and defaults are those of Python's
 /// init_distributed, and so DeepSpeed's.
 struct DEEPTIDE_API DistributedOptions {
-  std::string dist_backend;             // "gloo", or empty for the same; others are handed over in World::backend
+  std::string dist_backend;             // "gloo", or empty for the same; others are handed over in World::make_backend
   bool auto_mpi_discovery = true;       // false: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are read
   int distributed_port = kDefaultPort;  // where rank 0 listens when nothing else says
   bool verbose = true;                  // rank 0 logs, at level debug, which world it found
