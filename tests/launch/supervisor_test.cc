@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // How jobs end: success, failure, signals, a killed launcher; nothing is left behind.
-#include "launch/supervisor.h"
+#include "launch/job/supervisor.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
