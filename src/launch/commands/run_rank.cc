@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 
-#include "base/slurm_lists.h"
+#include "deeptide/discovery.h"
 #include "launch/commands/commands.h"
 #include "launch/job/supervisor.h"
 #include "launch/plan/options.h"
@@ -18,65 +20,68 @@
 #include "launch/process/keeper.h"
 #include "launch/system/usage_error.h"
 #include "launch/wire/rank_hub.h"
+#include "world/discovery.h"
 
 namespace deeptide::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kWordsUnderWay{200};  // Hydra reads no output after an abort
 
-// The same number under each starter's name: Open MPI's, PMI's of MPICH and Intel, then SLURM's, which within an
-// allocation may be those of a daemon that mpirun started through srun.
-int number_of(std::initializer_list<const char*> names, int fallback) {
-  for (const char* name : names) {
-    const char* value = std::getenv(name);
-    if (value && *value >= '0' && *value <= '9') return std::atoi(value);
-  }
-  return fallback;
-}
-
-// srun itself, not mpirun's daemons within an allocation. With --mpi=pmi2 srun sets PMI's variables too, but for these.
+// srun itself, not a daemon that mpirun started through srun within an allocation. With --mpi=pmi2 srun sets PMI's
+// variables too, except for these.
 bool is_under_srun() {
   return std::getenv("SLURM_PROCID") && !std::getenv("OMPI_COMM_WORLD_RANK") && !std::getenv("MPI_LOCALRANKID");
 }
 
-int slurm_tasks_here() {
-  const char* counts = std::getenv("SLURM_STEP_TASKS_PER_NODE");
-  return counts ? tasks_of_node(counts, number_of({"SLURM_NODEID"}, 0)) : 0;
+// The variables of mpirun or srun, without those that describe a surrounding job of `deeptide` or torchrun, or a daemon
+// of mpirun under SLURM.
+world::Environment starters_environment() {
+  world::Environment process = world::Environment::of_process();
+  return {.variable = [process, srun = is_under_srun()](const std::string& name) -> std::optional<std::string> {
+            static constexpr std::string_view kByHand[] = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                                                           "LOCAL_SIZE"};
+            const bool by_hand = std::find(std::begin(kByHand), std::end(kByHand), name) != std::end(kByHand);
+            const bool of_daemon = !srun && name == "SLURM_PROCID";
+            return by_hand || of_daemon ? std::nullopt : process.variable(name);
+          },
+          .host_name = process.host_name};
 }
 
-int local_rank() { return number_of({"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"}, 0); }
+world::Placement own_placement() {
+  std::optional<world::Placement> found;
+  try {
+    found = world::discover_placement(starters_environment(), kDefaultPort);
+  } catch (const ConfigError& error) {
+    throw UsageError(error.what());
+  }
+  constexpr std::string_view kStarters[] = {"openmpi", "mvapich", "mpich", "slurm"};
+  if (found && std::find(std::begin(kStarters), std::end(kStarters), found->place.source) != std::end(kStarters)) {
+    return *found;
+  }
+  throw UsageError("'deeptide rank' is started by mpirun or srun: none of their variables is set");
+}
 
-HostPlace own_place() {
-  const int rank = number_of({"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK"}, -1);
-  if (rank < 0) throw UsageError("'deeptide rank' is started by mpirun or srun: none of their variables is set");
-  const int local = local_rank();
+HostPlace host_place(const world::Placement& own) {
   HostPlace place;
-  place.first_rank = rank - local;
-  place.world_size = number_of({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, 1);
-  place.num_ranks = number_of({"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}, 0);
-  const bool slurm = is_under_srun();
-  if (slurm && place.num_ranks == 0) place.num_ranks = slurm_tasks_here();
-  place.num_ranks = std::max(place.num_ranks, local + 1);
-  place.num_nodes = (place.world_size + place.num_ranks - 1) / place.num_ranks;  // mpirun's hosts are alike
-  place.node_rank = rank / place.num_ranks;
-  if (slurm) place.num_nodes = number_of({"SLURM_STEP_NUM_NODES", "SLURM_NNODES"}, place.num_nodes);
-  if (slurm) place.node_rank = number_of({"SLURM_NODEID"}, place.node_rank);
-  const char* address = std::getenv("MASTER_ADDR");
-  const char* nodes = std::getenv("SLURM_STEP_NODELIST");
-  if (address) place.master_addr = address;
-  if (!address && nodes) place.master_addr = first_of_node_list(nodes);
-  place.master_port = number_of({"MASTER_PORT"}, 29500);
+  place.first_rank = own.place.rank - own.place.local_rank;
+  place.world_size = own.place.size;
+  place.num_ranks = std::max(own.local_size, own.place.local_rank + 1);
+  place.num_nodes = own.num_nodes > 0 ? own.num_nodes
+                                      : (place.world_size + place.num_ranks - 1) / place.num_ranks;  // hosts are alike
+  place.node_rank = own.node_rank >= 0 ? own.node_rank : own.place.rank / place.num_ranks;
+  if (!own.place.address.empty()) place.master_addr = own.place.address;
+  place.master_port = own.place.port;
   return place;
 }
 
 // Hydra (MPICH, Intel) lets the others run on when a process that is no MPI program fails. An abort over the descriptor
 // on which it serves PMI ends them, and mpirun passes the code on. Open MPI and srun end the job by themselves.
 void abort_job(int code) {
-  const int pmi = number_of({"PMI_FD"}, -1);
-  if (pmi < 0) return;
+  const char* descriptor = std::getenv("PMI_FD");
+  if (!descriptor || *descriptor < '0' || *descriptor > '9') return;
   std::this_thread::sleep_for(kWordsUnderWay);
   const std::string abort = "cmd=abort exitcode=" + std::to_string(code) + "\n";
-  [[maybe_unused]] const ssize_t sent = write(pmi, abort.data(), abort.size());
+  [[maybe_unused]] const ssize_t sent = write(std::atoi(descriptor), abort.data(), abort.size());
 }
 
 // srun's own code is the largest of all, Hydra's has the bits of all: a rank that only obeyed may not hide the cause.
@@ -111,8 +116,9 @@ int run_rank(const Arguments& arguments) {
   if (!options) return 0;
   options->share_terminal = false;  // mpirun gives each rank a terminal of its own
   options->under_starter = true;
-  const HostPlace place = own_place();
-  const RankPlan plan = plan_ranks(*options, place).at(local_rank());
+  const world::Placement own = own_placement();
+  const HostPlace place = host_place(own);
+  const RankPlan plan = plan_ranks(*options, place).at(own.place.local_rank);
   // The starter may kill what it started, by process or by group: what the rank started ends even so.
   return run_kept_job(
       [&](pid_t keeper) {

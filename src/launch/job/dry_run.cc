@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "deeptide/discovery.h"
 #include "launch/job/starter.h"
 #include "launch/output/failure_report.h"
 #include "launch/plan/exports.h"
@@ -37,7 +38,7 @@ int print_agents(const Options& options, const std::vector<Host>& hosts) {
   place.master_addr = options.master_addr;
   // Told by the first host's agent.
   if (options.master_addr.empty()) place.master_addr = hosts.size() == 1 ? "127.0.0.1" : "ADDRESS-OF-" + hosts[0].name;
-  place.master_port = options.master_port ? options.master_port : 29500;
+  place.master_port = options.master_port ? options.master_port : kDefaultPort;
   place.environment = exported_environment();
   if (options.transport == Transport::pdsh) {
     std::string line;

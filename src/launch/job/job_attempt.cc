@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "deeptide/discovery.h"
 #include "launch/plan/exports.h"
 #include "launch/plan/host_commands.h"
 #include "launch/system/machine.h"
@@ -28,7 +29,6 @@ constexpr seconds kConnectLimit{30};
 constexpr seconds kPrepareLimit{10};
 constexpr seconds kKillLimit{3};  // an agent that does not say by then that all is over is given up
 constexpr std::chrono::milliseconds kFarewell{1000};
-constexpr int kDefaultPort = 29500;
 
 Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));

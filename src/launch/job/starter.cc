@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "base/slurm_lists.h"
+#include "deeptide/discovery.h"
 #include "launch/job/supervisor.h"
 #include "launch/plan/host_commands.h"
 #include "launch/process/rank_process.h"
@@ -23,7 +24,6 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int kDefaultPort = 29500;
 constexpr std::chrono::seconds kAnswerLimit{15};
 
 // Standard output of a program that ends soon; empty if it does not.

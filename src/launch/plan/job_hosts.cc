@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <numeric>
 
+#include "deeptide/discovery.h"
 #include "launch/system/machine.h"
 #include "launch/system/secret.h"
 #include "launch/system/usage_error.h"
@@ -16,7 +17,6 @@ namespace deeptide::launch {
 namespace {
 
 constexpr const char* kDefaultHostfile = "/job/hostfile";
-constexpr int kDefaultPort = 29500;
 
 bool uses_agents(const Options& options) {
   const Transport transport = options.transport.value_or(Transport::ssh);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 
+#include "deeptide/discovery.h"
 #include "launch/system/command_line.h"
 #include "launch/system/usage_error.h"
 
@@ -68,7 +69,8 @@ void declare_hosts(CLI::App& app, Options& options) {
   app.add_option("--master_addr", options.master_addr, "Where the ranks meet (default: the first host's address)")
       ->type_name("ADDR");
   app.add_option("--master_port", options.master_port,
-                 "Port where the ranks meet (default: a free one; on several hosts 29500 or the next free one)")
+                 "Port where the ranks meet (default: a free one; on several hosts " + std::to_string(kDefaultPort) +
+                     " or the next free one)")
       ->type_name("PORT");
   app.add_option_function<std::string>(
          "--launcher", [&options](const std::string& name) { options.transport = to_transport(name); },
