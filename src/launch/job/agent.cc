@@ -142,27 +142,27 @@ void Agent::start(const std::string& text) {
 void Agent::stop(const std::string& text) {
   if (state_ == State::waiting) return refuse("stopped before the start");
   const json how = json::parse(text);
-  if (ranks_.phase() == RankGroup::Phase::running) ranks_.stop(how.at("signal"), how.at("grace"));
+  if (!ranks_.asked_to_end()) ranks_.stop(how.at("signal"), how.at("grace"));
 }
 
 void Agent::on_exit(const RankGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
   send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us && !signalled_}));
-  if (status.failed() && ranks_.phase() == RankGroup::Phase::running) ranks_.stop_soon(SIGTERM, failure_grace_s_);
+  if (status.failed() && !ranks_.asked_to_end()) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_signal(int signal) {
   if (signal == SIGCHLD) return ranks_.reap();
   if (signal == SIGTSTP) return;  // the launcher says what to do about it
   if (state_ == State::waiting) return refuse("the agent was told to stop by signal " + std::to_string(signal));
-  if (ranks_.phase() != RankGroup::Phase::running) return ranks_.kill();
+  if (ranks_.asked_to_end()) return ranks_.kill();
   signalled_ = true;  // the launcher does not know: to it, these ranks fail
   ranks_.stop(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_lost_launcher() {
   connected_ = false;
-  if (state_ == State::running && ranks_.phase() != RankGroup::Phase::killing) ranks_.stop(SIGTERM, kLostGrace_s);
+  if (state_ == State::running && !ranks_.killing()) ranks_.stop(SIGTERM, kLostGrace_s);
 }
 
 void Agent::check_silence() {

@@ -27,12 +27,8 @@ using std::chrono::seconds;
 
 constexpr seconds kConnectLimit{30};
 constexpr seconds kPrepareLimit{10};
-constexpr seconds kKillLimit{3};  // an agent that does not say by then that all is over is given up
+constexpr seconds kKillLimit{3};  // an agent that has not reported the end of its ranks by then is given up
 constexpr std::chrono::milliseconds kFarewell{1000};
-
-Clock::time_point after(double seconds) {
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-}
 
 std::string count_text(size_t count, const std::string& noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
@@ -40,7 +36,8 @@ std::string count_text(size_t count, const std::string& noun) {
 
 }  // namespace
 
-JobAttempt::JobAttempt(const AttemptContext& context, const std::vector<Host>& hosts) : context_(context) {
+JobAttempt::JobAttempt(const AttemptContext& context, const std::vector<Host>& hosts)
+    : context_(context), ending_({.slack = kKillLimit, .kill = kKillLimit}) {
   events_.frame = [this](AgentLink& link, const Frame& frame) { on_frame(link, frame); };
   events_.changed = [this](AgentLink& link) { on_changed(link); };
   events_.noise = [this](AgentLink& link, const std::string& line) {
@@ -108,18 +105,17 @@ void JobAttempt::serve_once() {
   if (pdsh_) pdsh_->add_to(set);
   context_.output.add_to(set);
   context_.watch.add_to(set);
-  if (phase_ != Phase::running) set.wake_by(deadline_);
-  if (phase_ == Phase::running && stop_soon_) set.wake_by(*stop_soon_);
+  if (stage_ != Stage::running && !ending_.asked()) set.wake_by(deadline_);
+  if (ending_.deadline()) set.wake_by(*ending_.deadline());
   set.wait();
   for (const auto& link : links_) {
     if (full) link->forgive_silence();  // we did not listen
     link->check_time(context_.options.heartbeat_timeout_s);
   }
   context_.watch.check();
-  if (phase_ == Phase::connecting) check_connected();
-  check_deadline();
-  const bool stoppable = phase_ != Phase::stopping && phase_ != Phase::killing;
-  if (stoppable && context_.output.closed()) stop(SIGTERM, context_.options.stop_grace_s());
+  if (stage_ == Stage::connecting && !ending_.asked()) check_connected();
+  check_deadlines();
+  if (!ending_.asked() && context_.output.closed()) stop(SIGTERM, context_.options.stop_grace_s());
 }
 
 void JobAttempt::on_frame(AgentLink& link, const Frame& frame) {
@@ -129,7 +125,8 @@ void JobAttempt::on_frame(AgentLink& link, const Frame& frame) {
     case FrameKind::errors:
       return context_.output.feed(frame.rank, Stream::errors, frame.payload);
     case FrameKind::port:
-      if (phase_ == Phase::preparing && &link == &first_link()) start(json::parse(frame.payload).at("port"));
+      if (stage_ == Stage::preparing && !ending_.asked() && &link == &first_link())
+        start(json::parse(frame.payload).at("port"));
       return;
     case FrameKind::exited:
       return on_rank_exit(link, frame.rank, exit_from_text(frame.payload));
@@ -153,17 +150,18 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
   failures_.on_exit(rank, link.host().name, exit.status, num_running());
-  if (failures_.failed() && !stop_soon_) stop_soon_ = Clock::now() + kLastWords;
+  if (failures_.failed()) ending_.warn(Clock::now(), {SIGTERM, context_.options.failure_grace_s()});
 }
 
 void JobAttempt::on_changed(AgentLink& link) {
   link.num_running = 0;
   context_.watch.on_over(index_of(link));
   const std::string text = "host " + link.host().name + " " + link.why();
-  if (phase_ == Phase::connecting && context_.options.elastic && link.state() == AgentLink::State::lost) {
+  const bool connecting = stage_ == Stage::connecting && !ending_.asked();
+  if (connecting && context_.options.elastic && link.state() == AgentLink::State::lost) {
     return context_.output.say(LogLevel::warning, text + "; it is left out");
   }
-  if (phase_ == Phase::stopping || phase_ == Phase::killing) return;
+  if (ending_.asked()) return;
   if (link.state() == AgentLink::State::refused) {
     if (refusal_.empty()) refusal_ = "host " + link.host().name + ": " + link.why();
   } else {
@@ -186,7 +184,7 @@ void JobAttempt::on_signal(int signal) {
   }
   if (stop_signal_) return kill();
   stop_signal_ = signal;
-  if (phase_ == Phase::stopping || phase_ == Phase::killing) return;
+  if (ending_.asked()) return;
   if (signal == SIGINT) context_.output.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
   stop(signal == SIGINT ? SIGINT : SIGTERM, context_.options.stop_grace_s());
 }
@@ -198,7 +196,7 @@ void JobAttempt::check_connected() {
     connecting += link->state() == AgentLink::State::connecting;
     if (link->state() == AgentLink::State::ready) reached.push_back(link->host());
   }
-  if (connecting > 0 || phase_ != Phase::connecting) return;
+  if (connecting > 0) return;
   const std::vector<Host> chosen = reached.size() < context_.min_hosts ? std::vector<Host>{} : context_.choose(reached);
   if (chosen.empty()) {
     too_few_hosts_ = true;
@@ -232,7 +230,7 @@ void JobAttempt::check_connected() {
 AgentLink& JobAttempt::first_link() { return *used_.front(); }
 
 void JobAttempt::prepare() {
-  phase_ = Phase::preparing;
+  stage_ = Stage::preparing;
   deadline_ = Clock::now() + kPrepareLimit;
   const int wanted = context_.options.master_port;
   first_link().send(FrameKind::prepare, json{{"port", wanted ? wanted : kDefaultPort}, {"fixed", wanted != 0}}.dump());
@@ -268,7 +266,7 @@ void JobAttempt::start(int master_port) {
     link->send(FrameKind::start, to_text(job));
     link->set_state(AgentLink::State::running);
   }
-  phase_ = Phase::running;
+  stage_ = Stage::running;
   start_watch();
   context_.output.say(LogLevel::info, count_text(first_link().place.world_size, "rank") + " on " +
                                           count_text(used_.size(), "host") + ", meeting at " + address + ":" +
@@ -289,9 +287,11 @@ size_t JobAttempt::index_of(const AgentLink& link) const {
 }
 
 void JobAttempt::stop(int signal, double grace_s) {
-  phase_ = Phase::stopping;
-  deadline_ = after(grace_s) + kKillLimit;
-  const std::string how = json{{"signal", signal}, {"grace", grace_s}}.dump();
+  if (ending_.stop(Clock::now(), {signal, grace_s})) ask_to_end();
+}
+
+void JobAttempt::ask_to_end() {
+  const std::string how = json{{"signal", ending_.request().signal}, {"grace", ending_.request().grace_s}}.dump();
   for (const auto& link : links_) {
     if (link->state() == AgentLink::State::connecting) {
       link->lose("was not needed any more");
@@ -302,24 +302,37 @@ void JobAttempt::stop(int signal, double grace_s) {
 }
 
 void JobAttempt::kill() {
-  phase_ = Phase::killing;
-  deadline_ = Clock::now() + kKillLimit;
+  ending_.kill(Clock::now());
   for (const auto& link : links_) link->send(FrameKind::kill);
 }
 
-void JobAttempt::check_deadline() {
-  if (phase_ == Phase::running && stop_soon_ && Clock::now() >= *stop_soon_) {
-    return stop(SIGTERM, context_.options.failure_grace_s());
+void JobAttempt::give_up() {
+  for (const auto& link : links_) {
+    if (!link->over()) link->lose("did not end its ranks in time");
   }
-  if (phase_ == Phase::running || Clock::now() < deadline_) return;
-  if (phase_ == Phase::stopping) return kill();
+}
+
+void JobAttempt::check_deadlines() {
+  switch (ending_.check(Clock::now())) {
+    case Ending::Due::stop:
+      return ask_to_end();
+    case Ending::Due::kill:
+      return kill();
+    case Ending::Due::give_up:
+      return give_up();
+    case Ending::Due::nothing:
+      return check_answers();
+  }
+}
+
+/// Loses a host that has not connected, or the first one if it has not found a port.
+void JobAttempt::check_answers() {
+  if (ending_.asked() || stage_ == Stage::running || Clock::now() < deadline_) return;
   for (const auto& link : links_) {
     if (link->over()) continue;
-    if (phase_ == Phase::connecting && link->state() != AgentLink::State::connecting) continue;
-    if (phase_ == Phase::preparing && link.get() != &first_link()) continue;
-    const bool hopeless = phase_ == Phase::killing;
-    link->lose(hopeless ? "did not end its ranks in time" : "did not answer in time");
-    if (!hopeless) return;  // the others are being stopped
+    if (stage_ == Stage::connecting && link->state() != AgentLink::State::connecting) continue;
+    if (stage_ == Stage::preparing && link.get() != &first_link()) continue;
+    return link->lose("did not answer in time");  // and the others are stopped
   }
 }
 

@@ -12,6 +12,7 @@
 #include "launch/output/failure_report.h"
 #include "launch/output/job_output.h"
 #include "launch/plan/options.h"
+#include "launch/process/ending.h"
 #include "launch/system/signal_file.h"
 #include "launch/watch/hang_watch.h"
 #include "launch/wire/agent_link.h"
@@ -44,7 +45,7 @@ class JobAttempt {
   AttemptResult run();
 
  private:
-  enum class Phase : uint8_t { connecting, preparing, running, stopping, killing };
+  enum class Stage : uint8_t { connecting, preparing, running };
 
   void connect();
   void serve_once();
@@ -59,7 +60,10 @@ class JobAttempt {
   size_t index_of(const AgentLink& link) const;  // in used_
   void stop(int signal, double grace_s);
   void kill();
-  void check_deadline();
+  void ask_to_end();
+  void give_up();
+  void check_deadlines();
+  void check_answers();
   void close_links();
   bool all_over() const;
   size_t num_running() const;
@@ -74,9 +78,9 @@ class JobAttempt {
   bool too_few_hosts_ = false;
   std::string refusal_;  // of the first host that refused
   std::optional<int> stop_signal_;
-  Phase phase_ = Phase::connecting;
-  std::optional<Clock::time_point> stop_soon_;
-  Clock::time_point deadline_;  // of connecting, preparing, stopping and killing
+  Stage stage_ = Stage::connecting;
+  Clock::time_point deadline_;  // of connecting and preparing
+  Ending ending_;
 };
 
 }  // namespace deeptide::launch

@@ -116,7 +116,7 @@ void Supervisor::supervise() {
     if (link_) link_->check();
     watch_.check();
     ranks_.check_deadline();
-    if (ranks_.phase() == RankGroup::Phase::running && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
+    if (!ranks_.asked_to_end() && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
   }
 }
 
@@ -133,7 +133,7 @@ void Supervisor::on_signal(int signal) {
   if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
   stop_signal_ = signal;
   if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
-  if (ranks_.phase() != RankGroup::Phase::running) return;
+  if (ranks_.asked_to_end()) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
   // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
   const bool softly = signal == SIGINT || program_ == "srun";
@@ -145,9 +145,9 @@ void Supervisor::on_exit(const RankGroup::Member& member) {
   // After a failure only what ended by itself counts: not those that we asked to end.
   const ExitStatus& status = *member.process.status();
   if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
-  if (member.ended_by_us && (status.signal == SIGTERM || ranks_.phase() == RankGroup::Phase::killing)) return;
+  if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
   failures_.on_exit(member.rank, "", status, num_running());
-  if (failures_.failed() && ranks_.phase() == RankGroup::Phase::running) {
+  if (failures_.failed() && !ranks_.asked_to_end()) {
     ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }
 }

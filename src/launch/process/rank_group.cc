@@ -52,8 +52,7 @@ void RankGroup::start(const RankPlan& plan, const Terminal& terminal) {
 }
 
 void RankGroup::add_to(PollSet& set, bool with_output) {
-  if (phase_ == Phase::stopping) set.wake_by(deadline_);
-  if (stop_soon_) set.wake_by(stop_soon_->at);
+  if (ending_.deadline()) set.wake_by(*ending_.deadline());
   for (const auto& member : members_) {
     if (!with_output) return;
     Member* m = member.get();
@@ -63,12 +62,9 @@ void RankGroup::add_to(PollSet& set, bool with_output) {
 }
 
 void RankGroup::check_deadline() {
-  if (stop_soon_ && Clock::now() >= stop_soon_->at) {
-    const StopRequest request = *stop_soon_;
-    stop_soon_.reset();
-    if (phase_ == Phase::running) stop(request.signal, request.grace_s);
-  }
-  if (phase_ == Phase::stopping && Clock::now() >= deadline_) kill();
+  const Ending::Due due = ending_.check(Clock::now());
+  if (due == Ending::Due::stop) ask_to_end();
+  if (due == Ending::Due::kill) signal_all(SIGKILL);
 }
 
 void RankGroup::read(Member& member, Stream stream) {
@@ -98,10 +94,10 @@ void RankGroup::reap() {
     for (const auto& member : members_) {
       if (member->process.pid() != pid || member->process.status()) continue;
       ExitStatus status = to_status(wait_status, usage);
-      if (status.signal == SIGKILL && phase_ != Phase::killing) {
+      if (status.signal == SIGKILL && !killing()) {
         status.out_of_memory = memory_kills_.killed(pid, status.peak_bytes);
       }
-      member->ended_by_us = phase_ != Phase::running && !status.out_of_memory;
+      member->ended_by_us = asked_to_end() && !status.out_of_memory;
       member->process.record_exit(status);
       events_.exited(*member);
     }
@@ -109,19 +105,18 @@ void RankGroup::reap() {
 }
 
 void RankGroup::stop(int signal, double grace_s) {
-  if (phase_ == Phase::killing) return;
-  phase_ = Phase::stopping;
-  deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(grace_s));
-  signal_all(signal);
-  signal_all(SIGCONT);  // a stopped process would not see it
+  if (ending_.stop(Clock::now(), {signal, grace_s})) ask_to_end();
 }
 
-void RankGroup::stop_soon(int signal, double grace_s) {
-  if (!stop_soon_) stop_soon_ = StopRequest{Clock::now() + kLastWords, signal, grace_s};
+void RankGroup::ask_to_end() {
+  signal_all(ending_.request().signal);
+  signal_all(SIGCONT);  // a stopped process would not see the request
 }
+
+void RankGroup::stop_soon(int signal, double grace_s) { ending_.warn(Clock::now(), {signal, grace_s}); }
 
 void RankGroup::kill() {
-  phase_ = Phase::killing;
+  ending_.kill(Clock::now());
   signal_all(SIGKILL);
 }
 
@@ -157,7 +152,7 @@ void RankGroup::finish() {
   // ranks.
   const bool starter = std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m->starts_ranks; });
   if (starter) wait_until_gone(Clock::now() + kStarterGrace);
-  if (phase_ != Phase::killing && !wait_until_gone(Clock::now() + kStragglerGrace)) {
+  if (!killing() && !wait_until_gone(Clock::now() + kStragglerGrace)) {
     signal_all(SIGTERM);
     wait_until_gone(Clock::now() + kStragglerGrace);
   }

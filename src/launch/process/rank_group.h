@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string_view>
 #include <vector>
 
 #include "launch/plan/rank_plan.h"
+#include "launch/process/ending.h"
 #include "launch/process/flight_files.h"
 #include "launch/process/memory_kills.h"
 #include "launch/process/orphan_guard.h"
@@ -21,13 +21,10 @@
 
 namespace deeptide::launch {
 
-/// After a failure, the time in which others may still fail by themselves before they are asked to end.
-constexpr std::chrono::milliseconds kLastWords{300};
-
 enum class Stream : uint8_t { output, errors };
 
-/// Processes in groups of their own: running, then stopping (asked to end, within a grace), then killing.
-/// The owner blocks SIGCHLD and calls reap() when it comes (see SignalFile).
+/// Processes, each in a process group of its own, that end together (see Ending).
+/// The owner blocks SIGCHLD and calls reap() when it arrives (see SignalFile).
 class RankGroup {
  public:
   struct Member {
@@ -41,21 +38,19 @@ class RankGroup {
     std::function<void(const Member&, Stream, std::string_view)> output;  // empty: the stream's end
     std::function<void(const Member&)> exited;
   };
-  enum class Phase : uint8_t { running, stopping, killing };
-
   explicit RankGroup(Events events);
 
   /// Errors: as RankProcess.
   void start(const RankPlan& plan, const Terminal& terminal);
 
-  /// The members' output, and the time when stopping turns into killing.
+  /// Adds the members' output, and the time of the next deadline.
   void add_to(PollSet& set, bool with_output);
-  /// Kills what outlasted the grace.
+  /// Asks the members to end, or kills them, if that has become due.
   void check_deadline();
   void reap();
 
   void stop(int signal, double grace_s);
-  /// The same a moment later: ranks that fail of the same cause get to say so.
+  /// The same after kLastWords: ranks that fail for the same reason get to report it.
   void stop_soon(int signal, double grace_s);
   void kill();
   void suspend();  // SIGSTOP to all
@@ -63,7 +58,8 @@ class RankGroup {
   /// A signal that is the user's own, as SIGUSR1: to the ranks alone, not to what they started.
   void pass_on(int signal) const;
 
-  Phase phase() const { return phase_; }
+  bool asked_to_end() const { return ending_.asked(); }
+  bool killing() const { return ending_.phase() == Ending::Phase::killing; }
   bool all_ended() const;
   const std::vector<std::unique_ptr<Member>>& members() const { return members_; }
 
@@ -71,12 +67,7 @@ class RankGroup {
   void finish();
 
  private:
-  struct StopRequest {
-    Clock::time_point at;
-    int signal;
-    double grace_s;
-  };
-
+  void ask_to_end();
   void signal_all(int signal);
   void read(Member& member, Stream stream);
   void close(Member& member, Stream stream);
@@ -88,9 +79,7 @@ class RankGroup {
   OrphanGuard guard_;
   MemoryKills memory_kills_;
   std::vector<std::unique_ptr<Member>> members_;
-  Phase phase_ = Phase::running;
-  Clock::time_point deadline_{};
-  std::optional<StopRequest> stop_soon_;
+  Ending ending_;
 };
 
 }  // namespace deeptide::launch
