@@ -74,6 +74,7 @@ void bind_world(py::module_& module) {
       .def_readwrite("rank", &DistributedOptions::rank)
       .def_readwrite("world_size", &DistributedOptions::world_size)
       .def_property("timeout_s", &timeout_s, &set_timeout);
+  module.attr("DEFAULT_PORT") = kDefaultPort;
   module.def("find_place", &find_place, py::arg("options"), NoGil());
   module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
   module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
