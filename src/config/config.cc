@@ -10,8 +10,8 @@
 #include "base/json.h"
 #include "config/base64.h"
 #include "config/elasticity.h"
-#include "config/rules.h"
-#include "config/validate.h"
+#include "config/check/rules.h"
+#include "config/check/validate.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {

@@ -10,7 +10,7 @@
 #include <fstream>
 
 #include "config/base64.h"
-#include "config/suggest.h"
+#include "config/check/suggest.h"
 #include "config/table_cases.h"
 #include "deeptide/errors.h"
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <set>
 
-#include "config/check_value.h"
+#include "config/check/check_value.h"
 #include "config/table_cases.h"
 #include "deeptide/config.h"
 

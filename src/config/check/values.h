@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/json.h"
-#include "config/schema.h"
+#include "config/table/schema.h"
 
 namespace deeptide::config {
 

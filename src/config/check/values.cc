@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // What a text says about each key of the table, defaults filled in.
-#include "config/values.h"
+#include "config/check/values.h"
 
 namespace deeptide::config {
 

@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Holds a parsed text against the table: names, types, ranges and statuses at every depth.
-#include "config/validate.h"
+#include "config/check/validate.h"
 
 #include <algorithm>
 
-#include "config/check_value.h"
-#include "config/suggest.h"
+#include "config/check/check_value.h"
+#include "config/check/suggest.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::config {

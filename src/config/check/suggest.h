@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "config/schema.h"
+#include "config/table/schema.h"
 
 namespace deeptide::config {
 

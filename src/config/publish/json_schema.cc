@@ -5,7 +5,7 @@
 #include <cctype>
 #include <nlohmann/json.hpp>
 
-#include "config/publish.h"
+#include "config/publish/publish.h"
 #include "deeptide/config.h"
 
 namespace deeptide {

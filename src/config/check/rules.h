@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "config/validate.h"
+#include "config/check/validate.h"
 
 namespace deeptide::config {
 

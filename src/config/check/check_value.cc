@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Whether one value suits its key: type, range, choices, status.
-#include "config/check_value.h"
+#include "config/check/check_value.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "config/suggest.h"
+#include "config/check/suggest.h"
 
 namespace deeptide::config {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "config/schema.h"
+#include "config/table/schema.h"
 
 namespace deeptide::config {
 

@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The one table of every key of ds_config.json: type, default, range, status and reason.
-#include "config/schema.h"
+#include "config/table/schema.h"
 
 #include <algorithm>
 #include <cctype>
 #include <iterator>
 
-#include "config/schema_sections.h"
+#include "config/table/schema_sections.h"
 
 namespace deeptide::config {
 namespace {

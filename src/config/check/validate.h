@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "config/values.h"
+#include "config/check/values.h"
 
 namespace deeptide::config {
 

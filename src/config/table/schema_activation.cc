@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's activations and attention: activation_checkpointing, sparse_attention, aio.
-#include "config/schema_sections.h"
+#include "config/table/schema_sections.h"
 
 namespace deeptide::config {
 namespace {

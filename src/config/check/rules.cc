@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // What holds between keys, beyond what the table says of each.
-#include "config/rules.h"
+#include "config/check/rules.h"
 
 namespace deeptide::config {
 namespace {

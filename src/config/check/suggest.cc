@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // "Did you mean": the known key nearest to one that nobody knows.
-#include "config/suggest.h"
+#include "config/check/suggest.h"
 
 #include <algorithm>
 #include <numeric>

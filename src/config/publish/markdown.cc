@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // config_markdown: the table as a page for readers.
-#include "config/publish.h"
+#include "config/publish/publish.h"
 #include "deeptide/config.h"
 
 namespace deeptide {
@@ -34,7 +34,7 @@ using config::Status;
 using config::Variant;
 
 const char* const kIntroduction =
-    R"(<!-- Written by the target config_docs from the table in src/config/schema_*.cc; a test compares. Do not edit. -->
+    R"(<!-- Written by the target config_docs from the table in src/config/table/schema_*.cc; a test compares. Do not edit. -->
 # Configuration
 
 Deeptide reads DeepSpeed's `ds_config.json`. Comments (`#`, `//`, `/* */`) and trailing commas are allowed; a key given
