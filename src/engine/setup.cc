@@ -26,24 +26,25 @@ std::string next_channel_name(const World& world, const char* kind) {
 }
 
 std::chrono::milliseconds timeout_of(const Config& config) {
-  return std::chrono::milliseconds(static_cast<int64_t>(config.runtime.comm_timeout_s * 1000));
+  return std::chrono::milliseconds(static_cast<int64_t>(config.runtime().comm_timeout_s * 1000));
 }
 
 std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& options) {
   if (!options.groups.empty()) return options.groups;
-  return {ParameterGroup{{}, config.optimizer.defaults}};
+  return {ParameterGroup{{}, config.optimizer().defaults}};
 }
 
 engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, OptimizerKind optimizer) {
   engine::BindOptions options;
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
-  options.persistence_threshold = config.zero.param_persistence_threshold;
-  options.model_persistence_threshold = config.zero.model_persistence_threshold;
+  options.persistence_threshold = config.zero().param_persistence_threshold;
+  options.model_persistence_threshold = config.zero().model_persistence_threshold;
   // A unit moves in one collective, so the bucket sizes bound it.
-  options.max_unit_numel = std::min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size);
-  if (config.runtime.unit_size > 0) options.max_unit_numel = std::min(options.max_unit_numel, config.runtime.unit_size);
-  if (optimizer != OptimizerKind::none) options.trained_by = config.origin;
+  options.max_unit_numel = std::min(config.zero().reduce_bucket_size, config.zero().allgather_bucket_size);
+  if (config.runtime().unit_size > 0)
+    options.max_unit_numel = std::min(options.max_unit_numel, config.runtime().unit_size);
+  if (optimizer != OptimizerKind::none) options.trained_by = config.origin();
   return options;
 }
 
@@ -51,9 +52,9 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
   sharding::ResidencyLimits limits;
   // DeepSpeed's default of 1e9 would keep most models whole; a quarter of the model is what overlap needs at most.
   const int64_t chosen = std::min<int64_t>(1'000'000'000, model.num_elements() / 4);
-  limits.max_live = config.zero.max_live_parameters.value_or(chosen);
-  limits.max_reuse_distance = config.zero.max_reuse_distance.value_or(INT64_MAX);
-  limits.prefetch = config.zero.overlap_comm ? config.zero.prefetch_bucket_size : 0;
+  limits.max_live = config.zero().max_live_parameters.value_or(chosen);
+  limits.max_reuse_distance = config.zero().max_reuse_distance.value_or(INT64_MAX);
+  limits.prefetch = config.zero().overlap_comm ? config.zero().prefetch_bucket_size : 0;
   return limits;
 }
 
@@ -64,8 +65,8 @@ bool has_idle_core(const comm::Host& host, const World& world) {
 }
 
 bool wants_side_thread(const Config& config, const comm::Host& host, const World& world) {
-  if (!config.zero.overlap_comm || config.runtime.reduce_thread == "off") return false;
-  return config.runtime.reduce_thread == "on" || has_idle_core(host, world);
+  if (!config.zero().overlap_comm || config.runtime().reduce_thread == ReduceThread::off) return false;
+  return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, world);
 }
 
 /// Rows may stay as they came until the step when no further micro-batch is added to them, each rank steps no more than
@@ -74,22 +75,24 @@ bool keeps_rows(const Config& config, const BatchSizes& batch, const World& worl
   constexpr size_t kBytesOfSum = sizeof(float);
   const size_t bytes_of_rows = static_cast<size_t>(world.size) * c10::elementSize(reduce_type(config));
   const bool steps_shard = policy.shard_optimizer || world.size == 1;
-  return steps_shard && batch.accumulation == 1 && config.runtime.ordered_reduction && bytes_of_rows <= kBytesOfSum;
+  const bool ordered = config.runtime().reduction == Reduction::ordered;
+  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= kBytesOfSum;
 }
 
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
   gradients::ReducerOptions options;
   options.reduce_dtype = reduce_type(config);
-  options.ordered = config.runtime.ordered_reduction;
-  options.overlap = config.zero.overlap_comm;
-  options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? world_size : 1));
+  options.ordered = config.runtime().reduction == Reduction::ordered;
+  options.overlap = config.zero().overlap_comm;
+  const bool mean = config.gradients().op == GradientOp::mean;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? world_size : 1));
   return options;
 }
 
 }  // namespace
 
 at::ScalarType reduce_type(const Config& config) {
-  return scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
+  return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
 }
 
 const char* operation_name(Operation operation) {
@@ -107,11 +110,11 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       world(options.world ? *options.world : init_distributed()),
       mesh(comm::Mesh::data_parallel(world.size)),
       batch(config.batch_sizes(mesh.size(comm::Axis::data))),
-      policy(zero::kStages.at(config.zero.stage)),
-      optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
+      policy(zero::kStages.at(config.zero().stage)),
+      optimizer_kind(options.optimizer.value_or(config.optimizer().kind)),
       ledger(std::make_shared<device::Ledger>()),
       board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
-      host(comm::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory,
+      host(comm::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime().shared_memory,
                             board)),
       control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false, host),
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true, host),
@@ -120,12 +123,12 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       model(description, options.groups, bind_options(config, policy, optimizer_kind), world, *host, gathers, ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
-  if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
+  if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));
   for (const ParameterGroup& group : groups) hyperparameters.push_back(group.hyperparameters);
   base_hyperparameters = hyperparameters;
-  schedule = optim::make_schedule(config.scheduler);
+  schedule = optim::make_schedule(config.scheduler());
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
   if (optimizer_kind != OptimizerKind::none) {
     const auto trainable = model.trainable();
@@ -142,7 +145,9 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     set_boundary(std::nullopt);
   }
   if (world.rank == 0) log(LogLevel::info, summary());
-  if (world.rank == 0 && config.dump_state) log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
+  if (world.rank == 0 && config.report().dump_state) {
+    log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());
+  }
   start.succeeded = true;
 }
 

@@ -242,8 +242,8 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"micro_steps", micro_steps},
                 {"optimizer_steps", optimizer ? optimizer->steps() : 0},
                 {"schedule_iteration", schedule_iteration},
-                {"zero_stage", config.zero.stage},
-                {"config", config.text}};
+                {"zero_stage", config.zero().stage},
+                {"config", config.text()}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
   auto pieces = live_pieces(*this, /*moments=*/true, Extent::owned);
   for (const NamedTensor& buffer : model.buffers()) {

@@ -42,7 +42,7 @@ int leading_rank(const std::vector<Message>& messages) {
 
 void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
   TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
-  TORCH_CHECK_VALUE(reducer != nullptr, "backward: this engine has no optimizer (", config.origin,
+  TORCH_CHECK_VALUE(reducer != nullptr, "backward: this engine has no optimizer (", config.origin(),
                     " has no \"optimizer\" section and none was given to initialize)");
   TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
                     "; reduce it first, e.g. loss.mean()");
@@ -228,8 +228,8 @@ StepOutcome Engine::Impl::apply(double total, const std::vector<Message>& verdic
     return outcome;
   }
   double scale = 1.0;
-  if (config.gradient_clipping > 0.0) {
-    scale = std::min(1.0, config.gradient_clipping / (outcome.grad_norm + 1e-6));
+  if (config.gradients().clipping > 0.0) {
+    scale = std::min(1.0, config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
   note_external_writes();
@@ -243,7 +243,8 @@ StepOutcome Engine::Impl::apply(double total, const std::vector<Message>& verdic
 
 /// The line of every `steps_per_print` steps, in DeepSpeed's words.
 void Engine::Impl::print_step(const StepOutcome& outcome) const {
-  if (world.rank != 0 || config.steps_per_print.value_or(0) < 1 || global_steps % *config.steps_per_print != 0) return;
+  const auto interval = config.report().steps_per_print;
+  if (world.rank != 0 || !interval || global_steps % *interval != 0) return;
   std::string rates, momenta;
   for (const Hyperparameters& h : hyperparameters) {
     const char* separator = rates.empty() ? "" : ", ";

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Whether one value suits its key: type, range, choices, status.
+// Checks one value against its key: type, range, choices, status.
 #include "config/check/check_value.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ bool in_range(const Key& key, double value) {
 
 bool is_integer(const JsonValue& value) {
   if (value.is(JsonKind::integer)) return true;
-  // 5e8 is written as a float; from 2^63 on it is no longer an integer of 64 bits.
+  // Accept 5e8, which parses as a float, but nothing from 2^63 on: it does not fit 64 bits.
   return value.is(JsonKind::number) && value.number == std::floor(value.number) && std::abs(value.number) < 0x1p63;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Whether one value suits its key: type, range, choices, status.
+// Checks one value against its key: type, range, choices, status.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@
 
 namespace deeptide::config {
 
-/// Empty when the value has the key's type and range; otherwise "expected …, got …".
+/// Returns "expected …, got …", or an empty string when the value has the key's type and range.
 std::string type_problem(const Key& key, const JsonValue& value);
 
-/// Empty when the value is honoured or asks for nothing; otherwise "… is not supported yet …" or "… has no effect here
-/// …".
+/// Returns "… is not supported yet …" or "… has no effect here …", or an empty string when the value is honoured or
+/// asks for nothing.
 std::string status_problem(const Key& key, const JsonValue& value);
 
-/// The text about `value`, which a key or section of this status cannot take; `cure`: what to write instead.
+/// The problem with `value` of a key or section whose status refuses it; `cure` says what to write instead.
 std::string status_text(Status status, const std::string& reason, const std::string& value, const std::string& cure);
 
-/// The value as JSON, shortened when long.
+/// The value as JSON, cut when long.
 std::string shown_value(const JsonValue& value);
 
 }  // namespace deeptide::config

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What holds between keys, beyond what the table says of each.
+// Rules between keys, which the table of single keys cannot express.
 #include "config/check/rules.h"
 
 namespace deeptide::config {
@@ -46,11 +46,10 @@ void check_elasticity(const Values& values, Problems& problems) {
   if (values.flag("elasticity.ignore_non_elastic_batch_info")) return;
   for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
     if (!values.given(key)) continue;
-    blame(
-        values, key,
-        "will not be used since elastic training is enabled, which takes control of the batch sizes; leave it out, or "
-        "set elasticity.ignore_non_elastic_batch_info to true",
-        problems);
+    blame(values, key,
+          "has no effect because elastic training is enabled and determines the batch sizes; leave it out, or "
+          "set elasticity.ignore_non_elastic_batch_info to true",
+          problems);
   }
 }
 
@@ -78,7 +77,7 @@ void check_rules(const Values& values, Problems& problems) {
   check_precision(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
-  // With other problems about, the optimizer's parameters may be unknown.
+  // After other problems the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);
 }
 

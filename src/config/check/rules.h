@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What holds between keys, beyond what the table says of each.
+// Rules between keys, which the table of single keys cannot express.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace deeptide::config {
 /// Adds a problem for each pair of keys that contradict each other.
 void check_rules(const Values& values, Problems& problems);
 
-/// What the choices mean that a reader of the text might not expect, one line each.
+/// Adds a line for each consequence that a reader of the text might not expect.
 void note_decisions(const Values& values, std::vector<std::string>& decisions);
 
 }  // namespace deeptide::config

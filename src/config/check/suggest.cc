@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// "Did you mean": the known key nearest to one that nobody knows.
+// "Did you mean": the known key nearest to an unknown one.
 #include "config/check/suggest.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace deeptide::config {
 namespace {
 
-constexpr size_t kLongestName = 200;  // longer text is no misspelt key, and distance is quadratic
+constexpr size_t kLongestName = 200;  // a longer name is no misspelling, and the distance takes quadratic time
 constexpr size_t kMostPlaces = 3;
 constexpr size_t kMostListed = 12;
 
@@ -51,7 +51,7 @@ std::string quoted_list(const std::set<std::string>& names) {
   return text;
 }
 
-// Where else a key of exactly this name is known; empty when in too many places to be of help.
+// Lists the sections that have a key of exactly this name; empty when they are too many to help.
 std::set<std::string> other_places(std::string_view name) {
   std::set<std::string> exact, sections;
   for (const Place& place : all_places()) {
@@ -64,7 +64,7 @@ std::set<std::string> other_places(std::string_view name) {
   return sections.size() <= kMostPlaces ? sections : std::set<std::string>();
 }
 
-// "stage3_foo" is near the keys that begin with "stage3_".
+// Finds a key with the same prefix: "stage3_foo" is near those that begin with "stage3_".
 std::string same_family(std::string_view name, const std::vector<std::string>& candidates) {
   const size_t prefix = name.find('_');
   if (prefix == std::string_view::npos || prefix < 3) return "";
@@ -76,7 +76,7 @@ std::string same_family(std::string_view name, const std::vector<std::string>& c
   return best;
 }
 
-// A key of another section, only when it is no more than a slip away.
+// Finds a key of another section that differs by at most two slips.
 std::string slip_elsewhere(std::string_view name) {
   if (name.size() < 5) return "";
   for (size_t slips : {1, 2}) {
@@ -114,7 +114,7 @@ std::string nearest(std::string_view name, const std::vector<std::string>& candi
   size_t least = std::max<size_t>(2, name.size() / 3) + 1;
   for (const std::string& candidate : candidates) {
     const size_t distance = edit_distance(name, candidate);
-    // A word all of whose letters change is another word, however short.
+    // A word whose letters all change is a different word, however short.
     if (distance < least && distance < candidate.size()) {
       least = distance;
       best = candidate;

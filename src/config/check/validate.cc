@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Holds a parsed text against the table: names, types, ranges and statuses at every depth.
+// Checks a parsed text against the table: names, types, ranges and statuses at every depth.
 #include "config/check/validate.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace deeptide::config {
 namespace {
 
-// Where the walk stands: the path in the table, the path as the user spelt it, the line to blame.
+// A place in the walk: its path in the table, its path as the user spelt it, and the line that errors name.
 struct Position {
   std::string path;
   std::string shown;
@@ -26,7 +26,7 @@ struct Position {
 
 bool is_auto(const JsonValue& value) { return value.is(JsonKind::string) && value.string == "auto"; }
 
-bool says_nothing(const JsonMember* member) {
+bool leaves_default(const JsonMember* member) {
   return !member || member->value.is(JsonKind::null) || is_auto(member->value);
 }
 
@@ -47,7 +47,7 @@ class Walk {
   }
 
  private:
-  // All keys of a section whose text is `object`, those not given included. Muted: only names and types matter.
+  // Walks all keys of a section whose text is `object`, absent ones included. Muted: checks names and types only.
   void walk_keys(const Key& section, const Variant* variant, const JsonValue& object, const Position& at, bool muted) {
     std::vector<std::string> known;
     for (const Key& key : section.keys) walk_key(key, object, at, muted, known);
@@ -70,8 +70,8 @@ class Walk {
       const JsonMember* also = object.find(other);
       if (member && also) {
         problems_.add(also->line, at.below("", also).shown,
-                      "another name of '" + member->key + "', given on line " + std::to_string(member->line) +
-                          "; keep one of them");
+                      "this is another name of '" + member->key + "', which is given on line " +
+                          std::to_string(member->line) + "; keep one of them");
       } else if (also) {
         member = also;
       }
@@ -88,7 +88,7 @@ class Walk {
 
   void walk_section(const Key& key, const JsonValue& parent, const JsonMember* member, const Position& at, bool muted) {
     static const JsonValue kAbsent;
-    const JsonValue* object = says_nothing(member) ? &kAbsent : &member->value;
+    const JsonValue* object = leaves_default(member) ? &kAbsent : &member->value;
     if (member && is_auto(member->value)) decisions_.push_back(at.shown + ": \"auto\" became absent");
     const bool as_flag = key.or_boolean && object->is(JsonKind::boolean);
     if (object != &kAbsent && !object->is(JsonKind::object) && !as_flag) {
@@ -101,20 +101,20 @@ class Walk {
     if (as_flag) record_flag(key, *object, at);
   }
 
-  // Which further keys there are; false: unknown, since the type itself is wrong or missing.
+  // Finds the keys that the sibling "type" adds; returns false when the type itself is wrong or missing.
   bool choose_variant(const Key& key, const JsonValue& parent, const JsonValue& object, const Position& at,
                       const Variant*& variant) {
     const JsonMember* type = parent.find("type");
-    if (says_nothing(type)) {
+    if (leaves_default(type)) {
       if (object.members.empty()) return false;
-      problems_.add(at.line, at.shown, "there is no 'type' beside it; add one or remove the section");
+      problems_.add(at.line, at.shown, "the sibling key 'type' is missing; add it or remove the section");
       return false;
     }
     variant = find_variant(key, type->value.string);
     return variant != nullptr;
   }
 
-  // A section that is off may say anything; one that is on and cannot be had is one problem, not one for each key.
+  // Mutes the keys of a section that is off. A section that is on but not supported is one problem, not one per key.
   bool mute_children(const Key& key, const JsonValue& object, const Position& at, bool muted) {
     if (muted || !object.is(JsonKind::object)) return muted;
     const bool refused = key.status == Status::later || key.status == Status::never;
@@ -133,7 +133,7 @@ class Walk {
     return true;
   }
 
-  // true and false stand for 1 and 0 of the section's first key.
+  // Reads true and false as 1 and 0 of the section's first key.
   void record_flag(const Key& key, const JsonValue& value, const Position& at) {
     static const JsonValue kOff(int64_t{0}), kOn(int64_t{1});
     const Key& first = key.keys.front();
@@ -144,7 +144,7 @@ class Walk {
 
   void walk_dictionary(const Key& key, const JsonMember* member, const Position& at, bool muted) {
     if (member && is_auto(member->value)) decisions_.push_back(at.shown + ": \"auto\" became absent");
-    if (says_nothing(member)) return;
+    if (leaves_default(member)) return;
     if (!member->value.is(JsonKind::object)) {
       problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(member->value));
       return;
@@ -161,7 +161,7 @@ class Walk {
 
   void walk_leaf(const Key& key, const JsonMember* member, const Position& at, bool muted) {
     Entry entry{&key, nullptr, at.line, at.shown, false};
-    if (says_nothing(member)) {
+    if (leaves_default(member)) {
       entry.automatic = member && is_auto(member->value);
       if (entry.automatic) decide(key, at);
       if (key.must_be_given && !muted) {
@@ -187,6 +187,8 @@ class Walk {
     if (key.must_be_given) return;
     std::string became = shown_value(key.fallback);
     if (key.fallback.is(JsonKind::null)) became = key.derived.empty() ? "absent" : key.derived;
+    // The table lists sections before those that derive from them, so their values are known here.
+    if (values_.has(key.auto_path)) became = shown_value(values_.value(key.auto_path)) + " (" + key.auto_path + ")";
     decisions_.push_back(at.shown + ": \"auto\" became " + became);
   }
 

@@ -45,7 +45,7 @@ void add_range(const Key& key, ordered_json& rule) {
   if (key.highest) rule[key.highest_excluded ? "exclusiveMaximum" : "maximum"] = exact(*key.highest);
 }
 
-// JSON Schema has no case-insensitive match: each letter becomes a class of both.
+// JSON Schema has no case-insensitive match, so each letter becomes a class of both cases.
 std::string any_case_pattern(const std::vector<std::string>& names) {
   std::string pattern;
   for (const std::string& name : names) {
@@ -94,7 +94,8 @@ ordered_json typed_rule(const Key& key, bool muted) {
 
 bool restricted(const Key& key) { return key.status == Status::later || key.status == Status::never; }
 
-// A value is of the key's type, or "auto", or null where null is the default; or one of the few that mean 'off'.
+// Accepts the key's type, "auto", and null where null is the default; for a refused key only the values that mean
+// 'off'.
 ordered_json leaf_rule(const Key& key, bool muted) {
   ordered_json rule;
   rule["description"] = key.doc + " " + config::status_words(key);
@@ -132,7 +133,7 @@ void add_properties(const std::vector<Key>& keys, bool muted, ordered_json& rule
   }
 }
 
-// A disabled section may say anything of the right type, so only its switch is held down; see `muted`.
+// A disabled section may hold any value of the right type (`muted`), so this restricts only its switch.
 ordered_json switch_rule(const Key& key) {
   const size_t dot = key.switch_path.find('.');
   const ordered_json off = {{"enum", ordered_json::array({as_json(key.switch_off), "auto"})}};
@@ -146,7 +147,7 @@ ordered_json type_condition(const std::vector<std::string>& types) {
   return {{"properties", {{"type", type}}}, {"required", ordered_json::array({"type"})}};
 }
 
-// The keys of "params" hang on the "type" beside them.
+// The keys allowed in "params" depend on the sibling "type".
 void add_variants(const Key& section, bool muted, ordered_json& rule) {
   for (const Key& child : section.keys) {
     for (const Variant& variant : child.variants) {
@@ -187,7 +188,7 @@ ordered_json section_rule(const Key& key, bool muted) {
   }
   rule["anyOf"] = ordered_json::array({object, {{"enum", {nullptr, "auto"}}}});
   if (key.or_boolean) rule["anyOf"].push_back({{"type", "boolean"}});
-  // A section that is honoured and off may say anything as well.
+  // A section that is honoured but off may hold any value, too.
   if (!key.switch_path.empty() && !refused && !muted) {
     ordered_json quiet = {{"type", "object"}, {"additionalProperties", false}};
     add_properties(key.keys, true, quiet);

@@ -38,22 +38,22 @@ const char* const kIntroduction =
 # Configuration
 
 Deeptide reads DeepSpeed's `ds_config.json`. Comments (`#`, `//`, `/* */`) and trailing commas are allowed; a key given
-twice is an error. `"auto"` is accepted for every value and means the default, or what follows from other keys; each such
-choice is told at the start. Every key below is known at every depth; any other key is an error that names the file, the
-line and the nearest known key.
+twice is an error. `"auto"` is accepted for every value and means the default, or a value that follows from other keys; the
+summary at the start lists each such decision. The tables below list every key at every depth; any other key is an error
+that names the file, the line and the nearest known key.
 
 Of the three batch sizes any two are enough, or `train_batch_size` or `train_micro_batch_size_per_gpu` alone:
 `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size`.
 
 | status | meaning |
 |---|---|
-| honoured | does what it says |
-| either | accepted with any value, since both ask for what is done anyway; the reason is given |
-| later | not supported yet: only the default, or a value that means 'off', is accepted |
-| never | has no effect here: as above, and the reason is given |
+| honoured | has the effect described |
+| either | accepts any value, since all of them ask for what happens anyway; the reason is given |
+| later | not supported yet: accepts only the default or a value that means 'off' |
+| never | has no effect here: accepts the same values as `later`; the reason is given |
 
 A section that is switched off (`"enabled": false`, `"device": "none"`) may hold any of its known keys. A dash as default
-means: absent. `docs/ds_config.schema.json` says the same to editors (JSON Schema, draft 2020-12).
+means: absent. `docs/ds_config.schema.json` holds the same table for editors (JSON Schema, draft 2020-12).
 )";
 
 std::string escaped(const std::string& text) {
@@ -105,7 +105,7 @@ std::string heading(const std::string& path, const Key& key) {
   std::string text = "\n## `" + path + "`\n\n" + key.doc + kStatus[static_cast<int>(key.status)];
   if (!key.reason.empty()) text += " *" + key.reason + "*";
   for (const std::string& other : key.other_names) text += " Also `" + other + "`.";
-  if (key.open) text += " Its other keys go unread.";
+  if (key.open) text += " Other keys in it are ignored.";
   return text + "\n";
 }
 

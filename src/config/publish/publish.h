@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the published forms of the table share.
+// Wording that both published forms of the table share.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The one table of every key of ds_config.json: type, default, range, status and reason.
+// Making and finding keys of the table; the table itself is in schema_*.cc, one file per group of sections.
 #include "config/table/schema.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ JsonValue array_of(std::vector<JsonValue> items) {
   return value;
 }
 
-// What a section as a whole cannot do, none of its keys can; a key with a status of its own keeps it.
+// Gives a section's status to its keys as well, except to those that have a status of their own.
 void spread(Key& key, Status status, const std::string& why) {
   if (key.status != Status::honoured) return;
   key.status = status;
@@ -35,6 +35,14 @@ void spread(Key& key, Status status, const std::string& why) {
   for (Key& child : key.keys) spread(child, status, why);
   for (Variant& variant : key.variants) {
     for (Key& child : variant.keys) spread(child, status, why);
+  }
+}
+
+void spread_reader(Key& key, const std::string& who) {
+  key.reader = who;
+  for (Key& child : key.keys) spread_reader(child, who);
+  for (Variant& variant : key.variants) {
+    for (Key& child : variant.keys) spread_reader(child, who);
   }
 }
 
@@ -111,8 +119,23 @@ Key Key::alias(std::string other) && {
   return std::move(*this);
 }
 
+Key Key::read_by(std::string who) && {
+  spread_reader(*this, who);
+  return std::move(*this);
+}
+
 Key Key::derives(std::string words) && {
   derived = std::move(words);
+  return std::move(*this);
+}
+
+Key Key::derives_from(std::string sibling_name) && {
+  sibling = sibling_name;
+  return std::move(*this).derives(std::move(sibling_name));
+}
+
+Key Key::auto_from(std::string path) && {
+  auto_path = std::move(path);
   return std::move(*this);
 }
 
@@ -237,6 +260,27 @@ bool same_word(std::string_view a, std::string_view b, bool any_case) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), same);
 }
 
+const Key* find_key(std::string_view path) {
+  const Key* key = &schema();
+  while (key && !path.empty()) {
+    const std::string_view name = path.substr(0, path.find('.'));
+    path.remove_prefix(std::min(path.size(), name.size() + 1));
+    const auto found = std::find_if(key->keys.begin(), key->keys.end(), [&](const Key& k) { return k.name == name; });
+    key = found == key->keys.end() ? nullptr : &*found;
+  }
+  return key;
+}
+
+size_t find_choice(const Key& key, std::string_view word) {
+  const auto found = std::find_if(key.choices.begin(), key.choices.end(),
+                                  [&](const std::string& name) { return same_word(name, word, key.any_case); });
+  return static_cast<size_t>(found - key.choices.begin());
+}
+
+int64_t as_integer(const JsonValue& value) {
+  return value.is(JsonKind::number) ? static_cast<int64_t>(value.number) : value.integer;
+}
+
 const Variant* find_variant(const Key& section, std::string_view type) {
   for (const Variant& variant : section.variants) {
     for (const std::string& name : variant.types) {
@@ -265,7 +309,7 @@ std::string describe_expected(const Key& key) {
     case Kind::section:
       return key.or_boolean ? "an object, true or false" : "an object";
     case Kind::dictionary:
-      return "an object with one entry a name";
+      return "an object with one entry per name";
   }
   if (key.choices.empty()) return "a word in double quotes";
   std::string names;

@@ -25,7 +25,7 @@ Key sparse_attention_section() {
              {
                  choice("mode", "fixed", {"dense", "fixed", "variable", "bigbird", "bslongformer"}, "Layout."),
                  integer("block", 16, "Elements of a block's side.").at_least(1),
-                 flag("different_layout_per_head", false, "One layout a head."),
+                 flag("different_layout_per_head", false, "One layout per head."),
                  integer("num_local_blocks", 4, "Blocks of the local window.").at_least(0),
                  integer("num_global_blocks", 1, "Global blocks.").at_least(0),
                  choice("attention", "bidirectional", {"bidirectional", "unidirectional"}, "Direction."),
@@ -47,12 +47,12 @@ Key aio_section() {
                  {
                      integer("block_size", 1'048'576, "Bytes of one request.").at_least(1),
                      integer("queue_depth", 8, "Requests in flight.").at_least(1),
-                     integer("intra_op_parallelism", 1, "Threads a request.").at_least(1).alias("thread_count"),
+                     integer("intra_op_parallelism", 1, "Threads per request.").at_least(1).alias("thread_count"),
                      flag("single_submit", false, "Submit requests one by one."),
                      flag("overlap_events", true, "Submit while waiting."),
                      flag("use_gds", false, "GPUDirect storage."),
                  })
-      .later("nothing is offloaded to NVMe");
+      .later("there is no offloading to NVMe");
 }
 
 }  // namespace

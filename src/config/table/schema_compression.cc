@@ -55,7 +55,7 @@ Key weight_quantization() {
                        choice("rounding", "nearest", {"nearest", "stochastic"}, "Rounding."),
                        flag("quantize_weight_in_forward", false, "In the forward pass rather than in the step."),
                        section("fp16_mixed_quantize", "A mixture with fp16.",
-                               {enabled(), number("quantize_change_ratio", 0.001, "Change a step.").between(0, 1)}),
+                               {enabled(), number("quantize_change_ratio", 0.001, "Change per step.").between(0, 1)}),
                    },
                    {
                        integer("start_bits", {}, "Bits at first.").at_least(1),

@@ -47,7 +47,7 @@ Key curriculum_section() {
 }
 
 Key dynamic_batching_section() {
-  return section("dynamic_batching", "Batches of like numbers of tokens.",
+  return section("dynamic_batching", "Batches of similar numbers of tokens.",
                  {
                      enabled(),
                      word("metrics_path", {}, "File of the lengths."),
@@ -70,7 +70,7 @@ Key random_ltd_schedule() {
                      choice("schedule_type", {}, {"fixed_linear"}, "How it grows."),
                      section("schedule_config", "The growth's numbers.",
                              {integer("require_steps", {}, "Steps of the growth.").at_least(1),
-                              integer("seq_per_step", {}, "Tokens a step.").at_least(1)}),
+                              integer("seq_per_step", {}, "Tokens per step.").at_least(1)}),
                  });
 }
 

@@ -142,7 +142,8 @@ std::vector<Key> optimizer_sections() {
                           .derives("no optimizer of the configuration's own"),
                       section("params", "Its hyper-parameters.", {}).by_type(params_by_type()),
                       flag("legacy_fusion", false, "DeepSpeed's older fused optimizers.").later(),
-                  })};
+                  })
+              .read_by("fill_optimizer in config.cc")};
 }
 
 }  // namespace deeptide::config

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's data types: fp16, bf16, torch_autocast, amp, data_types.
+#include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
 namespace deeptide::config {
@@ -9,7 +10,7 @@ namespace {
 Key fp16_section() {
   return section("fp16", "Half precision with loss scaling.",
                  {
-                     flag("enabled", false, "Compute in fp16."),
+                     flag("enabled", false, "Compute in fp16.").into(&PrecisionConfig::fp16),
                      flag("auto_cast", false, "Cast floating inputs to half."),
                      number("loss_scale", 0.0, "A fixed scale; 0: dynamic.").at_least(0),
                      integer("initial_scale_power", 16, "The dynamic scale starts at 2 to this power.").at_least(0),
@@ -20,16 +21,16 @@ Key fp16_section() {
                      flag("fp16_master_weights_and_grads", false, "Masters and gradients in fp16."),
                  })
       .switched_by("enabled")
-      .later("it comes with loss scaling; bf16 needs none");
+      .later("it needs loss scaling, which is not there yet; bf16 does not");
 }
 
 Key bf16_section() {
   return section("bf16", "bfloat16 parameters and activations with fp32 masters.",
                  {
-                     flag("enabled", false, "Compute in bf16."),
+                     flag("enabled", false, "Compute in bf16.").into(&PrecisionConfig::bf16),
                      flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.").later(),
-                     flag("check_grad_overflow", true, "Look for NaN and Inf.")
-                         .never("the finite check rides in the norm pass and is always on"),
+                     flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
+                         .never("the pass that computes the norm always checks for NaN and Inf"),
                      flag("bf16_master_weights_and_grads", false, "Masters and gradients in bf16.").later(),
                      flag("bf16_optimizer_states", false, "Moments in bf16.").later(),
                  })
@@ -44,7 +45,7 @@ Key torch_autocast_section() {
                      choice("dtype", {}, {"bfloat16", "float16"}, "Its lower type."),
                      list("lower_precision_safe_modules", Kind::word,
                           words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
-                          "Modules whose parameters travel in the lower type."),
+                          "Modules whose parameters are communicated in the lower type."),
                  })
       .switched_by("enabled")
       .later("torch.autocast in the training loop works");
@@ -54,9 +55,10 @@ Key data_types_section() {
   const std::vector<std::string> types = {"fp32", "fp16", "bf16"};
   return section("data_types", "Data types of single roles.",
                  {
-                     choice("grad_accum_dtype", {}, types, "Data type in which gradients accumulate.")
+                     choice<DataType>("grad_accum_dtype", {}, data_types(), "Data type in which gradients accumulate.")
                          .not_yet({"fp16", "bf16"})
-                         .derives("fp32"),
+                         .derives("fp32")
+                         .into(&PrecisionConfig::gradient_accumulation_dtype),
                      choice("param_dtype", {}, types, "Data type of parameters.").later().derives("the compute type"),
                      choice("buffer_dtype", {}, types, "Data type of buffers.")
                          .later("buffers keep their own type")
@@ -65,6 +67,10 @@ Key data_types_section() {
 }
 
 }  // namespace
+
+std::vector<std::pair<std::string_view, DataType>> data_types() {
+  return {{"fp32", DataType::fp32}, {"fp16", DataType::fp16}, {"bf16", DataType::bf16}};
+}
 
 std::vector<Key> precision_sections() {
   return {fp16_section(), bf16_section(), torch_autocast_section(),

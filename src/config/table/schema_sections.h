@@ -1,13 +1,18 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the table, one file each.
+// The parts of the table, one file per function (Key) or group of sections (std::vector<Key>).
 #pragma once
 
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "config/table/schema.h"
 
 namespace deeptide::config {
+
+/// The spellings of data types, for choice<DataType>.
+std::vector<std::pair<std::string_view, DataType>> data_types();
 
 std::vector<Key> top_level_keys();
 std::vector<Key> optimizer_sections();

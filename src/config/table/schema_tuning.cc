@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's elasticity and autotuning.
+#include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
 namespace deeptide::config {
@@ -12,22 +13,31 @@ Key elasticity_section() {
   return section(
              "elasticity", "One global batch that suits many numbers of ranks; it sets all three batch sizes.",
              {
-                 flag("enabled", false, "Use it."),
-                 integer("max_train_batch_size", 2000, "Largest global batch; to be given when enabled.").at_least(1),
+                 flag("enabled", false, "Use it.").into(&ElasticityConfig::enabled),
+                 integer("max_train_batch_size", 2000, "Largest global batch; to be given when enabled.")
+                     .at_least(1)
+                     .into(&ElasticityConfig::max_train_batch_size),
                  list("micro_batch_sizes", Kind::integer, micro_batches,
                       "Micro-batches to choose from; to be given when enabled.")
-                     .at_least(1),
-                 integer("min_gpus", 1, "Fewest ranks.").at_least(1),
-                 integer("max_gpus", 10'000, "Most ranks.").at_least(1),
+                     .at_least(1)
+                     .into(&ElasticityConfig::micro_batch_sizes),
+                 integer("min_gpus", 1, "Fewest ranks.").at_least(1).into(&ElasticityConfig::min_gpus),
+                 integer("max_gpus", 10'000, "Most ranks.").at_least(1).into(&ElasticityConfig::max_gpus),
                  integer("min_time", 0, "Minutes before a change.")
                      .at_least(0)
-                     .either("a restart follows from a lost or a returned host, not from the time"),
-                 number("version", 0.2, "0.1: any number of ranks; 0.2: whole nodes."),
-                 flag("prefer_larger_batch", true, "Of two batches for as many worlds, the larger.")
-                     .alias("prefer_large_batch"),
-                 flag("ignore_non_elastic_batch_info", false, "Pass over the batch keys instead of an error."),
-                 integer("num_gpus_per_node", 1, "Ranks of a node.").at_least(1),
-                 integer("model_parallel_size", 1, "Ranks that share a model.").at_least(1),
+                     .either("a lost or a returned host causes a restart, at any time"),
+                 number("version", 0.2, "0.1: any number of ranks; 0.2: whole nodes.").into(&ElasticityConfig::version),
+                 flag("prefer_larger_batch", true, "Of two batches that suit equally many worlds, take the larger.")
+                     .alias("prefer_large_batch")
+                     .into(&ElasticityConfig::prefer_larger_batch),
+                 flag("ignore_non_elastic_batch_info", false, "Ignore the batch keys instead of reporting an error.")
+                     .into(&ElasticityConfig::ignore_non_elastic_batch_info),
+                 integer("num_gpus_per_node", 1, "Ranks per node.")
+                     .at_least(1)
+                     .into(&ElasticityConfig::num_gpus_per_node),
+                 integer("model_parallel_size", 1, "Ranks that share a model.")
+                     .at_least(1)
+                     .into(&ElasticityConfig::model_parallel_size),
              })
       .switched_by("enabled");
 }

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's "zero_optimization" section.
+#include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
 namespace deeptide::config {
@@ -12,21 +13,25 @@ const char* const kNoHooks = "parameters are gathered as operators need them, in
 std::vector<Key> gradient_keys() {
   return {
       integer("stage", 0, "What is sharded. 0: nothing, 1: optimizer states, 2: gradients too, 3: parameters too.")
-          .between(0, 3),
+          .between(0, 3)
+          .into(&ZeroConfig::stage),
       flag("contiguous_gradients", true, "Copy gradients into one contiguous buffer.")
           .never("gradients always live in contiguous flat buffers"),
       flag("reduce_scatter", true, "Reduce-scatter gradients instead of all-reducing them.")
           .never("gradients are reduced by the same reduce-scatter at every stage, so that all give the same numbers"),
-      integer("reduce_bucket_size", 500'000'000, "Elements of gradients reduced at once.").at_least(0),
+      integer("reduce_bucket_size", 500'000'000, "Elements of gradients reduced at once.")
+          .at_least(0)
+          .into(&ZeroConfig::reduce_bucket_size),
       flag("use_multi_rank_bucket_allreduce", true, "One all-reduce for a bucket of several owners.")
           .never("a bucket is always reduced to all its owners by one reduce-scatter"),
-      flag("round_robin_gradients", false, "Deal parameters out to the ranks one by one.")
+      flag("round_robin_gradients", false, "Assign parameters to ranks in turn.")
           .never("every parameter's buffer is cut evenly over all ranks already"),
       flag("ignore_unused_parameters", true, "false: a parameter without a gradient is an error.").later(),
       flag("legacy_stage1", false, "The first implementation of stage 1.")
           .never("there is one implementation of all stages"),
       flag("grad_hooks", true, "Listed in DeepSpeed's documentation only.").never("DeepSpeed does not read it either"),
-      flag("overlap_comm", true, "Communicate while computing (DeepSpeed's default: only at stage 3)."),
+      flag("overlap_comm", true, "Communicate while computing (DeepSpeed's default: only at stage 3).")
+          .into(&ZeroConfig::overlap_comm),
   };
 }
 
@@ -34,30 +39,39 @@ std::vector<Key> gather_keys() {
   return {
       flag("allgather_partitions", true, "All-gather updated parameters instead of broadcasting them.")
           .never(kFlatGather),
-      integer("allgather_bucket_size", 500'000'000, "Elements of updated parameters gathered at once.").at_least(0),
+      integer("allgather_bucket_size", 500'000'000, "Elements of updated parameters gathered at once.")
+          .at_least(0)
+          .into(&ZeroConfig::allgather_bucket_size),
       integer("sub_group_size", 1'000'000'000, "Elements that stage 3's optimizer updates at once.")
           .at_least(1)
           .never("the update runs in place over each unit's flat shard and needs no buffer of its own"),
       integer("stage3_prefetch_bucket_size", 50'000'000, "Elements gathered ahead of their use.")
           .at_least(0)
-          .alias("prefetch_bucket_size"),
-      integer("stage3_param_persistence_threshold", 100'000, "Parameters of at most so many elements stay whole.")
+          .alias("prefetch_bucket_size")
+          .into(&ZeroConfig::prefetch_bucket_size),
+      integer("stage3_param_persistence_threshold", 100'000, "Parameters of at most this many elements stay whole.")
           .at_least(0)
-          .alias("param_persistence_threshold"),
-      integer("stage3_model_persistence_threshold", INT64_MAX, "Elements that stay whole at most, in all.")
+          .alias("param_persistence_threshold")
+          .into(&ZeroConfig::param_persistence_threshold),
+      integer("stage3_model_persistence_threshold", INT64_MAX, "Most elements that stay whole, over all parameters.")
           .at_least(0)
-          .alias("model_persistence_threshold"),
-      integer("stage3_max_live_parameters", {}, "Elements gathered at a time at most (DeepSpeed: 1e9).")
+          .alias("model_persistence_threshold")
+          .into(&ZeroConfig::model_persistence_threshold),
+      integer("stage3_max_live_parameters", {}, "Most elements gathered at a time (DeepSpeed: 1e9).")
           .at_least(0)
           .alias("max_live_parameters")
-          .derives("chosen by the engine"),
-      integer("stage3_max_reuse_distance", {}, "Keep what is used again within so many elements (DeepSpeed: 1e9).")
+          .derives("chosen by the engine")
+          .into(&ZeroConfig::max_live_parameters),
+      integer("stage3_max_reuse_distance", {},
+              "Keep parameters that are used again within this many elements (DeepSpeed: 1e9).")
           .at_least(0)
           .alias("max_reuse_distance")
-          .derives("chosen by the engine"),
+          .derives("chosen by the engine")
+          .into(&ZeroConfig::max_reuse_distance),
       flag("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the parameters.")
           .alias("gather_16bit_weights_on_model_save")
-          .alias("stage3_gather_fp16_weights_on_model_save"),
+          .alias("stage3_gather_fp16_weights_on_model_save")
+          .into(&ZeroConfig::gather_16bit_weights_on_model_save),
       integer("stage3_module_granularity_threshold", 0, "Gather modules of finer granularity as a whole.")
           .at_least(0)
           .alias("module_granularity_threshold")
@@ -65,7 +79,7 @@ std::vector<Key> gather_keys() {
       flag("stage3_use_all_reduce_for_fetch_params", false, "Fetch by an all-reduce of zero-filled buffers.")
           .alias("use_all_reduce_for_fetch_params")
           .never(kFlatGather),
-      flag("stage3_allgather_sequential", false, "One all-gather a parameter.")
+      flag("stage3_allgather_sequential", false, "One all-gather per parameter.")
           .alias("allgather_sequential")
           .never(kFlatGather),
   };
