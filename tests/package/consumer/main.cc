@@ -8,6 +8,6 @@
 int main() {
   const auto config = deeptide::Config::from_text(
       R"({"train_batch_size": 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3}})");
-  std::printf("stage %d, micro-batch %d\n", config.zero.stage, static_cast<int>(config.batch_sizes(2).micro));
+  std::printf("stage %d, micro-batch %d\n", config.zero().stage, static_cast<int>(config.batch_sizes(2).micro));
   return 0;
 }
