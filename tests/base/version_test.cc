@@ -13,9 +13,9 @@ TEST(Version, OfTheLibraryIsThatOfTheHeaders) { EXPECT_STREQ(version(), DEEPTIDE
 
 TEST(Version, NumbersMakeTheText) {
   const auto number = [](int value) { return std::to_string(value); };
-  EXPECT_EQ(number(DEEPTIDE_VERSION_MAJOR) + "." + number(DEEPTIDE_VERSION_MINOR) + "." +
-                number(DEEPTIDE_VERSION_PATCH),
-            DEEPTIDE_VERSION);
+  EXPECT_EQ(
+      number(DEEPTIDE_VERSION_MAJOR) + "." + number(DEEPTIDE_VERSION_MINOR) + "." + number(DEEPTIDE_VERSION_PATCH),
+      DEEPTIDE_VERSION);
 }
 
 }  // namespace deeptide
