@@ -48,7 +48,7 @@ std::string named(int rank, const std::string& host) {
   return "rank " + std::to_string(rank) + (host.empty() ? "" : " on " + host);
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
+std::string named_ranks(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + join_ranges(ranks);
 }
 
@@ -91,7 +91,7 @@ std::string FailureReport::verdict() const {
                                         : "host " + lost_host_ + " " + lost_text_;
   if (!lost_host_.empty() || first_->others_running) text += "; the others were stopped";
   if (!ended_early_.empty()) {
-    text += " (" + ranks_text(ended_early_) + " had ended before, with code 0)";
+    text += " (" + named_ranks(ended_early_) + " had ended before, with code 0)";
   }
   return text;
 }
@@ -105,7 +105,7 @@ void FailureReport::print(JobOutput& output) const {
   if (lost_host_.empty()) print_tail(output, first_->rank);
   for (const SameError& same : group_errors(errors)) {
     if (errors.size() == 1 && lost_host_.empty() && failed_.size() == 1) break;  // the lines above say so
-    output.say(LogLevel::error, ranks_text(same.ranks) + (same.ranks.size() > 1 ? " say: " : " says: ") + same.text);
+    output.say(LogLevel::error, named_ranks(same.ranks) + (same.ranks.size() > 1 ? " say: " : " says: ") + same.text);
   }
   output.say(LogLevel::critical, verdict());
 }

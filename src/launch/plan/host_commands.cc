@@ -26,7 +26,7 @@ std::string join(const Words& words, const char* separator) {
   return joined;
 }
 
-Words names_of(const std::vector<Host>& hosts) {
+Words host_names(const std::vector<Host>& hosts) {
   Words names;
   for (const Host& host : hosts) names.push_back(host.name);
   return names;
@@ -92,7 +92,7 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
                  "-ppn",
                  std::to_string(hosts[0].slots.size()),
                  "-hosts",
-                 join(names_of(hosts), ",")};
+                 join(host_names(hosts), ",")};
   if (name == "impi") append(words, {"-genv", "I_MPI_PIN", "0"});  // binding is the ranks' own matter
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   if (!exported.empty()) append(words, {"-genvlist", join(exported, ",")});
@@ -107,7 +107,7 @@ Words slurm_command(const Options& options, const std::vector<Host>& hosts, cons
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
     append(words, {"-n", std::to_string(num_slots(hosts)), "--nodes", std::to_string(hosts.size()), "--ntasks-per-node",
-                   std::to_string(hosts[0].slots.size()), "--nodelist", join(names_of(hosts), ",")});
+                   std::to_string(hosts[0].slots.size()), "--nodelist", join(host_names(hosts), ",")});
   } else {
     if (options.filter.num_nodes > 0) append(words, {"--nodes", std::to_string(options.filter.num_nodes)});
     if (options.num_ranks > 0) append(words, {"--ntasks-per-node", std::to_string(options.num_ranks)});
@@ -156,7 +156,7 @@ Words agent_command(const Options& options, const std::string& host) {
 }
 
 Words pdsh_command(const Options& options, const std::vector<Host>& hosts, int port) {
-  Words words = {"pdsh", "-S", "-f", "1024", "-R", "ssh", "-w", join(names_of(hosts), ",")};
+  Words words = {"pdsh", "-S", "-f", "1024", "-R", "ssh", "-w", join(host_names(hosts), ",")};
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   // pdsh replaces %n by the host's place in its list, from 0.
   words.push_back(remote_line(options, "agent --connect " + std::to_string(port) + " --host-index %n"));

@@ -17,7 +17,7 @@ namespace {
 using nlohmann::json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kBeatInterval{500};
+constexpr milliseconds kLinkBeatInterval{500};
 constexpr milliseconds kExitWait{500};
 constexpr size_t kNoiseLines = 20;
 constexpr int kExitNotFound = 127;
@@ -78,7 +78,7 @@ void AgentLink::check_time(double timeout_s) {
                 " s: its network, its agent or the whole host has stopped");
   }
   if (now < next_beat_) return;
-  next_beat_ = now + kBeatInterval;
+  next_beat_ = now + kLinkBeatInterval;
   if (live() && sink_->empty()) send(FrameKind::beat);
 }
 

@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr std::chrono::seconds kConnectLimit{3};
+constexpr std::chrono::seconds kHubConnectLimit{3};
 
 }  // namespace
 
@@ -42,7 +42,7 @@ void HubLink::try_next() {
     freeaddrinfo(found);
     if (failed) give_up_socket();
   }
-  deadline_ = Clock::now() + kConnectLimit;
+  deadline_ = Clock::now() + kHubConnectLimit;
 }
 
 void HubLink::give_up_socket() {
