@@ -51,7 +51,7 @@ class Job {
         answer.states.back().stacks = "stack of " + std::to_string(rank) + "\n";
       }
     }
-    watch_.on_answer(host, to_text(answer));
+    watch_.on_answer(host, encode(answer));
   }
 
   HangWatch& watch() { return watch_; }

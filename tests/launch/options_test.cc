@@ -91,5 +91,17 @@ TEST(Command, EndsWithTwoOnAUsageError) {
   expect_in("--num_ranks must be", result.errors);
 }
 
+TEST(RankOptions, BecomeTheWordsThatTheyWereParsedFrom) {
+  EXPECT_EQ(to_words(*parse_options({"true", "--grace"})), (std::vector<std::string>{"true", "--grace"}));
+  for (const RankOption& option : rank_options()) {
+    std::vector<std::string> words{option.flag};
+    const bool list = std::string(option.flag) == "--bind_core_list";
+    if (option.value) words.push_back(list ? "0" : "7.500000");
+    if (list) words.insert(words.begin(), "--bind_cores_to_rank");
+    words.insert(words.end(), {"run", "-x"});
+    EXPECT_EQ(to_words(*parse_options(words)), words) << option.flag;
+  }
+}
+
 }  // namespace
 }  // namespace deeptide::launch

@@ -105,7 +105,7 @@ void report_to_launcher(Supervisor& supervisor, const HostPlace& place, int rank
   const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
   if (!hub || !token || !*token) return;
   const RankHello hello{DEEPTIDE_VERSION, rank, place.world_size, place.node_rank, own_host()};
-  supervisor.report_to(hub, token, to_text(hello));
+  supervisor.report_to(hub, token, encode(hello));
   unsetenv(kHubVariable);
 }
 

@@ -7,12 +7,12 @@
 #include <optional>
 #include <string>
 
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/system/signal_file.h"
 #include "launch/system/sink.h"
 #include "launch/watch/host_watch.h"
-#include "launch/wire/agent_job.h"
 #include "launch/wire/frame.h"
+#include "launch/wire/messages.h"
 
 namespace deeptide::launch {
 
@@ -30,10 +30,10 @@ class Agent {
   void serve_once();
   void read_frames();
   void handle(const Frame& frame);
-  void prepare(const std::string& text);
-  void start(const std::string& text);
-  void stop(const std::string& text);
-  void on_exit(const RankGroup::Member& member);
+  void prepare(const PortRequest& wanted);
+  void start(const AgentJob& job);
+  void stop(const Ending::Request& request);
+  void on_exit(const ProcessGroup::Member& member);
   void on_signal(int signal);
   void on_lost_launcher();
   void check_silence();
@@ -44,7 +44,7 @@ class Agent {
   Sink sink_;
   FrameReader reader_{false};
   SignalFile signals_;
-  RankGroup ranks_;
+  ProcessGroup ranks_;
   std::optional<HostWatch> watch_;  // since the start
   State state_ = State::waiting;
   bool connected_ = true;

@@ -53,7 +53,7 @@ int print_agents(const Options& options, const std::vector<Host>& hosts) {
           "-" + std::to_string(last));
     if (options.transport != Transport::pdsh) print(shell_join(agent_command(options, host.name)));
     print(as_comment("cd " + shell_quote(std::filesystem::current_path().string())));
-    for (const RankPlan& plan : plan_ranks(options, place, false)) print(as_comment(to_shell(plan)));
+    for (const RankPlan& plan : plan_ranks(options, place, false)) print(as_comment(to_shell(plan.command)));
     place.first_rank += place.num_ranks;
     ++place.node_rank;
   }

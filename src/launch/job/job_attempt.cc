@@ -8,21 +8,19 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
+#include "base/sha256.h"
 #include "deeptide/discovery.h"
 #include "launch/plan/exports.h"
 #include "launch/plan/host_commands.h"
 #include "launch/system/machine.h"
 #include "launch/system/report.h"
-#include "launch/system/secret.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {
 
-using nlohmann::json;
 using std::chrono::seconds;
 
 constexpr seconds kConnectLimit{30};
@@ -126,12 +124,12 @@ void JobAttempt::on_frame(AgentLink& link, const Frame& frame) {
       return context_.output.feed(frame.rank, Stream::errors, frame.payload);
     case FrameKind::port:
       if (stage_ == Stage::preparing && !ending_.asked() && &link == &first_link())
-        start(json::parse(frame.payload).at("port"));
+        start(decode<PortAnswer>(frame.payload).port);
       return;
     case FrameKind::exited:
-      return on_rank_exit(link, frame.rank, exit_from_text(frame.payload));
+      return on_rank_exit(link, frame.rank, decode<RankExit>(frame.payload));
     case FrameKind::late:
-      return context_.watch.on_late(index_of(link), json::parse(frame.payload).at("waited"));
+      return context_.watch.on_late(index_of(link), decode<Late>(frame.payload).waited_s);
     case FrameKind::states:
       return context_.watch.on_answer(index_of(link), frame.payload);
     case FrameKind::done:
@@ -233,7 +231,8 @@ void JobAttempt::prepare() {
   stage_ = Stage::preparing;
   deadline_ = Clock::now() + kPrepareLimit;
   const int wanted = context_.options.master_port;
-  first_link().send(FrameKind::prepare, json{{"port", wanted ? wanted : kDefaultPort}, {"fixed", wanted != 0}}.dump());
+  first_link().send(FrameKind::prepare,
+                    encode(PortRequest{.port = wanted ? wanted : kDefaultPort, .fixed = wanted != 0}));
 }
 
 void JobAttempt::start(int master_port) {
@@ -244,14 +243,9 @@ void JobAttempt::start(int master_port) {
   if (address.empty()) {
     return first_link().lose("has no address but loopback: give --master_addr");
   }
-  AgentJob job{options,
-               {},
-               std::filesystem::current_path(),
-               options.failure_grace_s(),
-               options.heartbeat_timeout_s,
-               options.hang_timeout_s};
+  AgentJob job{.options = options, .place = {}, .folder = std::filesystem::current_path()};
   Environment environment = exported_environment();
-  environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
+  environment["DEEPTIDE_JOB_TOKEN"] = random_hex(16);
   environment["DEEPTIDE_RESTART_COUNT"] = std::to_string(context_.restarts);
   for (AgentLink* link : used_) {
     link->place.master_addr = address;
@@ -263,7 +257,7 @@ void JobAttempt::start(int master_port) {
     }
     job.place = link->place;
     link->num_running = link->place.num_ranks;
-    link->send(FrameKind::start, to_text(job));
+    link->send(FrameKind::start, encode(job));
     link->set_state(AgentLink::State::running);
   }
   stage_ = Stage::running;
@@ -277,7 +271,7 @@ void JobAttempt::start_watch() {
   std::vector<HangWatch::Host> hosts;
   for (AgentLink* link : used_) {
     hosts.push_back({link->host().name, link->place.first_rank, link->place.num_ranks,
-                     [link](const StateQuestion& question) { link->send(FrameKind::ask, to_text(question)); }});
+                     [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
   }
   context_.watch.watch(std::move(hosts), first_link().place.world_size);
 }
@@ -291,7 +285,7 @@ void JobAttempt::stop(int signal, double grace_s) {
 }
 
 void JobAttempt::ask_to_end() {
-  const std::string how = json{{"signal", ending_.request().signal}, {"grace", ending_.request().grace_s}}.dump();
+  const std::string how = encode(ending_.request());
   for (const auto& link : links_) {
     if (link->state() == AgentLink::State::connecting) {
       link->lose("was not needed any more");

@@ -11,7 +11,7 @@
 #include "launch/output/job_output.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/system/signal_file.h"
 #include "launch/watch/hang_watch.h"
 #include "launch/watch/host_watch.h"
@@ -30,8 +30,8 @@ class Supervisor {
   /// Errors: std::system_error if a rank cannot be started; none is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
-  /// The same for one program that is no rank: a starter of ranks, named `name` in reports, which connect to `hub`.
-  int run_program(const RankPlan& plan, const std::string& name, RankHub& hub);
+  /// The same for a starter of ranks, named `name` in reports; its ranks connect to `hub`.
+  int run_program(const Command& command, const std::string& name, RankHub& hub);
 
   /// Hangs are the launcher's to report, at `hub` (see kHubVariable), as long as there is a connection to it.
   void report_to(const std::string& hub, const std::string& token, const std::string& hello);
@@ -40,13 +40,13 @@ class Supervisor {
   const std::optional<int>& stop_signal() const { return stop_signal_; }
 
  private:
-  void start(const RankPlan& plan);
+  Terminal add_output(int id, const std::string& prefix);
   int finish();
   void supervise();
   void on_signal(int signal);
   void on_late(double waited_s);
   void on_link_changed();
-  void on_exit(const RankGroup::Member& member);
+  void on_exit(const ProcessGroup::Member& member);
   bool is_asked_to_end();
   size_t num_running() const;
 
@@ -56,7 +56,7 @@ class Supervisor {
   Terminal terminal_;
   JobOutput output_;
   FailureReport failures_;
-  RankGroup ranks_;
+  ProcessGroup ranks_;
   HostWatch host_watch_;
   HangWatch watch_;
   std::string program_;             // empty: ranks

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "launch/output/job_output.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 
 namespace deeptide::launch {
 

@@ -12,8 +12,8 @@
 
 #include "launch/output/line_splitter.h"
 #include "launch/plan/options.h"
-#include "launch/process/rank_group.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
+#include "launch/process/process_group.h"
 #include "launch/system/poll_set.h"
 
 namespace deeptide::launch {

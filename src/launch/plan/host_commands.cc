@@ -35,21 +35,7 @@ Words names_of(const std::vector<Host>& hosts) {
 // `deeptide rank [options] script args`: the ranks' own options, then the user's command.
 Words rank_command(const Options& options) {
   Words words = {own_path(), "rank"};
-  if (options.module) words.push_back("--module");
-  if (options.no_python) words.push_back("--no_python");
-  if (options.pass_local_rank) words.push_back("--local_rank");
-  if (options.no_local_rank) words.push_back("--no_local_rank");
-  if (options.bind_cores) words.push_back("--bind_cores_to_rank");
-  if (!options.bind_core_list.empty()) append(words, {"--bind_core_list", options.bind_core_list});
-  if (!options.python.empty()) append(words, {"--python", options.python});
-  if (!options.log_dir.empty()) append(words, {"--enable_each_rank_log", options.log_dir});
-  if (!options.rank_prefix) words.push_back("--no_rank_prefix");
-  if (options.grace_s) append(words, {"--grace", std::to_string(*options.grace_s)});
-  if (options.hang_timeout_s != Options{}.hang_timeout_s) {
-    append(words, {"--hang_timeout", std::to_string(options.hang_timeout_s)});
-  }
-  words.push_back("--quiet");
-  append(words, options.command);
+  append(words, to_words(options, {"--quiet"}));
   if (options.venv_script.empty()) return words;
   return {"bash", "-c", ". " + shell_quote(options.venv_script) + " && exec " + shell_join(words)};
 }

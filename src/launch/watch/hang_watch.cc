@@ -69,7 +69,7 @@ void HangWatch::on_late(size_t host, double waited_s) {
 
 void HangWatch::on_answer(size_t host, const std::string& text) {
   if (host >= hosts_.size()) return;
-  const StateAnswer answer = answer_from_text(text);
+  const StateAnswer answer = decode<StateAnswer>(text);
   const auto round = std::find_if(rounds_.begin(), rounds_.end(), [&](const Round& r) { return r.id == answer.id; });
   if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // it came too late
   for (RankState state : answer.states) {

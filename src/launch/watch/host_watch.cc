@@ -19,10 +19,11 @@ Clock::duration pause_of(double timeout_s) {
 }
 
 /// Of all ranks, those too that have ended: others may wait for them.
-std::vector<RankState> read_states(const RankGroup& ranks) {
+std::vector<RankState> read_states(const ProcessGroup& ranks) {
   std::vector<RankState> states;
   for (const auto& member : ranks.members()) {
-    states.push_back(read_state(member->rank, member->process.pid(), member->flight));
+    if (!member->flight) continue;
+    states.push_back(read_state(member->id, member->process.pid(), *member->flight));
     if (member->process.status()) states.back().process = 'Z';  // its number may be another's by now
   }
   return states;
@@ -30,7 +31,7 @@ std::vector<RankState> read_states(const RankGroup& ranks) {
 
 }  // namespace
 
-HostWatch::HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late)
+HostWatch::HostWatch(const ProcessGroup& ranks, double timeout_s, OnLate on_late)
     : ranks_(ranks), timeout_s_(timeout_s), on_late_(std::move(on_late)) {}
 
 void HostWatch::add_to(PollSet& set) {
@@ -49,7 +50,7 @@ void HostWatch::check() {
 }
 
 void HostWatch::ask(const StateQuestion& question, OnAnswer on_answer) {
-  if (question.stacks_of.empty()) return on_answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
+  if (question.stacks_of.empty()) return on_answer(encode(StateAnswer{question.id, read_states(ranks_)}));
   questions_.push_back({question, std::move(on_answer)});
   collect();
 }
@@ -75,7 +76,7 @@ void HostWatch::check_collector() {
 void HostWatch::answer_first(const std::string& answer) {
   const Asked asked = std::move(questions_.front());
   questions_.pop_front();
-  asked.on_answer(answer.empty() ? to_text(StateAnswer{asked.question.id, {}}) : answer);
+  asked.on_answer(answer.empty() ? encode(StateAnswer{asked.question.id, {}}) : answer);
 }
 
 }  // namespace deeptide::launch

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/watch/stack_collector.h"
 #include "launch/watch/state_exchange.h"
 
@@ -20,7 +20,7 @@ class HostWatch {
   using OnAnswer = std::function<void(const std::string&)>;  // a StateAnswer as text
 
   /// `timeout_s` 0: never late.
-  HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late);
+  HostWatch(const ProcessGroup& ranks, double timeout_s, OnLate on_late);
 
   void add_to(PollSet& set);
   /// To be called when the poll set has woken.
@@ -40,7 +40,7 @@ class HostWatch {
   void check_collector();
   void answer_first(const std::string& answer);
 
-  const RankGroup& ranks_;
+  const ProcessGroup& ranks_;
   double timeout_s_;
   OnLate on_late_;
   Clock::time_point next_check_ = Clock::now();

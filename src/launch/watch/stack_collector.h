@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/watch/state_exchange.h"
 
 namespace deeptide::launch {
@@ -13,7 +13,7 @@ namespace deeptide::launch {
 class StackCollector {
  public:
   /// Starts to answer `question` for those of its ranks that are in `ranks`.
-  StackCollector(const RankGroup& ranks, const StateQuestion& question);
+  StackCollector(const ProcessGroup& ranks, const StateQuestion& question);
   ~StackCollector();
   StackCollector(const StackCollector&) = delete;
   StackCollector& operator=(const StackCollector&) = delete;

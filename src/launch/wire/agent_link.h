@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "launch/plan/hostfile.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 #include "launch/system/poll_set.h"
 #include "launch/system/sink.h"
-#include "launch/wire/agent_job.h"
 #include "launch/wire/frame.h"
+#include "launch/wire/messages.h"
 
 namespace deeptide::launch {
 
@@ -41,7 +41,7 @@ class AgentLink {
   AgentLink(const AgentLink&) = delete;
   AgentLink& operator=(const AgentLink&) = delete;
 
-  /// Speaks through the standard input and output of `command`, which is started. Errors: as RankProcess.
+  /// Speaks through the standard input and output of `command`, which is started. Errors: as Process.
   void connect_by(const std::vector<std::string>& command);
   /// Speaks over a connected socket, which it owns from now on.
   void attach(int socket);
@@ -77,7 +77,7 @@ class AgentLink {
   Host host_;
   const Events& events_;
   State state_ = State::connecting;
-  std::unique_ptr<RankProcess> process_;
+  std::unique_ptr<Process> process_;
   int input_ = -1, socket_ = -1;
   std::unique_ptr<Sink> sink_;
   FrameReader reader_{true};

@@ -10,27 +10,28 @@
 
 namespace deeptide::launch {
 
+/// What a frame says, and what its payload holds (messages.h).
 enum class FrameKind : uint8_t {
   // launcher to agent
-  prepare,  // {"port": N, "fixed": bool}: find a port for the rendezvous
-  start,    // the ranks to start: an AgentJob
-  stop,     // {"signal": N, "grace": S}
-  kill,
-  suspend,  // as ^Z; until resume no word from the launcher is expected
-  resume,
-  ask,  // what the ranks are doing: a StateQuestion
-  // agent to launcher
-  hello,    // {"version": "…", "addresses": ["…"]}: the first frame
-  port,     // {"port": N}
-  refused,  // text: nothing runs here, and nothing will
-  output,   // bytes of `rank`; empty: end of the stream
-  errors,
-  exited,  // how `rank` ended: a RankExit
-  late,    // {"waited": S}: a rank has waited for a collective for --hang_timeout; 0: somebody has moved on
-  states,  // a StateAnswer
-  done,    // all ranks have ended and left nothing behind: the last frame
+  prepare,  // PortRequest
+  start,    // AgentJob
+  stop,     // Ending::Request
+  kill,     // nothing
+  suspend,  // nothing: as ^Z; until `resume` the agent expects no frame
+  resume,   // nothing
+  ask,      // StateQuestion
+  // agent (or `deeptide rank`) to launcher
+  hello,    // AgentHello (or RankHello): the first frame
+  port,     // PortAnswer
+  refused,  // the reason as text: no rank runs here, and none will
+  output,   // bytes of `rank`; none: end of the stream
+  errors,   // the same
+  exited,   // RankExit of `rank`
+  late,     // Late
+  states,   // StateAnswer
+  done,     // nothing: all ranks have ended and left nothing behind; the last frame
   // both
-  beat,  // so that silence means a broken connection
+  beat,  // nothing: makes silence mean a broken connection
 };
 
 struct Frame {
@@ -50,7 +51,7 @@ constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
 /// Cuts a stream into frames.
 class FrameReader {
  public:
-  /// With `preamble`: frames begin after it. Longer ones than `longest` are errors.
+  /// With `preamble`: frames begin after it. Frames longer than `longest` are errors.
   explicit FrameReader(bool preamble, size_t longest = kLongestFrame) : skipping_(preamble), longest_(longest) {}
 
   void feed(std::string_view bytes);

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "launch/plan/options.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 #include "launch/system/poll_set.h"
 
 namespace deeptide::launch {
@@ -52,7 +52,7 @@ class PdshHub {
   OnLine on_line_;
   OnEnd on_end_;
   int listener_ = -1;
-  std::unique_ptr<RankProcess> pdsh_;
+  std::unique_ptr<Process> pdsh_;
   std::string output_, errors_;  // unfinished lines
   std::vector<std::unique_ptr<Guest>> guests_;
 };

@@ -14,11 +14,8 @@
 
 #include "launch/system/listener.h"
 #include "launch/system/machine.h"
-#include "launch/system/payload.h"
 
 namespace deeptide::launch {
-
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankHello, version, rank, world_size, node_rank, host)
 
 namespace {
 
@@ -37,8 +34,6 @@ size_t room_for(size_t wanted) {
 }
 
 }  // namespace
-
-std::string to_text(const RankHello& hello) { return pack(hello); }
 
 RankHub::RankHub(std::vector<Host> hosts) : hosts_(std::move(hosts)), max_guests_(room_for(0)) {
   int port = 0;
@@ -93,10 +88,10 @@ void RankHub::check() {
 }
 
 void RankHub::on_frame(Guest& guest, const Frame& frame) {
-  if (frame.kind == FrameKind::hello) return on_hello(guest, unpack<RankHello>(frame.payload));
+  if (frame.kind == FrameKind::hello) return on_hello(guest, decode<RankHello>(frame.payload));
   if (!guest.number) throw std::runtime_error("no hello first");
   if (frame.kind == FrameKind::late) {
-    watch_->on_late(*guest.number, nlohmann::json::parse(frame.payload).at("waited"));
+    watch_->on_late(*guest.number, decode<Late>(frame.payload).waited_s);
   } else if (frame.kind == FrameKind::states) {
     watch_->on_answer(*guest.number, frame.payload);
   }
@@ -112,9 +107,8 @@ void RankHub::on_hello(Guest& guest, const RankHello& hello) {
   if (first) watch_->watch({}, world_size_);
   if (first) max_guests_ = room_for(hello.world_size + kMaxStrangers);
   TokenLink* link = guest.link.get();
-  guest.number = watch_->add({name_of(hello), hello.rank, 1, [link](const StateQuestion& question) {
-                                link->send(FrameKind::ask, to_text(question));
-                              }});
+  guest.number = watch_->add({name_of(hello), hello.rank, 1,
+                              [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
 }
 
 // The hostfile's name of a host may not be its own: an address, an alias. Its place tells then, as starters fill hosts

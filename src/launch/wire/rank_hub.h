@@ -12,23 +12,13 @@
 #include "launch/plan/hostfile.h"
 #include "launch/system/poll_set.h"
 #include "launch/watch/hang_watch.h"
+#include "launch/wire/messages.h"
 #include "launch/wire/token_link.h"
 
 namespace deeptide::launch {
 
 /// Tells `deeptide rank` where the hub is: a port, then addresses to try in turn, separated by commas.
 constexpr const char* kHubVariable = "DEEPTIDE_HUB";
-
-/// A rank's first word.
-struct RankHello {
-  std::string version;
-  int rank = 0;
-  int world_size = 1;
-  int node_rank = 0;
-  std::string host;  // as it calls itself
-};
-
-std::string to_text(const RankHello& hello);
 
 /// Nobody waits for it: where it cannot listen, or a rank cannot come, that rank reports by itself.
 class RankHub {
