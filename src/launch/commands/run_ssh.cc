@@ -21,7 +21,7 @@ namespace {
 
 constexpr double kGrace_s = 5.0;
 
-// The words after the options, as one line of a shell: a single word is one already.
+// The words after the options as one line of a shell; a single word is taken as such a line.
 std::string remote_command(const std::vector<std::string>& words) {
   return words.size() == 1 ? words[0] : shell_join(words);
 }

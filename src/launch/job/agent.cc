@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The agent's one loop: frames of the launcher, output and ends of the ranks, heartbeats both ways.
+// The agent's loop: frames of the launcher, output and ends of the ranks, heartbeats in both directions.
 #include "launch/job/agent.h"
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@ using std::chrono::duration;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kBeatInterval{500};
-constexpr double kStartTimeout_s = 120.0;  // from the first word to the plan: other hosts may be slow to reach
-constexpr double kLostGrace_s = 3.0;       // nobody hears what the ranks could still say
+constexpr double kStartTimeout_s = 120.0;  // from hello to start: other hosts may be slow to reach
+constexpr double kLostGrace_s = 3.0;       // the ranks' last output has no reader
 constexpr milliseconds kFlushLimit{3000};
 
 }  // namespace
@@ -147,10 +147,10 @@ void Agent::on_exit(const ProcessGroup::Member& member) {
 
 void Agent::on_signal(int signal) {
   if (signal == SIGCHLD) return ranks_.reap();
-  if (signal == SIGTSTP) return;  // the launcher says what to do about it
-  if (state_ == State::waiting) return refuse("the agent was told to stop by signal " + std::to_string(signal));
+  if (signal == SIGTSTP) return;  // the launcher sends `suspend`
+  if (state_ == State::waiting) return refuse("the agent was stopped by signal " + std::to_string(signal));
   if (ranks_.asked_to_end()) return ranks_.kill();
-  signalled_ = true;  // the launcher does not know: to it, these ranks fail
+  signalled_ = true;  // the launcher does not know, and counts these ends as failures
   ranks_.stop(SIGTERM, failure_grace_s_);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One host's part of a job: starts its ranks, carries their output to the launcher, ends them when the launcher says so
-// or is not heard of any more.
+// One host's part of a job: starts its ranks, carries their output to the launcher, and ends them when the launcher
+// asks for it or falls silent.
 #pragma once
 
 #include <optional>
@@ -16,12 +16,12 @@
 
 namespace deeptide::launch {
 
-/// Speaks frames on two descriptors, which may be one socket. Listens on no port.
+/// Exchanges frames on two descriptors, which may be one socket. Listens on no port.
 class Agent {
  public:
   Agent(int input, int output);
 
-  /// Serves one job. Returns the agent's own exit code; how the ranks ended is told to the launcher.
+  /// Serves one job. Returns the agent's own exit code; the ranks' ends are reported to the launcher.
   int run();
 
  private:
@@ -49,7 +49,7 @@ class Agent {
   State state_ = State::waiting;
   bool connected_ = true;
   bool suspended_ = false;
-  bool signalled_ = false;  // told to stop, but not by the launcher
+  bool signalled_ = false;  // asked to stop, but not by the launcher
   double failure_grace_s_ = 5.0;
   double timeout_s_;
   Clock::time_point last_heard_ = Clock::now();

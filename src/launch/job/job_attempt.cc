@@ -78,7 +78,7 @@ void JobAttempt::connect() {
                    link->host().name + " true` work?");
       }
     };
-    prctl(PR_SET_CHILD_SUBREAPER, 1);  // its ssh processes come to us when it ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1);  // we adopt its ssh processes when it ends
     pdsh_ = std::make_unique<PdshHub>(
         options, hosts, [this](size_t index, int socket) { links_[index]->attach(socket); },
         [this](const std::string& line) { context_.output.say(LogLevel::info, line); }, on_end);
@@ -107,7 +107,7 @@ void JobAttempt::serve_once() {
   if (ending_.deadline()) set.wake_by(*ending_.deadline());
   set.wait();
   for (const auto& link : links_) {
-    if (full) link->forgive_silence();  // we did not listen
+    if (full) link->forgive_silence();  // we did not read
     link->check_time(context_.options.heartbeat_timeout_s);
   }
   context_.watch.check();
@@ -144,7 +144,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   context_.output.say(LogLevel::debug,
                       "rank " + std::to_string(rank) + " on " + link.host().name + " " + exit.status.text());
   if (stop_signal_) return;
-  // An agent asks its own ranks to end when one of them failed, and all when we say so: those are no failures.
+  // An agent asks its ranks to end when one of them fails, or when we ask for it: those ends are no failures.
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
   failures_.on_exit(rank, link.host().name, exit.status, num_running());
@@ -169,10 +169,10 @@ void JobAttempt::on_changed(AgentLink& link) {
 }
 
 void JobAttempt::on_signal(int signal) {
-  if (signal == SIGCHLD) return;  // an ssh that ended: its pipes say so
+  if (signal == SIGCHLD) return;  // an ssh that ended: its pipes close
   if (signal == SIGTSTP) {
     for (const auto& link : links_) link->send(FrameKind::suspend);
-    serve_once();  // the word must be out before we stop
+    serve_once();  // the frames must be out before we stop
     raise(SIGSTOP);
     for (const auto& link : links_) {
       link->send(FrameKind::resume);

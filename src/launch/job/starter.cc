@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Jobs through mpirun or srun: the rendezvous decided here, the rest told by the starter to each rank.
+// Jobs through mpirun or srun: decides the rendezvous; the starter provides each rank with the rest.
 #include "launch/job/starter.h"
 
 #include <cstdlib>
@@ -38,11 +38,11 @@ std::string master_address(const Options& options, const std::vector<Host>& host
   plain.launcher_args.clear();  // they are the starter's
   auto command = ssh_command(plain, first, "hostname -I");
   command[0] = require_program("ssh", "ssh");
-  // Its errors go to the terminal: they say why there is no answer.
+  // Errors go to the terminal: they explain a missing answer.
   std::istringstream answer(run_child(command, kAnswerLimit_s, ChildErrors::inherited).text);
   std::string address;
   if (answer >> address) return address;
-  throw UsageError("host " + first + " did not tell its address (ssh " + first + " hostname -I); give --master_addr");
+  throw UsageError("host " + first + " did not report its address (ssh " + first + " hostname -I); give --master_addr");
 }
 
 std::string program_of(Transport transport) { return transport == Transport::slurm ? "srun" : "mpirun"; }

@@ -70,7 +70,7 @@ void Supervisor::on_late(double waited_s) {
 }
 
 void Supervisor::on_link_changed() {
-  if (link_->up()) watch_.on_late(0, 0.0);  // from now on the launcher reports
+  if (link_->up()) watch_.on_late(0, 0.0);  // the launcher reports now
   if (late_s_ > 0) on_late(late_s_);
 }
 
@@ -128,7 +128,7 @@ void Supervisor::on_signal(int signal) {
   if (stop_signal_ && program_.empty()) return ranks_.kill();
   if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
   stop_signal_ = signal;
-  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
+  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // the keeper was killed
   if (ranks_.asked_to_end()) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
   // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
@@ -138,7 +138,7 @@ void Supervisor::on_signal(int signal) {
 
 void Supervisor::on_exit(const ProcessGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
-  // After a failure only what ended by itself counts: not those that we asked to end.
+  // After a failure only ranks that ended by themselves count, not those that we asked to end.
   const ExitStatus& status = *member.process.status();
   if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
@@ -148,7 +148,7 @@ void Supervisor::on_exit(const ProcessGroup::Member& member) {
   }
 }
 
-// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
+// srun may send SIGTERM to our rank as well: the rank may end before we receive our own signal.
 bool Supervisor::is_asked_to_end() {
   pollfd ready{signals_.fd(), POLLIN, 0};
   const auto limit = Clock::now() + kSignalLimit;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job on this machine: carries its ranks' output, and ends them all when one fails or the user says so.
+// A job on this machine: carries its ranks' output, and ends all ranks when one fails or the user stops the job.
 #pragma once
 
 #include <optional>
@@ -26,17 +26,17 @@ class Supervisor {
   explicit Supervisor(const Options& options, pid_t keeper = 0);
 
   /// Runs all plans to their end; `what` names the job in its first line. Returns the exit code to pass on: that of the
-  /// first rank that failed, 128 + signal if the launcher was told to stop, 0 if all ranks succeeded.
+  /// first rank that failed, 128 + signal if a signal stopped the launcher, 0 if all ranks succeeded.
   /// Errors: std::system_error if a rank cannot be started; none is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
   /// The same for a starter of ranks, named `name` in reports; its ranks connect to `hub`.
   int run_program(const Command& command, const std::string& name, RankHub& hub);
 
-  /// Hangs are the launcher's to report, at `hub` (see kHubVariable), as long as there is a connection to it.
+  /// Leaves the report of hangs to the launcher at `hub` (see kHubVariable) while there is a connection to it.
   void report_to(const std::string& hub, const std::string& token, const std::string& hello);
 
-  /// The signal that told this process to stop, if one did.
+  /// The signal that asked this process to stop, if one did.
   const std::optional<int>& stop_signal() const { return stop_signal_; }
 
  private:

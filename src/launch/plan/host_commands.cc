@@ -49,7 +49,7 @@ void require_equal_slots(const std::vector<Host>& hosts, const std::string& name
   }
 }
 
-// Starters number the slots themselves: a choice of particular ones would be lost in silence.
+// Starters number the slots themselves: they would silently ignore a choice of particular ones.
 void require_first_slots(const std::vector<Host>& hosts, const std::string& name) {
   for (const Host& host : hosts) {
     if (host.slots.empty() || host.slots.back() == static_cast<int>(host.slots.size()) - 1) continue;
@@ -68,7 +68,7 @@ Words openmpi_command(const Options& options, const std::vector<Host>& hosts, co
   return words;
 }
 
-// MPICH's and Intel's Hydra take the same words.
+// MPICH's and Intel's Hydra take the same options.
 Words hydra_command(const Options& options, const std::vector<Host>& hosts, const Words& exported,
                     const std::string& name) {
   require_equal_slots(hosts, name);
@@ -86,9 +86,9 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
 }
 
 Words slurm_command(const Options& options, const std::vector<Host>& hosts, const Words& exported) {
-  // Without --disable-status a first ^C would only make srun say what runs.
+  // Without --disable-status a first ^C would only make srun print its status.
   Words words = {"srun", "--kill-on-bad-exit=1", "--disable-status"};
-  // Of an allocation's options, srun takes all but this one over.
+  // srun inherits all options of an allocation except this one.
   if (const char* cores = std::getenv("SLURM_CPUS_PER_TASK")) words.push_back(std::string("--cpus-per-task=") + cores);
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
@@ -173,7 +173,7 @@ Words starter_command(const Options& options, const std::vector<Host>& hosts, co
 
 namespace {
 
-// A variable that holds ssh's options, with the user's words in it before ours.
+// Appends our port to a variable that holds ssh's options.
 void add_ssh_port(Environment& environment, const char* name, int port) {
   if (port == 0) return;
   const char* users = std::getenv(name);

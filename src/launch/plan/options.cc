@@ -45,7 +45,7 @@ const std::map<std::string, LogLevel> kLogLevels = {{"debug", LogLevel::debug},
                                                     {"error", LogLevel::error},
                                                     {"critical", LogLevel::critical}};
 
-// The value of a table, or an error that lists what there is.
+// Looks a name up in a table; the error lists the table's names.
 template <typename Value>
 Value one_of(const std::map<std::string, Value>& table, const std::string& name, const std::string& option) {
   const auto found = table.find(name);
@@ -153,7 +153,8 @@ void declare(CLI::App& app, Options& options) {
   const std::string name = argument.substr(0, argument.find('='));
   if (name == "--autotuning") throw UsageError("option '--autotuning' is not supported yet");
   if (name == "--world_info") {
-    throw UsageError("option '--world_info' is of DeepSpeed's inner launcher; give the hosts with -H and --include");
+    throw UsageError(
+        "option '--world_info' belongs to DeepSpeed's inner launcher; give the hosts with -H and --include");
   }
   throw UsageError("unknown option '" + name +
                    "'; options of the launcher come before the script, 'deeptide --help' lists them");

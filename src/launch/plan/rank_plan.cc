@@ -106,7 +106,7 @@ Environment shared_environment(const RankOptions& options, const HostPlace& plac
   };
   if (here) set_default("OMP_NUM_THREADS", std::to_string(std::max<size_t>(1, num_cores / place.num_ranks)));
   set_default("PYTHONUNBUFFERED", "1");
-  // Gloo tells its peers the address of the machine's name, which many systems map to loopback.
+  // Gloo announces the address of the machine's name to its peers, and many systems map that name to loopback.
   if (here && place.num_nodes > 1 && own_name_is_local()) {
     const std::string interface = interface_towards(place.master_addr);
     if (!interface.empty()) set_default("GLOO_SOCKET_IFNAME", interface);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What each rank of one host runs: command, environment and cores, decided before anything starts.
+// The command, environment and cores of each rank of one host, decided before any rank starts.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Running a small program and reading what it says.
+// Runs a small program and captures its output.
 #pragma once
 
 #include <cstdint>

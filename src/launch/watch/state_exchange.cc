@@ -48,7 +48,7 @@ void from_json(const json& from, Place& place) {
   state.pid = from.value("pid", 0);
 }
 
-// What makes two ranks the same: all but who they are and for how long.
+// Two ranks are the same if they differ only in rank, process and duration.
 std::string key_of(const RankState& state) {
   Place place{{}, state};
   place.state.silent_s = 0.0;

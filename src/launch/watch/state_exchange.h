@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job's question to each of its hosts, and the host's answer: what the ranks there are doing.
+// The query of a job to each of its hosts, and the host's answer: what its ranks are doing.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the launcher and its agents say to each other: frames over any pair of byte streams.
+// Frames between the launcher and its agents, over any pair of byte streams.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct Frame {
 /// On the wire: length of what follows (4 bytes), kind (1), rank (4), payload; numbers little-endian.
 std::string encode(const Frame& frame);
 
-/// An agent's stream begins with this line; whatever a login shell printed before it is skipped.
+/// An agent's stream begins with this line; output of a login shell before it is skipped.
 constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
 
 /// Cuts a stream into frames.
@@ -57,7 +57,7 @@ class FrameReader {
   void feed(std::string_view bytes);
   /// The next complete frame. Errors: std::runtime_error if the stream cannot be one of frames.
   std::optional<Frame> next();
-  /// What came before the preamble, its last 4 KiB: the reason why there is none.
+  /// The last 4 KiB before the preamble: they explain a preamble that does not arrive.
   const std::string& noise() const { return noise_; }
   bool begun() const { return !skipping_; }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Connections that nobody waits for.
+// Connects without blocking: the job does not depend on the link.
 #include "launch/wire/hub_link.h"
 
 #include <netdb.h>

@@ -193,7 +193,7 @@ int connect_back(int port, int host_index) {
   const std::string first = secret.substr(0, kHalf);
   if (send(socket, first.data(), first.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(first.size()) ||
       !equal_in_constant_time(read_exactly(socket, kHalf), secret.substr(kHalf))) {
-    throw std::runtime_error("who answers at the launcher's port does not know the secret");
+    throw std::runtime_error("the program at the launcher's port does not know the secret");
   }
   return socket;
 }

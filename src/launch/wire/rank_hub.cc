@@ -19,7 +19,7 @@ namespace deeptide::launch {
 
 namespace {
 
-constexpr size_t kMaxStrangers = 256;  // who has not proved itself; the others wait in the kernel
+constexpr size_t kMaxStrangers = 256;  // without a proof yet; further ones wait in the kernel
 constexpr size_t kReserve = 64;        // descriptors
 constexpr std::chrono::seconds kDoorPause{1};
 
@@ -70,7 +70,7 @@ void RankHub::add_to(PollSet& set) {
 void RankHub::accept_one() {
   const int socket = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (socket < 0) {
-    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // it went before we came
+    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // the peer has left
     if (!again) closed_until_ = Clock::now() + kDoorPause;
     return;
   }
@@ -111,8 +111,8 @@ void RankHub::on_hello(Guest& guest, const RankHello& hello) {
                               [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
 }
 
-// The hostfile's name of a host may not be its own: an address, an alias. Its place tells then, as starters fill hosts
-// in the hostfile's order.
+// The hostfile may name a host by an address or an alias. Its index then identifies it, as starters fill hosts in the
+// hostfile's order.
 std::string RankHub::name_of(const RankHello& hello) const {
   const std::string brief = hello.host.substr(0, hello.host.find('.'));
   for (const Host& host : hosts_) {
