@@ -36,7 +36,7 @@ DEEPTIDE_API std::optional<Discovery> discover_world(int default_port = kDefault
 /// What a program may say of its world; every field has a default. Names and defaults are those of Python's
 /// init_distributed, and so DeepSpeed's.
 struct DEEPTIDE_API DistributedOptions {
-  std::string dist_backend;             // "gloo", or empty for the same; others are handed over in World::backend
+  std::string dist_backend;             // "gloo", or empty for the same; others are handed over in World::make_backend
   bool auto_mpi_discovery = true;       // false: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are read
   int distributed_port = kDefaultPort;  // where rank 0 listens when nothing else says
   bool verbose = true;                  // rank 0 logs, at level debug, which world it found

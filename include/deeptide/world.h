@@ -6,9 +6,11 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "deeptide/discovery.h"
 #include "deeptide/errors.h"
@@ -20,10 +22,13 @@ struct DEEPTIDE_API World {
   int rank = 0;
   int size = 1;
   int local_rank = 0;
-  c10::intrusive_ptr<c10d::Store> store;      // shared by all ranks; an in-process one for a world of one
-  c10::intrusive_ptr<c10d::Backend> backend;  // carries device tensors (NCCL); null: Gloo is made from `store`
-  std::string host;                           // name of its machine; empty: found out (boot, network, user)
-  std::string source;                         // how it was found: a Discovery's source, "single" or "threads"
+  c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks; an in-process one for a world of one
+  /// Makes the backend (NCCL) that carries device tensors on one channel among `ranks`; empty: Gloo, from `store`.
+  using BackendFactory =
+      std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int>& ranks, const std::string& channel)>;
+  BackendFactory make_backend;
+  std::string host;    // name of its machine; empty: found out (boot, network, user)
+  std::string source;  // how it was found: a Discovery's source, "single" or "threads"
 };
 
 /// Finds the world with discover_world(), where `options` do not say it, and meets the other ranks at rank 0's store;
