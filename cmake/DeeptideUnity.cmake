@@ -9,7 +9,7 @@ mark_as_advanced(DEEPTIDE_UNITY_BATCH)
 # Sources whose anonymous namespaces clash with those of their neighbours. Rename what clashes rather than add a line.
 set(DEEPTIDE_UNITY_ALONE
   # src
-  agent_link.cc bench_comm_command.cc hang_watch.cc host_exchange.cc exchange.cc hostfile.cc job_attempt.cc job_hosts.cc
+  agent_link.cc run_bench_comm.cc hang_watch.cc host_exchange.cc exchange.cc hostfile.cc job_attempt.cc job_hosts.cc
   job_output.cc options.cc page_heap.cc run_ssh.cc sampler.cc schema_data.cc schema_monitor.cc schema_zero.cc
   shared_memory.cc starter.cc transfer.cc
   # tests

@@ -16,8 +16,6 @@
 namespace deeptide::launch {
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 RankState rank_at(int rank, uint64_t newest, bool waits) {
   RankState state;
   state.rank = rank;

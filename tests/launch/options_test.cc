@@ -22,10 +22,6 @@ std::string error_of(const Words& arguments) {
   return "no error";
 }
 
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
-}
-
 TEST(Options, LeavesEverythingAfterTheScriptAlone) {
   const Words command = {"train.py", "--num_gpus", "8", "--", "-q", "--unknown=1", "a b", "", "-"};
   Words arguments = {"--num_gpus", "2", "-q"};

@@ -12,6 +12,7 @@
 
 #include <functional>
 
+#include "launch/launched.h"
 #include "launch/system/payload.h"
 #include "launch/wire/hub_link.h"
 
@@ -22,8 +23,6 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 constexpr const char* kToken = "0123456789abcdef0123456789abcdef";
-
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 RankHello hello_of(int rank, int world_size = 2) { return {DEEPTIDE_VERSION, rank, world_size, rank, "node"}; }
 

@@ -19,10 +19,6 @@
 namespace deeptide::launch {
 namespace {
 
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-}
-
 /// Ranks write their process ids (and those of their children) into a folder.
 class Ids {
  public:
