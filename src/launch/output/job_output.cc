@@ -18,7 +18,7 @@ namespace deeptide::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kJobFlushLimit{5000};
-// On a terminal, what a progress bar of rank 0 left on the line goes away before another rank's line.
+// On a terminal, clears what a progress bar of rank 0 left on the line before another rank's line.
 constexpr const char* kClearLine = "\r\033[K";
 
 bool same_file(int a, int b) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Connections that nobody waits for.
+// Connects without blocking: the job does not depend on the link.
 #include "launch/wire/hub_link.h"
 
 #include <netdb.h>
@@ -62,7 +62,7 @@ void HubLink::on_connected() {
   socklen_t length = sizeof error;
   if (getsockopt(connecting_, SOL_SOCKET, SO_ERROR, &error, &length) != 0 || error != 0) return try_next();
   link_ = std::make_unique<TokenLink>(connecting_, TokenLink::End::rank, token_, [this](const Frame& frame) {
-    if (frame.kind == FrameKind::ask) events_.asked(question_from_text(frame.payload));
+    if (frame.kind == FrameKind::ask) events_.asked(decode<StateQuestion>(frame.payload));
   });
   connecting_ = -1;
 }
