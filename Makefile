@@ -104,8 +104,9 @@ format: setup-lint  ## Rewrite all sources in the house's format
 docs: configure-all  ## Write docs/config.md and the JSON schema anew from the table of keys
 	@$(CMAKE) --build $(BUILD) --target config_docs
 
+# c++ as CMake finds it, where the backend would take g++: then a compiler cache recognises what was built before.
 wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
 asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
 	@$(CTEST) --preset asan -j $(JOBS)
