@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Loading: everything is checked on every rank before anything changes on any.
+// Loads a checkpoint: every rank checks everything before any rank changes anything.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -30,7 +30,7 @@ std::string joined(const std::vector<std::string>& lines, size_t most) {
   return text;
 }
 
-/// A checkpoint without optimizer (or an engine without one) has "param" where the other has "master".
+/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa.
 void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
   std::map<std::string, std::string> weights;  // name -> role in the file
   for (const Piece& piece : reader.table()) {
@@ -55,23 +55,23 @@ void add_buffers(const engine::BoundModel& model, int rank, const checkpoint::Re
   }
 }
 
-/// Under `strict` the reader reports what nobody wants; what this load leaves out on purpose is wanted as nothing.
+/// `strict` reports tensors that were not requested, so list those skipped on purpose, as empty pieces.
 void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Piece>& wanted) {
   std::set<std::pair<std::string, std::string>> known;
   for (const Piece& piece : wanted) known.emplace(piece.name, piece.role);
   for (Piece piece : reader.table()) {
     const bool buffer = piece.role.rfind("buffer", 0) == 0;
     const bool moment = piece.role != "master" && piece.role != "param" && !buffer;
-    bool foreign_buffer = false;  // the same buffer as another rank saved it
+    bool foreign_buffer = false;  // this buffer as another rank saved it
     for (const auto& [name, role] : known)
       foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
     if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
     piece.begin = piece.end = 0;
-    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
+    wanted.push_back(std::move(piece));  // without data: any type in the checkpoint fits
   }
 }
 
-/// The same number on ranks that see the same text, whichever build they run.
+/// Returns an equal number on ranks that see equal text, in any build.
 uint64_t digest_of(const std::string& text) {
   const auto hash = sha256(text);
   uint64_t digest = 0;
@@ -81,7 +81,7 @@ uint64_t digest_of(const std::string& text) {
 
 }  // namespace
 
-/// The tag to load: the given one, or the latest. Empty when there is none on any rank.
+/// Returns the tag to load: the given one, or the latest. Empty if no rank finds any.
 std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given) {
   std::string tag = given;
   boundary->together("looking for the latest checkpoint", [&] {
@@ -89,7 +89,7 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
   });
   const Vote own{.failed = false, .digest = digest_of(tag)};
   for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
-    if (vote.digest != own.digest) throw CheckpointError("the ranks see different checkpoints in " + directory);
+    if (vote.digest != own.digest) throw CheckpointError("the ranks found different checkpoints in " + directory);
   }
   return tag;
 }
@@ -140,7 +140,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
 }
 
-/// Parameters follow from the masters that were read; frozen units from their shards.
+/// Publishes parameters from the masters that were read, and frozen units from their shards.
 void Engine::Impl::publish_parameters(int64_t rounds_begun) {
   if (optimizer) optimizer->publish_all();
   auto& gathers = channels.gathers();
@@ -152,7 +152,7 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
     auto pending = gathers.all_gather(unit->whole(), unit->shard());
     gathers.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
-  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to have read theirs"});
+  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});
   if (reducer) reducer->discard(rounds_begun);
 }
 

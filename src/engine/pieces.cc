@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Views of units and optimizer states by parameter.
+// Makes views of units and optimizer states by parameter.
 #include "engine/pieces.h"
 
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@ using sharding::Unit;
 
 namespace {
 
-/// The piece of `p` in `flat`, which starts at element `begin` of its unit.
+/// Returns the piece of `p` in `flat`, which starts at element `begin` of its unit.
 Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
                Extent extent) {
   auto [first, last] = unit.owned_range(p);

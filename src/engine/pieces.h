@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine holds, as pieces of logical tensors: what checkpoints and inspection name.
+// An engine's state as pieces of logical tensors, as checkpoints and inspection name them.
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@ namespace deeptide::engine {
 /// stage 0 every rank holds all).
 enum class Extent : uint8_t { owned, held };
 
-/// Everything that this rank saves, or wants on load, as views of the live state. `optimizer`: null for none.
-/// `moments`: optimizer states besides masters too.
+/// Returns all that this rank saves, or requests on load, as views of the live state. `optimizer`: null for none.
+/// `moments`: include optimizer states besides masters.
 std::vector<checkpoint::Piece> live_pieces(const BoundModel& model, const zero::ShardedOptimizer* optimizer,
                                            bool moments, Extent extent);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Saving: every rank writes its pieces, all agree, rank 0 commits.
+// Saves a checkpoint: every rank writes its pieces, all agree, rank 0 commits.
 #include <ATen/core/grad_mode.h>
 
 #include <nlohmann/json.hpp>
