@@ -14,7 +14,7 @@ namespace deeptide {
 
 enum class DataType : uint8_t { fp32, fp16, bf16 };
 
-/// The batch-size triple as written; any two, or one, suffice. Units: samples.
+/// The batch-size triple as written; any two suffice, or one. Units: samples.
 struct BatchConfig {
   std::optional<int64_t> train_batch_size;
   std::optional<int64_t> micro_batch_size;
@@ -30,7 +30,7 @@ struct BatchSizes {
 
 enum class OptimizerKind : uint8_t { none, adam, sgd };
 
-/// Hyper-parameters of one parameter group; Adam reads all but momentum's, SGD all but Adam's.
+/// Hyper-parameters of one parameter group. Adam reads all but `momentum`, SGD all but Adam's.
 struct Hyperparameters {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -50,14 +50,14 @@ struct OptimizerConfig {
   Hyperparameters defaults;
 };
 
-/// `type` is empty when the section is absent; `params` holds numbers (bools as 0/1), `names` holds words.
+/// `type` is empty if the section is absent; `params` holds numbers (bools as 0/1), `names` holds words.
 struct SchedulerConfig {
   std::string type;
   std::map<std::string, double> params;
   std::map<std::string, std::string> names;
 };
 
-/// Sizes are in elements, as in DeepSpeed. An absent optional means: the engine chooses and prints its choice.
+/// Sizes are in elements, as in DeepSpeed. For an absent optional the engine chooses a value and prints it.
 struct ZeroConfig {
   int stage = 0;
   int64_t reduce_bucket_size = 500'000'000;
@@ -74,7 +74,7 @@ struct ZeroConfig {
 /// The "elasticity" section: one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
-  bool sizes_given = true;  // max_train_batch_size and micro_batch_sizes stand in the text, not only by default
+  bool sizes_given = true;  // the text gives max_train_batch_size and micro_batch_sizes
   int64_t max_train_batch_size = 2000;
   std::vector<int64_t> micro_batch_sizes{2, 4, 6};
   int64_t min_gpus = 1;
@@ -90,25 +90,25 @@ struct ElasticityConfig {
 struct RuntimeConfig {
   double comm_timeout_s = 1800.0;      // every wait on a peer
   bool ordered_reduction = true;       // "reduction": "ordered" | "transport"
-  std::string reduce_thread = "auto";  // sums on a thread of its own: "auto" | "on" | "off"
-  bool shared_memory = true;           // ranks of one host share memory; false: they talk as if apart
+  std::string reduce_thread = "auto";  // sum on a separate thread: "auto" | "on" | "off"
+  bool shared_memory = true;           // ranks of one host share memory; false: they act as if on different hosts
   bool tune_allocator = true;          // keep large CPU tensors' pages instead of faulting them anew
-  int64_t unit_size = 0;               // elements of a unit at most; 0: one repeated block
+  int64_t unit_size = 0;               // maximum elements per unit; 0: one repeated block
   uint64_t seed = 0;
 };
 
-/// A parsed ds_config.json. Construction validates every key at every depth; `decisions` says what "auto" and
-/// absent keys became, one line each. Errors: ValueError (c10::ValueError is not used here: std::invalid_argument
-/// derived `ConfigError`) naming file, line, key and the nearest known key.
+/// A parsed ds_config.json. The constructor validates every key at every depth; `decisions` reports the value of each
+/// "auto" and absent key, one line each. Errors: ConfigError (a std::invalid_argument; ValueError in Python) naming
+/// file, line, key and the nearest known key.
 class Config {
  public:
   Config();  // every key at its default
   static Config from_file(const std::string& path);
-  /// `text`: JSON with comments and trailing commas; `origin`: what errors call it, e.g. a path or "<dict>".
+  /// `text`: JSON with comments and trailing commas; `origin`: its name in errors, e.g. a path or "<dict>".
   static Config from_text(std::string_view text, const std::string& origin = "<text>");
 
-  /// With elasticity on: the elastic batch, its largest micro-batch that divides, and the accumulation that follows.
-  /// Errors: ConfigError when the sizes do not multiply, in DeepSpeed's words, or the world is not an elastic one.
+  /// With elasticity on: the elastic batch, its largest micro-batch that divides, and the resulting accumulation.
+  /// Errors: ConfigError, in DeepSpeed's words, if the sizes do not multiply or the world is not an elastic one.
   BatchSizes batch_sizes(int64_t world_size) const;
   /// The data type of parameters and activations.
   DataType compute_dtype() const;
@@ -119,7 +119,7 @@ class Config {
   ZeroConfig zero;
   ElasticityConfig elasticity;
   RuntimeConfig runtime;
-  bool fp16 = false;  // rejected by the parser until loss scaling is there
+  bool fp16 = false;  // rejected by the parser until loss scaling exists
   bool bf16 = false;
   std::optional<DataType> communication_dtype;          // absent: the compute type
   std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
@@ -133,7 +133,7 @@ class Config {
   std::vector<std::string> decisions;
 };
 
-/// The published JSON Schema (draft 2020-12) of everything `Config` accepts, and docs/config.md, both from one table.
+/// The published JSON Schema (draft 2020-12) of all that `Config` accepts, and docs/config.md: both from one table.
 std::string config_json_schema();
 std::string config_markdown();
 
