@@ -57,7 +57,7 @@ struct ChannelOptions {
   PeerTraffic peers = PeerTraffic::no;
 };
 
-/// One channel of collectives over a team. Calls follow one order on every rank, from one thread per rank at a time.
+/// One channel of collectives over a team. All ranks make calls in the same order, from one thread per rank at a time.
 /// Operations progress in `wait` and `wait_for`, and end in the order in which they began. Channels do not wait on each
 /// other: gathers, reductions and control messages have one each. Ranks are indices in the team; errors and logs use
 /// world ranks.
@@ -86,7 +86,7 @@ class Group {
   /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Needs PeerTraffic::yes.
   Pending send(at::Tensor tensor, int to);
   Pending receive(at::Tensor tensor, int from);
-  /// Logs an operation started elsewhere in this channel. Calls follow one order on all ranks.
+  /// Logs in this channel an operation that was started elsewhere. All ranks call it in the same order.
   Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);

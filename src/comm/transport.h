@@ -20,8 +20,8 @@ using host::Operation;
 using host::OperationPtr;
 using host::TransportError;
 
-/// Shapes and meaning: as in Group. Calls follow one order on every rank; operations of one transport end in the order
-/// in which they were started.
+/// Shapes and meaning: as in Group. All ranks make calls in the same order; operations of one transport end in the
+/// order in which they were started.
 class Transport {
  public:
   virtual ~Transport() = default;

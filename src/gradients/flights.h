@@ -117,7 +117,7 @@ class Flights {
   std::optional<BadGradient> bad_;
   bool peers_elsewhere_ = false;  // a wait for the front flight was to no avail
 
-  // The queue is shared with the side thread, which takes only the front; all else belongs to the active thread.
+  // The queue is shared with the side thread, which takes only the front. One thread at a time uses the rest.
   std::deque<Flight> queue_;
   std::deque<Lent> lent_;
   std::mutex mutex_;

@@ -73,7 +73,7 @@ std::shared_ptr<Arena> Arena::create(Host& host, int64_t parameter_bytes, int64_
   const int64_t heap = round_up(heap_bytes, kLargePage);
   auto memory = host.share(parameters + heap * host.size(), why_not, device::PrivateView::check);
   if (!memory) return nullptr;
-  // Leaves out the parameters: large pages made forward and backward 1 to 7 % slower (docs/measurements.md).
+  // Excludes the parameters: large pages made forward and backward 1 to 7 % slower (docs/measurements.md).
   memory->prefer_large_pages(parameters, heap * host.size());
   return std::shared_ptr<Arena>(new Arena(std::move(memory), parameters + heap * host.index(), heap));
 }

@@ -13,7 +13,7 @@
 
 namespace deeptide::host {
 
-/// The reduce-scatter of one host without its copies: the reader sums. Offers follow one order on all ranks. One thread
+/// The reduce-scatter of one host without its copies: the reader sums. All ranks offer in the same order. One thread
 /// per rank at a time.
 class Exchange {
  public:

@@ -40,13 +40,13 @@ class Host {
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }
   int host_index() const { return host_index_; }
   bool holds_all() const { return hosts_.size() == 1; }
-  /// Whether all hosts have as many ranks, so that collectives may go host by host.
+  /// Whether all hosts have equally many ranks, so that collectives may go host by host.
   bool is_uniform() const;
   /// "1 host of 4 ranks, shared memory", "2 hosts of 2 ranks, shared memory within", "2 hosts of 3 and 1 ranks,
   /// network".
   std::string text() const;
 
-  /// Returns the next `bytes` of the signal memory, zeroed; calls follow one order on all ranks of the host.
+  /// Returns the next `bytes` of the signal memory, zeroed. All ranks of the host call it in the same order.
   char* reserve(int64_t bytes);
   /// Collective over the host: zeroed memory that its ranks share. Null on all ranks if one cannot map it or fails
   /// `check` (which throws then, and leaves the memory unchanged), with the reason in `why_not`.

@@ -42,7 +42,7 @@ class Ring {
   void set_read(uint32_t number);
   bool all_read(uint32_t number) const;
 
-  /// Wait until the condition holds, at most `limit`: first spin briefly if each rank has a core, or yield it; then
+  /// Wait until the condition holds, at most `limit`: spin briefly if each rank has a core, else yield the core; then
   /// sleep. Errors: TransportError if a rank of the host has ended and the condition does not hold.
   bool wait_posted(uint32_t number, std::chrono::milliseconds limit);
   bool wait_read(uint32_t number, std::chrono::milliseconds limit);

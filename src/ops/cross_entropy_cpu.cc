@@ -136,7 +136,7 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
   return static_cast<float>(loss);
 }
 
-/// An fp32 row's powers may replace its gradient, even its logits; a bf16 row's powers need `scratch`.
+/// An fp32 row's powers may take its gradient's place, even over the logits; a bf16 row's powers need `scratch`.
 float row_fp32(const float* row, float* gradient, float*, const RowTerms& terms) {
   return row_loss(row, gradient, gradient, terms);
 }

@@ -58,7 +58,7 @@ Gradients layer_norm_backward(const Tensor& normed_gradient, const Tensor& summe
 }
 
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
-  /// Returns the normalized rows and, if there is a residual, the sum. All tensors passed must be defined.
+  /// Returns the normalized rows and, if there is a residual, the sum. Optionals with a value are defined.
   static variable_list forward(AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, IntArrayRef shape,
                                double eps) {
