@@ -38,7 +38,7 @@ struct DEEPTIDE_API World {
 /// one rank; CommError if rank 0's store cannot be reached within the timeout or a token is wrong.
 DEEPTIDE_API World init_distributed(const DistributedOptions& options = {});
 
-/// Does that for a known place.
+/// Joins the world at a known place, as init_distributed() does.
 DEEPTIDE_API World join_world(const Discovery& place, std::chrono::milliseconds timeout = std::chrono::seconds(300));
 
 /// Makes ranks as threads of one process (tests, notebooks): the store is shared, e.g. a c10d::HashStore. Ranks of

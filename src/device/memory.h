@@ -53,7 +53,7 @@ class BufferPool {
   /// `source` makes new buffers, (bytes,) uint8 each, instead of `allocate_flat`.
   using Source = std::function<at::Tensor(int64_t bytes)>;
   BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {});
-  /// Returns (numel,) of `dtype`. Return it with `put`, or drop it, which frees its memory.
+  /// Takes a buffer (numel,) of `dtype`. Hand it back with `put`, or drop it, which frees its memory.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
   /// On a device, the next taker's work runs after all work issued so far to this thread's lane.
   void put(at::Tensor buffer);

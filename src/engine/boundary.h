@@ -21,7 +21,7 @@ const char* call_name(comm::Call call);
 /// Returns the largest number of rounds that any rank has requested.
 int64_t most_rounds(const std::vector<comm::Close>& closes);
 
-/// Returns the first rank that still trains; rank 0 if all have joined.
+/// Returns the first rank that still trains, or the first of all if all have joined.
 const comm::Close& leading(const std::vector<comm::Close>& closes);
 
 class Boundary {

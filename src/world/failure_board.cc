@@ -14,7 +14,7 @@
 namespace deeptide::world {
 namespace {
 
-constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before any reads
+constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before one reads
 
 /// Keeps the message of a torch store error, without its stack trace.
 std::string first_line(const std::exception& error) {
