@@ -51,7 +51,7 @@ class Meeting {
     if (written == own) return;
     throw ConfigError("two processes claim rank " + std::to_string(rank_) + ": " +
                       written.substr(0, written.find(' ')) + " and " + own_name() +
-                      "; give each its own rank, or another job holds this address and port");
+                      "; each needs a rank of its own, or another job holds this address and port");
   }
 
   /// Rank 0 collects each rank's proof before any continues.

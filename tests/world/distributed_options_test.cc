@@ -94,8 +94,9 @@ TEST(DistributedOptions, MeetWhereInitMethodSays) {
 }
 
 TEST(DistributedOptions, AreRefusedWhereTheyDoNotGoTogether) {
-  EXPECT_EQ(error_of({}, {.rank = 1}), "rank=1, world_size=-1: give both, or neither to have them discovered");
-  EXPECT_EQ(error_of({}, {.world_size = 1}), "rank=-1, world_size=1: give both, or neither to have them discovered");
+  EXPECT_EQ(error_of({}, {.rank = 1}), "rank=1, world_size=-1: give both, or neither to let Deeptide discover them");
+  EXPECT_EQ(error_of({}, {.world_size = 1}),
+            "rank=-1, world_size=1: give both, or neither to let Deeptide discover them");
   EXPECT_EQ(error_of({}, {.rank = 2, .world_size = 2}), "rank=2, world_size=2: expected 0 <= rank < world_size");
   EXPECT_EQ(error_of({}, {.dist_init_required = false}).find("dist_init_required is false"), 0u);
   EXPECT_EQ(error_of({}, {.dist_init_required = true}), "none");
