@@ -27,8 +27,8 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   model.check_bound();
   boundary->enter({.call = Call::save_checkpoint});
   nlohmann::json state = engine::to_json(progress);
-  state["zero_stage"] = config.zero.stage;
-  state["config"] = config.text;
+  state["zero_stage"] = config.zero().stage;
+  state["config"] = config.text();
   const World& world = channels.world();
   auto pieces = engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned);
   for (const NamedTensor& buffer : model.buffers()) {

@@ -28,7 +28,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
 
 void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
   TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
-  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin,
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin(),
                     " has no \"optimizer\" section and none was given to initialize)");
   TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
                     "; reduce it first, e.g. loss.mean()");
@@ -136,8 +136,8 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     return outcome;
   }
   double scale = 1.0;
-  if (parts_.config.gradient_clipping > 0.0) {
-    scale = std::min(1.0, parts_.config.gradient_clipping / (outcome.grad_norm + 1e-6));
+  if (parts_.config.gradients().clipping > 0.0) {
+    scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
   for (const auto& unit : parts_.model.units()) unit->note_external_writes();
@@ -190,7 +190,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
 /// Prints the line of every `steps_per_print` steps, in DeepSpeed's words.
 void Stepper::print(const StepOutcome& outcome) const {
   const Progress& progress = parts_.progress;
-  const auto every = parts_.config.steps_per_print;
+  const auto every = parts_.config.report().steps_per_print;
   if (!parts_.channels.is_first() || every.value_or(0) < 1 || progress.global_steps % *every != 0) return;
   std::string rates, momenta;
   for (const Hyperparameters& h : progress.hyperparameters) {

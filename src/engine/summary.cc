@@ -59,7 +59,7 @@ std::string Engine::Impl::summary() const {
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
   const char* kinds[] = {"no optimizer", "Adam", "SGD"};
-  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, num_ranks,
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
   if (num_ranks > 1)
     text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
@@ -69,14 +69,14 @@ std::string Engine::Impl::summary() const {
                       parameter_types, parameter_types, short_name(reduce_type(config)));
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, kinds[static_cast<int>(optimizer_kind)],
-                      config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
+                      config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
-                        config.zero.max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
-                                                        : "a quarter of the model, or the two largest units; "
-                                                          "stage3_max_live_parameters is not given");
+                        config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
+                                                          : "a quarter of the model, or the two largest units; "
+                                                            "stage3_max_live_parameters is not given");
   }
-  for (const auto& decision : config.decisions) text += "\n  " + decision;
+  for (const auto& decision : config.decisions()) text += "\n  " + decision;
   return text;
 }
 
