@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # deeptide_add_layer(<name> SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared library,
 # since the gate's registrar must survive linking and must exist once.
-# A layer that touches tensors names deeptide_torch among its LIBRARIES; base, config and launch stay free of torch.
+# A layer that touches tensors names deeptide_torch among its LIBRARIES; base, trace, config, io and launch stay free of torch.
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYERS "")
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES "")
+
+# deeptide_read_layers(<variable>): the names in src/layers.txt, lowest first, without their sub-rooms.
+function(deeptide_read_layers variable)
+  set(list ${PROJECT_SOURCE_DIR}/src/layers.txt)
+  set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${list})
+  file(STRINGS ${list} layers REGEX "^[a-z]")
+  list(TRANSFORM layers REPLACE ":.*" "")
+  set(${variable} ${layers} PARENT_SCOPE)
+endfunction()
 
 function(deeptide_add_layer name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES" ${ARGN})
@@ -15,6 +24,7 @@ function(deeptide_add_layer name)
   target_include_directories(deeptide_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
   target_compile_options(deeptide_${name} PRIVATE ${DEEPTIDE_WARNINGS})
   target_link_libraries(deeptide_${name} PUBLIC ${ARG_LIBRARIES})
+  deeptide_unite(deeptide_${name})
   set_property(GLOBAL APPEND PROPERTY DEEPTIDE_LAYER_LIBRARIES ${ARG_LIBRARIES})
   set_property(GLOBAL APPEND PROPERTY DEEPTIDE_OBJECTS $<TARGET_OBJECTS:deeptide_${name}>)
 endfunction()
@@ -40,6 +50,7 @@ function(deeptide_add_test name)
   target_include_directories(deeptide_${name}_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_compile_options(deeptide_${name}_test PRIVATE ${DEEPTIDE_WARNINGS})
   target_link_libraries(deeptide_${name}_test PRIVATE deeptide deeptide_torch GTest::gtest GTest::gtest_main ${ARG_LIBRARIES})
+  deeptide_unite(deeptide_${name}_test)
   add_test(NAME ${name} COMMAND deeptide_${name}_test)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 600)

@@ -5,31 +5,20 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <memory>
-#include <stdexcept>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "comm/host.h"
+#include "host/operation.h"
+
+namespace deeptide::host {
+class Host;
+}
 
 namespace deeptide::comm {
 
-/// A peer or a connection is gone; the text says which.
-class TransportError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-/// A collective under way. Keeps its tensors alive until it is done.
-class Operation {
- public:
-  virtual ~Operation() = default;
-  /// Done, or so near that `advance` will not wait.
-  virtual bool ready() = 0;
-  /// Goes on for about `limit` at most; true when done. Errors: TransportError.
-  virtual bool advance(std::chrono::milliseconds limit) = 0;
-};
-using OperationPtr = std::shared_ptr<Operation>;
+using host::Operation;
+using host::OperationPtr;
+using host::TransportError;
 
 /// Shapes and meaning as in Group. Calls come in the same order on every rank; operations of one transport end in the
 /// order in which they were started.
@@ -42,15 +31,27 @@ class Transport {
   virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr broadcast(at::Tensor tensor, int root) = 0;
+  /// One contiguous tensor from this rank to that of index `to`, which receives as many bytes. Transfers between two
+  /// ranks in one direction end in the order in which they were started. Needs PeerTraffic::yes.
+  virtual OperationPtr send(at::Tensor tensor, int to) = 0;
+  virtual OperationPtr receive(at::Tensor tensor, int from) = 0;
 };
+
+/// Whether a channel carries send and receive as well as collectives: it costs shared memory for each pair of ranks.
+enum class PeerTraffic : uint8_t { no, yes };
+
+/// A team of one rank: collectives are copies.
+std::unique_ptr<Transport> make_loopback_transport();
 
 std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend);
 
 /// Through slots in shared memory; all ranks are on one host. Errors (on use): a rank's process has ended.
-std::unique_ptr<Transport> make_host_transport(std::shared_ptr<Host> host);
+std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host, PeerTraffic peers = PeerTraffic::no);
 
 /// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory within each
-/// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs Host::is_uniform().
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host, c10::intrusive_ptr<c10d::Backend> rail);
+/// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs
+/// host::Host::is_uniform().
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
+                                                    c10::intrusive_ptr<c10d::Backend> rail);
 
 }  // namespace deeptide::comm

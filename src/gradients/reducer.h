@@ -23,7 +23,7 @@ class Reducer {
   /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit, unless the
   /// options keep rows.
   /// `exchange`: when all ranks are on one host; buckets then lie in its arena and are summed where they lie.
-  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
+  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
   ~Reducer();
 
@@ -31,7 +31,6 @@ class Reducer {
   /// before the boundary); otherwise complete buckets go out.
   void add(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
-  void set_step(int64_t step) { flights_->set_step(step); }
 
   /// Rounds this rank must take part in to empty its buckets; what it tells the others at a micro-batch's end.
   int64_t rounds_wanted() const;
@@ -45,6 +44,10 @@ class Reducer {
   bool keeps_rows() const { return options_.keep_rows; }
   /// And they do so in the buckets themselves, which then are the gradients; otherwise where they were received.
   bool buckets_stay() const { return buckets_stay_; }
+  /// What its accumulators, or the rows that stay in their place, take on this rank.
+  int64_t predicted_gradient_bytes() const;
+  /// What buckets on their way take, those of ranks that keep pace.
+  int64_t predicted_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
@@ -73,7 +76,8 @@ class Reducer {
   void empty(Bucket& bucket);
 
   std::vector<sharding::Unit*> units_;
-  std::unique_ptr<comm::HostExchange> exchange_;
+  std::unique_ptr<host::Exchange> exchange_;
+  int num_ranks_;
   bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;

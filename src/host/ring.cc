@@ -1,0 +1,102 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Slots between two counters per rank.
+#include "host/ring.h"
+
+#include <c10/util/Exception.h>
+
+#include <bit>
+
+#include "host/counter.h"
+#include "host/operation.h"
+
+namespace deeptide::host {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+/// Of one rank; what it posts and what it has read lie apart, for others wait on each.
+struct Ring::Counters {
+  alignas(128) Counter posted;
+  alignas(128) Counter read;
+};
+
+Ring::Ring(std::shared_ptr<Host> host, int num_slots, int64_t slot_bytes)
+    : host_(std::move(host)),
+      size_(host_->size()),
+      index_(host_->index()),
+      num_slots_(num_slots),
+      slot_bytes_(slot_bytes),
+      counters_(host_->reserve(static_cast<int64_t>(sizeof(Counters)) * size_)),
+      slots_(host_->reserve(slot_bytes * num_slots * size_)) {
+  TORCH_INTERNAL_ASSERT(std::has_single_bit(static_cast<uint32_t>(num_slots)), num_slots, " slots do not divide 2^32");
+}
+
+Ring::Counters& Ring::counters(int peer) const {
+  return *reinterpret_cast<Counters*>(counters_ + static_cast<int64_t>(sizeof(Counters)) * peer);
+}
+
+uint32_t Ring::num_posted() const { return counters(index_).posted.value.load(std::memory_order_relaxed); }
+
+void Ring::start_at(uint32_t count) {
+  counters(index_).posted.value = count;
+  counters(index_).read.value = count;
+}
+
+char* Ring::next_slot() {
+  const uint32_t number = num_posted();
+  // Slot n + num_slots lies where slot n lay. The first ones are free, whatever the (wrapped) count.
+  if (!all_read(number - static_cast<uint32_t>(num_slots_))) return nullptr;
+  return const_cast<char*>(slot(index_, number));
+}
+
+uint32_t Ring::post() {
+  const uint32_t number = num_posted();
+  publish(counters(index_).posted, number + 1);
+  return number;
+}
+
+const char* Ring::slot(int peer, uint32_t number) const {
+  return slots_ + (static_cast<int64_t>(peer) * num_slots_ + number % static_cast<uint32_t>(num_slots_)) * slot_bytes_;
+}
+
+bool Ring::is_posted(int peer, uint32_t number) const {
+  return reached(counters(peer).posted.value.load(std::memory_order_acquire), number + 1);
+}
+
+bool Ring::all_posted(uint32_t number) const {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!is_posted(peer, number)) return false;
+  }
+  return true;
+}
+
+void Ring::set_read(uint32_t number) { publish(counters(index_).read, number + 1); }
+
+bool Ring::all_read(uint32_t number) const {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!reached(counters(peer).read.value.load(std::memory_order_acquire), number + 1)) return false;
+  }
+  return true;
+}
+
+template <typename Word>
+bool Ring::wait_all(Word Counters::*word, uint32_t number, milliseconds limit) {
+  const auto deadline = steady_clock::now() + limit;
+  const Linger linger = limit.count() == 0 ? Linger::none : host_->has_core_each() ? Linger::spin : Linger::yield;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (await(counters(peer).*word, number + 1, deadline, linger)) continue;
+    if (limit.count() == 0) return false;
+    const auto dead = host_->find_dead();
+    if (!dead) return false;
+    // Whoever ended may have done its part first.
+    if (!await(counters(peer).*word, number + 1, deadline, Linger::none)) throw TransportError(*dead);
+  }
+  return true;
+}
+
+bool Ring::wait_posted(uint32_t number, milliseconds limit) { return wait_all(&Counters::posted, number, limit); }
+
+bool Ring::wait_read(uint32_t number, milliseconds limit) { return wait_all(&Counters::read, number, limit); }
+
+}  // namespace deeptide::host

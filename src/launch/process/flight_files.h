@@ -1,0 +1,39 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The two files in memory that a rank inherits: the ring of its last collectives, and where its stacks go.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "trace/flight_ring.h"
+
+namespace deeptide::launch {
+
+/// Made before the rank starts; readable as long as this lives, whatever becomes of the rank.
+class FlightFiles {
+ public:
+  /// Errors: std::system_error.
+  FlightFiles();
+  ~FlightFiles();
+  FlightFiles(FlightFiles&& other) noexcept;
+  FlightFiles(const FlightFiles&) = delete;
+  FlightFiles& operator=(const FlightFiles&) = delete;
+
+  /// To be set in the rank, which inherits both descriptors under their numbers.
+  std::map<std::string, std::string> environment() const;
+  int ring_fd() const { return ring_fd_; }
+  int stacks_fd() const { return stacks_fd_; }
+
+  const trace::FlightRing& ring() const { return *ring_; }
+  /// What the rank has written since the last clear.
+  std::string stacks() const;
+  void clear_stacks() const;
+
+ private:
+  int ring_fd_ = -1;
+  int stacks_fd_ = -1;
+  trace::FlightRing* ring_ = nullptr;
+};
+
+}  // namespace deeptide::launch
