@@ -66,8 +66,8 @@ bool keeps_rows(const Config& config, const BatchSizes& batch, const comm::Team&
   constexpr size_t kBytesOfSum = sizeof(float);
   const size_t bytes_of_rows = static_cast<size_t>(team.size()) * c10::elementSize(reduce_type(config));
   const bool steps_shard = policy.shard_optimizer || team.size() == 1;
-  return steps_shard && batch.accumulation == 1 && config.runtime().reduction == Reduction::ordered &&
-         bytes_of_rows <= kBytesOfSum;
+  const bool ordered = config.runtime().reduction == Reduction::ordered;
+  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= kBytesOfSum;
 }
 
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, const comm::Team& team,
@@ -77,8 +77,8 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.ordered = config.runtime().reduction == Reduction::ordered;
   options.overlap = config.zero().overlap_comm;
   options.accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
-  options.scale =
-      1.0 / static_cast<double>(batch.accumulation * (config.gradients().op == GradientOp::mean ? team.size() : 1));
+  const bool mean = config.gradients().op == GradientOp::mean;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? team.size() : 1));
   return options;
 }
 
