@@ -9,13 +9,18 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "checkpoint/shard_file.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
 
 using at::Tensor;
+using checkpoint::Coordinates;
 using checkpoint::Piece;
+using checkpoint::Region;
+using checkpoint::Role;
+using checkpoint::TensorId;
 using comm::Message;
 using nlohmann::json;
 using sharding::Parameter;
@@ -24,8 +29,19 @@ using sharding::Unit;
 namespace {
 
 constexpr int kFailed = 0;  // Message::numbers of the exchanges below
+constexpr int kNonce = 2;   // Message::numbers on entering a save
 
-std::string buffer_role(int rank) { return rank == 0 ? "buffer" : "buffer." + std::to_string(rank); }
+/// Where `rank` is on the mesh, as its state in a checkpoint is keyed.
+Coordinates coordinates_of(const world::Mesh& mesh, int rank) {
+  const world::Mesh::Coordinates indices = mesh.coordinates(rank);
+  std::map<std::string, int64_t> named;
+  for (int axis = 0; axis < world::kNumAxes; ++axis)
+    named[world::axis_name(static_cast<world::Axis>(axis))] = indices[axis];
+  return Coordinates(named);
+}
+
+/// The role of an optimizer's state tensor, by its name there.
+Role role_of_state(const std::string& name) { return name == "master" ? Role::master() : Role::moment(name); }
 
 std::string to_hex(const Tensor& bytes) {
   static constexpr char kDigits[] = "0123456789abcdef";
@@ -114,21 +130,21 @@ void restore_generators(const Engine::Impl::Progress& progress, at::Device devic
 enum class Extent : uint8_t { owned, held };
 
 /// The piece of `p` in `flat`, which starts at element `begin` of its unit.
-Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
+Piece piece_of(const Unit& unit, const Parameter& p, const Role& role, const Tensor& flat, int64_t begin,
                Extent extent) {
   auto [first, last] = unit.owned_range(p);
   if (extent == Extent::held) {
     first = std::max(p.offset, begin);
     last = std::max(first, std::min(p.offset + p.numel, begin + flat.numel()));
   }
-  Piece piece{p.name, role, p.tensors.front().sizes().vec(), first - p.offset, last - p.offset, {}};
-  if (first == last) piece.begin = piece.end = 0;
+  Piece piece{p.name, role, p.tensors.front().sizes().vec(), Region::range(first - p.offset, last - p.offset), {}};
+  if (first == last) piece.region = Region::range(0, 0);
   piece.data = first == last ? at::empty({0}, flat.options()) : flat.narrow(0, first - begin, last - first);
   return piece;
 }
 
-Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Tensor& storage) {
-  return {buffer.name, role, buffer.tensor.sizes().vec(), 0, buffer.tensor.numel(), storage};
+Piece buffer_piece(const NamedTensor& buffer, const Role& role, const Tensor& storage) {
+  return {buffer.name, role, buffer.tensor.sizes().vec(), Region::range(0, buffer.tensor.numel()), storage};
 }
 
 /// Everything that this rank saves, or wants on load, as views of the live state. `moments`: optimizer states too.
@@ -139,13 +155,14 @@ std::vector<Piece> live_pieces(const Engine::Impl& impl, bool moments, Extent ex
     const bool has_states = unit->layout().trainable && impl.optimizer != nullptr;
     if (!has_states) {
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), extent));
+        pieces.push_back(piece_of(*unit, p, Role::param(), unit->shard(), unit->shard_begin(), extent));
       }
     } else {
       for (const auto& state : impl.optimizer->states(trained)) {
-        if (!moments && state.role != "master") continue;
+        const Role role = role_of_state(state.role);
+        if (!moments && role.is_moment()) continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, state.role, state.data, impl.optimizer->state_begin(trained), extent));
+          pieces.push_back(piece_of(*unit, p, role, state.data, impl.optimizer->state_begin(trained), extent));
         }
       }
     }
@@ -183,20 +200,21 @@ void together(Engine::Impl& impl, const char* what, Work work) {
 
 /// A checkpoint without optimizer (or an engine without one) has "param" where the other has "master".
 void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
-  std::map<std::string, std::string> weights;  // name -> role in the file
+  std::map<std::string, Role> weights;  // name -> role in the file
   for (const Piece& piece : reader.table()) {
-    if (piece.role == "master" || piece.role == "param") weights[piece.name] = piece.role;
+    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
   }
   for (Piece& piece : wanted) {
     const auto found = weights.find(piece.name);
-    if ((piece.role == "master" || piece.role == "param") && found != weights.end()) piece.role = found->second;
+    if (piece.role.is_weight() && found != weights.end()) piece.role = found->second;
   }
 }
 
+/// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
 void add_buffers(const Engine::Impl& impl, const checkpoint::Reader& reader, std::vector<Piece>& wanted,
                  std::vector<Tensor>& staged) {
-  const std::string own = buffer_role(impl.world.rank);
-  std::string role = "buffer";
+  const Role own = Role::buffer(coordinates_of(impl.mesh, impl.world.rank));
+  Role role = Role::buffer();
   for (const Piece& piece : reader.table()) {
     if (piece.role == own) role = own;
   }
@@ -206,20 +224,18 @@ void add_buffers(const Engine::Impl& impl, const checkpoint::Reader& reader, std
   }
 }
 
-/// Under `strict` the reader reports what nobody wants; what this load leaves out on purpose is wanted as nothing.
-void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Piece>& wanted) {
-  std::set<std::pair<std::string, std::string>> known;
-  for (const Piece& piece : wanted) known.emplace(piece.name, piece.role);
-  for (Piece piece : reader.table()) {
-    const bool buffer = piece.role.rfind("buffer", 0) == 0;
-    const bool moment = piece.role != "master" && piece.role != "param" && !buffer;
-    bool foreign_buffer = false;  // the same buffer as another rank saved it
-    for (const auto& [name, role] : known)
-      foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
-    if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
-    piece.begin = piece.end = 0;
-    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
+/// What this load leaves out on purpose: buffers that other ranks saved for themselves, and moments if not wanted.
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::vector<Piece>& wanted) {
+  std::set<std::string> buffers;
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_buffer()) buffers.insert(piece.name);
   }
+  std::set<TensorId> ignored;
+  for (const Piece& piece : reader.table()) {
+    const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
+    if (of_another_rank || (piece.role.is_moment() && !moments)) ignored.insert({piece.name, piece.role});
+  }
+  return ignored;
 }
 
 }  // namespace
@@ -236,7 +252,10 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                     " micro-batches done): the gradients would be lost; save after an applied step");
   if (tag.empty()) tag = "global_step" + std::to_string(global_steps);
   model.check_bound();
-  enter(Operation::save_checkpoint);
+  Message entering;
+  if (world.rank == 0) entering.numbers[kNonce] = static_cast<int64_t>(checkpoint::draw_nonce());
+  const auto entered = enter(Operation::save_checkpoint, entering);
+  const checkpoint::SaveTarget target{directory, tag, static_cast<uint64_t>(entered[0].numbers[kNonce])};
   json state = {{"global_steps", global_steps},
                 {"skipped_steps", skipped_steps},
                 {"micro_steps", micro_steps},
@@ -245,19 +264,21 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                 {"zero_stage", config.zero.stage},
                 {"config", config.text}};
   for (size_t i = 0; i < hyperparameters.size(); ++i) state["groups"].push_back(hyper_to_json(hyperparameters[i]));
-  auto pieces = live_pieces(*this, /*moments=*/true, Extent::owned);
+  const Coordinates coordinates = coordinates_of(mesh, world.rank);
+  checkpoint::Snapshot snapshot{world.rank,
+                                {coordinates, rng_to_json(model.device()).dump()},
+                                live_pieces(*this, /*moments=*/true, Extent::owned)};
   for (const NamedTensor& buffer : model.buffers()) {
-    pieces.push_back(buffer_piece(buffer, buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
+    snapshot.pieces.push_back(buffer_piece(buffer, Role::buffer(coordinates), buffer.tensor.detach().reshape({-1})));
   }
   try {
-    together(*this, "writing the checkpoint",
-             [&] { checkpoint::write_rank(directory, tag, world.rank, pieces, rng_to_json(model.device()).dump()); });
+    together(*this, "writing the checkpoint", [&] { checkpoint::write_rank(target, snapshot); });
     together(*this, "committing the checkpoint", [&] {
-      const checkpoint::Manifest manifest{1, world.size, state.dump(), client_state_json};
-      if (world.rank == 0) checkpoint::commit(directory, tag, manifest, save_latest);
+      const checkpoint::Manifest manifest{checkpoint::kManifestVersion, world.size, state.dump(), client_state_json};
+      if (world.rank == 0) checkpoint::commit(target, manifest, save_latest);
     });
   } catch (const CheckpointError&) {
-    if (world.rank == 0) checkpoint::abandon(directory, tag);
+    if (world.rank == 0) checkpoint::abandon(target);
     throw;
   }
   return directory + "/" + tag;
@@ -289,12 +310,12 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   Progress progress;
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(world.rank));
+    progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(coordinates_of(mesh, world.rank)));
     wanted = live_pieces(*this, moments, Extent::held);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
-    add_ignored(*reader, moments, wanted);
-    const auto mismatches = reader->check(wanted, options.strict);
+    const auto ignored = ignored_tensors(*reader, moments, wanted);
+    const auto mismatches = reader->check(wanted, options.strict, ignored);
     if (!mismatches.empty()) {
       throw CheckpointError("checkpoint " + directory + "/" + tag +
                             " does not fit the model (nothing was changed):" + joined(mismatches, 20));
