@@ -36,6 +36,9 @@ class ShardedOptimizer {
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
   void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups);
   int64_t steps() const { return steps_; }
+  OptimizerKind kind() const { return kind_; }
+  /// What its states take on this rank.
+  int64_t predicted_bytes() const;
   void set_steps(int64_t steps) { steps_ = steps; }
 
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
@@ -45,7 +48,6 @@ class ShardedOptimizer {
   void publish_all();
   /// Masters of parameters that others wrote (Parameter::rewritten) follow from them.
   void refresh_masters(int unit);
-  void set_step_for_errors(int64_t step) { site_step_ = step; }
 
  private:
   struct UnitState {
@@ -71,7 +73,6 @@ class ShardedOptimizer {
   device::BufferPool gradient_pool_;
   std::vector<UnitState> states_;
   int64_t steps_ = 0;
-  int64_t site_step_ = 0;
 };
 
 }  // namespace deeptide::zero

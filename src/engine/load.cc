@@ -1,0 +1,160 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Loading: everything is checked on every rank before anything changes on any.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "base/sha256.h"
+#include "checkpoint/reader.h"
+#include "engine/engine_impl.h"
+#include "engine/pieces.h"
+
+namespace deeptide {
+
+using at::Tensor;
+using checkpoint::Coordinates;
+using checkpoint::Piece;
+using checkpoint::Role;
+using checkpoint::TensorId;
+using comm::Call;
+using comm::Vote;
+using engine::Progress;
+
+namespace {
+
+std::string joined(const std::vector<std::string>& lines, size_t most) {
+  std::string text;
+  for (size_t i = 0; i < std::min(lines.size(), most); ++i) text += "\n  " + lines[i];
+  if (lines.size() > most) text += "\n  … and " + std::to_string(lines.size() - most) + " more";
+  return text;
+}
+
+/// A checkpoint without optimizer (or an engine without one) has "param" where the other has "master".
+void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
+  std::map<std::string, Role> weights;  // name -> role in the file
+  for (const Piece& piece : reader.table()) {
+    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
+  }
+  for (Piece& piece : wanted) {
+    const auto found = weights.find(piece.name);
+    if (piece.role.is_weight() && found != weights.end()) piece.role = found->second;
+  }
+}
+
+/// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
+void add_buffers(const engine::BoundModel& model, const Coordinates& coordinates, const checkpoint::Reader& reader,
+                 std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
+  const Role own = Role::buffer(coordinates);
+  Role role = Role::buffer();
+  for (const Piece& piece : reader.table()) {
+    if (piece.role == own) role = own;
+  }
+  for (const NamedTensor& buffer : model.buffers()) {
+    staged.push_back(at::empty({buffer.tensor.numel()}, buffer.tensor.options()));
+    wanted.push_back(engine::buffer_piece(buffer, role, staged.back()));
+  }
+}
+
+/// What this load leaves out on purpose: buffers as other ranks saved them, and moments if they are not wanted.
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::vector<Piece>& wanted) {
+  std::set<std::string> buffers;
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_buffer()) buffers.insert(piece.name);
+  }
+  std::set<TensorId> ignored;
+  for (const Piece& piece : reader.table()) {
+    const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
+    if (of_another_rank || (piece.role.is_moment() && !moments)) ignored.insert({piece.name, piece.role});
+  }
+  return ignored;
+}
+
+/// The same number on ranks that see the same text, whichever build they run.
+uint64_t digest_of(const std::string& text) {
+  const auto hash = sha256(text);
+  uint64_t digest = 0;
+  std::memcpy(&digest, hash.data(), sizeof digest);
+  return digest;
+}
+
+}  // namespace
+
+/// The tag to load: the given one, or the latest. Empty when there is none on any rank.
+std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given) {
+  std::string tag = given;
+  boundary->together("looking for the latest checkpoint", [&] {
+    if (tag.empty()) tag = checkpoint::latest_tag(directory);
+  });
+  const Vote own{.failed = false, .digest = digest_of(tag)};
+  for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
+    if (vote.digest != own.digest) throw CheckpointError("the ranks see different checkpoints in " + directory);
+  }
+  return tag;
+}
+
+std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
+                                                              const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
+  model.check_bound();
+  const auto closes = boundary->enter({.call = Call::load_checkpoint, .rounds = reducer ? reducer->rounds_begun() : 0});
+  residency->release_all();
+  tag = agree_on_tag(directory, tag);
+  if (tag.empty()) return std::nullopt;
+
+  const bool moments = options.optimizer_states && !options.module_only && optimizer != nullptr;
+  const auto coordinates = engine::coordinates_of(channels.mesh(), channels.world().rank);
+  std::unique_ptr<checkpoint::Reader> reader;
+  std::vector<Piece> wanted;
+  std::vector<Tensor> staged;
+  Progress saved;
+  engine::Generators generators;
+  boundary->together("checking the checkpoint", [&] {
+    reader = std::make_unique<checkpoint::Reader>(directory, tag);
+    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json));
+    generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
+    wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
+    translate_roles(*reader, wanted);
+    add_buffers(model, coordinates, *reader, wanted, staged);
+    auto lines = reader->check(wanted, options.strict, ignored_tensors(*reader, moments, wanted));
+    if (moments) {
+      for (auto& line : engine::mismatches(saved, progress)) lines.push_back(std::move(line));
+    }
+    if (lines.empty()) return;
+    throw CheckpointError("checkpoint " + directory + "/" + tag +
+                          " does not fit the model (nothing was changed):" + joined(lines, 20));
+  });
+  boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
+  for (size_t i = 0; i < staged.size(); ++i) {
+    Tensor buffer = model.buffers()[i].tensor;
+    buffer.copy_(staged[i].view(buffer.sizes()));
+  }
+  publish_parameters(engine::most_rounds(closes));
+  if (!options.module_only) {
+    boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
+    stepper->restore(saved, moments, options.lr_scheduler_states);
+  }
+  return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
+}
+
+/// Parameters follow from the masters that were read; frozen units from their shards.
+void Engine::Impl::publish_parameters(int64_t rounds_begun) {
+  if (optimizer) optimizer->publish_all();
+  auto& gathers = channels.gathers();
+  bool shared = false;
+  for (const auto& unit : model.units()) {
+    unit->forget_external_writes();
+    shared = shared || unit->memory() == sharding::UnitMemory::shared;
+    if (unit->memory() != sharding::UnitMemory::whole || (unit->layout().trainable && optimizer)) continue;
+    auto pending = gathers.all_gather(unit->whole(), unit->shard());
+    gathers.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
+  }
+  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to have read theirs"});
+  if (reducer) reducer->discard(rounds_begun);
+}
+
+}  // namespace deeptide

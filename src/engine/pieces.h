@@ -1,0 +1,30 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What an engine holds, as pieces of logical tensors: what checkpoints and inspection name.
+#pragma once
+
+#include <vector>
+
+#include "checkpoint/piece.h"
+#include "engine/bound_model.h"
+#include "world/mesh.h"
+#include "zero/sharded_optimizer.h"
+
+namespace deeptide::engine {
+
+/// Which elements: those that this rank owns (saved exactly once), or all that it has in memory (loaded everywhere; at
+/// stage 0 every rank holds all).
+enum class Extent : uint8_t { owned, held };
+
+/// Everything that this rank saves, or wants on load, as views of the live state. `optimizer`: null for none.
+/// `moments`: optimizer states besides masters too.
+std::vector<checkpoint::Piece> live_pieces(const BoundModel& model, const zero::ShardedOptimizer* optimizer,
+                                           bool moments, Extent extent);
+
+/// The piece of a whole buffer, with its elements in `storage`. Shapes: storage (numel,).
+checkpoint::Piece buffer_piece(const NamedTensor& buffer, const checkpoint::Role& role, const at::Tensor& storage);
+
+/// Where a rank is on the mesh: the key of its own state in a checkpoint.
+checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
+
+}  // namespace deeptide::engine
