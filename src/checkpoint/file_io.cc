@@ -18,7 +18,7 @@
 namespace deeptide::checkpoint {
 namespace {
 
-// One call moves less than 2 GiB on Linux whatever is asked for.
+// Linux moves less than 2 GiB per call, whatever the caller requests.
 constexpr int64_t kMaxTransferBytes = int64_t{1} << 30;
 
 const char* cure(int error) {

@@ -34,6 +34,13 @@ int64_t position_of(const Shape& shape, const Region& region, int64_t flat) {
   return position;
 }
 
+int64_t end_of(const Region& range) { return range.offsets[0] + range.sizes[0]; }
+
+// What two ranges share, the most frequent question: without memory of its own.
+int64_t num_shared_by_ranges(const Region& a, const Region& b) {
+  return std::max<int64_t>(0, std::min(end_of(a), end_of(b)) - std::max(a.offsets[0], b.offsets[0]));
+}
+
 // Joins runs that continue each other in both regions.
 class JoinedRuns {
  public:
@@ -100,6 +107,7 @@ std::optional<Region> intersect(const Region& a, const Region& b) {
 }
 
 int64_t num_shared(const Shape& shape, const Region& a, const Region& b) {
+  if (is_range(a) && is_range(b)) return num_shared_by_ranges(a, b);
   if (a.numel() == 0 || b.numel() == 0) return 0;
   if (a.sizes.size() == b.sizes.size()) {
     const auto shared = intersect(a, b);
@@ -107,11 +115,12 @@ int64_t num_shared(const Shape& shape, const Region& a, const Region& b) {
   }
   const Region& range = is_range(a) ? a : b;
   const Region& box = is_range(a) ? b : a;
-  return position_of(shape, box, range.offsets[0] + range.sizes[0]) - position_of(shape, box, range.offsets[0]);
+  return position_of(shape, box, end_of(range)) - position_of(shape, box, range.offsets[0]);
 }
 
 int64_t first_shared(const Shape& shape, const Region& a, const Region& b) {
   if (num_shared(shape, a, b) == 0) return -1;
+  if (is_range(a) && is_range(b)) return std::max(a.offsets[0], b.offsets[0]);
   if (a.sizes.size() == b.sizes.size()) return Runs(shape, *intersect(a, b)).begin(0);
   const Region& range = is_range(a) ? a : b;
   const Region& box = is_range(a) ? b : a;
@@ -159,13 +168,12 @@ void for_each_shared_run(const Shape& shape, const Region& a, const Region& b,
   const bool alike = a.sizes.size() == b.sizes.size();
   const Region box = alike ? *intersect(a, b) : is_range(a) ? b : a;
   const Region range = alike ? Region::range(0, product(shape)) : is_range(a) ? a : b;
-  const int64_t range_end = range.offsets[0] + range.sizes[0];
   const Runs runs(shape, box);
   for (int64_t i = position_of(shape, box, range.offsets[0]) / runs.length(); i < runs.count(); ++i) {
     const int64_t begin = runs.begin(i);
-    if (begin >= range_end) break;
+    if (begin >= end_of(range)) break;
     const int64_t from = std::max(begin, range.offsets[0]);
-    const int64_t to = std::min(begin + runs.length(), range_end);
+    const int64_t to = std::min(begin + runs.length(), end_of(range));
     joined.add({position_of(shape, a, from), position_of(shape, b, from), to - from});
   }
   joined.flush();

@@ -117,7 +117,7 @@ void remove_replaced(const std::string& replaced, const std::string& folder) {
   try {
     keep_user_files(replaced, folder);
   } catch (const CheckpointError&) {
-    return;  // the checkpoint stands; the files that could not be kept stay where they are
+    return;  // the checkpoint stands; the files stay where they are until the next save of the tag
   }
   remove_quietly(replaced);
 }

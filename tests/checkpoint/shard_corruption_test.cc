@@ -157,7 +157,7 @@ TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
   } cases[] = {
       {[](json& m) { m["version"] = 3; }, "has version 3, this Deeptide reads up to 2; load it with a newer Deeptide"},
       {[](json& m) { m["version"] = 0; }, "contradicts the rest"},
-      {[](json& m) { m["version"] = 1.5; }, "integer is expected where a number stands"},
+      {[](json& m) { m["version"] = 1.5; }, "expected an integer, got a number"},
       {[](json& m) { m["format"] = "other"; }, "not a Deeptide manifest"},
       {[](json& m) { m.erase("format"); }, "format"},
       {[](json& m) { m.erase("tensors"); }, "tensors"},
@@ -206,7 +206,7 @@ TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
          m["tensors"][1]["pieces"][0]["sizes"] = {1, 5};
        },
        "the piece [0:1, 2:7] of 'w/param' is beyond shape (4, 6)"},
-      {[](json& m) { m["tensors"][1]["pieces"][0]["sizes"] = {1ull << 63}; }, "integer is expected"},
+      {[](json& m) { m["tensors"][1]["pieces"][0]["sizes"] = {1ull << 63}; }, "expected an integer"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["offset"] = 0; }, "not where manifest.json expects"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "../t/rank_00000.safetensors"; }, "is not a file name"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "absent.safetensors"; }, "No such file"},
