@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <random>
 #include <string_view>
+#include <vector>
 
 #include "checkpoint/file_io.h"
 #include "deeptide/errors.h"
@@ -40,14 +41,21 @@ bool is_plain_name(const std::string& tag) {
          tag.find("..") == std::string::npos;
 }
 
-// "<tag>.<nonce>.tmp", or "<tag>.tmp" as version 1 had it; with a second ".tmp" while remove_other_saves() removes it.
+// "<tag>.<nonce>.tmp", with a second ".tmp" while remove_other_saves() removes it.
 bool is_growing_name(std::string_view name, const std::string& tag) {
   if (!name.starts_with(tag)) return false;
   name.remove_prefix(tag.size());
   if (!strip_end(name, kGrowing)) return false;
   strip_end(name, kGrowing);
-  return name.empty() || (name.size() == 1 + kNonceDigits && name[0] == '.' &&
-                          name.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos);
+  return name.size() == 1 + kNonceDigits && name[0] == '.' &&
+         name.find_first_not_of("0123456789abcdef", 1) == std::string_view::npos;
+}
+
+// "<tag>.tmp", as saves of version 1 grew. A user may have a folder of this name too, but not with our files alone.
+bool is_growing_folder_v1(const std::string& path, std::string_view name, const std::string& tag) {
+  if (name != tag + std::string(kGrowing) || !is_folder(path)) return false;
+  const std::vector<std::string> files = list_folder(path);
+  return !files.empty() && std::all_of(files.begin(), files.end(), is_own_file);
 }
 
 }  // namespace
@@ -99,8 +107,9 @@ std::string growing_path(const SaveTarget& target) {
 void remove_other_saves(const SaveTarget& target) {
   const std::filesystem::path own = growing_path(target);
   for (const std::string& name : list_folder(target.directory)) {
-    if (!is_growing_name(name, target.tag) || name == own.filename()) continue;
     std::string path = (std::filesystem::path(target.directory) / name).string();
+    const bool growing = is_growing_name(name, target.tag) || is_growing_folder_v1(path, name, target.tag);
+    if (!growing || name == own.filename()) continue;
     if (!name.ends_with(".tmp.tmp")) {
       // The other save may be about to move its folder into place: it must move all of it or find it gone.
       const std::string claimed = path + std::string(kGrowing);

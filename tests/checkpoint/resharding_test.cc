@@ -18,39 +18,39 @@ namespace {
 
 using at::Tensor;
 
-struct Truth {
+struct Original {
   std::string name;
   Role role;
   Shape shape;
   Tensor flat;
 };
 
-Tensor random_bits(std::mt19937& random, int64_t numel, at::ScalarType dtype) {
+Tensor random_elements(std::mt19937& random, int64_t numel, at::ScalarType dtype) {
   const Tensor data = at::empty({numel}, dtype);
   auto* bytes = static_cast<unsigned char*>(data.mutable_data_ptr());
   for (size_t i = 0; i < data.nbytes(); ++i) bytes[i] = static_cast<unsigned char>(draw(random, 256));
   return data;
 }
 
-std::vector<Truth> random_tensors(std::mt19937& random) {
+std::vector<Original> random_originals(std::mt19937& random) {
   const at::ScalarType dtypes[] = {at::kFloat, at::kBFloat16, at::kLong, at::kByte};
-  std::vector<Truth> tensors;
+  std::vector<Original> tensors;
   for (int i = 0; i < 4; ++i) {
     Shape shape(draw(random, 5));
     for (int64_t& size : shape) size = draw(random, 8) == 0 ? 0 : 1 + draw(random, 7);
     tensors.push_back({"t" + std::to_string(i), i % 2 ? Role::master() : Role::moment("exp_avg"), shape,
-                       random_bits(random, product_of(shape), dtypes[draw(random, 4)])});
+                       random_elements(random, product_of(shape), dtypes[draw(random, 4)])});
   }
   return tensors;
 }
 
-Tensor elements(const Truth& truth, const Region& region) {
-  const std::vector<int64_t> indices = elements_of(truth.shape, region);
-  const Tensor data = at::empty({std::ssize(indices)}, truth.flat.options());
+Tensor elements(const Original& original, const Region& region) {
+  const std::vector<int64_t> indices = elements_of(original.shape, region);
+  const Tensor data = at::empty({std::ssize(indices)}, original.flat.options());
   const size_t width = data.element_size();
   for (size_t i = 0; i < indices.size(); ++i) {
     std::memcpy(static_cast<char*>(data.mutable_data_ptr()) + i * width,
-                static_cast<const char*>(truth.flat.const_data_ptr()) + indices[i] * width, width);
+                static_cast<const char*>(original.flat.const_data_ptr()) + indices[i] * width, width);
   }
   return data;
 }
@@ -64,12 +64,12 @@ PieceData data_of(std::mt19937& random, const Tensor& stored, bool save) {
           }};
 }
 
-std::vector<std::vector<Piece>> deal(std::mt19937& random, const std::vector<Truth>& tensors, int world) {
+std::vector<std::vector<Piece>> deal_regions(std::mt19937& random, const std::vector<Original>& tensors, int world) {
   std::vector<std::vector<Piece>> ranks(world);
-  for (const Truth& truth : tensors) {
-    for (const Region& region : random_partition(random, truth.shape)) {
+  for (const Original& original : tensors) {
+    for (const Region& region : random_partition(random, original.shape)) {
       ranks[draw(random, world)].push_back(
-          {truth.name, truth.role, truth.shape, region, data_of(random, elements(truth, region), true)});
+          {original.name, original.role, original.shape, region, data_of(random, elements(original, region), true)});
     }
   }
   return ranks;
@@ -86,18 +86,18 @@ TEST(Resharding, ReadsBackBitForBitWhateverTheRegions) {
   Scratch scratch;
   for (int round = 0; round < 60; ++round) {
     std::mt19937 random(round);
-    const std::vector<Truth> tensors = random_tensors(random);
-    save_ranks(scratch.path(), deal(random, tensors, 1 + static_cast<int>(draw(random, 5))));
+    const std::vector<Original> tensors = random_originals(random);
+    save_ranks(scratch.path(), deal_regions(random, tensors, 1 + static_cast<int>(draw(random, 5))));
     const Reader reader(scratch.path(), "t");
     std::vector<Piece> wanted;
     std::vector<Tensor> expected, filled;
-    for (const Truth& truth : tensors) {
-      std::vector<Region> regions = random_partition(random, truth.shape);
-      for (int i = 0; i < 3; ++i) regions.push_back(random_region(random, truth.shape));  // these may overlap
+    for (const Original& original : tensors) {
+      std::vector<Region> regions = random_partition(random, original.shape);
+      for (int i = 0; i < 3; ++i) regions.push_back(random_region(random, original.shape));  // these may overlap
       for (const Region& region : regions) {
-        expected.push_back(elements(truth, region));
-        filled.push_back(at::zeros({region.numel()}, truth.flat.options()));
-        wanted.push_back({truth.name, truth.role, truth.shape, region, data_of(random, filled.back(), false)});
+        expected.push_back(elements(original, region));
+        filled.push_back(at::zeros({region.numel()}, original.flat.options()));
+        wanted.push_back({original.name, original.role, original.shape, region, data_of(random, filled.back(), false)});
       }
     }
     EXPECT_EQ(reader.check(wanted, true), std::vector<std::string>{});
@@ -114,8 +114,8 @@ TEST(Resharding, NamesTensorAndRegionOfElementsThatNobodySaved) {
   int rounds = 0;
   for (int seed = 0; rounds < 40; ++seed) {
     std::mt19937 random(1000 + seed);
-    const std::vector<Truth> tensors = random_tensors(random);
-    auto ranks = deal(random, tensors, 2);
+    const std::vector<Original> tensors = random_originals(random);
+    auto ranks = deal_regions(random, tensors, 2);
     auto& pieces = ranks[draw(random, 2)];
     if (pieces.empty()) continue;
     const auto lost = pieces.begin() + draw(random, std::ssize(pieces));
@@ -142,15 +142,15 @@ TEST(Resharding, NamesTensorAndRegionsOfElementsThatAreSavedTwice) {
   int rounds = 0;
   for (int seed = 0; rounds < 40; ++seed) {
     std::mt19937 random(2000 + seed);
-    const std::vector<Truth> tensors = random_tensors(random);
-    const Truth& truth = tensors[draw(random, std::ssize(tensors))];
-    const Region again = random_region(random, truth.shape);
+    const std::vector<Original> tensors = random_originals(random);
+    const Original& original = tensors[draw(random, std::ssize(tensors))];
+    const Region again = random_region(random, original.shape);
     if (again.numel() == 0) continue;
     ++rounds;
-    auto ranks = deal(random, tensors, 2);
-    ranks[draw(random, 2)].push_back({truth.name, truth.role, truth.shape, again, elements(truth, again)});
+    auto ranks = deal_regions(random, tensors, 2);
+    ranks[draw(random, 2)].push_back({original.name, original.role, original.shape, again, elements(original, again)});
     const std::string text = error_of([&] { save_ranks(scratch.path(), ranks); });
-    EXPECT_TRUE(contains(text, " of '" + truth.name + "/") && contains(text, "' is in two pieces, ") &&
+    EXPECT_TRUE(contains(text, " of '" + original.name + "/") && contains(text, "' is in two pieces, ") &&
                 contains(text, again.text()))
         << text;
   }

@@ -19,16 +19,16 @@ namespace {
 namespace fs = std::filesystem;
 using at::Tensor;
 
-constexpr int64_t kNumel = 64;
+constexpr int64_t kElements = 64;
 
 Piece filled(const std::string& name, float value) {
-  return whole(name, "param", at::full({kNumel}, value, at::kFloat));
+  return whole(name, "param", at::full({kElements}, value, at::kFloat));
 }
 
-float saved_value(const std::string& directory, const std::string& name) {
-  const Tensor back = at::zeros({kNumel}, at::kFloat);
+float saved_element(const std::string& directory, const std::string& name) {
+  const Tensor back = at::zeros({kElements}, at::kFloat);
   Reader(directory, "t").read({whole(name, "param", back)});
-  return back.const_data_ptr<float>()[kNumel - 1];
+  return back.const_data_ptr<float>()[kElements - 1];
 }
 
 // -- the user's files -------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ TEST(UserFiles, StayInTheFolderOfATagThatIsSavedAgain) {
   for (int generation : {1, 2}) {
     save(scratch.path(), "t", {filled("w", static_cast<float>(generation))});
     expect_user_files(scratch / "t");
-    EXPECT_EQ(saved_value(scratch.path(), "w"), static_cast<float>(generation));
+    EXPECT_EQ(saved_element(scratch.path(), "w"), static_cast<float>(generation));
   }
   EXPECT_FALSE(exists(scratch / "t/rank_00001.safetensors")) << "the shard of a larger world is ours";
   log << "2" << std::flush;
@@ -78,7 +78,7 @@ TEST(UserFiles, MayBeInAFolderThatTheUserMadeBefore) {
   make_user_files(scratch / "t");
   save(scratch.path(), "t", {filled("w", 1)});
   expect_user_files(scratch / "t");
-  EXPECT_EQ(saved_value(scratch.path(), "w"), 1);
+  EXPECT_EQ(saved_element(scratch.path(), "w"), 1);
   make_folders(scratch / "empty");
   save(scratch.path(), "empty", {filled("w", 1)});
   EXPECT_TRUE(exists(scratch / "empty/manifest.json"));
@@ -101,7 +101,7 @@ TEST(UserFiles, ThatACrashLeftAsideAreKept) {
   fs::rename(scratch / "t", aside_path(scratch / "t"));
   save(scratch.path(), "t", {filled("w", 2)});
   expect_user_files(scratch / "t");
-  EXPECT_EQ(saved_value(scratch.path(), "w"), 2);
+  EXPECT_EQ(saved_element(scratch.path(), "w"), 2);
   EXPECT_FALSE(exists(aside_path(scratch / "t")));
 }
 
@@ -154,8 +154,8 @@ TEST(TwoJobs, NeverCommitAMixtureHoweverTheirWritesInterleave) {
         EXPECT_TRUE(contains(error.what(), "does no other job save this tag?")) << error.what();
         abandon(jobs[number]);
       }
-      ASSERT_EQ(saved_value(scratch.path(), "w0"), expected) << calls << " after " << call;
-      ASSERT_EQ(saved_value(scratch.path(), "w1"), expected) << calls << " after " << call;
+      ASSERT_EQ(saved_element(scratch.path(), "w0"), expected) << calls << " after " << call;
+      ASSERT_EQ(saved_element(scratch.path(), "w1"), expected) << calls << " after " << call;
     }
     EXPECT_EQ(list_folder(scratch.path()).size(), 2u) << calls;
   } while (std::next_permutation(calls.begin(), calls.end()));
@@ -198,7 +198,7 @@ TEST(TwoJobs, SavingAgainAndAgainAtOnceLeaveAWholeCheckpoint) {
   first.join();
   second.join();
   EXPECT_GT(committed[0] + committed[1], 0);
-  EXPECT_EQ(saved_value(scratch.path(), "w0"), saved_value(scratch.path(), "w1"));
+  EXPECT_EQ(saved_element(scratch.path(), "w0"), saved_element(scratch.path(), "w1"));
 }
 
 TEST(TwoJobs, DrawNoncesOfTheirOwn) {

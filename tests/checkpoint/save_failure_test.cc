@@ -168,6 +168,7 @@ TEST(SaveFailure, DropsWhatCrashedSavesOfTheTagLeft) {
   }
   // As version 1 left it, and as a removal that a crash interrupted left it.
   make_folders(scratch / "t.tmp");
+  write_text(scratch / "t.tmp/rank_00001.safetensors", "x");
   make_folders(scratch / "t.0123456789abcdef.tmp.tmp");
   const std::vector<std::string> others = {"t.more." + nonce_text(1) + ".tmp", "t.0123.tmp", "tt.tmp", "t.tmp.old"};
   for (const std::string& name : others) make_folders(scratch / name);
@@ -176,6 +177,15 @@ TEST(SaveFailure, DropsWhatCrashedSavesOfTheTagLeft) {
   EXPECT_EQ(saved_value(scratch.path(), "t"), 1);
   EXPECT_EQ(list_folder(scratch.path()).size(), others.size() + 2);  // and the checkpoint and `latest`
   for (const std::string& name : others) EXPECT_TRUE(exists(scratch / name)) << name;
+}
+
+TEST(SaveFailure, LeavesAFolderOfTheUserThatIsNamedLikeAGrowingOne) {
+  Scratch scratch;
+  make_folders(scratch / "t.tmp");
+  write_text(scratch / "t.tmp/rank_00001.safetensors", "x");
+  write_text(scratch / "t.tmp/notes", "y");
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
+  EXPECT_EQ(read_text(scratch / "t.tmp/notes"), "y");
 }
 
 TEST(SaveFailure, MovesLatestOnlyWhenAsked) {
