@@ -48,6 +48,11 @@ struct Verdict {
   int32_t bad_rank = -1;       // the contributor; -1: every contribution was finite, their sum was not
 };
 
+/// The first rank's name for a save: other saves of the same tag have others.
+struct SaveName {
+  uint64_t nonce = 0;
+};
+
 /// Whether a rank could do its part, and a digest of what it saw.
 struct Vote {
   bool failed = false;
