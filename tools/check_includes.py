@@ -7,6 +7,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 LAYERS_FILE = Path("src/layers.txt")
@@ -38,9 +39,9 @@ class House:
         return path.parts[1] if len(path.parts) > 2 and path.parts[0] == "src" else None
 
     @staticmethod
-    def room_of(parts: tuple[str, ...] | list[str]) -> str:
-        """The sub-room of a file by its path within the layer; "." for one in the layer's folder itself."""
-        return parts[0] if len(parts) > 1 else "."
+    def room_of(inner: Sequence[str]) -> str:
+        """The sub-room of a path below its layer; "." is the layer's own folder."""
+        return inner[0] if len(inner) > 1 else "."
 
     def check_place(self, path: Path) -> list[str]:
         """A file outside all layers, or in a layer with sub-rooms but in none of them."""
