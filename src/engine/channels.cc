@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Channel names are counted per store, so that engines of one process do not mix.
+// Counts channel names per store, so that engines of one process do not mix.
 #include "engine/channels.h"
 
 namespace deeptide::engine {
 namespace {
 
-/// The same on all ranks: engines are made in the same order everywhere, counted per store.
+/// Returns a name equal on all ranks: all ranks make their engines in one order, counted per store.
 std::string next_channel_name(const World& world, const char* kind) {
   const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
   return std::to_string(world.store->add(key, 1)) + "/" + kind;

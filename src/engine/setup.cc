@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
+// Builds an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include <ATen/Parallel.h>
 
 #include "base/log.h"
@@ -40,7 +40,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
 
 sharding::ResidencyLimits residency_limits(const Config& config, const engine::BoundModel& model) {
   sharding::ResidencyLimits limits;
-  // DeepSpeed's default of 1e9 would keep most models whole; a quarter of the model is what overlap needs at most.
+  // DeepSpeed's default of 1e9 would keep most models whole; overlap needs at most a quarter of the model.
   const int64_t chosen = std::min<int64_t>(1'000'000'000, model.num_elements() / 4);
   limits.max_live = config.zero().max_live_parameters.value_or(chosen);
   limits.max_reuse_distance = config.zero().max_reuse_distance.value_or(INT64_MAX);
@@ -59,8 +59,8 @@ bool wants_side_thread(const Config& config, const host::Host& host, const comm:
   return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
 }
 
-/// Keep the received rows unsummed until step() when no further micro-batch is added to them, each rank steps no more
-/// than its shard, and all rows of a shard take no more memory than their sum in fp32 would.
+/// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
+/// most its shard, and all rows of a shard take at most the memory of their sum in fp32.
 bool keeps_rows(const Config& config, const BatchSizes& batch, const comm::Team& team,
                 const zero::StagePolicy& policy) {
   constexpr size_t kBytesOfSum = sizeof(float);
@@ -119,7 +119,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 Engine::Impl::~Impl() {
   hooks.reset();
   channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
-  release_idle_cpu_memory();  // what this engine's steps needed, the program may not
+  release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 
 void Engine::Impl::make_trainer() {
@@ -140,7 +140,7 @@ void Engine::Impl::make_trainer() {
 
 void Engine::Impl::install_hooks() {
   std::vector<at::Tensor> tensors;
-  std::vector<std::pair<int, int>> places;  // unit among the trainable, parameter
+  std::vector<std::pair<int, int>> places;  // index among the trainable units, parameter
   const auto trainable = model.trainable();
   for (int u = 0; u < static_cast<int>(trainable.size()); ++u) {
     for (int p = 0; p < static_cast<int>(trainable[u]->parameters().size()); ++p) {

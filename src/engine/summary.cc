@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the engine tells at its start, and where every byte is.
+// Describes the engine at its start, and the place of every byte.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ const char* short_name(at::ScalarType type) {
 
 int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
 
-/// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one. Ranks of one host do without.
+/// Gloo gathers into its own flat copy, and malloc keeps that for the next gather. Ranks of one host need none.
 int64_t transport_bytes(const Engine::Impl& impl) {
   if (impl.channels.host()->holds_all() || !impl.model.device().is_cpu()) return 0;
   int64_t largest = 0;

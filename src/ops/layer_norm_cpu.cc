@@ -14,7 +14,7 @@
 #define HWY_TARGET_INCLUDE "ops/layer_norm_cpu.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
-// After foreach_target.h, as Highway asks.
+// Must follow foreach_target.h, as Highway requires.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
@@ -24,7 +24,7 @@
 #define DEEPTIDE_OPS_LAYER_NORM_CPU_ONCE
 namespace deeptide::ops {
 
-/// All rows of a forward; T is float, or uint16_t for bf16. Without a residual `summed` is not written.
+/// All rows of a forward; T is float, or uint16_t for bf16. `summed` is not written if there is no residual.
 template <typename T>
 struct NormRows {
   const T *x, *residual;
@@ -50,9 +50,9 @@ struct NormGradientRows {
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {
 
-constexpr size_t kSumBlock = 1024;  // elements in one fp32 sum: a longer row's would lose bits, blocks add in fp64
+constexpr size_t kSumBlock = 1024;  // elements per fp32 sum: a longer row's sum would lose bits, so blocks add in fp64
 
-/// One body serves whole vectors and the tail: it reads and writes through one of these.
+/// One body serves whole vectors and the tail: it reads and writes through one of these types.
 struct Whole {
   template <typename T>
   HWY_INLINE V get(const T* from) const {
@@ -85,7 +85,7 @@ HWY_INLINE void each_vector(size_t begin, size_t end, Body body) {
       [&](size_t i, size_t rest) { body(Part{rest}, begin + i); });
 }
 
-/// Four sums at once, since each waits for its own last addition.
+/// Keeps four sums at once, since each addition waits for the previous one of its sum.
 template <typename Value>
 HWY_INLINE double sum_row(size_t width, Value value) {
   const D d;
@@ -107,7 +107,7 @@ HWY_INLINE double sum_row(size_t width, Value value) {
   return total;
 }
 
-/// The mean first, then the squares around it: two passes over the cached row lose less than sums of squares.
+/// Computes the mean, then the squares around it: two passes over the cached row lose less than sums of squares.
 template <typename T>
 void normalize_row(const NormRows<T>& rows, size_t n) {
   const D d;
@@ -142,12 +142,12 @@ void normalize_row(const NormRows<T>& rows, size_t n) {
   rows.rstd[n] = rstd;
 }
 
-/// The means of g and of g normal in a row, where g is gradient weight.
+/// Means over a row of g and of g * normal, where g is gradient * weight.
 struct GradientMeans {
   double g, g_normal;
 };
 
-/// Reads a row of gradients, or two for one pass over the sums: adds to weight's and bias's what the rows give them.
+/// Reads a row of gradients, or two per pass over the sums, and adds what they give to weight's and bias's sums.
 template <size_t kRows, typename T>
 HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, float* weight_sum, float* bias_sum,
                                   GradientMeans* means) {
@@ -163,7 +163,7 @@ HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, flo
     V sum_0 = hn::Zero(d), products_0 = sum_0, sum_1 = sum_0, products_1 = sum_0;
     each_vector(begin, HWY_MIN(begin + kSumBlock, width), [&](auto part, size_t i) {
       const V factor = part.get(weight + i);
-      // What write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
+      // Prefetches what write_gradient() writes next: large tensors lie in memory, and its stores would wait.
       __builtin_prefetch(to_0 + i, 1);
       __builtin_prefetch(to_1 + i, 1);
       V weight_gradient = part.get(weight_sum + i), bias_gradient = part.get(bias_sum + i);
@@ -190,7 +190,7 @@ HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, flo
   }
 }
 
-/// rstd (g - mean(g) - normal mean(g normal)), and the sum's own gradient.
+/// Writes rstd (g - mean(g) - normal mean(g normal)), plus the sum's own gradient.
 template <typename T>
 void write_gradient(const NormGradientRows<T>& rows, size_t n, GradientMeans means) {
   const D d;
@@ -201,7 +201,7 @@ void write_gradient(const NormGradientRows<T>& rows, size_t n, GradientMeans mea
   const V center = hn::Set(d, rows.mean[n]), scale = hn::Set(d, rows.rstd[n]);
   const V even = hn::Set(d, static_cast<float>(means.g)), along = hn::Set(d, static_cast<float>(means.g_normal));
   const auto gradient = [&](auto part, size_t i) {
-    hwy::Prefetch(above + 2 * width + i);  // of the next two rows, while this one is written
+    hwy::Prefetch(above + 2 * width + i);  // of the next two rows, while this row is written
     hwy::Prefetch(summed + 2 * width + i);
     const V g = hn::Mul(part.get(above + i), part.get(weight + i));
     const V normal = hn::Mul(hn::Sub(part.get(summed + i), center), scale);
@@ -247,7 +247,6 @@ void gradient_rows_bf16(const NormGradientRows<uint16_t>& rows, size_t begin, si
   gradient_rows(rows, begin, end, sums);
 }
 
-/// Adds `from` to `to`.
 void add_to(const float* from, float* to, size_t width) {
   each_vector(0, width, [&](auto part, size_t i) { part.put(hn::Add(part.get(to + i), part.get(from + i)), to + i); });
 }
@@ -268,7 +267,7 @@ HWY_EXPORT(gradient_rows_bf16);
 HWY_EXPORT(add_to);
 
 constexpr int64_t kGrainElements = 16384;
-constexpr int64_t kMinChunk = 16, kMaxChunks = 64;  // of rows, for the sums over them
+constexpr int64_t kMinChunk = 16, kMaxChunks = 64;  // in rows, for the sums over them
 
 template <typename T>
 const T* data_or_null(const Tensor& tensor) {
@@ -303,7 +302,7 @@ void backward(const LayerNormGradients& from, const LayerNormInputGradients& to,
                                  from.weight_D.const_data_ptr<float>(),
                                  static_cast<T*>(to.x.mutable_data_ptr()),
                                  static_cast<size_t>(width)};
-  // The number of rows alone says how they are cut, so that the sums do not depend on the threads.
+  // The number of rows alone determines the chunks, so that the sums do not depend on the threads.
   const int64_t chunk = std::max(kMinChunk, (count + kMaxChunks - 1) / kMaxChunks);
   const int64_t num_chunks = (count + chunk - 1) / chunk;
   const Tensor sums_C2D = at::empty({num_chunks, 2, width}, from.mean_N.options());

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -16,7 +17,7 @@
 #include "launch/process/flight_files.h"
 #include "launch/process/memory_kills.h"
 #include "launch/process/orphan_guard.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 #include "launch/system/poll_set.h"
 
 namespace deeptide::launch {
@@ -25,12 +26,12 @@ enum class Stream : uint8_t { output, errors };
 
 /// Processes, each in a process group of its own, that end together (see Ending).
 /// The owner blocks SIGCHLD and calls reap() when it arrives (see SignalFile).
-class RankGroup {
+class ProcessGroup {
  public:
   struct Member {
-    int rank;
-    FlightFiles flight;
-    RankProcess process;
+    int id;                             // the rank, or the index of a program that is none
+    std::optional<FlightFiles> flight;  // of a rank
+    Process process;
     bool starts_ranks;
     bool ended_by_us = false;  // it ended after we had asked it to
   };
@@ -38,10 +39,12 @@ class RankGroup {
     std::function<void(const Member&, Stream, std::string_view)> output;  // empty: the stream's end
     std::function<void(const Member&)> exited;
   };
-  explicit RankGroup(Events events);
+  explicit ProcessGroup(Events events);
 
-  /// Errors: as RankProcess.
+  /// Starts a rank, with the files through which it can be watched. Errors: as Process.
   void start(const RankPlan& plan, const Terminal& terminal);
+  /// Starts a program that is no rank.
+  void start_program(int id, const Command& command, const Terminal& terminal);
 
   /// Adds the members' output, and the time of the next deadline.
   void add_to(PollSet& set, bool with_output);
@@ -67,6 +70,7 @@ class RankGroup {
   void finish();
 
  private:
+  void add(int id, std::optional<FlightFiles> flight, const Command& command, const Terminal& terminal);
   void ask_to_end();
   void signal_all(int signal);
   void read(Member& member, Stream stream);

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The processes of one host: output through poll, ends through waitpid, TERM then KILL for those that stay.
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
@@ -37,21 +37,29 @@ ExitStatus to_status(int wait_status, const rusage& usage) {
 
 }  // namespace
 
-RankGroup::RankGroup(Events events) : events_(std::move(events)) {
-  prctl(PR_SET_CHILD_SUBREAPER, 1);  // what ranks leave behind comes here to be reaped
+ProcessGroup::ProcessGroup(Events events) : events_(std::move(events)) {
+  prctl(PR_SET_CHILD_SUBREAPER, 1);  // orphans of the ranks become our children, to be reaped
 }
 
-void RankGroup::start(const RankPlan& plan, const Terminal& terminal) {
+void ProcessGroup::start(const RankPlan& plan, const Terminal& terminal) {
   FlightFiles flight;
-  RankPlan watched = plan;
+  Command watched = plan.command;
   watched.inherited = {flight.ring_fd(), flight.stacks_fd()};
   for (const auto& [name, value] : flight.environment()) watched.environment[name] = value;
-  members_.push_back(
-      std::unique_ptr<Member>(new Member{plan.rank, std::move(flight), {watched, terminal}, plan.starts_ranks}));
-  guard_.watch(members_.back()->process.pid(), plan.starts_ranks);
+  add(plan.rank, std::move(flight), watched, terminal);
 }
 
-void RankGroup::add_to(PollSet& set, bool with_output) {
+void ProcessGroup::start_program(int id, const Command& command, const Terminal& terminal) {
+  add(id, std::nullopt, command, terminal);
+}
+
+void ProcessGroup::add(int id, std::optional<FlightFiles> flight, const Command& command, const Terminal& terminal) {
+  members_.push_back(
+      std::unique_ptr<Member>(new Member{id, std::move(flight), {command, terminal}, command.starts_ranks}));
+  guard_.watch(members_.back()->process.pid(), command.starts_ranks);
+}
+
+void ProcessGroup::add_to(PollSet& set, bool with_output) {
   if (ending_.deadline()) set.wake_by(*ending_.deadline());
   for (const auto& member : members_) {
     if (!with_output) return;
@@ -61,13 +69,13 @@ void RankGroup::add_to(PollSet& set, bool with_output) {
   }
 }
 
-void RankGroup::check_deadline() {
+void ProcessGroup::check_deadline() {
   const Ending::Due due = ending_.check(Clock::now());
   if (due == Ending::Due::stop) ask_to_end();
   if (due == Ending::Due::kill) signal_all(SIGKILL);
 }
 
-void RankGroup::read(Member& member, Stream stream) {
+void ProcessGroup::read(Member& member, Stream stream) {
   char buffer[64 * 1024];
   const int fd = stream == Stream::output ? member.process.output_fd() : member.process.errors_fd();
   const ssize_t got = ::read(fd, buffer, sizeof(buffer));
@@ -76,7 +84,7 @@ void RankGroup::read(Member& member, Stream stream) {
   close(member, stream);
 }
 
-void RankGroup::close(Member& member, Stream stream) {
+void ProcessGroup::close(Member& member, Stream stream) {
   if (stream == Stream::output) {
     member.process.close_output();
   } else {
@@ -85,7 +93,7 @@ void RankGroup::close(Member& member, Stream stream) {
   events_.output(member, stream, {});
 }
 
-void RankGroup::reap() {
+void ProcessGroup::reap() {
   int wait_status = 0;
   rusage usage{};
   while (true) {
@@ -104,39 +112,39 @@ void RankGroup::reap() {
   }
 }
 
-void RankGroup::stop(int signal, double grace_s) {
+void ProcessGroup::stop(int signal, double grace_s) {
   if (ending_.stop(Clock::now(), {signal, grace_s})) ask_to_end();
 }
 
-void RankGroup::ask_to_end() {
+void ProcessGroup::ask_to_end() {
   signal_all(ending_.request().signal);
   signal_all(SIGCONT);  // a stopped process would not see the request
 }
 
-void RankGroup::stop_soon(int signal, double grace_s) { ending_.warn(Clock::now(), {signal, grace_s}); }
+void ProcessGroup::stop_soon(int signal, double grace_s) { ending_.warn(Clock::now(), {signal, grace_s}); }
 
-void RankGroup::kill() {
+void ProcessGroup::kill() {
   ending_.kill(Clock::now());
   signal_all(SIGKILL);
 }
 
-void RankGroup::suspend() { signal_all(SIGSTOP); }
+void ProcessGroup::suspend() { signal_all(SIGSTOP); }
 
-void RankGroup::resume() { signal_all(SIGCONT); }
+void ProcessGroup::resume() { signal_all(SIGCONT); }
 
-void RankGroup::pass_on(int signal) const {
+void ProcessGroup::pass_on(int signal) const {
   for (const auto& member : members_) member->process.pass_on(signal);
 }
 
-void RankGroup::signal_all(int signal) {
+void ProcessGroup::signal_all(int signal) {
   for (const auto& member : members_) member->process.send_signal(signal);
 }
 
-bool RankGroup::all_ended() const {
+bool ProcessGroup::all_ended() const {
   return std::all_of(members_.begin(), members_.end(), [](const auto& member) { return member->process.status(); });
 }
 
-bool RankGroup::wait_until_gone(Clock::time_point limit) {
+bool ProcessGroup::wait_until_gone(Clock::time_point limit) {
   while (true) {
     reap();
     const bool alive =
@@ -147,9 +155,9 @@ bool RankGroup::wait_until_gone(Clock::time_point limit) {
   }
 }
 
-void RankGroup::finish() {
-  // What is left gets a moment to end by itself, then TERM, then KILL. A killed srun leaves a process that ends its
-  // ranks.
+void ProcessGroup::finish() {
+  // Processes left over get a moment to end by themselves, then TERM, then KILL. A killed srun leaves a process that
+  // ends its ranks.
   const bool starter = std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m->starts_ranks; });
   if (starter) wait_until_gone(Clock::now() + kStarterGrace);
   if (!killing() && !wait_until_gone(Clock::now() + kStragglerGrace)) {
@@ -166,8 +174,8 @@ void RankGroup::finish() {
   }
 }
 
-// Processes that left their group (daemons, sessions of their own) have come to us when their parents ended.
-void RankGroup::kill_adopted() {
+// Processes that left their group (daemons, sessions of their own) became our children when their parents ended.
+void ProcessGroup::kill_adopted() {
   kill_children([this](int pid) {
     return pid == guard_.pid() || std::any_of(members_.begin(), members_.end(), [pid](const auto& member) {
              return member->process.pid() == pid && !member->process.status();
@@ -175,11 +183,11 @@ void RankGroup::kill_adopted() {
   });
 }
 
-void RankGroup::drain(Member& member, Stream stream) {
+void ProcessGroup::drain(Member& member, Stream stream) {
   const auto fd = [&] { return stream == Stream::output ? member.process.output_fd() : member.process.errors_fd(); };
   while (fd() >= 0) {
     pollfd ready{fd(), POLLIN, 0};
-    // What a pipe holds is at most its capacity: nobody fills it any more.
+    // The pipe holds at most its capacity: all writers are gone.
     if (poll(&ready, 1, 0) > 0) {
       read(member, stream);
     } else {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // One rank as a process: fork, a group of its own, exec.
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -43,24 +43,24 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
   return result;
 }
 
-std::vector<std::string> merged_environment(const RankPlan& plan) {
+std::vector<std::string> merged_environment(const Environment& added) {
   std::vector<std::string> merged;
   for (char** entry = environ; *entry; ++entry) {
     const std::string line = *entry;
-    if (!plan.environment.count(line.substr(0, line.find('=')))) merged.push_back(line);
+    if (!added.count(line.substr(0, line.find('=')))) merged.push_back(line);
   }
-  for (const auto& [name, value] : plan.environment) merged.push_back(name + "=" + value);
+  for (const auto& [name, value] : added) merged.push_back(name + "=" + value);
   return merged;
 }
 
-// All that the child needs, made before fork: between fork and exec nothing may allocate.
+// Everything that the child needs, made before fork: between fork and exec nothing may allocate.
 struct ChildSetup {
   std::vector<char*> arguments;
   std::vector<char*> environment;
   cpu_set_t cores;
   bool bind_cores;
   Terminal terminal;
-  Pipe input, output, errors, failure;
+  Pipe input = {}, output = {}, errors = {}, failure = {};
   pid_t launcher;
   const std::vector<int>& inherited;
   int death_signal;  // the launcher's death
@@ -70,10 +70,10 @@ struct ChildSetup {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, setup.death_signal);
   if (getppid() != setup.launcher) _exit(127);  // it died before the line above
-  // The launcher hears of ^C and passes it on, even where a shell started it with interrupts ignored.
+  // The launcher receives ^C and passes it on, even if a shell started it with interrupts ignored.
   signal(SIGINT, SIG_DFL);
   signal(SIGPIPE, SIG_DFL);
-  // A rank that writes to the terminal is in the background for it: never stop it for that.
+  // A program that writes to the terminal from the background must not be stopped for it.
   if (setup.terminal.output || setup.terminal.errors) signal(SIGTTOU, SIG_IGN);
   sigset_t none;
   sigemptyset(&none);
@@ -117,29 +117,26 @@ std::string ExitStatus::text() const {
          hint + ")";
 }
 
-RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
-  std::vector<std::string> arguments = plan.command;
-  std::vector<std::string> environment = merged_environment(plan);
-  ChildSetup setup{pointers(arguments),
-                   pointers(environment),
-                   {},
-                   !plan.cores.empty(),
-                   terminal,
-                   {},
-                   {},
-                   {},
-                   make_pipe(),
-                   getpid(),
-                   plan.inherited,
-                   plan.starts_ranks ? SIGTERM : SIGKILL};
-  for (int core : plan.cores) CPU_SET(core, &setup.cores);
+Process::Process(const Command& command, const Terminal& terminal) {
+  std::vector<std::string> arguments = command.words;
+  std::vector<std::string> environment = merged_environment(command.environment);
+  ChildSetup setup{.arguments = pointers(arguments),
+                   .environment = pointers(environment),
+                   .cores = {},
+                   .bind_cores = !command.cores.empty(),
+                   .terminal = terminal,
+                   .failure = make_pipe(),
+                   .launcher = getpid(),
+                   .inherited = command.inherited,
+                   .death_signal = command.starts_ranks ? SIGTERM : SIGKILL};
+  for (int core : command.cores) CPU_SET(core, &setup.cores);
   if (terminal.input_pipe) setup.input = make_pipe();
   if (!terminal.output) setup.output = make_pipe();
   if (!terminal.errors) setup.errors = make_pipe();
   pid_ = fork();
   if (pid_ == 0) run_child(setup);
   const int fork_error = pid_ < 0 ? errno : 0;
-  if (pid_ > 0) setpgid(pid_, pid_);  // on both sides: whoever comes first
+  if (pid_ > 0) setpgid(pid_, pid_);  // on both sides, whichever runs first
   input_ = setup.input.write;
   output_ = setup.output.read;
   errors_ = setup.errors.read;
@@ -157,10 +154,10 @@ RankProcess::RankProcess(const RankPlan& plan, const Terminal& terminal) {
   close_fd(input_);
   close_fd(output_);
   close_fd(errors_);
-  throw std::system_error(error, std::generic_category(), "cannot start '" + plan.command[0] + "'");
+  throw std::system_error(error, std::generic_category(), "cannot start '" + command.words[0] + "'");
 }
 
-RankProcess::~RankProcess() {
+Process::~Process() {
   send_signal(SIGKILL);
   if (!status_) waitpid(pid_, nullptr, 0);
   close_fd(input_);
@@ -168,18 +165,18 @@ RankProcess::~RankProcess() {
   close_fd(errors_);
 }
 
-void RankProcess::close_input() { close_fd(input_); }
+void Process::close_input() { close_fd(input_); }
 
-void RankProcess::close_output() { close_fd(output_); }
+void Process::close_output() { close_fd(output_); }
 
-void RankProcess::close_errors() { close_fd(errors_); }
+void Process::close_errors() { close_fd(errors_); }
 
-void RankProcess::send_signal(int signal) const { kill(-pid_, signal); }
+void Process::send_signal(int signal) const { kill(-pid_, signal); }
 
-void RankProcess::pass_on(int signal) const {
+void Process::pass_on(int signal) const {
   if (!status_) kill(pid_, signal);
 }
 
-bool RankProcess::group_alive() const { return kill(-pid_, 0) == 0; }
+bool Process::group_alive() const { return kill(-pid_, 0) == 0; }
 
 }  // namespace deeptide::launch

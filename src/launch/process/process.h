@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One rank as a process: in its own group, with its output on pipes or on the terminal.
+// A started program in a process group of its own, with its output on pipes or on the terminal.
 #pragma once
 
 #include <sys/types.h>
@@ -9,14 +9,15 @@
 #include <optional>
 #include <string>
 
-#include "launch/plan/rank_plan.h"
+#include "launch/plan/command.h"
 
 namespace deeptide::launch {
 
-/// Which of the launcher's own streams the rank uses directly; the other outputs are pipes, the other input is empty.
+/// The launcher's own streams that the program uses directly. Other outputs become pipes, another input reads
+/// /dev/null.
 struct Terminal {
   bool input = false;
-  bool input_pipe = false;  // an input that the launcher writes
+  bool input_pipe = false;  // the launcher writes the input
   bool output = false;
   bool errors = false;
 };
@@ -29,18 +30,18 @@ struct ExitStatus {
   bool out_of_memory = false;  // the kernel killed it for that
 
   bool failed() const { return code != 0 || signal != 0; }
-  int exit_code() const { return signal ? 128 + signal : code; }  // as a shell tells it
+  int exit_code() const { return signal ? 128 + signal : code; }  // as a shell reports it
   std::string text() const;                                       // "exited with code 3"
 };
 
-/// A started rank and all that it starts in turn (its process group). Destruction kills and reaps what is left.
-class RankProcess {
+/// A started program and all that it starts in turn (its process group). Destruction kills and reaps what is left.
+class Process {
  public:
   /// Errors: std::system_error naming the program if it cannot be executed.
-  RankProcess(const RankPlan& plan, const Terminal& terminal);
-  ~RankProcess();
-  RankProcess(const RankProcess&) = delete;
-  RankProcess& operator=(const RankProcess&) = delete;
+  Process(const Command& command, const Terminal& terminal);
+  ~Process();
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
 
   pid_t pid() const { return pid_; }
   int input_fd() const { return input_; }    // -1: not a pipe, or closed
@@ -50,11 +51,11 @@ class RankProcess {
   void close_output();
   void close_errors();
 
-  /// To the rank and its descendants; no effect once all are gone.
+  /// Sends it to the program and its descendants; no effect once all are gone.
   void send_signal(int signal) const;
-  /// To the rank alone, if it still runs.
+  /// Sends it to the program alone, if it still runs.
   void pass_on(int signal) const;
-  /// True while any process of the rank's group is left.
+  /// True while any process of the group is left.
   bool group_alive() const;
 
   void record_exit(const ExitStatus& status) { status_ = status; }
