@@ -168,7 +168,7 @@ TEST(Schedule, IsRefusedForTypesAndParametersThatItCannotUse) {
                "params.warmup_num_steps: expected an integer of at least 1, got 2.5");
   expect_error("WarmupLR", {{"warmup_type", "cubic"}},
                "params.warmup_type: expected one of \"log\", \"linear\", got \"cubic\"");
-  expect_error("WarmupLR", {{"warmup_steps", 3}}, "params.warmup_steps: unknown key; did you mean 'warmup_num_steps'?");
+  expect_error("WarmupLR", {{"warmup_steps", 3}}, "params.warmup_steps: unknown key; did you mean 'warmup_type'?");
   expect_error("WarmupLR", {{"warmup_kind", "log"}}, "params.warmup_kind: unknown key; did you mean 'warmup_min_lr'?");
   expect_error("WarmupDecayLR", {}, "params.total_num_steps: missing; expected an integer of at least 1");
   expect_error("WarmupCosineLR", {}, "params.total_num_steps: missing");
