@@ -23,7 +23,7 @@
 #include "deeptide/allocator.h"
 #include "deeptide/world.h"
 #include "device/memory.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 
 namespace deeptide {
 namespace {
@@ -126,7 +126,7 @@ void reduce_scatter_ordered(Bench& b, int64_t n) {
   const Tensor received = in_output(b, n);
   auto pending = b.gloo.all_to_all(received, b.input.narrow(0, 0, n));
   b.gloo.wait(pending, kSite);
-  gradients::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
+  numerics::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
 }
 
 /// A slice is written once, where all read it.
@@ -149,7 +149,7 @@ void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
   ++b.num_offers;
   b.control.wait(offer.pending, kSite);
   const auto rows = b.exchange->rows(offer.number, b.world.rank * sum.numel(), sum.numel(), at::kFloat);
-  gradients::ordered_sum(rows, 1.0, true, sum, b.squares);
+  numerics::ordered_sum(rows, 1.0, true, sum, b.squares);
   b.exchange->set_read(offer.number);
 }
 

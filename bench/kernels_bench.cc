@@ -16,7 +16,7 @@
 #include <cstring>
 #include <vector>
 
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 #include "optim/kernels.h"
 
 using at::Tensor;
@@ -118,7 +118,7 @@ void ordered_sum(benchmark::State& state, at::ScalarType dtype) {
   const Tensor rows = on_large_pages(2 * kNumel, dtype, 0.5).view({2, kNumel});
   const Tensor accumulator = adam_buffers().master, squares = at::zeros({1}, at::kDouble);
   const auto by_rank = rows.unbind(0);
-  for (auto step : state) deeptide::gradients::ordered_sum(by_rank, 0.5, true, accumulator, squares);
+  for (auto step : state) deeptide::numerics::ordered_sum(by_rank, 0.5, true, accumulator, squares);
   count_bytes(state, 4 + 2 * static_cast<int64_t>(c10::elementSize(dtype)));
 }
 

@@ -5,7 +5,7 @@
 #include <torch/library.h>
 
 #include "device/parallel.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 #include "optim/kernels.h"
 
 namespace {
@@ -14,7 +14,7 @@ using at::Tensor;
 
 /// The norm of a gradient that came as one row: a world of one, or a sum that the transport took.
 void squares(const Tensor& gradient, const Tensor& sum_of_squares) {
-  deeptide::gradients::ordered_squares({gradient}, sum_of_squares);
+  deeptide::numerics::ordered_squares({gradient}, sum_of_squares);
 }
 
 void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& gradient,

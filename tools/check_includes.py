@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Lowest first: a layer includes those before it only.
 LAYERS = [
-    *("base", "config", "device", "comm", "sharding", "gradients"),
+    *("base", "config", "device", "numerics", "comm", "sharding", "gradients"),
     *("optim", "ops", "tiers", "zero", "checkpoint", "engine", "launch"),
 ]
 MAX_LINES = 500

@@ -17,7 +17,7 @@
 #include "comm/group.h"
 #include "comm/host_exchange.h"
 #include "device/memory.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {
@@ -65,7 +65,7 @@ class Flights {
   void reclaim();
 
   // Valid after `drain`.
-  Contributions gradient(int unit);
+  numerics::Contributions gradient(int unit);
   double sum_of_squares() const;
   const std::optional<BadGradient>& bad() const { return bad_; }
   bool has_accumulated() const;
@@ -93,9 +93,9 @@ class Flights {
   void accumulate_kept();
   void add(Flight& flight);
   at::Tensor& accumulator(int unit);
-  Contributions contributions(const Flight& flight) const;
+  numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
-  void look_for_bad(int unit, const Contributions& contributions, const at::Tensor& sum);
+  void look_for_bad(int unit, const numerics::Contributions& contributions, const at::Tensor& sum);
   comm::Site site(int unit) const;
   void run_side_thread();
 

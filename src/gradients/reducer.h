@@ -40,7 +40,7 @@ class Reducer {
 
   bool has_gradient() const { return flights_->has_accumulated(); }
   /// Gradient shard (shard,) of a unit, summed or as its rows; zeros when nothing came. Valid until it is cleared.
-  Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
   /// Gradients stay as they came until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
   /// And they do so in the buckets themselves, which then are the gradients; otherwise where they were received.

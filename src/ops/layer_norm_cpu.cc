@@ -18,13 +18,13 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "ops/vector.inl"
+#include "numerics/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_OPS_LAYER_NORM_CPU_ONCE
 #define DEEPTIDE_OPS_LAYER_NORM_CPU_ONCE
 namespace deeptide::ops {
 
-/// All rows of a forward; T is float, or uint16_t for bf16. Without a residual `summed` is not written.
+/// All rows of a forward; T is float, or c10::BFloat16 for bf16. Without a residual `summed` is not written.
 template <typename T>
 struct NormRows {
   const T *x, *residual;
@@ -49,41 +49,9 @@ struct NormGradientRows {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {
+using namespace numerics::HWY_NAMESPACE;
 
 constexpr size_t kSumBlock = 1024;  // elements in one fp32 sum: a longer row's would lose bits, blocks add in fp64
-
-/// One body serves whole vectors and the tail: it reads and writes through one of these.
-struct Whole {
-  template <typename T>
-  HWY_INLINE V get(const T* from) const {
-    return load(from);
-  }
-  template <typename T>
-  HWY_INLINE void put(V x, T* to) const {
-    store(x, to);
-  }
-  HWY_INLINE V keep(V x) const { return x; }
-};
-
-struct Part {
-  size_t rest;
-  template <typename T>
-  HWY_INLINE V get(const T* from) const {
-    return load_part(from, rest, 0.0f);
-  }
-  template <typename T>
-  HWY_INLINE void put(V x, T* to) const {
-    store_part(x, to, rest);
-  }
-  HWY_INLINE V keep(V x) const { return hn::IfThenElseZero(hn::FirstN(D(), rest), x); }
-};
-
-template <typename Body>
-HWY_INLINE void each_vector(size_t begin, size_t end, Body body) {
-  for_vectors(
-      end - begin, [&](size_t i) { body(Whole(), begin + i); },
-      [&](size_t i, size_t rest) { body(Part{rest}, begin + i); });
-}
 
 /// Four sums at once, since each waits for its own last addition.
 template <typename Value>
@@ -239,11 +207,11 @@ void gradient_rows(const NormGradientRows<T>& rows, size_t begin, size_t end, fl
 }
 
 void rows_fp32(const NormRows<float>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
-void rows_bf16(const NormRows<uint16_t>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
+void rows_bf16(const NormRows<c10::BFloat16>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
 void gradient_rows_fp32(const NormGradientRows<float>& rows, size_t begin, size_t end, float* sums) {
   gradient_rows(rows, begin, end, sums);
 }
-void gradient_rows_bf16(const NormGradientRows<uint16_t>& rows, size_t begin, size_t end, float* sums) {
+void gradient_rows_bf16(const NormGradientRows<c10::BFloat16>& rows, size_t begin, size_t end, float* sums) {
   gradient_rows(rows, begin, end, sums);
 }
 
@@ -329,7 +297,7 @@ void layer_norm_cpu(const LayerNormInputs& from, const LayerNormResults& to) {
   if (from.x.scalar_type() == at::kFloat) {
     forward<float>(from, to, HWY_DYNAMIC_DISPATCH(rows_fp32));
   } else {
-    forward<uint16_t>(from, to, HWY_DYNAMIC_DISPATCH(rows_bf16));
+    forward<c10::BFloat16>(from, to, HWY_DYNAMIC_DISPATCH(rows_bf16));
   }
 }
 
@@ -337,7 +305,7 @@ void layer_norm_backward_cpu(const LayerNormGradients& from, const LayerNormInpu
   if (from.summed.scalar_type() == at::kFloat) {
     backward<float>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_fp32));
   } else {
-    backward<uint16_t>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_bf16));
+    backward<c10::BFloat16>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_bf16));
   }
 }
 

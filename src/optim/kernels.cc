@@ -29,7 +29,7 @@ void check_fp32(const char* what, const char* name, const Tensor& tensor, const 
                     ", expected Float");
 }
 
-void check_gradient(const char* what, const gradients::Contributions& gradient, const Tensor& master) {
+void check_gradient(const char* what, const numerics::Contributions& gradient, const Tensor& master) {
   TORCH_CHECK_VALUE(!gradient.rows.empty(), what, ": the gradient has no rows, expected one a rank");
   for (const Tensor& row : gradient.rows) {
     check_like_master(what, "gradient", row, master);
@@ -41,7 +41,7 @@ void check_gradient(const char* what, const gradients::Contributions& gradient, 
   }
 }
 
-void check_common(const char* what, const Tensor& master, const gradients::Contributions& gradient, const Tensor& param,
+void check_common(const char* what, const Tensor& master, const numerics::Contributions& gradient, const Tensor& param,
                   int64_t step) {
   TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
   check_fp32(what, "master", master, master);

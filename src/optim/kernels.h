@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "deeptide/config.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 
 namespace deeptide::optim {
 
@@ -18,7 +18,7 @@ struct AdamSegment {
   at::Tensor master;                  // fp32, updated
   at::Tensor exp_avg;                 // fp32, updated
   at::Tensor exp_avg_sq;              // fp32, updated
-  gradients::Contributions gradient;  // read, and summed on the way
+  numerics::Contributions gradient;  // read, and summed on the way
   at::Tensor param;                   // bf16 | fp16 | undefined, written
 };
 
@@ -32,7 +32,7 @@ void adam_step(const AdamSegment& segment, const Hyperparameters& hyper, int64_t
 struct SgdSegment {
   at::Tensor master;                  // fp32, updated
   at::Tensor momentum;                // fp32, updated; undefined when hyper.momentum == 0
-  gradients::Contributions gradient;  // read, and summed on the way
+  numerics::Contributions gradient;  // read, and summed on the way
   at::Tensor param;                   // bf16 | fp16 | undefined, written
 };
 

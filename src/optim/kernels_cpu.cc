@@ -19,7 +19,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "gradients/row_loads-inl.h"
+#include "numerics/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_OPTIM_KERNELS_CPU_ONCE
 #define DEEPTIDE_OPTIM_KERNELS_CPU_ONCE
@@ -65,12 +65,7 @@ struct SgdStreams {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::detail::HWY_NAMESPACE {
-namespace hn = hwy::HWY_NAMESPACE;
-
-namespace rows = gradients::detail::HWY_NAMESPACE;
-
-using D = hn::ScalableTag<float>;
-using V = hn::Vec<D>;
+using namespace numerics::HWY_NAMESPACE;
 
 template <Source kSource>
 inline constexpr int kRowsOf = kSource == Source::two_bf16 ? 2 : 1;
@@ -80,41 +75,18 @@ using RowType = std::conditional_t<kSource == Source::summed, float, c10::BFloat
 template <Source kSource>
 HWY_INLINE V load_gradient(const GradientStreams& gradient, size_t i) {
   using T = RowType<kSource>;
-  if constexpr (kSource == Source::summed) return rows::load(static_cast<const T*>(gradient.rows[0]) + i);
+  if constexpr (kSource == Source::summed) return load(static_cast<const T*>(gradient.rows[0]) + i);
   const T* from[] = {static_cast<const T*>(gradient.rows[0]), static_cast<const T*>(gradient.rows[1])};
-  return hn::Mul(rows::add_rows_at<kRowsOf<kSource>, false>(from, nullptr, i), hn::Set(D(), gradient.scale));
-}
-
-/// Rounds to nearest even, as torch does; a NaN becomes the quiet NaN, since rounding could carry its bits into Inf.
-HWY_INLINE void store_bf16(V x, uint16_t* to, bool past_cache) {
-  const hn::RebindToUnsigned<D> du;
-  const hn::RebindToSigned<D> di;
-  const auto bits = hn::BitCast(du, x);
-  const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFFu))));
-  const auto is_nan = hn::RebindMask(du, hn::IsNaN(x));
-  const auto halves = hn::IfThenElse(is_nan, hn::Set(du, 0x7FC0u), rounded);
-  const hn::Rebind<uint16_t, D> d16;
-  const auto narrow = hn::DemoteTo(d16, hn::BitCast(di, halves));
-  past_cache ? hn::Stream(narrow, d16, to) : hn::StoreU(narrow, d16, to);
-}
-
-HWY_INLINE void store_fp16(V x, uint16_t* to) {
-#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
-  // Highway's emulation does not round as the hardware does.
-  HWY_ALIGN float lanes[HWY_LANES(float)];
-  hn::Store(x, D(), lanes);
-  for (size_t i = 0; i < hn::Lanes(D()); ++i) to[i] = c10::Half(lanes[i]).x;
-#else
-  const hn::Rebind<hwy::float16_t, D> d16;
-  hn::StoreU(hn::DemoteTo(d16, x), d16, reinterpret_cast<hwy::float16_t*>(to));
-#endif
+  return hn::Mul(add_rows<kRowsOf<kSource>, false>(Whole(), from, nullptr, i), hn::Set(D(), gradient.scale));
 }
 
 template <Output kOutput>
 HWY_INLINE void store_param(V x, const ParamStream& param, size_t i) {
-  if constexpr (kOutput == Output::bf16) store_bf16(x, param.data + i, param.past_cache);
-  if constexpr (kOutput == Output::fp16) store_fp16(x, param.data + i);
+  if constexpr (kOutput == Output::fp16) store(x, reinterpret_cast<c10::Half*>(param.data) + i);
+  if constexpr (kOutput == Output::bf16) {
+    auto* to = reinterpret_cast<c10::BFloat16*>(param.data) + i;
+    param.past_cache ? stream(x, to) : store(x, to);
+  }
 }
 
 template <Output kOutput, bool kL2, Source kSource>
@@ -252,7 +224,7 @@ HWY_EXPORT(adam_vectors);
 HWY_EXPORT(sgd_vectors);
 HWY_EXPORT(target_name);
 
-constexpr int64_t kBlock = gradients::SumReader::kBlock;  // a multiple of every vector's width
+constexpr int64_t kBlock = numerics::SumReader::kBlock;  // a multiple of every vector's width
 constexpr int64_t kGrainBlocks = 8;                       // 32768 elements move about 1 MB: worth a thread
 
 Output output_of(const at::Tensor& param) {
@@ -273,8 +245,8 @@ ParamStream param_stream(const at::Tensor& param, int64_t begin) {
 /// Calls `step(begin, count, gradient)` over all elements, on torch's threads. Rows that are not summed yet pass
 /// through a block in the cache.
 template <class Step>
-void for_each_range(const gradients::Contributions& contributions, const Step& step) {
-  const gradients::SumReader reader(contributions);
+void for_each_range(const numerics::Contributions& contributions, const Step& step) {
+  const numerics::SumReader reader(contributions);
   parallel_blocks(contributions.rows[0].numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
     HWY_ALIGN float scratch[kBlock];
     const int64_t length = contributions.is_summed() ? end - begin : kBlock;
@@ -286,7 +258,7 @@ void for_each_range(const gradients::Contributions& contributions, const Step& s
 }
 
 /// What Adam's vector code reads by itself: a pass through the cache costs a tenth more.
-Source source_of(const gradients::Contributions& gradient, Output output) {
+Source source_of(const numerics::Contributions& gradient, Output output) {
   const size_t rows = gradient.rows.size();
   const bool direct = output == Output::bf16 && gradient.rows[0].scalar_type() == at::kBFloat16 && rows <= 2;
   if (!direct) return Source::summed;
@@ -294,7 +266,7 @@ Source source_of(const gradients::Contributions& gradient, Output output) {
 }
 
 /// From element `begin` on.
-GradientStreams bf16_streams(const gradients::Contributions& gradient, Source source, int64_t begin) {
+GradientStreams bf16_streams(const numerics::Contributions& gradient, Source source, int64_t begin) {
   GradientStreams streams{{}, static_cast<float>(gradient.scale), source};
   for (size_t row = 0; row < gradient.rows.size(); ++row) {
     streams.rows[row] = static_cast<const uint16_t*>(gradient.rows[row].const_data_ptr()) + begin;

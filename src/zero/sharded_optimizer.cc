@@ -102,7 +102,7 @@ Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
   return whole;
 }
 
-void ShardedOptimizer::step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
+void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                                  const std::vector<Hyperparameters>& groups) {
   UnitState& state = states_[unit];
   const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);

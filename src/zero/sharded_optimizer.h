@@ -59,7 +59,7 @@ class ShardedOptimizer {
   /// Each rank steps all: it needs everybody's sums.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
-  void step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
+  void step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                  const std::vector<Hyperparameters>& groups);
   void publish(const std::vector<int>& units);
 

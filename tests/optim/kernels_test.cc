@@ -114,12 +114,12 @@ TEST(AdamStep, SumsTheRowsOfItsGradientAsTheOrderedSumDoes) {
     for (int64_t world : {1, 2, 3, 70}) {
       for (int64_t numel : kSizes) {
         const auto rows = (at::randn({world, numel + 3}) * 3).to(dtype).narrow(1, 1, numel).unbind(0);
-        const gradients::Contributions apart(rows, 0.3);
+        const numerics::Contributions apart(rows, 0.3);
         AdamSegment direct = adam_segment(numel, at::kBFloat16), summed = copy_of(direct);
         direct.gradient = apart;
         Tensor sum = at::empty({numel}), squares = at::empty({1}, at::kDouble), alone = at::empty({1}, at::kDouble);
-        gradients::ordered_sum(rows, 0.3, /*overwrite=*/true, sum, squares);
-        gradients::ordered_squares(apart, alone);
+        numerics::ordered_sum(rows, 0.3, /*overwrite=*/true, sum, squares);
+        numerics::ordered_squares(apart, alone);
         summed.gradient = {sum};
         adam_step(direct, Hyperparameters(), 2, 0.5);
         adam_step(summed, Hyperparameters(), 2, 0.5);
