@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import enum
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch.distributed import Store
@@ -15,23 +16,49 @@ class DataType(enum.Enum):
     fp16 = 1
     bf16 = 2
 
-class OptimizerKind(enum.Enum):
-    none = 0
-    adam = 1
-    sgd = 2
+class HyperparameterInfo:
+    @property
+    def name(self) -> str: ...
+    @property
+    def config_key(self) -> str: ...
+    @property
+    def group_key(self) -> str: ...
+    @property
+    def element(self) -> int: ...
+    @property
+    def flag(self) -> bool: ...
+    @property
+    def fallback(self) -> float: ...
+    @property
+    def lowest(self) -> float | None: ...
+    @property
+    def highest(self) -> float | None: ...
+    @property
+    def highest_excluded(self) -> bool: ...
+
+class OptimizerInfo:
+    @property
+    def name(self) -> str: ...
+    @property
+    def types(self) -> list[str]: ...
+    @property
+    def hyperparameters(self) -> list[HyperparameterInfo]: ...
+    def state_roles(self) -> list[str]: ...
+
+def optimizers() -> list[OptimizerInfo]: ...
+def find_optimizer(type: str) -> OptimizerInfo | None: ...
 
 class Hyperparameters:
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled_decay: bool
-    bias_correction: bool
-    momentum: float
-    dampening: float
-    nesterov: bool
-    def __init__(self, other: Hyperparameters = ...) -> None: ...
+    @overload
+    def __init__(self, other: Hyperparameters) -> None: ...
+    @overload
+    def __init__(self, type: str) -> None: ...
+    @property
+    def optimizer(self) -> OptimizerInfo | None: ...
+    def keys(self) -> list[str]: ...
+    def __contains__(self, name: str) -> bool: ...
+    def __getitem__(self, name: str) -> float: ...
+    def __setitem__(self, name: str, value: float) -> None: ...
 
 class BatchSizes:
     @property
@@ -42,8 +69,6 @@ class BatchSizes:
     def accumulation(self) -> int: ...
 
 class OptimizerConfig:
-    @property
-    def kind(self) -> OptimizerKind: ...
     @property
     def type(self) -> str: ...
     @property
@@ -229,7 +254,7 @@ class InitOptions:
         self,
         world: World | None = None,
         groups: Sequence[ParameterGroup] = ...,
-        optimizer: OptimizerKind | None = None,
+        optimizer: str | None = None,
     ) -> None: ...
 
 class StepOutcome:

@@ -5,7 +5,7 @@
 #include "deeptide/allocator.h"
 #include "numerics/ordered_sum.h"
 #include "ops/kernels.h"
-#include "optim/kernels.h"
+#include "optim/rule.h"
 
 namespace deeptide::python {
 

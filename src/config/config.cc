@@ -10,6 +10,7 @@
 #include "base/json.h"
 #include "config/base64.h"
 #include "config/elasticity.h"
+#include "config/optimizer_table.h"
 #include "config/rules.h"
 #include "config/validate.h"
 #include "deeptide/errors.h"
@@ -36,35 +37,6 @@ std::optional<DataType> maybe_type(const std::string& name) {
 BatchConfig batch_config(const Values& values) {
   return {values.maybe_integer("train_batch_size"), values.maybe_integer("train_micro_batch_size_per_gpu"),
           values.maybe_integer("gradient_accumulation_steps")};
-}
-
-void fill_adam(const Values& values, OptimizerConfig& optimizer) {
-  const std::vector<JsonValue>& betas = values.value(kOptimizerParams + "betas").items;
-  optimizer.kind = OptimizerKind::adam;
-  optimizer.defaults.beta1 = betas[0].number;
-  optimizer.defaults.beta2 = betas[1].number;
-  optimizer.defaults.eps = values.number(kOptimizerParams + "eps");
-  optimizer.defaults.bias_correction = values.flag(kOptimizerParams + "bias_correction");
-  optimizer.defaults.decoupled_decay = values.flag(kOptimizerParams + "adam_w_mode");
-}
-
-void fill_sgd(const Values& values, OptimizerConfig& optimizer) {
-  optimizer.kind = OptimizerKind::sgd;
-  optimizer.defaults.decoupled_decay = false;
-  optimizer.defaults.momentum = values.number(kOptimizerParams + "momentum");
-  optimizer.defaults.dampening = values.number(kOptimizerParams + "dampening");
-  optimizer.defaults.nesterov = values.flag(kOptimizerParams + "nesterov");
-}
-
-OptimizerConfig optimizer_config(const Values& values) {
-  OptimizerConfig optimizer;
-  const std::string type = values.word("optimizer.type");
-  if (type.empty()) return optimizer;
-  optimizer.type = values.value("optimizer.type").string;
-  optimizer.defaults.lr = values.number(kOptimizerParams + "lr");
-  optimizer.defaults.weight_decay = values.number(kOptimizerParams + "weight_decay");
-  type == "SGD" ? fill_sgd(values, optimizer) : fill_adam(values, optimizer);
-  return optimizer;
 }
 
 // Where one parameter's value comes from another's: the second of OneCycle's halves, the rate after a warm-up.
@@ -154,7 +126,7 @@ RuntimeConfig runtime_config(const Values& values) {
 
 void fill(const Values& values, Config& config) {
   config.batch = batch_config(values);
-  config.optimizer = optimizer_config(values);
+  config.optimizer = config::optimizer_config(values);
   config.scheduler = scheduler_config(values, config.decisions);
   config.zero = zero_config(values);
   config.elasticity = elasticity_config(values);

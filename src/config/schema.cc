@@ -111,6 +111,11 @@ Key Key::alias(std::string other) && {
   return std::move(*this);
 }
 
+Key Key::in_torch(std::string name) && {
+  torch_name = std::move(name);
+  return std::move(*this);
+}
+
 Key Key::derives(std::string words) && {
   derived = std::move(words);
   return std::move(*this);

@@ -32,6 +32,7 @@ struct Key {
   std::string reason;   // of a status other than honoured
   std::string derived;  // what an absent value becomes, in words
   std::vector<std::string> other_names;
+  std::string torch_name;                  // of a hyper-parameter whose name in torch differs
   std::vector<std::string> choices;        // of a word
   std::vector<std::string> later_choices;  // known, not supported yet
   bool any_case = false;                   // choices match without regard to case
@@ -59,6 +60,7 @@ struct Key {
   Key never(std::string why) &&;
   Key off_at(JsonValue value) &&;
   Key alias(std::string other) &&;
+  Key in_torch(std::string name) &&;
   Key derives(std::string words) &&;
   Key ignoring_case() &&;
   Key not_yet(std::vector<std::string> values) &&;
@@ -76,6 +78,7 @@ struct Variant {
   std::vector<std::string> types;
   std::vector<Key> keys;
   bool open = false;
+  bool later = false;  // known, not supported yet
 };
 
 Key flag(std::string name, std::optional<bool> fallback, std::string doc);

@@ -19,6 +19,7 @@
 #include "engine/bound_model.h"
 #include "gradients/hooks.h"
 #include "gradients/reducer.h"
+#include "optim/rule.h"
 #include "optim/schedule.h"
 #include "sharding/residency.h"
 #include "zero/policy.h"
@@ -36,6 +37,8 @@ inline constexpr int kRounds = 1;
 
 /// The type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
+/// Errors: ValueError when `hyper` is not of `optimizer`.
+void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer);
 
 /// Tells the other ranks when this one fails while it is being constructed.
 struct Start {
@@ -85,7 +88,7 @@ struct Engine::Impl {
   comm::Mesh mesh;
   BatchSizes batch;
   zero::StagePolicy policy;
-  OptimizerKind optimizer_kind;
+  const optim::Rule* rule;  // null: no optimizer
   std::shared_ptr<device::Ledger> ledger;
   std::shared_ptr<comm::FailureBoard> board;
   std::shared_ptr<comm::Host> host;
@@ -99,7 +102,7 @@ struct Engine::Impl {
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<gradients::GradientHooks> hooks;
   std::vector<ParameterGroup> groups;
-  std::vector<Hyperparameters> hyperparameters;  // live, by group
+  std::vector<Hyperparameters> hyperparameters;  // live, by group; none without an optimizer
   std::vector<Hyperparameters> base_hyperparameters;
   std::unique_ptr<optim::Schedule> schedule;
   int64_t schedule_iteration = -1;

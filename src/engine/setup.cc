@@ -34,7 +34,12 @@ std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& o
   return {ParameterGroup{{}, config.optimizer.defaults}};
 }
 
-engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, OptimizerKind optimizer) {
+const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
+  const std::string type = options.optimizer.value_or(config.optimizer.type);
+  return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, bool trains) {
   engine::BindOptions options;
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -43,7 +48,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   // A unit moves in one collective, so the bucket sizes bound it.
   options.max_unit_numel = std::min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size);
   if (config.runtime.unit_size > 0) options.max_unit_numel = std::min(options.max_unit_numel, config.runtime.unit_size);
-  if (optimizer != OptimizerKind::none) options.trained_by = config.origin;
+  if (trains) options.trained_by = config.origin;
   return options;
 }
 
@@ -92,6 +97,12 @@ at::ScalarType reduce_type(const Config& config) {
   return scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
 }
 
+void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer) {
+  const auto name = [](const OptimizerInfo* info) { return info ? info->name : "no optimizer"; };
+  TORCH_CHECK_VALUE(hyper.optimizer() == optimizer, "hyper-parameters of a group: got ", name(hyper.optimizer()),
+                    "'s, expected ", name(optimizer), "'s as the engine's optimizer is");
+}
+
 const char* operation_name(Operation operation) {
   static constexpr const char* kNames[] = {"step()",
                                            "save_checkpoint()",
@@ -108,7 +119,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       mesh(comm::Mesh::data_parallel(world.size)),
       batch(config.batch_sizes(mesh.size(comm::Axis::data))),
       policy(zero::kStages.at(config.zero.stage)),
-      optimizer_kind(options.optimizer.value_or(config.optimizer.kind)),
+      rule(rule_of(config, options)),
       ledger(std::make_shared<device::Ledger>()),
       board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
       host(comm::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory,
@@ -117,17 +128,22 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true, host),
       reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true, host),
       start(board),
-      model(description, options.groups, bind_options(config, policy, optimizer_kind), world, *host, gathers, ledger),
+      model(description, options.groups, bind_options(config, policy, rule != nullptr), world, *host, gathers, ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
                                                     residency_limits(config, model));
-  for (const ParameterGroup& group : groups) hyperparameters.push_back(group.hyperparameters);
+  if (rule) {
+    for (const ParameterGroup& group : groups) {
+      check_optimizer(group.hyperparameters, &rule->info());
+      hyperparameters.push_back(group.hyperparameters);
+    }
+  }
   base_hyperparameters = hyperparameters;
   schedule = optim::make_schedule(config.scheduler);
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
-  if (optimizer_kind != OptimizerKind::none) {
+  if (rule) {
     const auto trainable = model.trainable();
     auto how = reducer_options(config, batch, world.size);
     how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
@@ -136,8 +152,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
     reducer =
         std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
-    optimizer =
-        std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());
+    optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, hyperparameters, policy, ledger, reductions,
+                                                         model.device());
     install_hooks();
     set_boundary(std::nullopt);
   }

@@ -46,36 +46,32 @@ Tensor from_hex(const std::string& text) {
   return bytes;
 }
 
-json hyper_to_json(const Hyperparameters& h) {
-  return {{"lr", h.lr},
-          {"beta1", h.beta1},
-          {"beta2", h.beta2},
-          {"eps", h.eps},
-          {"weight_decay", h.weight_decay},
-          {"decoupled_decay", h.decoupled_decay},
-          {"bias_correction", h.bias_correction},
-          {"momentum", h.momentum},
-          {"dampening", h.dampening},
-          {"nesterov", h.nesterov}};
+json hyper_to_json(const Hyperparameters& hyper) {
+  json saved;
+  for (const HyperparameterInfo& info : hyper.optimizer()->hyperparameters) {
+    const double value = hyper.get(info.name);
+    saved[info.name] = info.flag ? json(value != 0.0) : json(value);
+  }
+  return saved;
 }
 
-Hyperparameters hyper_from_json(const json& j) {
-  Hyperparameters h;
-  h.lr = j.at("lr");
-  h.beta1 = j.at("beta1");
-  h.beta2 = j.at("beta2");
-  h.eps = j.at("eps");
-  h.weight_decay = j.at("weight_decay");
-  h.decoupled_decay = j.at("decoupled_decay");
-  h.bias_correction = j.at("bias_correction");
-  h.momentum = j.at("momentum");
-  h.dampening = j.at("dampening");
-  h.nesterov = j.at("nesterov");
-  return h;
+/// Takes over what the checkpoint has of a group; a name that its optimizer lacked keeps its value.
+Hyperparameters hyper_from_json(const json& saved, Hyperparameters hyper) {
+  // Earlier checkpoints have another name for it.
+  const std::map<std::string, std::string> former{{"decoupled_weight_decay", "decoupled_decay"}};
+  if (!hyper.optimizer()) return hyper;
+  for (const HyperparameterInfo& info : hyper.optimizer()->hyperparameters) {
+    const auto old = former.find(info.name);
+    const bool by_old_name = !saved.contains(info.name) && old != former.end();
+    const json& value = saved.value(by_old_name ? old->second : info.name, json());
+    if (!value.is_null()) hyper.set(info.name, value.is_boolean() ? value.get<bool>() : value.get<double>());
+  }
+  return hyper;
 }
 
-/// What a checkpoint restores beside tensors. Parsed whole before anything changes.
-Engine::Impl::Progress parse_progress(const std::string& state_json, const std::string& rank_json) {
+/// What a checkpoint restores besides tensors. Parsed whole before anything changes. `own`: the engine's groups.
+Engine::Impl::Progress parse_progress(const std::string& state_json, const std::string& rank_json,
+                                      const std::vector<Hyperparameters>& own) {
   Engine::Impl::Progress progress;
   const json state = json::parse(state_json);
   progress.global_steps = state.at("global_steps");
@@ -83,7 +79,10 @@ Engine::Impl::Progress parse_progress(const std::string& state_json, const std::
   progress.micro_steps = state.at("micro_steps");
   progress.optimizer_steps = state.at("optimizer_steps");
   progress.schedule_iteration = state.at("schedule_iteration");
-  for (const json& group : state.at("groups")) progress.hyperparameters.push_back(hyper_from_json(group));
+  const json groups = state.value("groups", json::array());
+  for (size_t i = 0; i < std::min(groups.size(), own.size()); ++i) {
+    progress.hyperparameters.push_back(hyper_from_json(groups[i], own[i]));
+  }
   if (rank_json.empty()) return progress;
   const json generators = json::parse(rank_json);
   progress.cpu_generator = from_hex(generators.at("cpu"));
@@ -206,8 +205,31 @@ void add_buffers(const Engine::Impl& impl, const checkpoint::Reader& reader, std
   }
 }
 
-/// Under `strict` the reader reports what nobody wants; what this load leaves out on purpose is wanted as nothing.
-void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Piece>& wanted) {
+/// Roles of the rule that the engine's groups do not need, such as the momentum of an SGD without one.
+std::set<std::string> unkept_roles(const zero::ShardedOptimizer* optimizer) {
+  std::set<std::string> roles;
+  if (!optimizer) return roles;
+  for (const optim::StateRole& role : optimizer->rule().roles()) roles.insert(role.name);
+  for (const auto& state : optimizer->states(0)) roles.erase(state.role);
+  return roles;
+}
+
+/// Takes out of `wanted` the states that this engine keeps but the groups saved did not: they start anew, as zeros.
+std::set<std::string> take_fresh_roles(const checkpoint::Reader& reader, const optim::Rule& rule,
+                                       const std::vector<Hyperparameters>& saved, std::vector<Piece>& wanted) {
+  std::set<std::string> fresh;
+  for (size_t role = 0; role < rule.roles().size() && !saved.empty(); ++role) {
+    const auto keeps = [&](const Hyperparameters& hyper) { return rule.keeps(role, hyper); };
+    if (std::none_of(saved.begin(), saved.end(), keeps)) fresh.insert(rule.roles()[role].name);
+  }
+  for (const Piece& piece : reader.table()) fresh.erase(piece.role);
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role); });
+  return fresh;
+}
+
+/// `strict` reports tensors that were not requested: lists the ones that this load skips deliberately, as empty pieces.
+void add_ignored(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
+                 std::vector<Piece>& wanted) {
   std::set<std::pair<std::string, std::string>> known;
   for (const Piece& piece : wanted) known.emplace(piece.name, piece.role);
   for (Piece piece : reader.table()) {
@@ -216,7 +238,9 @@ void add_ignored(const checkpoint::Reader& reader, bool moments, std::vector<Pie
     bool foreign_buffer = false;  // the same buffer as another rank saved it
     for (const auto& [name, role] : known)
       foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
-    if (known.count({piece.name, piece.role}) || !(foreign_buffer || (moment && !moments))) continue;
+    if (known.count({piece.name, piece.role}) ||
+        !(foreign_buffer || (moment && !moments) || unkept.contains(piece.role)))
+      continue;
     piece.begin = piece.end = 0;
     wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
   }
@@ -287,13 +311,16 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::vector<Piece> wanted;
   std::vector<Tensor> staged;
   Progress progress;
+  std::set<std::string> fresh;
   together(*this, "checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(world.rank));
+    progress = parse_progress(reader->manifest().state_json, reader->rank_state_json(world.rank), hyperparameters);
+    if (moments) optimizer->keep_states(progress.hyperparameters);
     wanted = live_pieces(*this, moments, Extent::held);
+    if (moments) fresh = take_fresh_roles(*reader, *rule, progress.hyperparameters, wanted);
     translate_roles(*reader, wanted);
     add_buffers(*this, *reader, wanted, staged);
-    add_ignored(*reader, moments, wanted);
+    add_ignored(*reader, moments, unkept_roles(optimizer.get()), wanted);
     const auto mismatches = reader->check(wanted, options.strict);
     if (!mismatches.empty()) {
       throw CheckpointError("checkpoint " + directory + "/" + tag +
@@ -301,6 +328,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     }
   });
   together(*this, "reading the checkpoint", [&] { reader->read(wanted); });
+  if (!fresh.empty()) optimizer->zero_states(fresh);
   for (size_t i = 0; i < staged.size(); ++i) {
     Tensor buffer = model.buffers()[i].tensor;
     buffer.copy_(staged[i].view(buffer.sizes()));
@@ -330,8 +358,7 @@ void Engine::Impl::restore_progress(const Progress& saved, bool moments, const L
   micro_steps = saved.micro_steps - saved.micro_steps % batch.accumulation;
   if (moments) {
     optimizer->set_steps(saved.optimizer_steps);
-    std::copy_n(saved.hyperparameters.begin(), std::min(saved.hyperparameters.size(), hyperparameters.size()),
-                hyperparameters.begin());
+    std::copy(saved.hyperparameters.begin(), saved.hyperparameters.end(), hyperparameters.begin());
   }
   if (options.lr_scheduler_states) schedule_iteration = saved.schedule_iteration;
   if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);

@@ -38,6 +38,12 @@ int leading_rank(const std::vector<Message>& messages) {
   return found == messages.end() ? 0 : static_cast<int>(found - messages.begin());
 }
 
+/// An optimizer's betas or its momentum; 0 when it has neither.
+std::string momentum_text(const Hyperparameters& h) {
+  if (h.has("beta1")) return fmt::format("({:.6g}, {:.6g})", h.get("beta1"), h.get("beta2"));
+  return fmt::format("{:.6g}", h.has("momentum") ? h.get("momentum") : 0.0);
+}
+
 }  // namespace
 
 void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
@@ -189,7 +195,7 @@ std::vector<Message> Engine::Impl::judge() {
 StepOutcome Engine::Impl::accumulate_outcome() const {
   StepOutcome outcome;
   outcome.step = global_steps;
-  outcome.lr = hyperparameters.front().lr;
+  outcome.lr = hyperparameters.front().lr();
   outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
   outcome.reason =
       "accumulating " + std::to_string(micro_steps % batch.accumulation + 1) + "/" + std::to_string(batch.accumulation);
@@ -211,7 +217,7 @@ void Engine::Impl::note_external_writes() {
 StepOutcome Engine::Impl::apply(double total, const std::vector<Message>& verdicts) {
   StepOutcome outcome;
   outcome.step = ++global_steps;
-  outcome.lr = hyperparameters.front().lr;
+  outcome.lr = hyperparameters.front().lr();
   outcome.grad_norm = outcome.clipped_norm = std::sqrt(total);
   if (!std::isfinite(total)) {
     ++skipped_steps;
@@ -247,9 +253,8 @@ void Engine::Impl::print_step(const StepOutcome& outcome) const {
   std::string rates, momenta;
   for (const Hyperparameters& h : hyperparameters) {
     const char* separator = rates.empty() ? "" : ", ";
-    rates += fmt::format("{}{:.6g}", separator, h.lr);
-    momenta += optimizer_kind == OptimizerKind::adam ? fmt::format("{}({:.6g}, {:.6g})", separator, h.beta1, h.beta2)
-                                                     : fmt::format("{}{:.6g}", separator, h.momentum);
+    rates += fmt::format("{}{:.6g}", separator, h.lr());
+    momenta += separator + momentum_text(h);
   }
   log(LogLevel::info, fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", global_steps, skipped_steps,
                                   rates, momenta, outcome.grad_norm, outcome.applied ? "" : ", " + outcome.reason));

@@ -57,7 +57,6 @@ std::string Engine::Impl::summary() const {
   }
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
-  const char* kinds[] = {"no optimizer", "Adam", "SGD"};
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size,
                                  mesh.text(), world.source, model.device().str());
   if (world.size > 1) text += "\n  hosts: " + host->text() + (model.arena() ? ", one copy of the parameters" : "");
@@ -66,7 +65,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
-                      batch.micro, batch.accumulation, world.size, kinds[static_cast<int>(optimizer_kind)],
+                      batch.micro, batch.accumulation, world.size, rule ? rule->name() : "no optimizer",
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
@@ -92,7 +91,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
     kept += accumulates_whole ? bytes(layout.numel, at::kFloat) : 0;
     gradients += keeps_rows ? bytes(layout.numel, reduce_type(config)) : bytes(layout.shard, at::kFloat);
     const int64_t stepped = policy.shard_optimizer ? layout.shard : layout.numel;
-    const int copies = (optimizer_kind == OptimizerKind::adam ? 2 : 1) + (layout.dtype == at::kFloat ? 0 : 1);
+    const int copies = optimizer->num_states() + (layout.dtype == at::kFloat ? 0 : 1);
     states += copies * bytes(stepped, at::kFloat);
   }
   // One bucket fills while others are under way, each sent and received; in shared memory they are sent only, and one

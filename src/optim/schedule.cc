@@ -104,7 +104,7 @@ class LRRangeTest final : public Schedule {
   void apply(int64_t iteration, const Groups&, Groups& groups) const override {
     double interval = static_cast<double>(iteration + 1) / step_size_;
     if (staircase_) interval = std::floor(interval);
-    for (auto& group : groups) group.lr = min_lr_ * (1 + step_rate_ * interval);
+    for (auto& group : groups) group.set("lr", min_lr_ * (1 + step_rate_ * interval));
   }
 
  private:
@@ -144,10 +144,8 @@ class OneCycle final : public Schedule {
       momentum = max_mom_ * (1 + decay_mom_rate_ * interval);
     }
     for (auto& group : groups) {
-      group.lr = lr;
-      if (!cycle_momentum_) continue;
-      group.beta1 = momentum;
-      group.beta2 = 0.99;
+      group.set("lr", lr);
+      if (cycle_momentum_ && group.has("beta1")) group.set("beta1", momentum).set("beta2", 0.99);
     }
   }
 
@@ -206,7 +204,7 @@ class WarmupLR : public Schedule {
   void apply(int64_t iteration, const Groups& base, Groups& groups) const override {
     const double rise = iteration < 0 ? 0.0 : fraction(iteration);
     for (size_t i = 0; i < groups.size(); ++i) {
-      groups[i].lr = min_lr_ + (max_lr_.value_or(base[i].lr) - min_lr_) * rise;
+      groups[i].set("lr", min_lr_ + (max_lr_.value_or(base[i].lr()) - min_lr_) * rise);
     }
   }
 
@@ -246,7 +244,7 @@ class WarmupCosineLR final : public Schedule {
 
   void apply(int64_t iteration, const Groups& base, Groups& groups) const override {
     const double factor = iteration < 0 ? 0.0 : ratio(iteration);
-    for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = base[i].lr * factor;
+    for (size_t i = 0; i < groups.size(); ++i) groups[i].set("lr", base[i].lr() * factor);
   }
 
  private:
