@@ -15,21 +15,21 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "comm/collective_bench.h"
-#include "comm/failure_board.h"
+#include "bench/collective_bench.h"
 #include "comm/group.h"
-#include "comm/host_exchange.h"
-#include "comm/host_transfer.h"
 #include "deeptide/allocator.h"
 #include "deeptide/world.h"
 #include "device/memory.h"
+#include "host/exchange.h"
+#include "host/transfer.h"
 #include "numerics/ordered_sum.h"
+#include "world/failure_board.h"
 
 namespace deeptide {
 namespace {
 
 using at::Tensor;
-using comm::Collective;
+using bench::Collective;
 using comm::Group;
 using std::chrono::steady_clock;
 
@@ -44,8 +44,8 @@ struct Bench {
   explicit Bench(const World& w, int64_t max_bytes)
       : world(w),
         shared(w, at::kFloat, at::kCPU, max_bytes),
-        board(std::make_shared<comm::FailureBoard>(w, "board")),
-        host(comm::Host::find(w, "host", true)),
+        board(std::make_shared<world::FailureBoard>(w, "board")),
+        host(host::Host::find(w, "host", true)),
         gloo(w, "gloo", kTimeout, board, false),
         control(w, "control", kTimeout, board, false, host),
         ledger(std::make_shared<device::Ledger>()),
@@ -56,9 +56,9 @@ struct Bench {
                                                             w.rank, w.size, gloo_options());
     // The results that everybody reads, and two buckets a rank by turns: while one is read the other is filled.
     std::string why_not;
-    arena = comm::HostArena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
+    arena = host::Arena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
     TORCH_CHECK(arena, "no shared memory: ", why_not);
-    exchange = std::make_unique<comm::HostExchange>(host, arena);
+    exchange = std::make_unique<host::Exchange>(host, arena);
     results = arena->at(0, max_bytes / 4, at::kFloat);
     for (Tensor& bucket : buckets) {
       bucket = arena->allocate(ledger, device::Role::communication, max_bytes).view(at::kFloat).zero_();
@@ -76,19 +76,19 @@ struct Bench {
     return device::allocate_flat(ledger, device::Role::communication, bytes / 4, at::kFloat, at::kCPU);
   }
 
-  comm::CollectiveShape shape(Collective collective, int64_t n) const {
+  bench::CollectiveShape shape(Collective collective, int64_t n) const {
     return {collective, world.rank, world.size, n};
   }
 
   World world;
-  comm::CollectiveBench shared;  // through slots in shared memory, on any tensors
-  std::shared_ptr<comm::FailureBoard> board;
-  std::shared_ptr<comm::Host> host;
+  bench::CollectiveBench shared;  // through slots in shared memory, on any tensors
+  std::shared_ptr<world::FailureBoard> board;
+  std::shared_ptr<host::Host> host;
   Group gloo, control;
   c10::intrusive_ptr<c10d::Backend> c10d_gloo;
   std::shared_ptr<device::Ledger> ledger;
-  std::shared_ptr<comm::HostArena> arena;
-  std::unique_ptr<comm::HostExchange> exchange;
+  std::shared_ptr<host::Arena> arena;
+  std::unique_ptr<host::Exchange> exchange;
   Tensor input, output, results;
   std::array<Tensor, 2> buckets;
   std::array<uint32_t, 2> offers{};
@@ -132,7 +132,7 @@ void reduce_scatter_ordered(Bench& b, int64_t n) {
 /// A slice is written once, where all read it.
 void all_gather_in_place(Bench& b, int64_t n) {
   const Tensor slice = own(b, in_results(b, n));
-  comm::Destination(slice).write(0, comm::readable(b.input), static_cast<int64_t>(slice.nbytes()));
+  host::Destination(slice).write(0, host::readable(b.input), static_cast<int64_t>(slice.nbytes()));
   b.control.barrier(kSite);
 }
 
@@ -190,16 +190,16 @@ std::vector<Way> ways() {
 }
 
 void verify(Bench& b, const Way& way, int64_t n) {
-  const comm::CollectiveShape shape = b.shape(way.collective, n);
+  const bench::CollectiveShape shape = b.shape(way.collective, n);
   b.control.barrier(kSite);  // all have read the buckets of the way before
   for (const Tensor& input : {b.input, b.shared.input(shape), b.buckets[0], b.buckets[1]}) {
-    comm::fill_input(shape, input.narrow(0, 0, shape.input_numel()));
+    bench::fill_input(shape, input.narrow(0, 0, shape.input_numel()));
   }
   in_output(b, n).copy_(b.input.narrow(0, 0, n));  // the input too where the way works in place
   own(b, in_results(b, n)).zero_();
   b.control.barrier(kSite);
   way.run(b, n);
-  comm::check_output(shape, way.result(b, n));
+  bench::check_output(shape, way.result(b, n));
   b.control.barrier(kSite);
 }
 
@@ -209,10 +209,10 @@ double measure_once(Bench& b, const Way& way, int64_t n) {
   const auto time = [&](int64_t calls) {
     // An all-reduce in place grows from call to call: from zeros it stays finite.
     in_output(b, n).zero_();
-    return comm::time_calls(
+    return bench::time_calls(
         b.control, [&] { way.run(b, n); }, calls);
   };
-  const double first = b.shared.slowest({time(comm::calls_for(n * 4))})[0];
+  const double first = b.shared.slowest({time(bench::calls_for(n * 4))})[0];
   return time(std::clamp<int64_t>(static_cast<int64_t>(kWindow / first), 1, kMaxCalls));
 }
 
@@ -227,7 +227,7 @@ nlohmann::json measure(Bench& b, int64_t bytes, int repetitions) {
   }
   auto rows = nlohmann::json::array();
   for (size_t w = 0; w < all.size(); ++w) {
-    rows.push_back({{"collective", comm::name_of(all[w].collective)},
+    rows.push_back({{"collective", bench::name_of(all[w].collective)},
                     {"path", all[w].path},
                     {"bytes", bytes},
                     {"seconds", seconds[w]}});

@@ -11,8 +11,8 @@ from pathlib import Path
 
 # Lowest first: a layer includes those before it only.
 LAYERS = [
-    *("base", "config", "device", "numerics", "comm", "sharding", "gradients"),
-    *("optim", "ops", "tiers", "zero", "checkpoint", "engine", "launch"),
+    *("base", "trace", "config", "world", "device", "tiers", "numerics", "host", "comm", "bench", "sharding"),
+    *("gradients", "optim", "ops", "zero", "checkpoint", "data", "engine", "launch"),
 ]
 MAX_LINES = 500
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")

@@ -3,19 +3,19 @@
 // The benchmark of collectives, for `deeptide bench comm`.
 #include <algorithm>
 
+#include "bench/collective_bench.h"
 #include "bindings.h"
-#include "comm/collective_bench.h"
 
 namespace deeptide::python {
 namespace {
 
-using comm::Collective;
-using comm::CollectiveBench;
-using comm::CollectiveTimes;
+using bench::Collective;
+using bench::CollectiveBench;
+using bench::CollectiveTimes;
 
 Collective collective_of(const std::string& name) {
-  for (const Collective collective : comm::kCollectives) {
-    if (name == comm::name_of(collective)) return collective;
+  for (const Collective collective : bench::kCollectives) {
+    if (name == bench::name_of(collective)) return collective;
   }
   throw ConfigError("collective '" + name +
                     "': expected all-reduce, all-gather, reduce-scatter, all-to-all or broadcast");
@@ -25,7 +25,9 @@ CollectiveTimes measure(CollectiveBench& bench, const std::string& name, int64_t
   return bench.measure(collective_of(name), bytes, warmups, trials);
 }
 
-double bus_factor(const std::string& name, int world_size) { return comm::bus_factor(collective_of(name), world_size); }
+double bus_factor(const std::string& name, int world_size) {
+  return bench::bus_factor(collective_of(name), world_size);
+}
 
 }  // namespace
 

@@ -7,8 +7,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
-#include "comm/distributed_options.h"
 #include "deeptide/world.h"
+#include "world/distributed_options.h"
 
 namespace deeptide::python {
 namespace {
@@ -25,11 +25,11 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 void set_timeout(DistributedOptions& options, double seconds) { options.timeout = milliseconds_of(seconds); }
 
 double timeout_s(const DistributedOptions& options) {
-  return static_cast<double>(comm::timeout_of(comm::Environment::of_process(), options).count()) / 1000;
+  return static_cast<double>(world::timeout_of(world::Environment::of_process(), options).count()) / 1000;
 }
 
 std::optional<Discovery> find_place(const DistributedOptions& options) {
-  return comm::find_place(comm::Environment::of_process(), options);
+  return world::find_place(world::Environment::of_process(), options);
 }
 
 World join(const Discovery& place, double timeout_s) { return join_world(place, milliseconds_of(timeout_s)); }

@@ -14,8 +14,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "comm/blocking.h"
-#include "comm/failure_board.h"
-#include "deeptide/interpreter.h"
+#include "host/host.h"
+#include "world/failure_board.h"
 
 namespace deeptide::comm {
 
@@ -27,22 +27,6 @@ namespace {
 
 // The transport gives up after us: our error says more.
 constexpr milliseconds kTransportGrace{2000};
-
-BlockingRegion& blocking_region() {
-  static BlockingRegion region;
-  return region;
-}
-
-ErrorThrower& error_thrower() {
-  static ErrorThrower thrower;
-  return thrower;
-}
-
-[[noreturn]] void fail(const std::string& text) {
-  const CommError error(text);
-  if (error_thrower()) error_thrower()(error);
-  throw error;
-}
 
 /// All ranks are on this host: no name needs to be resolved.
 bool is_local(const World& world) {
@@ -74,7 +58,7 @@ void check(const Tensor& one, int64_t factor, const Tensor& other) {
 }
 
 std::unique_ptr<Transport> make_transport(const World& world, const std::string& name, milliseconds timeout,
-                                          bool on_device, const std::shared_ptr<Host>& host) {
+                                          bool on_device, const std::shared_ptr<host::Host>& host) {
   if (on_device && world.backend) return make_c10d_transport(world.backend);
   if (host && host->holds_all()) return make_host_transport(host);
   if (host && host->size() > 1 && host->is_uniform()) {
@@ -97,14 +81,6 @@ std::string channel_of(const std::string& name) {
 
 std::string Site::text() const { return "step " + std::to_string(step) + ", " + phase + ", " + what; }
 
-void run_blocking(const std::function<void()>& wait) {
-  if (blocking_region()) {
-    blocking_region()(wait);
-  } else {
-    wait();
-  }
-}
-
 bool Pending::wait_for(milliseconds limit) {
   if (operation_ == nullptr) return true;
   try {
@@ -114,12 +90,12 @@ bool Pending::wait_for(milliseconds limit) {
     return false;
   }
   operation_.reset();
-  flight_log().end(ticket_);
+  trace::flight_log().end(ticket_);
   return true;
 }
 
-Group::Group(const World& world, const std::string& name, milliseconds timeout, std::shared_ptr<FailureBoard> board,
-             bool on_device, const std::shared_ptr<Host>& host)
+Group::Group(const World& world, const std::string& name, milliseconds timeout,
+             std::shared_ptr<world::FailureBoard> board, bool on_device, const std::shared_ptr<host::Host>& host)
     : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(channel_of(name)) {
   if (size_ == 1) return;
   token_ = at::zeros({1}, at::kByte);
@@ -135,14 +111,15 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout, 
 
 Group::~Group() = default;
 
-Pending Group::track(Pending pending, const char* operation, int64_t bytes) {
-  Flight flight;
+Pending Group::track(OperationPtr under_way, const char* operation, int64_t bytes) {
+  Pending pending(std::move(under_way));
+  trace::Flight flight;
   flight.operation = operation;
   flight.channel = channel_;
   flight.bytes = bytes;
   flight.sequence = ++sequence_;
   flight.rank = rank_;
-  pending.ticket_ = flight_log().begin(flight);
+  pending.ticket_ = trace::flight_log().begin(flight);
   return pending;
 }
 
@@ -150,7 +127,7 @@ Pending Group::all_gather(Tensor output, Tensor input) {
   check(input, size_, output);
   if (transport_) {
     const auto bytes = static_cast<int64_t>(output.nbytes());
-    return track(Pending(transport_->all_gather(std::move(output), std::move(input))), "all-gather", bytes);
+    return track(transport_->all_gather(std::move(output), std::move(input)), "all-gather", bytes);
   }
   if (output.data_ptr() != input.data_ptr()) output.copy_(input);
   return {};
@@ -162,7 +139,7 @@ Pending Group::all_to_all(Tensor output, Tensor input) {
                         " ranks");
   if (transport_) {
     const auto bytes = static_cast<int64_t>(input.nbytes());
-    return track(Pending(transport_->all_to_all(std::move(output), std::move(input))), "all-to-all", bytes);
+    return track(transport_->all_to_all(std::move(output), std::move(input)), "all-to-all", bytes);
   }
   output.copy_(input);
   return {};
@@ -172,7 +149,7 @@ Pending Group::reduce_scatter(Tensor output, Tensor input) {
   check(output, size_, input);
   if (transport_) {
     const auto bytes = static_cast<int64_t>(input.nbytes());
-    return track(Pending(transport_->reduce_scatter(std::move(output), std::move(input))), "reduce-scatter", bytes);
+    return track(transport_->reduce_scatter(std::move(output), std::move(input)), "reduce-scatter", bytes);
   }
   output.copy_(input);
   return {};
@@ -182,7 +159,7 @@ Pending Group::broadcast(Tensor tensor, int root) {
   check(tensor, 1, tensor);
   if (!transport_) return {};
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  return track(Pending(transport_->broadcast(std::move(tensor), root)), "broadcast", bytes);
+  return track(transport_->broadcast(std::move(tensor), root), "broadcast", bytes);
 }
 
 void Group::barrier(const Site& site) {
@@ -193,7 +170,7 @@ void Group::barrier(const Site& site) {
 
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!pending.valid()) return true;
-  flight_log().waiting(pending.ticket_, site.step, site.phase, site.what);
+  trace::flight_log().waiting(pending.ticket_, site.step, site.phase, site.what);
   std::string failure;
   bool done = false;
   run_blocking([&] {
@@ -203,11 +180,12 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
       failure = error.what();
     }
   });
-  if (done || !failure.empty()) flight_log().end(pending.ticket_);
+  if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
   if (!failure.empty()) {
     const std::string place = "waits: " + site.text();
-    fail("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
-         board_->failure().value_or(board_->diagnose(place)) + ". Transport: " + failure);
+    const auto reported = board_->failure();  // a diagnosis takes a moment and a word to the store: only without it
+    throw_comm_error("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
+                     (reported ? *reported : board_->diagnose(place)) + ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;
@@ -215,25 +193,19 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
 
 void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
-  while (!wait_for(pending, std::min(kPollFailures, timeout_), site)) {
+  while (!wait_for(pending, std::min(world::kPollFailures, timeout_), site)) {
     if (const auto failure = board_->failure()) {
       // A peer that ended after its part may have been heard of before its part has arrived.
-      if (wait_for(pending, kPollFailures, site)) return;
-      fail("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
+      if (wait_for(pending, world::kPollFailures, site)) return;
+      throw_comm_error("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
     }
     if (steady_clock::now() - begin > timeout_) {
-      fail("rank " + std::to_string(rank_) + " timed out after " + std::to_string(timeout_.count() / 1000.0) +
-           " s at " + site.text() + ": " + board_->diagnose("waits: " + site.text()) +
-           ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
+      throw_comm_error("rank " + std::to_string(rank_) + " timed out after " +
+                       std::to_string(timeout_.count() / 1000.0) + " s at " + site.text() + ": " +
+                       board_->diagnose("waits: " + site.text()) +
+                       ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
   }
 }
 
 }  // namespace deeptide::comm
-
-namespace deeptide {
-
-void set_blocking_region(BlockingRegion region) { comm::blocking_region() = std::move(region); }
-void set_error_thrower(ErrorThrower thrower) { comm::error_thrower() = std::move(thrower); }
-
-}  // namespace deeptide

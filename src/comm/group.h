@@ -9,14 +9,19 @@
 #include <memory>
 #include <string>
 
-#include "comm/flight_log.h"
-#include "comm/host.h"
 #include "comm/transport.h"
 #include "deeptide/world.h"
+#include "trace/flight_log.h"
+
+namespace deeptide::world {
+class FailureBoard;
+}  // namespace deeptide::world
+
+namespace deeptide::world {
+class FailureBoard;
+}
 
 namespace deeptide::comm {
-
-class FailureBoard;
 
 /// Where in training a wait happens; written into every error.
 struct Site {
@@ -39,7 +44,7 @@ class Pending {
  private:
   friend class Group;
   OperationPtr operation_;
-  FlightLog::Ticket ticket_ = 0;
+  trace::FlightLog::Ticket ticket_ = 0;
 };
 
 /// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank, from one
@@ -50,7 +55,7 @@ class Group {
  public:
   /// Collective. Errors: CommError when the ranks do not all arrive within `timeout`.
   Group(const World& world, const std::string& name, std::chrono::milliseconds timeout,
-        std::shared_ptr<FailureBoard> board, bool on_device, const std::shared_ptr<Host>& host = nullptr);
+        std::shared_ptr<world::FailureBoard> board, bool on_device, const std::shared_ptr<host::Host>& host = nullptr);
   ~Group();
 
   int rank() const { return rank_; }
@@ -66,7 +71,7 @@ class Group {
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
   /// Enters what was started elsewhere, in the same order on all ranks, into the log of this channel.
-  Pending track(Pending pending, const char* operation, int64_t bytes);
+  Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
   /// Returns when all ranks have come. Errors: as `wait`.
   void barrier(const Site& site);
 
@@ -79,7 +84,7 @@ class Group {
   int rank_;
   int size_;
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<FailureBoard> board_;
+  std::shared_ptr<world::FailureBoard> board_;
   std::unique_ptr<Transport> transport_;  // null: a world of one
   std::string channel_;                   // "gathers"
   at::Tensor token_, tokens_;             // what a barrier gathers

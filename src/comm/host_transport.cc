@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "comm/host_transfer.h"
 #include "comm/ordered_rows.h"
 #include "comm/transport.h"
+#include "host/transfer.h"
 
 namespace deeptide::comm {
 
@@ -18,23 +18,23 @@ namespace {
 
 class HostTransport : public Transport {
  public:
-  explicit HostTransport(std::shared_ptr<Host> host) : channel_(std::move(host)) {}
+  explicit HostTransport(std::shared_ptr<host::Host> host) : channel_(std::move(host)) {}
 
   const char* name() const override { return "shared memory"; }
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());
-    auto take = [to = Destination(output), row](const Pieces& pieces) {
+    auto take = [to = host::Destination(output), row](const host::Pieces& pieces) {
       for (size_t peer = 0; peer < pieces.data.size(); ++peer) {
         to.write(static_cast<int64_t>(peer) * row + pieces.offset, pieces.data[peer], pieces.bytes);
       }
     };
-    return channel_.start({{output, input}, readable(input), row, take});
+    return channel_.start({{output, input}, host::readable(input), row, take});
   }
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size();
-    auto take = [to = Destination(output), row](const Pieces& mine, int64_t at) {
+    auto take = [to = host::Destination(output), row](const host::Pieces& mine, int64_t at) {
       for (size_t peer = 0; peer < mine.data.size(); ++peer) {
         to.write(static_cast<int64_t>(peer) * row + at, mine.data[peer], mine.bytes);
       }
@@ -46,7 +46,7 @@ class HostTransport : public Transport {
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
     if (output.is_alias_of(input)) return reduce_scatter_in_order(*this, channel_.size(), output, input);
     const auto item = static_cast<int64_t>(input.element_size());
-    auto take = [output, item, options = input.options()](const Pieces& mine, int64_t at) {
+    auto take = [output, item, options = input.options()](const host::Pieces& mine, int64_t at) {
       std::vector<Tensor> rows;
       for (const char* data : mine.data)
         rows.push_back(at::from_blob(const_cast<char*>(data), {mine.bytes / item}, options));
@@ -56,31 +56,31 @@ class HostTransport : public Transport {
   }
 
   OperationPtr broadcast(Tensor tensor, int root) override {
-    return channel_.start(broadcast_transfer(tensor, root, channel_.index()));
+    return channel_.start(host::broadcast_transfer(tensor, root, channel_.index()));
   }
 
  private:
   /// Sends each rank its row of `input`; `take` gets what has come of this rank's rows, and where in a row that is.
   OperationPtr scatter(const Tensor& output, const Tensor& input,
-                       const std::function<void(const Pieces&, int64_t)>& take) {
+                       const std::function<void(const host::Pieces&, int64_t)>& take) {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size(), begin = channel_.index() * row;
-    auto take_own = [take, begin, end = begin + row](const Pieces& pieces) {
+    auto take_own = [take, begin, end = begin + row](const host::Pieces& pieces) {
       const int64_t first = std::max(pieces.offset, begin), last = std::min(pieces.offset + pieces.bytes, end);
       if (first >= last) return;
-      Pieces mine{first, last - first, pieces.data};
+      host::Pieces mine{first, last - first, pieces.data};
       for (const char*& data : mine.data) data += first - pieces.offset;
       take(mine, first - begin);
     };
     return channel_.start(
-        {{output, input}, readable(input), static_cast<int64_t>(input.nbytes()), take_own, begin, begin + row});
+        {{output, input}, host::readable(input), static_cast<int64_t>(input.nbytes()), take_own, begin, begin + row});
   }
 
-  HostChannel channel_;
+  host::Channel channel_;
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_host_transport(std::shared_ptr<Host> host) {
+std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host) {
   return std::make_unique<HostTransport>(std::move(host));
 }
 

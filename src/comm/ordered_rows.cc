@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 
@@ -21,6 +22,12 @@ void add_rows_in_order(at::TensorList rows, at::Tensor output) {
   }
   for (const at::Tensor& row : rows.slice(narrow ? 1 : std::min<size_t>(2, rows.size()))) sum.add_(row);
   if (narrow) output.copy_(sum);
+}
+
+OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, at::Tensor output, at::Tensor input) {
+  at::Tensor rows = at::empty_like(input);
+  return host::then(transport.all_to_all(rows, input), [by_rank = rows.view({num_ranks, output.numel()}).unbind(0),
+                                                        output] { add_rows_in_order(by_rank, output); });
 }
 
 }  // namespace deeptide::comm

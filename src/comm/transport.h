@@ -5,31 +5,20 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <memory>
-#include <stdexcept>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "comm/host.h"
+#include "host/operation.h"
+
+namespace deeptide::host {
+class Host;
+}
 
 namespace deeptide::comm {
 
-/// A peer or a connection is gone; the text says which.
-class TransportError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-/// A collective under way. Keeps its tensors alive until it is done.
-class Operation {
- public:
-  virtual ~Operation() = default;
-  /// Done, or so near that `advance` will not wait.
-  virtual bool ready() = 0;
-  /// Goes on for about `limit` at most; true when done. Errors: TransportError.
-  virtual bool advance(std::chrono::milliseconds limit) = 0;
-};
-using OperationPtr = std::shared_ptr<Operation>;
+using host::Operation;
+using host::OperationPtr;
+using host::TransportError;
 
 /// Shapes and meaning as in Group. Calls come in the same order on every rank; operations of one transport end in the
 /// order in which they were started.
@@ -47,10 +36,12 @@ class Transport {
 std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend);
 
 /// Through slots in shared memory; all ranks are on one host. Errors (on use): a rank's process has ended.
-std::unique_ptr<Transport> make_host_transport(std::shared_ptr<Host> host);
+std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host);
 
 /// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory within each
-/// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs Host::is_uniform().
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host, c10::intrusive_ptr<c10d::Backend> rail);
+/// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs
+/// host::Host::is_uniform().
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
+                                                    c10::intrusive_ptr<c10d::Backend> rail);
 
 }  // namespace deeptide::comm

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "comm/host_transfer.h"
 #include "comm/transport.h"
+#include "host/transfer.h"
 
 namespace deeptide::comm {
 
@@ -50,7 +50,7 @@ class TwoLevelOperation : public Operation {
 
 class TwoLevelTransport : public Transport {
  public:
-  TwoLevelTransport(std::shared_ptr<Host> host, c10::intrusive_ptr<c10d::Backend> rail)
+  TwoLevelTransport(std::shared_ptr<host::Host> host, c10::intrusive_ptr<c10d::Backend> rail)
       : host_(host), rail_(make_c10d_transport(std::move(rail))), channel_(std::move(host)) {
     for (const auto& ranks : host_->hosts()) order_.insert(order_.end(), ranks.begin(), ranks.end());
   }
@@ -60,26 +60,26 @@ class TwoLevelTransport : public Transport {
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
     Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host
-    auto place = [this, output, row, to = Destination(output)](const Pieces& pieces) {
+    auto place = [this, output, row, to = host::Destination(output)](const host::Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t host, int64_t offset, const char* data, int64_t bytes) {
         to.write(host_->hosts()[host][peer] * row + offset, data, bytes);
       });
     };
-    return then_local(rail_->all_gather(column, input), {{output, column}, readable(column), hosts * row, place});
+    return then_local(rail_->all_gather(column, input), {{output, column}, host::readable(column), hosts * row, place});
   }
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
     const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
     const Tensor sent = by_host(input);
     Tensor received = at::empty_like(sent);  // (hosts, local, row): what this index of each host has for ours
-    auto place = [this, output, row, local, to = Destination(output)](const Pieces& pieces) {
+    auto place = [this, output, row, local, to = host::Destination(output)](const host::Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t at, int64_t offset, const char* data, int64_t bytes) {
         if (at % local != channel_.index()) return;
         to.write(host_->hosts()[at / local][peer] * row + offset, data, bytes);
       });
     };
     return then_local(rail_->all_to_all(received, sent),
-                      {{output, received}, readable(received), static_cast<int64_t>(received.nbytes()), place});
+                      {{output, received}, host::readable(received), static_cast<int64_t>(received.nbytes()), place});
   }
 
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
@@ -91,7 +91,7 @@ class TwoLevelTransport : public Transport {
     const int root_host = static_cast<int>(place / channel_.size()),
               root_index = static_cast<int>(place % channel_.size());
     auto rail = channel_.index() == root_index ? rail_->broadcast(tensor, root_host) : nullptr;
-    return then_local(std::move(rail), broadcast_transfer(tensor, root_index, channel_.index()));
+    return then_local(std::move(rail), host::broadcast_transfer(tensor, root_index, channel_.index()));
   }
 
  private:
@@ -107,7 +107,7 @@ class TwoLevelTransport : public Transport {
 
   /// Calls `use(peer, row, offset in it, data, bytes)` for each row of `row` bytes that each rank's piece touches.
   template <typename Use>
-  static void for_rows(const Pieces& pieces, int64_t row, const Use& use) {
+  static void for_rows(const host::Pieces& pieces, int64_t row, const Use& use) {
     for (int peer = 0; peer < static_cast<int>(pieces.data.size()); ++peer) {
       for (int64_t at = pieces.offset; at < pieces.offset + pieces.bytes;) {
         const int64_t end = std::min((at / row + 1) * row, pieces.offset + pieces.bytes);
@@ -126,16 +126,16 @@ class TwoLevelTransport : public Transport {
     return at::cat(ordered);
   }
 
-  std::shared_ptr<Host> host_;
+  std::shared_ptr<host::Host> host_;
   std::unique_ptr<Transport> rail_;
-  HostChannel channel_;
+  host::Channel channel_;
   std::vector<int> order_;  // ranks, host by host
   OperationPtr last_;
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<Host> host,
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
                                                     c10::intrusive_ptr<c10d::Backend> rail) {
   return std::make_unique<TwoLevelTransport>(std::move(host), std::move(rail));
 }

@@ -135,7 +135,7 @@ std::vector<int64_t> shared_places(const std::vector<std::unique_ptr<Unit>>& uni
   int64_t next = 0;
   for (const auto& unit : units) {
     places.push_back(next);
-    next += comm::HostArena::padded(unit->numel() * item_size(*unit));
+    next += host::Arena::padded(unit->numel() * item_size(*unit));
   }
   return places;
 }
@@ -150,7 +150,7 @@ void prepare(Parameter& p, at::ScalarType dtype) {
 }  // namespace
 
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
-                       const BindOptions& options, const World& world, comm::Host& host, comm::Group& gathers,
+                       const BindOptions& options, const World& world, host::Host& host, comm::Group& gathers,
                        const std::shared_ptr<device::Ledger>& ledger)
     : buffers_(model.buffers) {
   at::NoGradGuard no_grad;
@@ -195,15 +195,15 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
 }
 
 /// Memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
-void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, comm::Host& host) {
+void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, host::Host& host) {
   constexpr int64_t kBucketsOfModel = 16, kSpare = 64 << 20;
   int64_t parameters = 0, gradients = 0;
   for (const UnitLayout& layout : layouts) {
-    parameters += comm::HostArena::padded(layout.numel * static_cast<int64_t>(c10::elementSize(layout.dtype)));
+    parameters += host::Arena::padded(layout.numel * static_cast<int64_t>(c10::elementSize(layout.dtype)));
     gradients += layout.numel * static_cast<int64_t>(sizeof(float));
   }
   std::string why_not;
-  arena_ = comm::HostArena::create(host, parameters, kBucketsOfModel * gradients + kSpare, why_not);
+  arena_ = host::Arena::create(host, parameters, kBucketsOfModel * gradients + kSpare, why_not);
   if (!arena_ && host.index() == 0) log(LogLevel::warning, "ranks of one host do not share parameters: " + why_not);
 }
 

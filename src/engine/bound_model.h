@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/host_arena.h"
 #include "deeptide/engine.h"
 #include "device/memory.h"
+#include "host/arena.h"
 #include "sharding/unit.h"
 
 namespace deeptide::engine {
@@ -32,10 +32,10 @@ class BoundModel {
   /// members.
   /// With all ranks on one `host`, and on the CPU, they share one copy of the parameters.
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
-             const World& world, comm::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
+             const World& world, host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
   /// Null when the ranks share no memory.
-  const std::shared_ptr<comm::HostArena>& arena() const { return arena_; }
+  const std::shared_ptr<host::Arena>& arena() const { return arena_; }
 
   std::vector<std::unique_ptr<sharding::Unit>>& units() { return units_; }
   const std::vector<std::unique_ptr<sharding::Unit>>& units() const { return units_; }
@@ -54,12 +54,12 @@ class BoundModel {
   void check_bound() const;
 
  private:
-  void share_memory(const std::vector<sharding::UnitLayout>& layouts, comm::Host& host);
+  void share_memory(const std::vector<sharding::UnitLayout>& layouts, host::Host& host);
   void bind_apart(sharding::Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
   void bind_shared(sharding::Unit& unit, int64_t offset, int rank, const std::shared_ptr<device::Ledger>& ledger);
   void remember(const sharding::Unit& unit);
 
-  std::shared_ptr<comm::HostArena> arena_;
+  std::shared_ptr<host::Arena> arena_;
   std::vector<std::unique_ptr<sharding::Unit>> units_;
   std::vector<NamedTensor> buffers_;
   std::unordered_map<std::string, std::pair<int, int>> by_name_;  // unit, parameter

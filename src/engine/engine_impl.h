@@ -10,18 +10,18 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_board.h"
 #include "comm/group.h"
-#include "comm/host.h"
-#include "comm/mesh.h"
 #include "deeptide/engine.h"
 #include "device/memory.h"
 #include "engine/bound_model.h"
 #include "gradients/hooks.h"
 #include "gradients/reducer.h"
+#include "host/host.h"
 #include "optim/rule.h"
 #include "optim/schedule.h"
 #include "sharding/residency.h"
+#include "world/failure_board.h"
+#include "world/mesh.h"
 #include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
 
@@ -42,11 +42,11 @@ void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimize
 
 /// Tells the other ranks when this one fails while it is being constructed.
 struct Start {
-  explicit Start(std::shared_ptr<comm::FailureBoard> failure_board) : board(std::move(failure_board)) {}
+  explicit Start(std::shared_ptr<world::FailureBoard> failure_board) : board(std::move(failure_board)) {}
   ~Start() {
     if (!succeeded) board->report_failure("failed in initialize; see its error");
   }
-  std::shared_ptr<comm::FailureBoard> board;
+  std::shared_ptr<world::FailureBoard> board;
   bool succeeded = false;
 };
 
@@ -85,13 +85,13 @@ struct Engine::Impl {
 
   Config config;
   World world;
-  comm::Mesh mesh;
+  world::Mesh mesh;
   BatchSizes batch;
   zero::StagePolicy policy;
   const optim::Rule* rule;  // null: no optimizer
   std::shared_ptr<device::Ledger> ledger;
-  std::shared_ptr<comm::FailureBoard> board;
-  std::shared_ptr<comm::Host> host;
+  std::shared_ptr<world::FailureBoard> board;
+  std::shared_ptr<host::Host> host;
   comm::Group control;     // small messages, always on the CPU
   comm::Group gathers;     // parameters
   comm::Group reductions;  // gradients

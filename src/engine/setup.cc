@@ -63,12 +63,12 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
 }
 
 /// Whether a core of this machine is idle while all its ranks compute.
-bool has_idle_core(const comm::Host& host, const World& world) {
+bool has_idle_core(const host::Host& host, const World& world) {
   const bool knows_all_ranks = world.size == 1 || host.size() > 1;
   return knows_all_ranks && num_cores() > host.size() * at::get_num_threads();
 }
 
-bool wants_side_thread(const Config& config, const comm::Host& host, const World& world) {
+bool wants_side_thread(const Config& config, const host::Host& host, const World& world) {
   if (!config.zero.overlap_comm || config.runtime.reduce_thread == "off") return false;
   return config.runtime.reduce_thread == "on" || has_idle_core(host, world);
 }
@@ -116,13 +116,13 @@ const char* operation_name(Operation operation) {
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
       world(options.world ? *options.world : init_distributed()),
-      mesh(comm::Mesh::data_parallel(world.size)),
-      batch(config.batch_sizes(mesh.size(comm::Axis::data))),
+      mesh(world::Mesh::data_parallel(world.size)),
+      batch(config.batch_sizes(mesh.size(world::Axis::data))),
       policy(zero::kStages.at(config.zero.stage)),
       rule(rule_of(config, options)),
       ledger(std::make_shared<device::Ledger>()),
-      board(std::make_shared<comm::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
-      host(comm::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory,
+      board(std::make_shared<world::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
+      host(host::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory,
                             board)),
       control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false, host),
       gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true, host),
@@ -148,8 +148,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     auto how = reducer_options(config, batch, world.size);
     how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
     how.keep_rows = model.device().is_cpu() && keeps_rows(config, batch, world, policy) &&
-                    trainable.size() <= comm::HostExchange::kMaxOffers / 2;
-    auto exchange = model.arena() ? std::make_unique<comm::HostExchange>(host, model.arena()) : nullptr;
+                    trainable.size() <= host::Exchange::kMaxOffers / 2;
+    auto exchange = model.arena() ? std::make_unique<host::Exchange>(host, model.arena()) : nullptr;
     reducer =
         std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
     optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, hyperparameters, policy, ledger, reductions,

@@ -55,7 +55,7 @@ void Engine::Impl::backward(const at::Tensor& loss, bool retain_graph) {
   TORCH_CHECK_VALUE(loss.requires_grad(),
                     "backward: the loss does not require grad: it was computed under no_grad, or from "
                     "detached or frozen tensors only");
-  comm::flight_log().enter(global_steps, "backward", "");
+  trace::flight_log().enter(global_steps, "backward", "");
   torch::autograd::backward({loss}, {at::ones_like(loss)}, retain_graph);
 }
 
@@ -121,7 +121,7 @@ void Engine::Impl::take_private_writes(const std::vector<Message>& messages) {
 
 void Engine::Impl::end_micro_batch() {
   ++micro_steps;
-  comm::flight_log().enter(global_steps, "forward", "");
+  trace::flight_log().enter(global_steps, "forward", "");
   set_boundary(boundary_override);
   residency->set_step(global_steps);
   reducer->set_step(global_steps);
@@ -138,7 +138,7 @@ std::vector<Message> Engine::Impl::enter_step(bool joined) {
 std::optional<StepOutcome> Engine::Impl::step(bool joined) {
   TORCH_CHECK_VALUE(reducer != nullptr, "step: this engine has no optimizer");
   model.check_bound();
-  comm::flight_log().enter(global_steps, "step", "");
+  trace::flight_log().enter(global_steps, "step", "");
   auto messages = enter_step(joined);
   while (operation_of(messages[leading_rank(messages)]) == Operation::zero_grad) {
     reducer->discard(most_rounds(messages));

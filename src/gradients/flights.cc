@@ -55,7 +55,7 @@ class Flights::Pause {
   Flights& flights_;
 };
 
-Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, comm::HostExchange* exchange,
+Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exchange* exchange,
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
                  device::BufferPool& buckets)
     : units_(units),
@@ -89,14 +89,14 @@ Flights::~Flights() {
 
 void Flights::launch(int unit, Tensor bucket) {
   limit();
-  comm::flight_log().enter(step_, "backward", units_[unit]->layout().name);
+  trace::flight_log().enter(step_, "backward", units_[unit]->layout().name);
   Flight flight;
   flight.unit = unit;
   flight.sent = std::move(bucket);
   if (exchange_) {
     auto offer = exchange_->offer(flight.sent);
     flight.pending =
-        group_.track(std::move(offer.pending), "reduce-scatter", static_cast<int64_t>(flight.sent.nbytes()));
+        group_.track(std::move(offer.operation), "reduce-scatter", static_cast<int64_t>(flight.sent.nbytes()));
     flight.offer = offer.number;
   } else if (group_.size() > 1 && options_.ordered) {
     flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "comm/host_exchange.h"
 #include "device/memory.h"
+#include "host/exchange.h"
 #include "numerics/ordered_sum.h"
 #include "sharding/unit.h"
 
@@ -47,7 +47,7 @@ class Flights {
  public:
   /// `units`: by position; an fp32 accumulator shard each, unless rows are kept. Buckets go back to `buckets` when they
   /// may be filled again. `exchange`: when all ranks are on one host; null otherwise.
-  Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, comm::HostExchange* exchange,
+  Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, host::Exchange* exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
           device::BufferPool& buckets);
   ~Flights();
@@ -101,7 +101,7 @@ class Flights {
 
   std::vector<sharding::Unit*> units_;
   comm::Group& group_;
-  comm::HostExchange* exchange_;
+  host::Exchange* exchange_;
   device::BufferPool& buckets_;
   device::BufferPool receive_pool_;
   ReducerOptions options_;

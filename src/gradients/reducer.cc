@@ -32,8 +32,8 @@ void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient)
 }
 
 /// Where buckets come from: the arena, if there is one.
-device::BufferPool::Source bucket_source(const comm::HostExchange* exchange,
-                                         const std::shared_ptr<device::Ledger>& ledger, Role role) {
+device::BufferPool::Source bucket_source(const host::Exchange* exchange, const std::shared_ptr<device::Ledger>& ledger,
+                                         Role role) {
   if (exchange == nullptr) return {};
   return [&arena = exchange->arena(), ledger, role](int64_t bytes) { return arena.allocate(ledger, role, bytes); };
 }
@@ -42,7 +42,7 @@ Role role_of(bool buckets_stay) { return buckets_stay ? Role::gradients : Role::
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
+Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       exchange_(std::move(exchange)),

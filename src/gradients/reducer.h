@@ -23,7 +23,7 @@ class Reducer {
   /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit, unless the
   /// options keep rows.
   /// `exchange`: when all ranks are on one host; buckets then lie in its arena and are summed where they lie.
-  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<comm::HostExchange> exchange,
+  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
   ~Reducer();
 
@@ -73,7 +73,7 @@ class Reducer {
   void empty(Bucket& bucket);
 
   std::vector<sharding::Unit*> units_;
-  std::unique_ptr<comm::HostExchange> exchange_;
+  std::unique_ptr<host::Exchange> exchange_;
   bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;

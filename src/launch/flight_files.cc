@@ -24,16 +24,16 @@ int make_file(const char* name, off_t bytes) {
 }  // namespace
 
 FlightFiles::FlightFiles() {
-  ring_fd_ = make_file("deeptide-flight", sizeof(comm::FlightRing));
+  ring_fd_ = make_file("deeptide-flight", sizeof(trace::FlightRing));
   stacks_fd_ = make_file("deeptide-stacks", 0);
-  void* memory = ::mmap(nullptr, sizeof(comm::FlightRing), PROT_READ | PROT_WRITE, MAP_SHARED, ring_fd_, 0);
+  void* memory = ::mmap(nullptr, sizeof(trace::FlightRing), PROT_READ | PROT_WRITE, MAP_SHARED, ring_fd_, 0);
   if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "deeptide-flight");
-  ring_ = new (memory) comm::FlightRing;
-  ring_->magic.store(comm::kFlightMagic);
+  ring_ = new (memory) trace::FlightRing;
+  ring_->magic.store(trace::kFlightMagic);
 }
 
 FlightFiles::~FlightFiles() {
-  if (ring_ != nullptr) ::munmap(ring_, sizeof(comm::FlightRing));
+  if (ring_ != nullptr) ::munmap(ring_, sizeof(trace::FlightRing));
   if (ring_fd_ >= 0) ::close(ring_fd_);
   if (stacks_fd_ >= 0) ::close(stacks_fd_);
 }
@@ -44,7 +44,7 @@ FlightFiles::FlightFiles(FlightFiles&& other) noexcept
       ring_(std::exchange(other.ring_, nullptr)) {}
 
 std::map<std::string, std::string> FlightFiles::environment() const {
-  return {{comm::kFlightVariable, std::to_string(ring_fd_)}, {comm::kStacksVariable, std::to_string(stacks_fd_)}};
+  return {{trace::kFlightVariable, std::to_string(ring_fd_)}, {trace::kStacksVariable, std::to_string(stacks_fd_)}};
 }
 
 std::string FlightFiles::stacks() const {

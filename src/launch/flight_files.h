@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "comm/flight_ring.h"
+#include "trace/flight_ring.h"
 
 namespace deeptide::launch {
 
@@ -25,7 +25,7 @@ class FlightFiles {
   int ring_fd() const { return ring_fd_; }
   int stacks_fd() const { return stacks_fd_; }
 
-  const comm::FlightRing& ring() const { return *ring_; }
+  const trace::FlightRing& ring() const { return *ring_; }
   /// What the rank has written since the last clear.
   std::string stacks() const;
   void clear_stacks() const;
@@ -33,7 +33,7 @@ class FlightFiles {
  private:
   int ring_fd_ = -1;
   int stacks_fd_ = -1;
-  comm::FlightRing* ring_ = nullptr;
+  trace::FlightRing* ring_ = nullptr;
 };
 
 }  // namespace deeptide::launch

@@ -78,9 +78,9 @@ std::string answer(const FlightFiles& files, const std::function<bool(const std:
 }
 
 std::string python_stacks(pid_t pid, const FlightFiles& files) {
-  if (!catches(pid, comm::python_stacks_signal())) return "";
+  if (!catches(pid, trace::python_stacks_signal())) return "";
   files.clear_stacks();
-  if (::kill(pid, comm::python_stacks_signal()) != 0) return "";
+  if (::kill(pid, trace::python_stacks_signal()) != 0) return "";
   // faulthandler has no closing mark: it is complete when nothing more comes.
   std::string last;
   return answer(files, [&last](const std::string& text) {
@@ -98,7 +98,7 @@ size_t count_of(const std::string& text, const std::string& part) {
 
 /// One thread after the other, so that their lines do not mix.
 std::string native_answers(pid_t pid, const FlightFiles& files) {
-  const int signal = comm::native_stack_signal();
+  const int signal = trace::native_stack_signal();
   if (!catches(pid, signal)) return "";
   files.clear_stacks();
   size_t asked = 0;

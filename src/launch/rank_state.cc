@@ -12,9 +12,9 @@
 namespace deeptide::launch {
 namespace {
 
-using comm::FlightEntry;
-using comm::FlightRing;
-using comm::kFlightEntries;
+using trace::FlightEntry;
+using trace::FlightRing;
+using trace::kFlightEntries;
 
 double seconds_since(int64_t then_ns) {
   if (then_ns == 0) return 0.0;

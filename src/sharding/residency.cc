@@ -152,7 +152,7 @@ void Residency::visit(const Unit& unit) {
   if (last_visited_ == unit.index()) return;
   const int previous = std::exchange(last_visited_, unit.index());
   plan().visit(unit.index());
-  comm::flight_log().enter(step_, phase(), unit.layout().name);
+  trace::flight_log().enter(step_, phase(), unit.layout().name);
   if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
   Unit* left = units_[previous];
   if (!left->is_whole() || left->is_pinned() || contains(needed_, left)) return;

@@ -12,10 +12,10 @@
 #include <random>
 #include <thread>
 
-#include "comm/failure_board.h"
 #include "comm/rendezvous.h"
 #include "deeptide/interpreter.h"
 #include "ranks.h"
+#include "world/failure_board.h"
 
 namespace deeptide::comm {
 namespace {

@@ -16,8 +16,8 @@
 #include <thread>
 #include <tuple>
 
-#include "comm/failure_board.h"
 #include "ranks.h"
+#include "world/failure_board.h"
 
 namespace deeptide::gradients {
 namespace {
@@ -46,7 +46,7 @@ const std::vector<std::vector<int64_t>> kSizes = {{5, 40}, {1}, {17, 3, 100}, {6
 /// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
 struct Training {
   explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
-      : board(std::make_shared<comm::FailureBoard>(world, "board")),
+      : board(std::make_shared<world::FailureBoard>(world, "board")),
         control(world, "control", std::chrono::milliseconds(timeout_ms), board, false),
         group(world, "reductions", std::chrono::milliseconds(timeout_ms), board, false) {
     std::vector<Unit*> all;
@@ -95,7 +95,7 @@ struct Training {
     EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
   }
 
-  std::shared_ptr<comm::FailureBoard> board;
+  std::shared_ptr<world::FailureBoard> board;
   comm::Group control;
   comm::Group group;
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();

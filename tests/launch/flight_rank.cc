@@ -7,10 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "comm/flight_log.h"
+#include "trace/flight_log.h"
 
-using deeptide::comm::Flight;
-using deeptide::comm::flight_log;
+using deeptide::trace::Flight;
+using deeptide::trace::flight_log;
 
 // Exported and never inlined, so that its name stands in a native stack.
 extern "C" __attribute__((noinline)) void compute_for_ever() {

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/failure_board.h"
 #include "comm/group.h"
 #include "sharding/residency.h"
+#include "world/failure_board.h"
 
 namespace deeptide::sharding {
 
@@ -24,7 +24,7 @@ struct ShardedTensors {
                  ResidencyLimits limits = {}, int64_t max_unit = 1,
                  std::chrono::milliseconds timeout = std::chrono::seconds(60))
       : tensors(std::move(given)),
-        board(std::make_shared<comm::FailureBoard>(world, name)),
+        board(std::make_shared<world::FailureBoard>(world, name)),
         control(world, name + "/control", timeout, board, false),
         gathers(world, name + "/gathers", timeout, board, false) {
     at::NoGradGuard no_grad;
@@ -71,7 +71,7 @@ struct ShardedTensors {
 
   std::vector<at::Tensor> tensors;
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
-  std::shared_ptr<comm::FailureBoard> board;
+  std::shared_ptr<world::FailureBoard> board;
   comm::Group control;
   comm::Group gathers;
   std::vector<std::unique_ptr<Unit>> units;

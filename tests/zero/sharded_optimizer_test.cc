@@ -16,10 +16,10 @@
 #include <map>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "comm/failure_board.h"
 #include "deeptide/errors.h"
 #include "ranks.h"
 #include "sharding/layout.h"
+#include "world/failure_board.h"
 
 namespace deeptide::zero {
 namespace {
@@ -38,7 +38,7 @@ Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).s
 /// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
 struct Stage {
   Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups)
-      : group(world, "reductions", std::chrono::seconds(60), std::make_shared<comm::FailureBoard>(world, "board"),
+      : group(world, "reductions", std::chrono::seconds(60), std::make_shared<world::FailureBoard>(world, "board"),
               false),
         policy(kStages.at(stage)) {
     at::NoGradGuard no_grad;

@@ -1,0 +1,91 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// How fast a world's collectives are, each checked before it is timed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/group.h"
+#include "world/failure_board.h"
+
+namespace deeptide::bench {
+
+enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast };
+inline constexpr std::array kCollectives{Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter,
+                                         Collective::all_to_all, Collective::broadcast};
+
+/// "all-reduce".
+const char* name_of(Collective collective);
+/// Bus bandwidth by algorithm bandwidth, as nccl-tests define them: what a link must carry of each byte.
+double bus_factor(Collective collective, int world_size);
+
+/// What the ranks of a collective hold when its size is `numel`: all that a rank receives (all-gather), all that it
+/// gives (the others).
+struct CollectiveShape {
+  Collective collective;
+  int rank;
+  int world_size;
+  int64_t numel;
+
+  int64_t input_numel() const;
+  int64_t output_numel() const;
+};
+
+/// Writes what this rank gives: small integers that tell rank and place, and sum exactly in any type.
+/// Shapes: input (input_numel,), of any type and device.
+void fill_input(const CollectiveShape& shape, const at::Tensor& input);
+/// Errors: RuntimeError naming the first element that is not what all ranks' inputs make of it; broadcast is rank 0's.
+void check_output(const CollectiveShape& shape, const at::Tensor& output);
+
+/// Seconds a call, of `calls` one after the other, as nccl-tests do it: the barrier before them is not in the time,
+/// `finish` after them is.
+double time_calls(
+    Group& group, const std::function<void()>& call, int64_t calls, const std::function<void()>& finish = [] {});
+/// So many calls that they move about 16 MiB, that a clock's steps do not show.
+int64_t calls_for(int64_t bytes);
+
+struct CollectiveTimes {
+  int64_t bytes = 0;            // the size, rounded so that ranks have equal slices of whole cache lines
+  std::vector<double> seconds;  // a call on the slowest rank; one value a trial
+};
+
+/// Collectives of one Group, as an engine makes it. All calls are collective. One a world.
+class CollectiveBench {
+ public:
+  /// `shared_memory`: false sends all over c10d. Errors: ConfigError for a world of one; as host::Host::find and Group.
+  CollectiveBench(const World& world, at::ScalarType dtype, at::Device device, int64_t max_bytes,
+                  bool shared_memory = true);
+
+  /// Which way the bytes go: "shared memory", "two levels", "c10d".
+  std::string path() const { return group_.path(); }
+  int num_hosts() const { return static_cast<int>(host_->hosts().size()); }
+
+  /// Checks one call, makes `warmups` calls, then `trials` times as many as calls_for says.
+  CollectiveTimes measure(Collective collective, int64_t bytes, int warmups, int trials);
+
+  /// Of each value the largest of all ranks. Collective.
+  std::vector<double> slowest(const std::vector<double>& seconds);
+
+  /// One call, waited for. An all-reduce is a reduce-scatter and an all-gather, as in training.
+  void call(const CollectiveShape& shape);
+  /// The buffers of such a call.
+  at::Tensor input(const CollectiveShape& shape) const { return input_.narrow(0, 0, shape.input_numel()); }
+  at::Tensor output(const CollectiveShape& shape) const { return output_.narrow(0, 0, shape.output_numel()); }
+
+ private:
+  int64_t rounded(int64_t bytes) const;
+  CollectiveTimes measure_checked(Collective collective, int64_t bytes, int warmups, int trials);
+  void verify(const CollectiveShape& shape);
+
+  std::shared_ptr<world::FailureBoard> board_;
+  std::shared_ptr<host::Host> host_;
+  Group group_, control_;
+  at::Tensor input_, output_;
+};
+
+}  // namespace deeptide::bench

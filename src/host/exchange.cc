@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Offsets in a ring of small slots.
+#include "host/exchange.h"
+
+#include <cstring>
+
+namespace deeptide::host {
+
+using at::Tensor;
+using std::chrono::milliseconds;
+
+namespace {
+
+struct Place {
+  int64_t offset;
+  int64_t bytes;
+};
+
+class AllOffered : public Operation {
+ public:
+  AllOffered(std::shared_ptr<Ring> ring, uint32_t number) : ring_(std::move(ring)), number_(number) {}
+  bool ready() override { return ring_->all_posted(number_); }
+  bool advance(milliseconds limit) override { return ring_->wait_posted(number_, limit); }
+
+ private:
+  std::shared_ptr<Ring> ring_;
+  uint32_t number_;
+};
+
+}  // namespace
+
+Exchange::Exchange(const std::shared_ptr<Host>& host, std::shared_ptr<Arena> arena)
+    : arena_(std::move(arena)), ring_(std::make_shared<Ring>(host, kMaxOffers, sizeof(Place))) {}
+
+Exchange::Offer Exchange::offer(const Tensor& flat) {
+  char* slot = ring_->next_slot();
+  TORCH_CHECK(slot != nullptr, "deeptide: ", kMaxOffers,
+              " reductions are under way: another rank is far behind this one");
+  const Place place{arena_->offset_of(flat), static_cast<int64_t>(flat.nbytes())};
+  std::memcpy(slot, &place, sizeof(place));
+  const uint32_t number = ring_->post();
+  return {std::make_shared<AllOffered>(ring_, number), number};
+}
+
+std::vector<Tensor> Exchange::rows(uint32_t number, int64_t begin, int64_t numel, at::ScalarType dtype) const {
+  std::vector<Tensor> rows;
+  const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+  for (int peer = 0; peer < ring_->size(); ++peer) {
+    Place place{};
+    std::memcpy(&place, ring_->slot(peer, number), sizeof(place));
+    TORCH_INTERNAL_ASSERT((begin + numel) * item <= place.bytes, "rank of index ", peer, " offered ", place.bytes,
+                          " bytes, ", (begin + numel) * item, " are needed");
+    rows.push_back(arena_->at(place.offset + begin * item, numel, dtype));
+  }
+  return rows;
+}
+
+}  // namespace deeptide::host

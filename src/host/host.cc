@@ -1,0 +1,238 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Finding the ranks of one host through the store, and watching their processes.
+#include "host/host.h"
+
+#include <poll.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <map>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "device/parallel.h"
+#include "world/failure_board.h"
+
+namespace deeptide::host {
+
+using device::SharedMemory;
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+namespace {
+
+constexpr int64_t kSignalBytesPerRank = 16 << 20;  // reserved, not taken
+constexpr int64_t kLine = 128;                     // two cache lines: what one rank writes disturbs no other
+constexpr milliseconds kShortestNap{1}, kLongestNap{20};
+constexpr int kUnwatched = -1, kGone = -2;  // instead of a process handle
+
+std::string inode(const char* path) {
+  struct stat status {};
+  return ::stat(path, &status) == 0 ? std::to_string(status.st_ino) : "?";
+}
+
+/// Equal for two processes exactly when they may share memory and would be called one host: containers with a network
+/// of their own count as hosts.
+std::string host_identity(const World& world) {
+  if (!world.host.empty()) return world.host;
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return boot + "/" + inode("/proc/self/ns/net") + "/" + inode("/proc/self/ns/pid") + "/" + std::to_string(::geteuid());
+}
+
+/// What a rank tells of itself; its host's name comes last, for it may hold anything.
+struct Place {
+  int pid;
+  bool enabled;
+  std::string host;
+
+  std::string line() const {
+    std::string name = host;
+    std::replace(name.begin(), name.end(), '\n', ' ');
+    return std::to_string(pid) + " " + (enabled ? "1" : "0") + " " + name;
+  }
+  static Place parse(const std::string& line) {
+    const size_t first = line.find(' ');
+    return {std::stoi(line), line.at(first + 1) == '1', line.substr(first + 3)};
+  }
+};
+
+/// Ranks that are bound to cores are taken to have been given different ones.
+bool has_cores_for(int num_ranks) {
+  const int cores = num_cores();
+  return cores >= num_ranks || cores < ::sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+}  // namespace
+
+Host::Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board)
+    : world_(world), prefix_(std::move(prefix)), board_(std::move(board)) {}
+
+Host::~Host() {
+  for (int handle : process_handles_) {
+    if (handle >= 0) ::close(handle);
+  }
+}
+
+/// The key's value, once it is there.
+std::string Host::await(const std::string& key) const {
+  auto& store = *world_.store;
+  const auto begin = steady_clock::now();
+  auto nap = kShortestNap;
+  for (auto look = begin + world::kPollFailures; !store.check({key}); nap = std::min(2 * nap, kLongestNap)) {
+    const auto now = steady_clock::now();
+    if (now > begin + store.getTimeout()) {
+      throw CommError("no word within " + std::to_string(store.getTimeout().count()) + " ms, the store's timeout");
+    }
+    if (now > look) {
+      look = now + world::kPollFailures;
+      auto failure = find_dead();
+      if (!failure && board_) failure = board_->failure();
+      if (failure && !store.check({key})) throw CommError(*failure);  // it may have said this first
+    }
+    std::this_thread::sleep_for(nap);
+  }
+  return to_text(store.get(key));
+}
+
+/// Everybody's line, by rank: each leaves its own, rank 0 collects, so that the store answers W + 1 reads, not W * W.
+std::vector<std::string> Host::gather_lines(const std::string& prefix, const std::string& own) const {
+  world_.store->set(prefix + "/" + std::to_string(world_.rank), to_bytes(own));
+  if (world_.rank == 0) {
+    std::string all;
+    for (int r = 0; r < world_.size; ++r) all += (r ? "\n" : "") + await(prefix + "/" + std::to_string(r));
+    world_.store->set(prefix + "/all", to_bytes(all));
+  }
+  return split(await(prefix + "/all"), '\n');
+}
+
+std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, bool enabled,
+                                 std::shared_ptr<world::FailureBoard> board) {
+  auto host = std::shared_ptr<Host>(new Host(world, prefix, board));
+  std::vector<std::string> lines;
+  const std::string own = Place{::getpid(), enabled, host_identity(world)}.line();
+  if (world.size > 1) {
+    try {
+      lines = host->gather_lines(prefix, own);
+    } catch (const std::exception& error) {
+      throw CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) +
+                      " could not learn where the other ranks run: " + std::string(error.what()).substr(0, 300) +
+                      ". Check that all ranks have been started.");
+    }
+  } else {
+    lines = {own};
+  }
+  std::vector<Place> places;
+  for (const auto& line : lines) places.push_back(Place::parse(line));
+  const bool all_enabled = std::all_of(places.begin(), places.end(), [](const auto& place) { return place.enabled; });
+  std::map<std::string, int> known;
+  for (int r = 0; r < world.size; ++r) {
+    const std::string key = all_enabled ? places[r].host : std::to_string(r);
+    const auto [at, is_new] = known.emplace(key, static_cast<int>(host->hosts_.size()));
+    if (is_new) host->hosts_.emplace_back();
+    host->hosts_[at->second].push_back(r);
+    if (r == world.rank) host->host_index_ = at->second;
+  }
+  host->ranks_ = host->hosts_[host->host_index_];
+  host->index_ =
+      static_cast<int>(std::find(host->ranks_.begin(), host->ranks_.end(), world.rank) - host->ranks_.begin());
+  host->core_each_ = has_cores_for(host->size());
+  for (int r : host->ranks_) host->pids_.push_back(places[r].pid);
+  if (host->hosts_.size() == static_cast<size_t>(world.size)) return host;
+  const std::string why_not = host->connect();
+  for (const auto& line : host->gather_lines(prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
+    if (line == "ok") continue;
+    if (world.rank == 0) log(LogLevel::warning, "ranks of one host talk over the network: " + line);
+    return find(world, prefix + "/apart", /*enabled=*/false, std::move(board));
+  }
+  return host;
+}
+
+bool Host::is_uniform() const {
+  return std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& h) { return h.size() == hosts_.front().size(); });
+}
+
+std::string Host::text() const {
+  const size_t num_hosts = hosts_.size();
+  if (num_hosts == static_cast<size_t>(world_.size)) return "no two ranks share memory, network";
+  std::string sizes = std::to_string(hosts_.front().size());
+  for (size_t h = 1; h < num_hosts && !is_uniform(); ++h) {
+    sizes += (h + 1 == num_hosts ? " and " : ", ") + std::to_string(hosts_[h].size());
+  }
+  if (holds_all()) return "1 host of " + sizes + " ranks, shared memory";
+  return std::to_string(num_hosts) + " hosts of " + sizes + " ranks, " +
+         (is_uniform() ? "shared memory within" : "network");
+}
+
+std::string Host::connect() {
+  std::string why_not;
+  watch_processes(pids_);
+  if (size() > 1) signals_ = share(kSignalBytesPerRank * size(), why_not);
+  return why_not;
+}
+
+std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_not, const Check& check) {
+  const std::string prefix = prefix_ + "/" + std::to_string(host_index_) + "/shared/" + std::to_string(num_shared_++);
+  std::shared_ptr<SharedMemory> memory;
+  std::string word = "ok";
+  try {
+    if (index_ == 0) memory = SharedMemory::create(size_bytes);
+  } catch (const std::exception& error) {
+    word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
+  }
+  auto& store = *world_.store;
+  if (index_ == 0) store.set(prefix, to_bytes(memory ? memory->address() : ""));
+  const std::string address = await(prefix);
+  try {
+    if (index_ != 0 && !address.empty()) memory = SharedMemory::open(address);
+    if (memory && check) check(memory);
+  } catch (const std::exception& error) {
+    word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
+  }
+  store.set(prefix + "/" + std::to_string(index_), to_bytes(word));
+  for (int i = 0; i < size(); ++i) {
+    const std::string other = await(prefix + "/" + std::to_string(i));
+    if (other != "ok" && why_not.empty()) why_not = other.substr(0, other.find('\n'));
+  }
+  return why_not.empty() ? memory : nullptr;
+}
+
+char* Host::reserve(int64_t size_bytes) {
+  const int64_t begin = reserved_;
+  reserved_ += (size_bytes + kLine - 1) / kLine * kLine;
+  TORCH_INTERNAL_ASSERT(signals_ && reserved_ <= signals_->size(), "no room for signals: ", reserved_);
+  return signals_->data() + begin;
+}
+
+void Host::watch_processes(const std::vector<int>& pids) {
+  for (int pid : pids) {
+    int handle = kUnwatched;
+#ifdef SYS_pidfd_open
+    if (pid != ::getpid()) {
+      handle = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+      if (handle < 0) handle = errno == ESRCH ? kGone : kUnwatched;
+    }
+#endif
+    process_handles_.push_back(handle);
+  }
+}
+
+std::optional<std::string> Host::find_dead() const {
+  for (size_t i = 0; i < process_handles_.size(); ++i) {
+    if (process_handles_[i] == kUnwatched) continue;
+    pollfd entry{process_handles_[i], POLLIN, 0};
+    if (process_handles_[i] == kGone || ::poll(&entry, 1, 0) > 0) {
+      return "rank " + std::to_string(ranks_[i]) + "'s process " + std::to_string(pids_[i]) + " has ended";
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace deeptide::host

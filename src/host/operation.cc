@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// An operation with an end of its own.
+#include "host/operation.h"
+
+#include <utility>
+
+namespace deeptide::host {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+class ThenOperation : public Operation {
+ public:
+  ThenOperation(OperationPtr operation, std::function<void()> finish)
+      : operation_(std::move(operation)), finish_(std::move(finish)) {}
+  bool ready() override { return operation_->ready(); }
+  bool advance(milliseconds limit) override {
+    if (!operation_->advance(limit)) return false;
+    if (finish_) std::exchange(finish_, nullptr)();
+    return true;
+  }
+
+ private:
+  OperationPtr operation_;
+  std::function<void()> finish_;
+};
+
+}  // namespace
+
+OperationPtr then(OperationPtr operation, std::function<void()> finish) {
+  return std::make_shared<ThenOperation>(std::move(operation), std::move(finish));
+}
+
+}  // namespace deeptide::host

@@ -1,0 +1,33 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A transfer under way, whoever carries it, and the error that ends it.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+
+namespace deeptide::host {
+
+/// A peer or a connection is gone; the text says which.
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// A transfer or a collective under way. Keeps its tensors alive until it is done.
+class Operation {
+ public:
+  virtual ~Operation() = default;
+  /// Done, or so near that `advance` does not wait.
+  virtual bool ready() = 0;
+  /// Works for about `limit` at most; true when done. Errors: TransportError.
+  virtual bool advance(std::chrono::milliseconds limit) = 0;
+};
+using OperationPtr = std::shared_ptr<Operation>;
+
+/// Runs `operation`, then `finish` once it is done.
+OperationPtr then(OperationPtr operation, std::function<void()> finish);
+
+}  // namespace deeptide::host

@@ -1,0 +1,363 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The launchers' variables as tables: who says which rank we are, and where rank 0 is.
+#include "world/discovery.h"
+
+#include <limits.h>
+#include <netdb.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+#include <vector>
+
+#include "base/json.h"
+#include "base/slurm_lists.h"
+
+namespace deeptide::world {
+namespace {
+
+using Text = std::optional<std::string>;
+using Names = std::vector<const char*>;
+
+constexpr int kMaxWorld = 1 << 20;
+constexpr int kMaxLocal = 1 << 16;
+
+enum class Kind : uint8_t { by_hand, mpi, slurm, sagemaker, kubernetes };
+
+/// A launcher by its variables; of each list the first that is set counts.
+struct Source {
+  const char* name;
+  Kind kind;
+  Names needed;  // it is present when all of these are set
+  Names rank, size, local_rank, local_size;
+  Names job;         // what tells its jobs apart
+  const char* cure;  // how its user says where rank 0 is
+};
+
+const Source kSources[] = {
+    {"environment",
+     Kind::by_hand,
+     {"RANK"},
+     {"RANK"},
+     {"WORLD_SIZE"},
+     {"LOCAL_RANK"},
+     {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"},
+     {},
+     "start with `deeptide` or `torchrun`, or set MASTER_ADDR and MASTER_PORT"},
+    {"openmpi",
+     Kind::mpi,
+     {"OMPI_COMM_WORLD_RANK"},
+     {"OMPI_COMM_WORLD_RANK"},
+     {"OMPI_COMM_WORLD_SIZE"},
+     {"OMPI_COMM_WORLD_LOCAL_RANK"},
+     {"OMPI_COMM_WORLD_LOCAL_SIZE"},
+     {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
+     "start with `mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>`"},
+    {"mvapich",
+     Kind::mpi,
+     {"MV2_COMM_WORLD_RANK"},
+     {"MV2_COMM_WORLD_RANK"},
+     {"MV2_COMM_WORLD_SIZE"},
+     {"MV2_COMM_WORLD_LOCAL_RANK"},
+     {"MV2_COMM_WORLD_LOCAL_SIZE"},
+     {},
+     "start with `mpirun -env MASTER_ADDR <host of rank 0> -env MASTER_PORT <port>`"},
+    {"mpich",
+     Kind::mpi,
+     {"PMI_RANK"},
+     {"PMI_RANK"},
+     {"PMI_SIZE"},
+     {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"},
+     {"MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
+     {"PMI_JOBID", "PALS_APID"},
+     "start with `mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>`"},
+    // Without a step (a batch script) these describe the allocation, not a process of ours.
+    {"slurm",
+     Kind::slurm,
+     {"SLURM_STEP_ID", "SLURM_PROCID"},
+     {"SLURM_PROCID", "PMIX_RANK"},
+     {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"},
+     {"SLURM_LOCALID"},
+     {},
+     {"SLURM_JOB_ID"},
+     "set MASTER_ADDR to the first host of the job"},
+    {"sagemaker",
+     Kind::sagemaker,
+     {"SM_HOSTS", "SM_CURRENT_HOST"},
+     {},
+     {},
+     {},
+     {},
+     {"SM_TRAINING_JOB_NAME", "TRAINING_JOB_NAME"},
+     "set MASTER_ADDR and MASTER_PORT"},
+    {"kubernetes",
+     Kind::kubernetes,
+     {"JOB_COMPLETION_INDEX"},
+     {"JOB_COMPLETION_INDEX"},
+     {"WORLD_SIZE", "JOB_COMPLETIONS"},
+     {},
+     {},
+     {},
+     "set MASTER_ADDR to the host name of the pod with index 0, and WORLD_SIZE to the job's completions"},
+};
+
+struct Variable {
+  std::string name, value;
+};
+
+/// What one source says; a local rank of -1 or a local size of 0: it does not say.
+struct Claim {
+  const Source* source;
+  std::string name;
+  int rank = 0, size = 0, local_rank = -1, local_size = 0;
+  std::string text;  // "openmpi: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4"
+};
+
+std::optional<Variable> first_set(const Environment& environment, const Names& names) {
+  for (const char* name : names) {
+    if (const Text value = environment.variable(name)) return Variable{name, *value};
+  }
+  return std::nullopt;
+}
+
+int number(const Variable& variable, int low, int high) {
+  const std::string& text = variable.value;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < low || value > high) {
+    throw ConfigError("environment variable " + variable.name + "=" + text + ": expected a number from " +
+                      std::to_string(low) + " to " + std::to_string(high));
+  }
+  return value;
+}
+
+std::string joined(const Names& names, const char* between) {
+  std::string text;
+  for (const char* name : names) text += (text.empty() ? "" : between) + std::string(name);
+  return text;
+}
+
+bool is_set(const Environment& environment, const char* name) { return environment.variable(name).has_value(); }
+
+// Ours is at SLURM_NODEID.
+int slurm_local_size(const Environment& environment) {
+  const Text counts = environment.variable("SLURM_STEP_TASKS_PER_NODE");
+  const Text node = environment.variable("SLURM_NODEID");
+  return counts ? tasks_of_node(*counts, node ? std::atoi(node->c_str()) : 0) : 0;
+}
+
+std::vector<std::string> sagemaker_hosts(const std::string& text) {
+  const JsonValue list = parse_json(text, "SM_HOSTS");
+  std::vector<std::string> hosts;
+  for (const JsonValue& item : list.items) hosts.push_back(item.string);
+  if (hosts.empty() || hosts.front().empty()) {
+    throw ConfigError("environment variable SM_HOSTS=" + text + ": expected a list of host names");
+  }
+  return hosts;
+}
+
+/// SageMaker starts one process a host.
+Claim claim_of_sagemaker(const Source& source, const Environment& environment) {
+  const std::string list = *environment.variable("SM_HOSTS"), own = *environment.variable("SM_CURRENT_HOST");
+  const auto hosts = sagemaker_hosts(list);
+  const auto place = std::find(hosts.begin(), hosts.end(), own);
+  if (place == hosts.end()) {
+    throw ConfigError("environment variable SM_CURRENT_HOST=" + own + ": expected one of SM_HOSTS=" + list);
+  }
+  return {&source,
+          source.name,
+          static_cast<int>(place - hosts.begin()),
+          static_cast<int>(hosts.size()),
+          0,
+          1,
+          std::string(source.name) + ": SM_CURRENT_HOST=" + own + ", SM_HOSTS=" + list};
+}
+
+std::string precise_name(const Source& source, const Environment& environment) {
+  if (source.kind != Kind::by_hand) return source.name;
+  if (is_set(environment, "TORCHELASTIC_RUN_ID")) return "torchrun";
+  return is_set(environment, "DEEPTIDE_JOB_ID") || is_set(environment, "DEEPTIDE_JOB_TOKEN") ? "deeptide" : source.name;
+}
+
+Claim claim_of(const Source& source, const Environment& environment) {
+  if (source.kind == Kind::sagemaker) return claim_of_sagemaker(source, environment);
+  const auto rank = first_set(environment, source.rank), size = first_set(environment, source.size);
+  if (!size) {
+    throw ConfigError("the environment describes a world in part only: " + rank->name + "=" + rank->value +
+                      " is set; missing: " + joined(source.size, " or ") + ". Set it, or unset " + rank->name +
+                      " for a world of one; launchers such as `deeptide` and `torchrun` set both.");
+  }
+  Claim claim{&source, precise_name(source, environment)};
+  claim.size = number(*size, 1, kMaxWorld);
+  claim.rank = number(*rank, 0, claim.size - 1);
+  claim.text = claim.name + ": " + rank->name + "=" + rank->value + ", " + size->name + "=" + size->value;
+  if (const auto local = first_set(environment, source.local_rank)) {
+    claim.local_rank = number(*local, 0, kMaxLocal);
+  }
+  if (const auto local = first_set(environment, source.local_size)) {
+    claim.local_size = number(*local, 1, kMaxWorld);
+  }
+  if (source.kind == Kind::slurm) claim.local_size = slurm_local_size(environment);
+  if (source.kind == Kind::kubernetes) claim.local_size = 1;
+  return claim;
+}
+
+bool is_present(const Source& source, const Environment& environment) {
+  const auto set = [&](const char* name) { return is_set(environment, name); };
+  if (!std::all_of(source.needed.begin(), source.needed.end(), set)) return false;
+  // A pod takes part in nothing by its index alone; and with RANK, WORLD_SIZE counts processes and not pods.
+  return source.kind != Kind::kubernetes || (first_set(environment, source.size) && !set("RANK"));
+}
+
+std::vector<Claim> all_claims(const Environment& environment) {
+  std::vector<Claim> claims;
+  for (const Source& source : kSources) {
+    if (is_present(source, environment)) claims.push_back(claim_of(source, environment));
+  }
+  return claims;
+}
+
+/// One process on each host may be the agent of the launcher within: `srun torchrun`, mpirun's daemons under SLURM.
+bool gives_way(const Claim& outer, const Claim& inner) {
+  const bool launched_within = inner.source->kind == Kind::mpi || inner.name == "torchrun" || inner.name == "deeptide";
+  return outer.local_size == 1 && (inner.size > outer.size || (launched_within && inner.size == outer.size));
+}
+
+/// The innermost source; the others must say the same, or be those that started its agents. Those that say the same
+/// fill in what it leaves out: `srun --mpi=pmi2` sets PMI's variables without a local rank.
+Claim agreed(const std::vector<Claim>& claims) {
+  Claim inner = claims.front();
+  for (const Claim& other : claims) {
+    if (other.rank == inner.rank && other.size == inner.size) {
+      if (inner.local_rank < 0) inner.local_rank = other.local_rank;
+      if (inner.local_size == 0) inner.local_size = other.local_size;
+    } else if (!gives_way(other, inner)) {
+      throw ConfigError("two launchers describe different worlds:\n  " + inner.text + "\n  " + other.text +
+                        "\nUnset the variables of the one that does not apply.");
+    }
+  }
+  return inner;
+}
+
+void check_lone_size(const Environment& environment, const std::vector<Claim>& claims) {
+  const Text text = environment.variable("WORLD_SIZE");
+  if (!text || is_set(environment, "RANK")) return;
+  const int size = number({"WORLD_SIZE", *text}, 1, kMaxWorld);
+  if (claims.empty()) {
+    throw ConfigError(
+        "the environment describes a world in part only: WORLD_SIZE=" + *text +
+        " is set; missing: RANK. Start with `deeptide` or `torchrun`, or unset WORLD_SIZE for a world of one.");
+  }
+  if (size == claims.front().size) return;
+  throw ConfigError("two launchers describe different worlds:\n  environment: WORLD_SIZE=" + *text + "\n  " +
+                    claims.front().text + "\nUnset the variables of the one that does not apply.");
+}
+
+std::string before_colon(const std::string& text) { return text.substr(0, text.find(':')); }
+std::string as_it_is(const std::string& text) { return text; }
+std::string first_of_hosts(const std::string& text) { return sagemaker_hosts(text).front(); }
+
+/// Where rank 0 is, when MASTER_ADDR does not say; the first that is set counts.
+const struct {
+  const char* variable;
+  std::string (*host)(const std::string&);
+} kAddresses[] = {
+    {"AZ_BATCH_MASTER_NODE", &before_colon},
+    {"AZ_BATCHAI_MPI_MASTER_NODE", &as_it_is},
+    {"SM_HOSTS", &first_of_hosts},
+    {"SLURM_STEP_NODELIST", &first_of_node_list},
+    {"SLURM_JOB_NODELIST", &first_of_node_list},
+    {"SLURM_NODELIST", &first_of_node_list},
+};
+
+/// "train-3.train.space.svc" of an indexed job becomes "train-0.train.space.svc".
+std::string first_pod(const std::string& host, const std::string& index) {
+  const size_t dot = std::min(host.find('.'), host.size());
+  const std::string ending = "-" + index;
+  if (dot <= ending.size() || host.compare(dot - ending.size(), ending.size(), ending) != 0) return "";
+  return host.substr(0, dot - index.size()) + "0" + host.substr(dot);
+}
+
+std::string address_of(const Environment& environment, const Claim& claim) {
+  if (const Text given = environment.variable("MASTER_ADDR")) return *given;
+  // With RANK and WORLD_SIZE by hand, guessing an address would hide a mistake.
+  if (claim.source->kind == Kind::by_hand || claim.size == 1) return "";
+  if (claim.local_size == claim.size) return "127.0.0.1";
+  for (const auto& address : kAddresses) {
+    if (const Text text = environment.variable(address.variable)) return address.host(*text);
+  }
+  if (claim.source->kind == Kind::kubernetes)
+    return first_pod(environment.host_name(), *environment.variable("JOB_COMPLETION_INDEX"));
+  return "";
+}
+
+// Below the range that kernels hand out by themselves (32768 on), so that a passing connection does not hold it.
+int port_of_job(const std::string& job) {
+  constexpr uint32_t kFirst = 20'000, kCount = 12'000;
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (const char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
+  return static_cast<int>(kFirst + hash % kCount);
+}
+
+int port_of(const Environment& environment, const Claim& claim, int default_port) {
+  if (const Text given = environment.variable("MASTER_PORT")) return number({"MASTER_PORT", *given}, 1, 65535);
+  if (default_port != kDefaultPort) return default_port;
+  const auto job = first_set(environment, claim.source->job);
+  if (!job) return default_port;
+  const Text step = claim.source->kind == Kind::slurm ? environment.variable("SLURM_STEP_ID") : std::nullopt;
+  return port_of_job(job->value + "." + step.value_or(""));
+}
+
+void check_address(const Environment& environment, const Claim& claim, const std::string& address) {
+  const bool by_hand = claim.source->kind == Kind::by_hand;
+  if (claim.size == 1 && !by_hand) return;
+  std::string missing = address.empty() ? "MASTER_ADDR" : "";
+  if (by_hand && !is_set(environment, "MASTER_PORT")) {
+    missing += std::string(missing.empty() ? "" : ", ") + "MASTER_PORT";
+  }
+  if (missing.empty()) return;
+  throw ConfigError("where rank 0 is cannot be told from " + claim.text + "; missing: " + missing +
+                    ". Cure: " + claim.source->cure + ".");
+}
+
+}  // namespace
+
+Environment Environment::of_process() {
+  return {[](const std::string& name) -> Text {
+            const char* value = std::getenv(name.c_str());
+            return value && *value ? Text(value) : std::nullopt;
+          },
+          [] {
+            char name[HOST_NAME_MAX + 1] = {};
+            ::gethostname(name, sizeof name - 1);
+            addrinfo hints{}, *found = nullptr;
+            hints.ai_flags = AI_CANONNAME;
+            std::string result = name;
+            if (::getaddrinfo(name, nullptr, &hints, &found) == 0) {
+              if (found->ai_canonname) result = found->ai_canonname;
+              ::freeaddrinfo(found);
+            }
+            return result;
+          }};
+}
+
+std::optional<Discovery> discover(const Environment& environment, int default_port) {
+  const std::vector<Claim> claims = all_claims(environment);
+  check_lone_size(environment, claims);
+  if (claims.empty()) return std::nullopt;
+  const Claim claim = agreed(claims);
+  Discovery found;
+  found.rank = claim.rank;
+  found.size = claim.size;
+  found.local_rank = std::max(claim.local_rank, 0);
+  found.source = claim.name;
+  found.address = address_of(environment, claim);
+  check_address(environment, claim, found.address);
+  found.port = port_of(environment, claim, default_port);
+  found.agent_hosts_store = environment.variable("TORCHELASTIC_USE_AGENT_STORE") == Text("True");
+  return found;
+}
+
+}  // namespace deeptide::world

@@ -1,0 +1,66 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Row-major arithmetic on the grid of ranks.
+#include "world/mesh.h"
+
+#include "deeptide/errors.h"
+
+namespace deeptide::world {
+
+const char* axis_name(Axis axis) {
+  static constexpr const char* kNames[] = {"pipe", "data", "expert", "sequence", "tensor"};
+  return kNames[static_cast<int>(axis)];
+}
+
+Mesh::Mesh(int world_size, const Sizes& sizes) : sizes_(sizes) {
+  int64_t product = 1;
+  for (int i = 0; i < kNumAxes; ++i) {
+    if (sizes[i] < 1) {
+      throw ConfigError(std::string("mesh axis '") + axis_name(static_cast<Axis>(i)) + "' has size " +
+                        std::to_string(sizes[i]) + ", expected at least 1");
+    }
+    product *= sizes[i];
+  }
+  if (product != world_size) {
+    throw ConfigError("the mesh " + text() + " holds " + std::to_string(product) + " ranks, the world has " +
+                      std::to_string(world_size));
+  }
+}
+
+Mesh Mesh::data_parallel(int world_size) { return Mesh(world_size, {1, world_size, 1, 1, 1}); }
+
+Mesh::Coordinates Mesh::coordinates(int rank) const {
+  Coordinates coordinates{};
+  for (int i = kNumAxes - 1; i >= 0; --i) {
+    coordinates[i] = rank % sizes_[i];
+    rank /= sizes_[i];
+  }
+  return coordinates;
+}
+
+int Mesh::rank(const Coordinates& coordinates) const {
+  int rank = 0;
+  for (int i = 0; i < kNumAxes; ++i) rank = rank * sizes_[i] + coordinates[i];
+  return rank;
+}
+
+std::vector<int> Mesh::peers(int of, Axis axis) const {
+  Coordinates coordinates = this->coordinates(of);
+  std::vector<int> ranks;
+  for (int i = 0; i < size(axis); ++i) {
+    coordinates[static_cast<int>(axis)] = i;
+    ranks.push_back(rank(coordinates));
+  }
+  return ranks;
+}
+
+std::string Mesh::text() const {
+  std::string text;
+  for (int i = 0; i < kNumAxes; ++i) {
+    if (sizes_[i] == 1) continue;
+    text += (text.empty() ? "" : " ") + std::string(axis_name(static_cast<Axis>(i))) + "=" + std::to_string(sizes_[i]);
+  }
+  return text.empty() ? "data=1" : text;
+}
+
+}  // namespace deeptide::world

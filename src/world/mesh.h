@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The ranks as a grid with named axes; every parameter names the axes it is sharded and reduced over.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace deeptide::world {
+
+/// Outermost first: neighbours in rank order differ in the innermost axis, which talks most.
+enum class Axis : uint8_t { pipe, data, expert, sequence, tensor };
+inline constexpr int kNumAxes = 5;
+const char* axis_name(Axis axis);
+
+/// A dense grid of ranks. Value type.
+class Mesh {
+ public:
+  using Sizes = std::array<int, kNumAxes>;
+  using Coordinates = std::array<int, kNumAxes>;
+
+  /// Errors: ConfigError when a size is not positive or the product is not `world_size`.
+  Mesh(int world_size, const Sizes& sizes);
+  /// All ranks on the data axis.
+  static Mesh data_parallel(int world_size);
+
+  int size(Axis axis) const { return sizes_[static_cast<int>(axis)]; }
+  Coordinates coordinates(int rank) const;
+  int rank(const Coordinates& coordinates) const;
+  /// The ranks that differ from `rank` along `axis` only, in axis order, `rank` included.
+  std::vector<int> peers(int rank, Axis axis) const;
+  /// "data=4" or "pipe=2 data=4": axes larger than one, at least one of them.
+  std::string text() const;
+
+ private:
+  Sizes sizes_;
+};
+
+}  // namespace deeptide::world

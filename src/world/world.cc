@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Finding the world: by the launcher's variables, or alone.
+#include "deeptide/world.h"
+
+#include <cstdlib>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "deeptide/config.h"
+#include "trace/flight_log.h"
+#include "world/discovery.h"
+#include "world/distributed_options.h"
+#include "world/meeting.h"
+
+namespace deeptide {
+namespace {
+
+World single() {
+  World world;
+  world.store = c10::make_intrusive<c10d::HashStore>();
+  world.source = "single";
+  return world;
+}
+
+c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::milliseconds timeout) {
+  if (!place.file.empty()) {
+    auto store = c10::make_intrusive<c10d::FileStore>(place.file, place.size);
+    store->setTimeout(timeout);
+    return store;
+  }
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(place.port);
+  options.isServer = place.rank == 0 && !place.agent_hosts_store;
+  options.numWorkers = place.size;
+  options.waitWorkers = false;
+  options.multiTenant = true;  // a second world of this process meets at the same server
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(place.address, options);
+  } catch (const std::exception& error) {
+    throw CommError("rank " + std::to_string(place.rank) + " could not reach the store at " + place.address + ":" +
+                    std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
+                    " s: " + std::string(error.what()).substr(0, 300));
+  }
+}
+
+}  // namespace
+
+World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const std::string& host) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw ConfigError("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
+                      ": expected 0 <= rank < size");
+  }
+  World world;
+  world.rank = rank;
+  world.size = size;
+  world.local_rank = rank;
+  world.store = std::move(store);
+  world.host = host;
+  world.source = "threads";
+  return world;
+}
+
+std::optional<Discovery> discover_world(int default_port) {
+  return world::discover(world::Environment::of_process(), default_port);
+}
+
+World init_distributed(const DistributedOptions& options) {
+  if (!options.dist_backend.empty() && options.dist_backend != "gloo" && options.dist_backend != "cpu:gloo") {
+    throw ConfigError("dist_backend='" + options.dist_backend +
+                      "': expected gloo; a backend of another kind is made by the program and set as World::backend");
+  }
+  if (!options.config.empty()) Config::from_file(options.config);
+  const auto environment = world::Environment::of_process();
+  const auto place = world::find_place(environment, options);
+  return place ? join_world(*place, world::timeout_of(environment, options)) : single();
+}
+
+World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
+  trace::flight_log();  // from now on this rank can be asked where it is
+  if (place.address.empty() && place.file.empty()) {
+    if (place.size == 1) return single();
+    throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");
+  }
+  World world = make_world(connect(place, timeout), place.rank, place.size);
+  world.local_rank = place.local_rank;
+  world.source = place.source;
+  const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
+  world.store = world::meet(world.store, place.rank, place.size, token ? token : "", timeout);
+  return world;
+}
+
+}  // namespace deeptide

@@ -1,0 +1,51 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as threads, spread over hosts that only bear names; and a rendezvous of threads that uses nothing of ours.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/group.h"
+#include "host/host.h"
+#include "ranks.h"
+#include "world/failure_board.h"
+
+namespace deeptide {
+
+inline constexpr std::chrono::milliseconds kLong{60'000};
+
+inline std::shared_ptr<world::FailureBoard> board_of(const World& world) {
+  return std::make_shared<world::FailureBoard>(world, "board");
+}
+
+/// Runs rank_main on one rank for each entry of `hosts`, which names the host of each.
+inline void run_on_hosts(const std::vector<int>& hosts, const RankMain& rank_main) {
+  run_ranks(static_cast<int>(hosts.size()), [&](World world) {
+    world.host = "host " + std::to_string(hosts[world.rank]);
+    rank_main(world);
+  });
+}
+
+/// All threads meet; for tests that must not lean on what they test.
+class Meeting {
+ public:
+  explicit Meeting(int size) : size_(size) {}
+  void arrive() {
+    const int turn = turn_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++turn_;
+    }
+    while (turn_ == turn) std::this_thread::yield();
+  }
+
+ private:
+  int size_;
+  std::atomic<int> arrived_{0};
+  std::atomic<int> turn_{0};
+};
+
+}  // namespace deeptide

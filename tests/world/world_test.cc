@@ -1,0 +1,228 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Finding the world from the environment, and the board on which ranks leave word.
+#include "deeptide/world.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "world/failure_board.h"
+
+namespace deeptide {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr const char* kVariables[] = {"RANK",
+                                      "WORLD_SIZE",
+                                      "LOCAL_RANK",
+                                      "MASTER_ADDR",
+                                      "MASTER_PORT",
+                                      "TORCHELASTIC_RUN_ID",
+                                      "TORCHELASTIC_USE_AGENT_STORE",
+                                      "PMI_RANK",
+                                      "PMI_SIZE",
+                                      "DEEPTIDE_JOB_TOKEN"};
+
+/// Sets the variables that describe a world, all others unset; restores on destruction.
+class Environment {
+ public:
+  explicit Environment(const std::map<std::string, std::string>& values) {
+    for (const char* name : kVariables) {
+      const char* before = std::getenv(name);
+      before_[name] = before ? std::optional<std::string>(before) : std::nullopt;
+      ::unsetenv(name);
+    }
+    for (const auto& [name, value] : values) ::setenv(name.c_str(), value.c_str(), 1);
+  }
+  Environment(const Environment&) = delete;
+  ~Environment() {
+    for (const auto& [name, value] : before_) {
+      value ? ::setenv(name.c_str(), value->c_str(), 1) : ::unsetenv(name.c_str());
+    }
+  }
+
+ private:
+  std::map<std::string, std::optional<std::string>> before_;
+};
+
+/// A port that nobody listens on just now.
+std::string free_port() {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  const bool bound = ::bind(socket, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                     ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  ::close(socket);
+  if (!bound) throw std::runtime_error("no free port");
+  return std::to_string(ntohs(address.sin_port));
+}
+
+std::string error_with(const std::map<std::string, std::string>& values) {
+  const Environment environment(values);
+  try {
+    init_distributed({.timeout = milliseconds(1000)});
+  } catch (const ConfigError& error) {
+    return error.what();
+  } catch (const CommError& error) {
+    return std::string("CommError: ") + error.what();
+  }
+  return "none";
+}
+
+TEST(World, IsOneRankWhenTheEnvironmentSaysNothing) {
+  const Environment environment({});
+  const World world = init_distributed();
+  EXPECT_EQ(world.rank, 0);
+  EXPECT_EQ(world.size, 1);
+  EXPECT_EQ(world.source, "single");
+  ASSERT_TRUE(world.store);
+  EXPECT_EQ(world.store->add("counter", 2), 2);
+}
+
+TEST(World, IsOneRankWithoutAConnectionUnderMpirunOfOne) {
+  const Environment environment({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
+  EXPECT_EQ(init_distributed().source, "single");
+}
+
+TEST(World, ProvesTheTokenToItself) {
+  const Environment environment({{"RANK", "0"},
+                                 {"WORLD_SIZE", "1"},
+                                 {"MASTER_ADDR", "127.0.0.1"},
+                                 {"MASTER_PORT", free_port()},
+                                 {"DEEPTIDE_JOB_TOKEN", "secret"}});
+  const World world = init_distributed({.timeout = milliseconds(5000)});
+  EXPECT_EQ(world.source, "deeptide");
+  EXPECT_EQ(world.store->add("counter", 2), 2);
+}
+
+TEST(World, IsOneRankWhenOnlyAnAddressIsSet) {
+  const Environment environment({{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}});
+  EXPECT_EQ(init_distributed().source, "single");
+}
+
+TEST(World, ReadsTheLaunchersAndTorchrunsVariables) {
+  std::map<std::string, std::string> values{{"RANK", "0"},
+                                            {"WORLD_SIZE", "1"},
+                                            {"LOCAL_RANK", "3"},
+                                            {"MASTER_ADDR", "127.0.0.1"},
+                                            {"MASTER_PORT", free_port()}};
+  {
+    const Environment environment(values);
+    const World world = init_distributed({.timeout = milliseconds(5000)});
+    EXPECT_EQ(world.local_rank, 3);
+    EXPECT_EQ(world.source, "environment");
+    EXPECT_EQ(world.store->add("counter", 2), 2);
+  }
+  values["TORCHELASTIC_RUN_ID"] = "none";
+  values["MASTER_PORT"] = free_port();
+  const Environment environment(values);
+  EXPECT_EQ(init_distributed({.timeout = milliseconds(5000)}).source, "torchrun");
+}
+
+TEST(World, SaysWhereTheStoreWasSoughtInVain) {
+  const std::string port = free_port();
+  const std::string text =
+      error_with({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
+  EXPECT_EQ(text.find("CommError: rank 1 could not reach the store at 127.0.0.1:" + port + " within 1 s"), 0u) << text;
+}
+
+/// Both ranks of a world, as threads that say themselves who they are.
+std::vector<World> meet(const std::string& init_method) {
+  const Environment environment({});
+  std::vector<World> worlds(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      worlds[rank] = init_distributed(
+          {.timeout = milliseconds(20'000), .init_method = init_method, .rank = rank, .world_size = 2});
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return worlds;
+}
+
+TEST(World, MeetsAtAnAddressOrInAFile) {
+  const std::string path = testing::TempDir() + "deeptide-meeting-" + std::to_string(::getpid());
+  for (const std::string& method : {"tcp://127.0.0.1:" + free_port(), "file://" + path}) {
+    const auto worlds = meet(method);
+    worlds[0].store->set("word", std::vector<uint8_t>{7});
+    EXPECT_EQ(worlds[1].store->get("word"), std::vector<uint8_t>{7}) << method;
+    EXPECT_EQ(worlds[1].source, "arguments");
+  }
+  EXPECT_FALSE(std::filesystem::exists(path)) << "the last rank removes it";
+}
+
+TEST(World, ValidatesTheConfigurationAndTheBackend) {
+  const Environment environment({});
+  EXPECT_THROW(init_distributed({.config = "/no/such/ds_config.json"}), ConfigError);
+  EXPECT_THROW(init_distributed({.dist_backend = "nccl"}), ConfigError);
+  EXPECT_EQ(init_distributed({.dist_backend = "gloo"}).source, "single");
+}
+
+TEST(World, RejectsARankOutsideItsSize) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  for (const auto& [rank, size] : {std::pair{2, 2}, {-1, 2}, {0, 0}}) {
+    EXPECT_THROW(make_world(store, rank, size), ConfigError) << rank << " of " << size;
+  }
+  EXPECT_EQ(make_world(store, 1, 2).local_rank, 1);
+}
+
+class Board : public testing::Test {
+ protected:
+  World world(int rank, int size = 3) { return make_world(store_, rank, size); }
+  c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
+};
+
+TEST_F(Board, IsEmptyWhileAllIsWell) {
+  world::FailureBoard board(world(0), "a");
+  EXPECT_EQ(board.failure(), std::nullopt);
+}
+
+TEST_F(Board, TellsEveryRankWhoFailed) {
+  world::FailureBoard one(world(1), "a"), other(world(2), "a"), another_engine(world(0), "b");
+  one.report_failure("failed in forward");
+  EXPECT_EQ(other.failure(), "rank 1 failed in forward");
+  EXPECT_EQ(another_engine.failure(), std::nullopt);
+}
+
+TEST_F(Board, TellsApartWhoWaitsAndWhoNeverCame) {
+  world::FailureBoard zero(world(0), "a"), two(world(2), "a");
+  EXPECT_EQ(zero.diagnose("waits: at x"), "no word from rank 1, 2");
+  EXPECT_EQ(two.diagnose("waits: at y"), "no word from rank 1; rank 0: waits: at x");
+  world::FailureBoard one(world(1), "a");
+  EXPECT_EQ(one.diagnose("waits: at z"), "every rank is waiting; rank 0: waits: at x; rank 2: waits: at y");
+}
+
+TEST_F(Board, WritesNothingInAWorldOfOne) {
+  world::FailureBoard(world(0, 1), "a").report_failure("has ended");
+  EXPECT_EQ(store_->getNumKeys(), 0);
+}
+
+/// A store whose host has gone.
+class DeadStore : public c10d::HashStore {
+ public:
+  void set(const std::string&, const std::vector<uint8_t>&) override { throw std::runtime_error("connection reset"); }
+  bool check(const std::vector<std::string>&) override { throw std::runtime_error("connection reset"); }
+};
+
+TEST(FailureBoard, NeverThrowsWhenTheStoreIsGone) {
+  world::FailureBoard board(make_world(c10::make_intrusive<DeadStore>(), 1, 2), "a");
+  board.report_failure("has ended");
+  EXPECT_EQ(board.failure(), "the store is unreachable (connection reset); rank 0 has probably ended");
+  EXPECT_EQ(board.diagnose("waits"), "the store is unreachable; rank 0 has probably ended");
+}
+
+}  // namespace
+}  // namespace deeptide
