@@ -17,7 +17,7 @@ _CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable", "initial_accumulat
 
 @dataclass
 class OptimizerPlan:
-    """The optimizer, the live param groups, and for each group of the core: its index there and its parameters' names."""
+    """The optimizer, the live param groups, and per group of the core its index there and its parameters' names."""
 
     info: _C.OptimizerInfo
     param_groups: list
@@ -124,9 +124,7 @@ def _check_numbers(groups, info):
                 continue
             values = _values_of(key, numbers, group)
             if not all(_fits(value, number) for value, number in zip(values, numbers, strict=True)):
-                raise ConfigError(
-                    f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}"
-                )
+                raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
 
 def _name_groups(groups, model_names):
@@ -168,7 +166,7 @@ def _info_of_instance(optimizer):
     names = [kind.__name__ for kind in taken]
     raise ConfigError(
         f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet; "
-        f"expected torch.optim.{', '.join(names[:-1])} or {names[-1]}, or the configuration's \"optimizer\" section"
+        f'expected torch.optim.{", ".join(names[:-1])} or {names[-1]}, or the configuration\'s "optimizer" section'
     )
 
 

@@ -240,9 +240,7 @@ class Engine:
     def get_mom(self):
         """Each group's two betas, or its momentum; 0 for an optimizer with neither."""
         return [
-            (values["beta1"], values["beta2"])
-            if "beta1" in values
-            else (values["momentum"] if "momentum" in values else 0.0)
+            (values["beta1"], values["beta2"]) if "beta1" in values else values.get("momentum", 0.0)
             for values in self._hyperparameters()
         ]
 

@@ -48,6 +48,12 @@ void bind_optimizer(py::module_& module) {
       .def(py::init<std::string_view>(), py::arg("type"))
       .def_property_readonly("optimizer", &Hyperparameters::optimizer, py::return_value_policy::reference)
       .def("keys", &names_of)
+      .def(
+          "get",
+          [](const Hyperparameters& values, std::string_view name, double absent) {
+            return values.has(name) ? values.get(name) : absent;
+          },
+          py::arg("name"), py::arg("absent"))
       .def("__contains__", &Hyperparameters::has)
       .def("__getitem__", &Hyperparameters::get)
       .def("__setitem__", [](Hyperparameters& values, std::string_view name, double value) { values.set(name, value); })

@@ -25,19 +25,19 @@ constexpr float kCubic = 0.044715f;
 constexpr float kLargest = 104.0f;  // its exp() is infinite, and more is not allowed
 
 /// 1 / (1 + exp(-z)) at z = kScale (x + kCubic x^3).
-HWY_INLINE V gate(V x, V x_squared) {
+HWY_INLINE V sigmoid(V x, V x_squared) {
   const D d;
   const V z = hn::Mul(hn::Mul(x, hn::Set(d, kScale)), hn::MulAdd(x_squared, hn::Set(d, kCubic), hn::Set(d, 1.0f)));
   const V one = hn::Set(d, 1.0f);
   return hn::Div(one, hn::Add(one, hn::Exp(d, hn::Min(hn::Neg(z), hn::Set(d, kLargest)))));
 }
 
-HWY_INLINE V gelu(V x) { return hn::Mul(x, gate(x, hn::Mul(x, x))); }
+HWY_INLINE V gelu(V x) { return hn::Mul(x, sigmoid(x, hn::Mul(x, x))); }
 
 HWY_INLINE V gelu_gradient(V gradient, V x) {
   const D d;
   const V x_squared = hn::Mul(x, x);
-  const V s = gate(x, x_squared);
+  const V s = sigmoid(x, x_squared);
   const V slope = hn::Mul(hn::Set(d, kScale), hn::MulAdd(x_squared, hn::Set(d, 3 * kCubic), hn::Set(d, 1.0f)));
   const V bend = hn::Mul(hn::Mul(x, slope), hn::NegMulAdd(s, s, s));  // x z' s (1 - s)
   return hn::Mul(gradient, hn::Add(s, bend));

@@ -110,77 +110,80 @@ void normalize_row(const NormRows<T>& rows, size_t n) {
   rows.rstd[n] = rstd;
 }
 
-/// The means of g and of g normal in a row, where g is gradient weight.
+/// The means of g and of g xhat in a row, where g is dy weight and xhat the normalized x.
 struct GradientMeans {
-  double g, g_normal;
+  double g, g_xhat;
 };
 
 /// Reads a row of gradients, or two for one pass over the sums: adds to weight's and bias's what the rows give them.
+/// Rows are written out, not looped over: their sums stay in registers.
 template <size_t kRows, typename T>
 HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, float* weight_sum, float* bias_sum,
                                   GradientMeans* means) {
   const D d;
-  const size_t width = rows.width, last = n + kRows - 1;
+  const size_t width = rows.width, next = n + kRows - 1;
   const float* weight = rows.weight;
-  const T *above_0 = rows.gradient + n * width, *summed_0 = rows.summed + n * width;
-  const T *above_1 = rows.gradient + last * width, *summed_1 = rows.summed + last * width;
-  const T *to_0 = rows.x_gradient + n * width, *to_1 = rows.x_gradient + last * width;
-  const V center_0 = hn::Set(d, rows.mean[n]), scale_0 = hn::Set(d, rows.rstd[n]);
-  const V center_1 = hn::Set(d, rows.mean[last]), scale_1 = hn::Set(d, rows.rstd[last]);
+  const T *dy = rows.gradient + n * width, *x = rows.summed + n * width;
+  const T *next_dy = rows.gradient + next * width, *next_x = rows.summed + next * width;
+  const T *dx = rows.x_gradient + n * width, *next_dx = rows.x_gradient + next * width;
+  const V mean = hn::Set(d, rows.mean[n]), rstd = hn::Set(d, rows.rstd[n]);
+  const V next_mean = hn::Set(d, rows.mean[next]), next_rstd = hn::Set(d, rows.rstd[next]);
   for (size_t begin = 0; begin < width; begin += kSumBlock) {
-    V sum_0 = hn::Zero(d), products_0 = sum_0, sum_1 = sum_0, products_1 = sum_0;
+    V sum_g = hn::Zero(d), sum_g_xhat = sum_g, next_sum_g = sum_g, next_sum_g_xhat = sum_g;
     each_vector(begin, HWY_MIN(begin + kSumBlock, width), [&](auto part, size_t i) {
-      const V factor = part.get(weight + i);
+      const V w = part.get(weight + i);
       // What write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
-      __builtin_prefetch(to_0 + i, 1);
-      __builtin_prefetch(to_1 + i, 1);
+      __builtin_prefetch(dx + i, 1);
+      __builtin_prefetch(next_dx + i, 1);
       V weight_gradient = part.get(weight_sum + i), bias_gradient = part.get(bias_sum + i);
-      const auto take = [&](V above, V normal, V& sum, V& products) {
-        const V g = hn::Mul(above, factor);
+      const auto add_row = [&](V row_dy, V xhat, V& sum, V& sum_xhat) {
+        const V g = hn::Mul(row_dy, w);
         sum = hn::Add(sum, g);
-        products = hn::MulAdd(g, normal, products);
-        weight_gradient = hn::MulAdd(above, normal, weight_gradient);
-        bias_gradient = hn::Add(bias_gradient, above);
+        sum_xhat = hn::MulAdd(g, xhat, sum_xhat);
+        weight_gradient = hn::MulAdd(row_dy, xhat, weight_gradient);
+        bias_gradient = hn::Add(bias_gradient, row_dy);
       };
-      take(part.get(above_0 + i), hn::Mul(hn::Sub(part.get(summed_0 + i), center_0), scale_0), sum_0, products_0);
+      add_row(part.get(dy + i), hn::Mul(hn::Sub(part.get(x + i), mean), rstd), sum_g, sum_g_xhat);
       if constexpr (kRows == 2) {
-        take(part.get(above_1 + i), hn::Mul(hn::Sub(part.get(summed_1 + i), center_1), scale_1), sum_1, products_1);
+        const V xhat = hn::Mul(hn::Sub(part.get(next_x + i), next_mean), next_rstd);
+        add_row(part.get(next_dy + i), xhat, next_sum_g, next_sum_g_xhat);
       }
       part.put(weight_gradient, weight_sum + i);
       part.put(bias_gradient, bias_sum + i);
     });
-    means[0].g += hn::GetLane(hn::SumOfLanes(d, sum_0)) / static_cast<double>(width);
-    means[0].g_normal += hn::GetLane(hn::SumOfLanes(d, products_0)) / static_cast<double>(width);
+    means[0].g += hn::GetLane(hn::SumOfLanes(d, sum_g)) / static_cast<double>(width);
+    means[0].g_xhat += hn::GetLane(hn::SumOfLanes(d, sum_g_xhat)) / static_cast<double>(width);
     if constexpr (kRows == 2) {
-      means[1].g += hn::GetLane(hn::SumOfLanes(d, sum_1)) / static_cast<double>(width);
-      means[1].g_normal += hn::GetLane(hn::SumOfLanes(d, products_1)) / static_cast<double>(width);
+      means[1].g += hn::GetLane(hn::SumOfLanes(d, next_sum_g)) / static_cast<double>(width);
+      means[1].g_xhat += hn::GetLane(hn::SumOfLanes(d, next_sum_g_xhat)) / static_cast<double>(width);
     }
   }
 }
 
-/// rstd (g - mean(g) - normal mean(g normal)), and the sum's own gradient.
+/// dx = rstd (g - mean(g) - xhat mean(g xhat)), plus the sum's own gradient.
 template <typename T>
 void write_gradient(const NormGradientRows<T>& rows, size_t n, GradientMeans means) {
   const D d;
   const size_t width = rows.width;
   const float* weight = rows.weight;
-  const T *above = rows.gradient + n * width, *summed = rows.summed + n * width;
-  T* to = rows.x_gradient + n * width;
-  const V center = hn::Set(d, rows.mean[n]), scale = hn::Set(d, rows.rstd[n]);
-  const V even = hn::Set(d, static_cast<float>(means.g)), along = hn::Set(d, static_cast<float>(means.g_normal));
+  const T *dy = rows.gradient + n * width, *x = rows.summed + n * width;
+  T* dx = rows.x_gradient + n * width;
+  const V mean = hn::Set(d, rows.mean[n]), rstd = hn::Set(d, rows.rstd[n]);
+  const V mean_g = hn::Set(d, static_cast<float>(means.g));
+  const V mean_g_xhat = hn::Set(d, static_cast<float>(means.g_xhat));
   const auto gradient = [&](auto part, size_t i) {
-    hwy::Prefetch(above + 2 * width + i);  // of the next two rows, while this one is written
-    hwy::Prefetch(summed + 2 * width + i);
-    const V g = hn::Mul(part.get(above + i), part.get(weight + i));
-    const V normal = hn::Mul(hn::Sub(part.get(summed + i), center), scale);
-    return hn::Mul(scale, hn::NegMulAdd(normal, along, hn::Sub(g, even)));
+    hwy::Prefetch(dy + 2 * width + i);  // of the next two rows, while this one is written
+    hwy::Prefetch(x + 2 * width + i);
+    const V g = hn::Mul(part.get(dy + i), part.get(weight + i));
+    const V xhat = hn::Mul(hn::Sub(part.get(x + i), mean), rstd);
+    return hn::Mul(rstd, hn::NegMulAdd(xhat, mean_g_xhat, hn::Sub(g, mean_g)));
   };
   if (rows.summed_gradient == nullptr) {
-    each_vector(0, width, [&](auto part, size_t i) { part.put(gradient(part, i), to + i); });
+    each_vector(0, width, [&](auto part, size_t i) { part.put(gradient(part, i), dx + i); });
   } else {
     const T* more = rows.summed_gradient + n * width;
     each_vector(0, width,
-                [&](auto part, size_t i) { part.put(hn::Add(gradient(part, i), part.get(more + i)), to + i); });
+                [&](auto part, size_t i) { part.put(hn::Add(gradient(part, i), part.get(more + i)), dx + i); });
   }
 }
 

@@ -148,8 +148,8 @@ def test_groups_have_the_tables_keys_and_keep_their_own_values(type):
             group[number.group_key] = True if number.flag else 0.25
     train(engine, 0, 1)
     held = engine._core.hyperparameters(1)
-    for name, number in zip(held.keys(), engine.optimizer.info.hyperparameters, strict=True):
-        assert held[name] == (1.0 if number.flag else 0.25), name
+    for number in engine.optimizer.info.hyperparameters:
+        assert held[number.name] == (1.0 if number.flag else 0.25), number.name
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,7 @@ def test_torchs_adagrad_becomes_ours():
     engine = start(model=model, optimizer=theirs)  # over the configuration's AdamW
     assert engine.optimizer.info.name == "Adagrad"
     values = engine._core.hyperparameters(0)
-    assert {name: values[name] for name in values.keys()} == {  # noqa: SIM118: not a dict
-        "lr": 0.5,
-        "lr_decay": 0.25,
-        "eps": 1e-6,
-        "weight_decay": 0.125,
-    }
+    assert dict(values) == {"lr": 0.5, "lr_decay": 0.25, "eps": 1e-6, "weight_decay": 0.125}
     train(engine)
     assert utils.safe_get_full_optimizer_state(next(engine.module.parameters()), "sum").any()
     assert engine.get_mom() == [0.0]
