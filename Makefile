@@ -10,8 +10,8 @@ CMAKE = $(abspath $(VENV))/bin/cmake
 CTEST = $(abspath $(VENV))/bin/ctest
 RUFF = $(VENV)/bin/ruff
 BUILD_TYPE ?= RelWithDebInfo
-CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h' '*.cu' '*.cuh')
-PYTHON_FOLDERS = $(wildcard python examples bench tests tools)
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h' '*.inl' '*.cu' '*.cuh')
+PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 

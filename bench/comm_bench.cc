@@ -36,7 +36,7 @@ using std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kTimeout{300'000};
 constexpr double kWindow = 0.02;     // seconds
 constexpr int64_t kMaxCalls = 5000;  // in a window
-const comm::Site kSite{0, "benchmark", "a collective"};
+const comm::Site kSite{"benchmark", "a collective"};
 
 /// What every way of doing a collective works on. Sizes as in nccl-tests: all that a rank receives (all-gather), all
 /// that it contributes (reduce-scatter, all-reduce).
@@ -46,8 +46,8 @@ struct Bench {
         shared(w, at::kFloat, at::kCPU, max_bytes),
         board(std::make_shared<world::FailureBoard>(w, "board")),
         host(host::Host::find(w, "host", true)),
-        gloo(w, "gloo", kTimeout, board, false),
-        control(w, "control", kTimeout, board, false, host),
+        gloo(w, comm::Team::whole(w), "gloo", {.timeout = kTimeout, .board = board}),
+        control(w, comm::Team::whole(w), "control", {.timeout = kTimeout, .board = board, .host = host}),
         ledger(std::make_shared<device::Ledger>()),
         input(flat(max_bytes)),
         output(flat(max_bytes)) {
@@ -147,7 +147,8 @@ void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
   auto offer = b.exchange->offer(b.buckets[turn].narrow(0, 0, n));
   b.offers[turn] = offer.number;
   ++b.num_offers;
-  b.control.wait(offer.pending, kSite);
+  auto pending = b.control.track(offer.operation, "reduce-scatter", n * 4);
+  b.control.wait(pending, kSite);
   const auto rows = b.exchange->rows(offer.number, b.world.rank * sum.numel(), sum.numel(), at::kFloat);
   numerics::ordered_sum(rows, 1.0, true, sum, b.squares);
   b.exchange->set_read(offer.number);

@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # deeptide_add_layer(<name> SOURCES … [LIBRARIES …]): one folder = one object library; all objects go into ONE shared library,
 # since the gate's registrar must survive linking and must exist once.
-# A layer that touches tensors names deeptide_torch among its LIBRARIES; base, config and launch stay free of torch.
+# A layer that touches tensors names deeptide_torch among its LIBRARIES; base, trace, config, io and launch stay free of torch.
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYERS "")
 set_property(GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES "")
+
+# deeptide_read_layers(<variable>): the names in src/layers.txt, lowest first, without their sub-rooms.
+function(deeptide_read_layers variable)
+  set(list ${PROJECT_SOURCE_DIR}/src/layers.txt)
+  set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${list})
+  file(STRINGS ${list} layers REGEX "^[a-z]")
+  list(TRANSFORM layers REPLACE ":.*" "")
+  set(${variable} ${layers} PARENT_SCOPE)
+endfunction()
 
 function(deeptide_add_layer name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LIBRARIES" ${ARGN})

@@ -21,6 +21,13 @@ inline std::shared_ptr<world::FailureBoard> board_of(const World& world) {
   return std::make_shared<world::FailureBoard>(world, "board");
 }
 
+/// A clock that stands.
+inline std::shared_ptr<const comm::Clock> clock_at(int64_t step) {
+  auto clock = std::make_shared<comm::Clock>();
+  clock->set_step(step);
+  return clock;
+}
+
 /// Runs rank_main on one rank for each entry of `hosts`, which names the host of each.
 inline void run_on_hosts(const std::vector<int>& hosts, const RankMain& rank_main) {
   run_ranks(static_cast<int>(hosts.size()), [&](World world) {

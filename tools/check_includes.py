@@ -9,16 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Lowest first: a layer includes those before it only.
-LAYERS = [
-    *("base", "trace", "config", "world", "device", "tiers", "numerics", "host", "comm", "bench", "sharding"),
-    *("gradients", "optim", "ops", "zero", "checkpoint", "data", "engine", "launch"),
-]
+LAYERS_FILE = Path("src/layers.txt")
 MAX_LINES = 500
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
-CODE = {".cc", ".h", ".cu", ".cuh", ".py", ".pyi"}
+NAMESPACE = re.compile(r"^namespace (deeptide(?:::\w+)*)", re.MULTILINE)
+CODE = {".cc", ".h", ".inl", ".cu", ".cuh", ".py", ".pyi"}
 COMMENT = {".py": "#", ".pyi": "#"}
+# Headers that still declare in `deeptide` itself instead of their layer's namespace.
+IN_PUBLIC_NAMESPACE = ("src/base/", "src/device/parallel.h", "src/engine/engine_impl.h")
 
 
 def includes(text: str) -> list[tuple[int, str]]:
@@ -27,17 +26,56 @@ def includes(text: str) -> list[tuple[int, str]]:
     return [(number, match[1]) for number, match in matches if match]
 
 
-def layer_of(path: Path) -> str | None:
-    return path.parts[1] if len(path.parts) > 2 and path.parts[0] == "src" else None
+class House:
+    """The layers and their sub-rooms, lowest first, as src/layers.txt lists them."""
+
+    def __init__(self, text: str):
+        lines = [line.partition(":") for line in text.splitlines() if line and not line.startswith("#")]
+        self.rooms = {name.strip(): rooms.split() for name, _, rooms in lines}
+        self.layers = list(self.rooms)
+
+    def layer_of(self, path: Path) -> str | None:
+        return path.parts[1] if len(path.parts) > 2 and path.parts[0] == "src" else None
+
+    def check_place(self, path: Path) -> list[str]:
+        """A file outside all layers, or in a layer with sub-rooms but in none of them."""
+        own = self.layer_of(path)
+        if own is None:
+            return []
+        if own not in self.rooms:
+            return [f"{path}: folder src/{own} is no layer; the layers are: {' '.join(self.layers)}"]
+        rooms = self.rooms[own]
+        if rooms and (len(path.parts) < 4 or path.parts[2] not in rooms):
+            return [f"{path}: stands in no sub-room of {own}; they are: {' '.join(rooms)}"]
+        return []
+
+    def check_include(self, path: Path, target: str) -> str | None:
+        """Why a file of a layer may not include `target`, the path in quotes; None if it may."""
+        own, other, *inner = self.layer_of(path), *target.split("/")
+        if other not in self.rooms:
+            return f'"{target}" is in no layer; the layers are: {" ".join(self.layers)}'
+        if self.layers.index(other) > self.layers.index(own):
+            return f'{own} includes "{target}", but {other} stands above {own}'
+        rooms = self.rooms[own]
+        if other != own or not rooms:
+            return None
+        room = path.parts[2]
+        if inner[0] not in rooms:
+            return f'"{target}" is in no sub-room of {own}; they are: {" ".join(rooms)}'
+        if rooms.index(inner[0]) > rooms.index(room):
+            return f'{own}/{room} includes "{target}", but {own}/{inner[0]} stands above {own}/{room}'
+        return None
+
+
+HOUSE = House((Path(__file__).resolve().parent.parent / LAYERS_FILE).read_text(encoding="utf-8"))
 
 
 def check_layers(path: Path, text: str) -> list[str]:
-    """An include of a layer that is not below the file's own."""
-    own = layer_of(path)
+    """An include of a layer or sub-room that is not below the file's own."""
     public = path.parts[0] == "include"
-    if own is not None and own not in LAYERS:
-        return [f"{path}: folder src/{own} is no layer; the layers are: {' '.join(LAYERS)}"]
-    if own is None and not public:
+    if misplaced := HOUSE.check_place(path):
+        return misplaced
+    if HOUSE.layer_of(path) is None and not public:
         return []
     problems = []
     for number, target in includes(text):
@@ -48,11 +86,20 @@ def check_layers(path: Path, text: str) -> list[str]:
             problems.append(f'{path}:{number}: a public header includes "{target}"; only "deeptide/…" is installed')
         elif other == "deeptide" or public:
             continue
-        elif other not in LAYERS:
-            problems.append(f'{path}:{number}: "{target}" is in no layer; the layers are: {" ".join(LAYERS)}')
-        elif LAYERS.index(other) > LAYERS.index(own):
-            problems.append(f'{path}:{number}: {own} includes "{target}", but {other} stands above {own}')
+        elif why := HOUSE.check_include(path, target):
+            problems.append(f"{path}:{number}: {why}")
     return problems
+
+
+def check_namespace(path: Path, text: str) -> list[str]:
+    """A header of src/ that declares nothing in the namespace of its layer."""
+    own = HOUSE.layer_of(path)
+    if own is None or path.suffix != ".h" or str(path).startswith(IN_PUBLIC_NAMESPACE):
+        return []
+    found = NAMESPACE.findall(text)
+    if not found or any(name.split("::")[1:2] == [own] for name in found):
+        return []
+    return [f"{path}: got namespace {found[0]}, expected deeptide::{own}"]
 
 
 def check_opening(path: Path, text: str) -> list[str]:
@@ -72,8 +119,8 @@ def check_opening(path: Path, text: str) -> list[str]:
     starts = (comment, '"""', 'r"""') if comment == "#" else (comment,)
     if not problems and (not purpose.startswith(starts) or len(purpose.split()) < 3):
         problems.append(f"{path}:3: expected one sentence that says what the file is for, got '{purpose}'")
-    once_per_target = path.name.endswith("-inl.h")
-    if path.suffix in {".h", ".cuh"} and not once_per_target and "#pragma once" not in lines:
+    included_often = path.name.endswith("-inl.h")
+    if path.suffix in {".h", ".cuh"} and not included_often and "#pragma once" not in lines:
         problems.append(f"{path}: a header without #pragma once")
     return problems
 
@@ -120,7 +167,7 @@ def check_all(texts: dict[Path, str]) -> list[str]:
     for path, text in sorted(texts.items()):
         if path.name == "__init__.py" and not text.strip():
             continue
-        for check in (check_layers, check_opening, check_length):
+        for check in (check_layers, check_namespace, check_opening, check_length):
             problems += check(path, text)
     return problems
 

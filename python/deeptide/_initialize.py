@@ -38,7 +38,7 @@ def initialize(
     model_parameters=None,
     training_data=None,
     lr_scheduler=None,
-    distributed_port=29500,
+    distributed_port=_C.DEFAULT_PORT,
     mpu=None,
     dist_init_required=None,
     collate_fn=None,

@@ -33,7 +33,7 @@ def _publish(place):
 def init_distributed(
     dist_backend=None,
     auto_mpi_discovery=True,
-    distributed_port=29500,
+    distributed_port=_C.DEFAULT_PORT,
     verbose=True,
     timeout=None,
     init_method=None,
@@ -95,7 +95,7 @@ def _from_torch_distributed(device):
     return world, group
 
 
-def find_world(world, device, dist_init_required=None, distributed_port=29500):
+def find_world(world, device, dist_init_required=None, distributed_port=_C.DEFAULT_PORT):
     """The world given, else torch.distributed's, else the launcher's, else a world of one; and a group to destroy."""
     if world is not None:
         if not isinstance(world, _C.World):

@@ -15,7 +15,12 @@ namespace {
 
 // By name: the group's Python object and ours need not agree on how they hold it.
 void use_group(World& world, const std::string& name, c10::Device device) {
-  world.backend = c10d::resolve_process_group(name)->getBackend(device.type());
+  auto backend = c10d::resolve_process_group(name)->getBackend(device.type());
+  world.make_backend = [backend, size = world.size](const std::vector<int>& ranks, const std::string& channel) {
+    if (static_cast<int>(ranks.size()) == size) return backend;
+    throw ConfigError("the process group carries all " + std::to_string(size) + " ranks; channel '" + channel +
+                      "' is of " + std::to_string(ranks.size()));
+  };
 }
 
 std::chrono::milliseconds milliseconds_of(double seconds) {
@@ -69,6 +74,7 @@ void bind_world(py::module_& module) {
       .def_readwrite("rank", &DistributedOptions::rank)
       .def_readwrite("world_size", &DistributedOptions::world_size)
       .def_property("timeout_s", &timeout_s, &set_timeout);
+  module.attr("DEFAULT_PORT") = kDefaultPort;
   module.def("find_place", &find_place, py::arg("options"), NoGil());
   module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
   module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",

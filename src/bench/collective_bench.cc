@@ -17,12 +17,14 @@ namespace deeptide::bench {
 namespace {
 
 using at::Tensor;
+using comm::Pending;
+using comm::Site;
 using std::chrono::steady_clock;
 
 constexpr std::chrono::minutes kTimeout{5};
 constexpr int64_t kCacheLine = 64;  // bytes
 constexpr int kMaxAddends = 128;    // of values up to 2: bf16 counts to 256
-const Site kSite{0, "benchmark", "a collective"};
+const Site kSite{"benchmark", "a collective"};
 
 /// A periodic sequence of small integers, as tensors of any length without one of their own.
 class Pattern {
@@ -160,8 +162,13 @@ CollectiveBench::CollectiveBench(const World& world, at::ScalarType dtype, at::D
                                  bool shared_memory)
     : board_(std::make_shared<world::FailureBoard>(world, "bench/board")),
       host_(host::Host::find(world, "bench/host", true, board_)),
-      group_(world, "bench/group", kTimeout, board_, /*on_device=*/!device.is_cpu(), shared_memory ? host_ : nullptr),
-      control_(world, "bench/control", kTimeout, board_, /*on_device=*/false, host_) {
+      group_(world, comm::Team::whole(world), "bench/group",
+             {.timeout = kTimeout,
+              .board = board_,
+              .host = shared_memory ? host_ : nullptr,
+              .on_device = !device.is_cpu()}),
+      control_(world, comm::Team::whole(world), "bench/control",
+               {.timeout = kTimeout, .board = board_, .host = host_}) {
   if (world.size < 2) {
     throw ConfigError("a benchmark of collectives needs 2 ranks or more, got 1; start it with a launcher");
   }

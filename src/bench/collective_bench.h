@@ -11,9 +11,12 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "host/host.h"
 #include "world/failure_board.h"
 
 namespace deeptide::bench {
+
+using comm::Group;
 
 enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast };
 inline constexpr std::array kCollectives{Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter,

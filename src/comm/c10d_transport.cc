@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives of a c10d backend.
 #include <algorithm>
+#include <future>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/transport.h"
@@ -46,6 +47,41 @@ OperationPtr follow(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> ten
   return std::make_shared<WorkOperation>(std::move(work), std::move(tensors));
 }
 
+/// A send or a receive. Gloo's wait for one poisons the connection when its limit passes, and nothing else of it can be
+/// asked, so a thread waits as long as it takes.
+class PeerOperation : public Operation {
+ public:
+  PeerOperation(c10::intrusive_ptr<c10d::Work> work, Tensor tensor)
+      : work_(std::move(work)), tensor_(std::move(tensor)) {
+    done_ = std::async(std::launch::async, [work = work_] { work->wait(); });
+  }
+  ~PeerOperation() override {
+    if (!done_.valid() || ready()) return;
+    try {
+      work_->abort();
+    } catch (const std::exception&) {  // a backend that cannot abort ends at its own timeout
+    }
+  }
+
+  bool ready() override { return advance(milliseconds(0)); }
+
+  bool advance(milliseconds limit) override {
+    if (!done_.valid()) return true;
+    if (done_.wait_for(limit) != std::future_status::ready) return false;
+    try {
+      done_.get();
+    } catch (const std::exception& error) {
+      throw TransportError(std::string(error.what()).substr(0, 300));
+    }
+    return true;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  Tensor tensor_;
+  std::future<void> done_;
+};
+
 class C10dTransport : public Transport {
  public:
   explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
@@ -72,7 +108,24 @@ class C10dTransport : public Transport {
     return follow(backend_->broadcast(tensors, options), {tensor});
   }
 
+  OperationPtr send(Tensor tensor, int to) override {
+    std::vector<Tensor> tensors{tensor};
+    return peer(backend_->send(tensors, to, kTag), std::move(tensor));
+  }
+
+  OperationPtr receive(Tensor tensor, int from) override {
+    std::vector<Tensor> tensors{tensor};
+    return peer(backend_->recv(tensors, from, kTag), std::move(tensor));
+  }
+
  private:
+  static constexpr int kTag = 0;  // transfers between two ranks come in order
+
+  static OperationPtr peer(c10::intrusive_ptr<c10d::Work> work, Tensor tensor) {
+    if (!tensor.is_cpu()) return follow(std::move(work), {std::move(tensor)});
+    return std::make_shared<PeerOperation>(std::move(work), std::move(tensor));
+  }
+
   c10::intrusive_ptr<c10d::Backend> backend_;
 };
 

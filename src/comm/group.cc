@@ -57,16 +57,17 @@ void check(const Tensor& one, int64_t factor, const Tensor& other) {
                         ": expected ", factor, " times as many elements in the second");
 }
 
-std::unique_ptr<Transport> make_transport(const World& world, const std::string& name, milliseconds timeout,
-                                          bool on_device, const std::shared_ptr<host::Host>& host) {
-  if (on_device && world.backend) return make_c10d_transport(world.backend);
-  if (host && host->holds_all()) return make_host_transport(host);
-  if (host && host->size() > 1 && host->is_uniform()) {
-    const std::string rail = name + "/rail/" + std::to_string(host->index());
-    return make_two_level_transport(
-        host, make_gloo(world, rail, host->host_index(), static_cast<int>(host->hosts().size()), timeout));
-  }
-  return make_c10d_transport(make_gloo(world, name, world.rank, world.size, timeout));
+/// `own`: the world as the team sees it.
+std::unique_ptr<Transport> make_transport(const World& own, const Team& team, const std::string& name,
+                                          const ChannelOptions& options) {
+  const auto& host = options.host;
+  if (options.on_device && own.make_backend) return make_c10d_transport(own.make_backend(team.ranks(), name));
+  if (host && host->holds_all()) return make_host_transport(host, options.peers);
+  const bool two_levels = host && host->size() > 1 && host->is_uniform() && options.peers == PeerTraffic::no;
+  if (!two_levels) return make_c10d_transport(make_gloo(own, name, team.index(), team.size(), options.timeout));
+  const std::string rail = name + "/rail/" + std::to_string(host->index());
+  const int num_hosts = static_cast<int>(host->hosts().size());
+  return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), num_hosts, options.timeout));
 }
 
 // "1/gathers" -> "gathers", of a process's second engine "gathers 2": each counts for itself.
@@ -78,8 +79,6 @@ std::string channel_of(const std::string& name) {
 }
 
 }  // namespace
-
-std::string Site::text() const { return "step " + std::to_string(step) + ", " + phase + ", " + what; }
 
 bool Pending::wait_for(milliseconds limit) {
   if (operation_ == nullptr) return true;
@@ -94,17 +93,20 @@ bool Pending::wait_for(milliseconds limit) {
   return true;
 }
 
-Group::Group(const World& world, const std::string& name, milliseconds timeout,
-             std::shared_ptr<world::FailureBoard> board, bool on_device, const std::shared_ptr<host::Host>& host)
-    : rank_(world.rank), size_(world.size), timeout_(timeout), board_(std::move(board)), channel_(channel_of(name)) {
-  if (size_ == 1) return;
+Group::Group(const World& world, Team team, const std::string& name, ChannelOptions options)
+    : team_(std::move(team)), options_(std::move(options)), channel_(channel_of(name)) {
+  if (size() == 1) {
+    transport_ = make_loopback_transport();
+    return;
+  }
   token_ = at::zeros({1}, at::kByte);
-  tokens_ = at::zeros({size_}, at::kByte);
+  tokens_ = at::zeros({size()}, at::kByte);
   try {
-    run_blocking([&] { transport_ = make_transport(world, name, timeout, on_device, host); });
+    run_blocking([&] { transport_ = make_transport(team_.within(world), team_, name, options_); });
   } catch (const std::exception& error) {
-    throw CommError("rank " + std::to_string(rank_) + " of " + std::to_string(size_) + " could not connect group '" +
-                    name + "' within " + std::to_string(timeout.count()) + " ms: " + error.what() +
+    throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
+                    " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
+                    " ms: " + error.what() +
                     ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME picks the interface).");
   }
 }
@@ -112,65 +114,69 @@ Group::Group(const World& world, const std::string& name, milliseconds timeout,
 Group::~Group() = default;
 
 Pending Group::track(OperationPtr under_way, const char* operation, int64_t bytes) {
+  if (under_way == nullptr) return {};
   Pending pending(std::move(under_way));
   trace::Flight flight;
   flight.operation = operation;
   flight.channel = channel_;
   flight.bytes = bytes;
   flight.sequence = ++sequence_;
-  flight.rank = rank_;
+  flight.rank = team_.rank();
   pending.ticket_ = trace::flight_log().begin(flight);
   return pending;
 }
 
 Pending Group::all_gather(Tensor output, Tensor input) {
-  check(input, size_, output);
-  if (transport_) {
-    const auto bytes = static_cast<int64_t>(output.nbytes());
-    return track(transport_->all_gather(std::move(output), std::move(input)), "all-gather", bytes);
-  }
-  if (output.data_ptr() != input.data_ptr()) output.copy_(input);
-  return {};
+  check(input, size(), output);
+  const auto bytes = static_cast<int64_t>(output.nbytes());
+  return track(transport_->all_gather(std::move(output), std::move(input)), "all-gather", bytes);
 }
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
   check(input, 1, output);
-  TORCH_INTERNAL_ASSERT(input.numel() % size_ == 0, "all_to_all of ", input.numel(), " elements among ", size_,
+  TORCH_INTERNAL_ASSERT(input.numel() % size() == 0, "all_to_all of ", input.numel(), " elements among ", size(),
                         " ranks");
-  if (transport_) {
-    const auto bytes = static_cast<int64_t>(input.nbytes());
-    return track(transport_->all_to_all(std::move(output), std::move(input)), "all-to-all", bytes);
-  }
-  output.copy_(input);
-  return {};
+  const auto bytes = static_cast<int64_t>(input.nbytes());
+  return track(transport_->all_to_all(std::move(output), std::move(input)), "all-to-all", bytes);
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {
-  check(output, size_, input);
-  if (transport_) {
-    const auto bytes = static_cast<int64_t>(input.nbytes());
-    return track(transport_->reduce_scatter(std::move(output), std::move(input)), "reduce-scatter", bytes);
-  }
-  output.copy_(input);
-  return {};
+  check(output, size(), input);
+  const auto bytes = static_cast<int64_t>(input.nbytes());
+  return track(transport_->reduce_scatter(std::move(output), std::move(input)), "reduce-scatter", bytes);
 }
 
 Pending Group::broadcast(Tensor tensor, int root) {
   check(tensor, 1, tensor);
-  if (!transport_) return {};
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   return track(transport_->broadcast(std::move(tensor), root), "broadcast", bytes);
 }
 
+Pending Group::send(Tensor tensor, int to) {
+  check(tensor, 1, tensor);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  return track(transport_->send(std::move(tensor), to), "send", bytes);
+}
+
+Pending Group::receive(Tensor tensor, int from) {
+  check(tensor, 1, tensor);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  return track(transport_->receive(std::move(tensor), from), "receive", bytes);
+}
+
 void Group::barrier(const Site& site) {
-  if (size_ == 1) return;
+  if (size() == 1) return;
   auto pending = all_gather(tokens_, token_);
   wait(pending, site);
 }
 
+std::string Group::text(const Site& site) const {
+  return "step " + std::to_string(step()) + ", " + site.phase + ", " + site.what;
+}
+
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!pending.valid()) return true;
-  trace::flight_log().waiting(pending.ticket_, site.step, site.phase, site.what);
+  trace::flight_log().waiting(pending.ticket_, step(), site.phase, site.what);
   std::string failure;
   bool done = false;
   run_blocking([&] {
@@ -182,10 +188,11 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
   if (!failure.empty()) {
-    const std::string place = "waits: " + site.text();
-    const auto reported = board_->failure();  // a diagnosis takes a moment and a word to the store: only without it
-    throw_comm_error("rank " + std::to_string(rank_) + " lost its peers at " + site.text() + ": " +
-                     (reported ? *reported : board_->diagnose(place)) + ". Transport: " + failure);
+    // A diagnosis takes a third of a second and writes to the store: only where no rank has reported the cause.
+    const auto reported = options_.board->failure();
+    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
+                     (reported ? *reported : options_.board->diagnose("waits: " + text(site))) +
+                     ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;
@@ -193,16 +200,16 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
 
 void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
-  while (!wait_for(pending, std::min(world::kPollFailures, timeout_), site)) {
-    if (const auto failure = board_->failure()) {
+  while (!wait_for(pending, std::min(world::kPollFailures, options_.timeout), site)) {
+    if (const auto failure = options_.board->failure()) {
       // A peer that ended after its part may have been heard of before its part has arrived.
       if (wait_for(pending, world::kPollFailures, site)) return;
-      throw_comm_error("rank " + std::to_string(rank_) + " stopped at " + site.text() + ": " + *failure);
+      throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
     }
-    if (steady_clock::now() - begin > timeout_) {
-      throw_comm_error("rank " + std::to_string(rank_) + " timed out after " +
-                       std::to_string(timeout_.count() / 1000.0) + " s at " + site.text() + ": " +
-                       board_->diagnose("waits: " + site.text()) +
+    if (steady_clock::now() - begin > options_.timeout) {
+      throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
+                       std::to_string(options_.timeout.count() / 1000.0) + " s at " + text(site) + ": " +
+                       options_.board->diagnose("waits: " + text(site)) +
                        ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
   }

@@ -9,6 +9,8 @@
 #include <memory>
 #include <string>
 
+#include "comm/clock.h"
+#include "comm/team.h"
 #include "comm/transport.h"
 #include "deeptide/world.h"
 #include "trace/flight_log.h"
@@ -23,15 +25,13 @@ class FailureBoard;
 
 namespace deeptide::comm {
 
-/// Where in training a wait happens; written into every error.
+/// What a wait is for; an error adds the rank and the step.
 struct Site {
-  int64_t step = 0;
   const char* phase = "start";  // "forward", "backward", "step", "eval", "checkpoint", "start"
   std::string what;             // "gathering unit h.3 for h.3.attn.qkv.weight"
-  std::string text() const;
 };
 
-/// A collective under way. Keeps its tensors alive. Movable; an unwaited one is waited for by nobody.
+/// A collective under way. Keeps its tensors alive. Movable. Dropping it does not wait.
 class Pending {
  public:
   Pending() = default;
@@ -47,21 +47,34 @@ class Pending {
   trace::FlightLog::Ticket ticket_ = 0;
 };
 
-/// One channel of collectives over all ranks of a world. Calls must come in the same order on every rank, from one
-/// thread of a rank at a time; operations go on in `wait` and `wait_for`, and end in the order in which they began.
-/// Channels do not wait on each other: gathers, reductions and control messages have one each.
-/// Ranks of one host talk through shared memory, as `host` says; without it all goes over c10d.
+/// What the channels of one engine have in common.
+struct ChannelOptions {
+  std::chrono::milliseconds timeout;
+  std::shared_ptr<world::FailureBoard> board;  // where ranks report and look for failures
+  std::shared_ptr<host::Host> host;            // of the team; null: all traffic goes over c10d
+  std::shared_ptr<const Clock> clock;          // null: errors say step 0
+  bool on_device = false;                      // carries the model's device's tensors, not the CPU's
+  PeerTraffic peers = PeerTraffic::no;
+};
+
+/// One channel of collectives over a team. Calls must come in the same order on every rank, from one thread per rank
+/// at a time. Operations progress in `wait` and `wait_for`, and end in the order in which they began. Channels do not
+/// wait on each other: gathers, reductions and control messages have one each. Ranks are counted by their index in the
+/// team; errors and logs give their number in the world.
 class Group {
  public:
-  /// Collective. Errors: CommError when the ranks do not all arrive within `timeout`.
-  Group(const World& world, const std::string& name, std::chrono::milliseconds timeout,
-        std::shared_ptr<world::FailureBoard> board, bool on_device, const std::shared_ptr<host::Host>& host = nullptr);
+  /// Collective over the team. `name` ends in the channel: "1/gathers".
+  /// Errors: CommError when the ranks do not all arrive within the timeout.
+  Group(const World& world, Team team, const std::string& name, ChannelOptions options);
   ~Group();
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  /// Which way its bytes go, a Transport's name; "none" in a world of one.
-  const char* path() const { return transport_ ? transport_->name() : "none"; }
+  const Team& team() const { return team_; }
+  int index() const { return team_.index(); }
+  int size() const { return team_.size(); }
+  /// Which way its bytes go, a Transport's name; "none" in a team of one.
+  const char* path() const { return transport_->name(); }
+  /// The engine's step, for logs.
+  int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 
   /// Shapes: input (N,), output (W * N,), contiguous, same type and device. N may be 0, for all methods.
   Pending all_gather(at::Tensor output, at::Tensor input);
@@ -70,9 +83,12 @@ class Group {
   /// The transport's own sum, in an order of its choice. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
-  /// Enters what was started elsewhere, in the same order on all ranks, into the log of this channel.
+  /// One contiguous tensor to the rank of index `to`, which receives the same type and shape. Needs PeerTraffic::yes.
+  Pending send(at::Tensor tensor, int to);
+  Pending receive(at::Tensor tensor, int from);
+  /// Enters an operation that was started elsewhere, in the same order on all ranks, into the log of this channel.
   Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
-  /// Returns when all ranks have come. Errors: as `wait`.
+  /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
 
   /// Errors: CommError, at once when a peer has reported a failure, else after the timeout; names the missing ranks.
@@ -81,14 +97,14 @@ class Group {
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
-  int rank_;
-  int size_;
-  std::chrono::milliseconds timeout_;
-  std::shared_ptr<world::FailureBoard> board_;
-  std::unique_ptr<Transport> transport_;  // null: a world of one
-  std::string channel_;                   // "gathers"
-  at::Tensor token_, tokens_;             // what a barrier gathers
-  uint64_t sequence_ = 0;                 // of what was started
+  std::string text(const Site& site) const;
+
+  Team team_;
+  ChannelOptions options_;
+  std::string channel_;  // "gathers"
+  std::unique_ptr<Transport> transport_;
+  at::Tensor token_, tokens_;  // what a barrier gathers
+  uint64_t sequence_ = 0;      // of what was started
 };
 
 }  // namespace deeptide::comm

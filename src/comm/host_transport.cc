@@ -8,6 +8,7 @@
 
 #include "comm/ordered_rows.h"
 #include "comm/transport.h"
+#include "host/pipe.h"
 #include "host/transfer.h"
 
 namespace deeptide::comm {
@@ -18,7 +19,9 @@ namespace {
 
 class HostTransport : public Transport {
  public:
-  explicit HostTransport(std::shared_ptr<host::Host> host) : channel_(std::move(host)) {}
+  HostTransport(const std::shared_ptr<host::Host>& host, PeerTraffic peers) : channel_(host) {
+    if (peers == PeerTraffic::yes) pipes_ = std::make_unique<host::Pipes>(host);
+  }
 
   const char* name() const override { return "shared memory"; }
 
@@ -59,7 +62,16 @@ class HostTransport : public Transport {
     return channel_.start(host::broadcast_transfer(tensor, root, channel_.index()));
   }
 
+  OperationPtr send(Tensor tensor, int to) override { return pipes().send(std::move(tensor), to); }
+
+  OperationPtr receive(Tensor tensor, int from) override { return pipes().receive(std::move(tensor), from); }
+
  private:
+  host::Pipes& pipes() const {
+    TORCH_INTERNAL_ASSERT(pipes_ != nullptr, "the channel was made without PeerTraffic::yes");
+    return *pipes_;
+  }
+
   /// Sends each rank its row of `input`; `take` gets what has come of this rank's rows, and where in a row that is.
   OperationPtr scatter(const Tensor& output, const Tensor& input,
                        const std::function<void(const host::Pieces&, int64_t)>& take) {
@@ -76,12 +88,13 @@ class HostTransport : public Transport {
   }
 
   host::Channel channel_;
+  std::unique_ptr<host::Pipes> pipes_;  // null: no send and receive
 };
 
 }  // namespace
 
-std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host) {
-  return std::make_unique<HostTransport>(std::move(host));
+std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host, PeerTraffic peers) {
+  return std::make_unique<HostTransport>(host, peers);
 }
 
 }  // namespace deeptide::comm

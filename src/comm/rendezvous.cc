@@ -6,32 +6,46 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <cstring>
-
 namespace deeptide::comm {
 
-static_assert(sizeof(Message) % 8 == 0);
+static_assert(std::is_trivially_copyable_v<Word>);
+
+namespace {
+
+at::Tensor bytes_of(size_t count) { return at::empty({static_cast<int64_t>(count)}, at::kByte); }
+
+}  // namespace
 
 Rendezvous::Rendezvous(Group& control)
     : control_(control),
-      out_(at::empty({static_cast<int64_t>(sizeof(Message)) * control.size()}, at::kByte)),
-      in_(at::empty({static_cast<int64_t>(sizeof(Message))}, at::kByte)) {}
+      out_(bytes_of(sizeof(Word) * static_cast<size_t>(control.size()))),
+      in_(bytes_of(sizeof(Word))) {}
 
-void Rendezvous::post(const Message& message) {
+void Rendezvous::post(const Word& word) {
   TORCH_INTERNAL_ASSERT(!posted_, "a round is under way already");
-  std::memcpy(in_.mutable_data_ptr(), &message, sizeof(Message));
+  std::memcpy(in_.mutable_data_ptr(), &word, sizeof(Word));
   pending_ = control_.all_gather(out_, in_);
   posted_ = true;
 }
 
-std::vector<Message> Rendezvous::collect(const Site& site) {
+std::vector<Word> Rendezvous::collect(const Site& site) {
   TORCH_INTERNAL_ASSERT(posted_, "no round is under way");
   control_.wait(pending_, site);
   posted_ = false;
   ++rounds_;
-  std::vector<Message> messages(control_.size());
-  std::memcpy(messages.data(), out_.const_data_ptr(), messages.size() * sizeof(Message));
-  return messages;
+  std::vector<Word> words(control_.size());
+  std::memcpy(static_cast<void*>(words.data()), out_.const_data_ptr(), words.size() * sizeof(Word));
+  return words;
+}
+
+void Rendezvous::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
+  TORCH_INTERNAL_ASSERT(!posted_, "a round is under way already");
+  const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
+  std::memcpy(in.mutable_data_ptr(), own, bytes);
+  Pending pending = control_.all_gather(out, in);
+  control_.wait(pending, site);
+  ++rounds_;
+  std::memcpy(all, out.const_data_ptr(), out.nbytes());
 }
 
 }  // namespace deeptide::comm

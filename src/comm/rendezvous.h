@@ -4,31 +4,19 @@
 // hanging.
 #pragma once
 
-#include <array>
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
-#include <optional>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "comm/group.h"
+#include "comm/messages.h"
 
 namespace deeptide::comm {
 
-/// One rank's word in a round. Plain data: it travels as bytes.
-struct Message {
-  static constexpr int kMaxUnits = 24;
-  enum class Kind : int32_t {
-    gather,  // wants units
-    close,   // has ended its micro-batch and only serves until all have
-  };
-  Kind kind = Kind::gather;
-  int32_t num_needs = 0;   // units[0 … num_needs) block this rank
-  int32_t num_wishes = 0;  // units[num_needs … num_needs + num_wishes) would be nice soon
-  int32_t flags = 0;
-  std::array<int32_t, kMaxUnits> units{};
-  std::array<int64_t, 6> numbers{};  // of a close: see engine/closing.cc
-};
-
-/// Rounds on a channel of their own. At most one round is under way; a rank that has posted its message may go on
+/// Rounds on a channel of their own. At most one round is under way; a rank that has posted its word may go on
 /// computing and collect the round later. Every rank takes part in every round, so the sequence of rounds is the same
 /// everywhere.
 class Rendezvous {
@@ -37,12 +25,23 @@ class Rendezvous {
 
   bool posted() const { return posted_; }
   bool ready() const { return posted_ && pending_.ready(); }
-  void post(const Message& message);
-  /// Waits for the posted round. Returns one message per rank, in rank order.
-  std::vector<Message> collect(const Site& site);
+  void post(const Word& word);
+  /// Waits for the posted round. Returns one word per rank, in the team's order.
+  std::vector<Word> collect(const Site& site);
   int64_t rounds() const { return rounds_; }
 
+  /// Collective, between rounds: every rank hears every rank's message, in the team's order.
+  template <typename Message>
+  std::vector<Message> exchange(const Message& own, const Site& site) {
+    static_assert(std::is_trivially_copyable_v<Message>);
+    std::vector<Message> messages(control_.size());
+    exchange_bytes(&own, messages.data(), sizeof(Message), site);
+    return messages;
+  }
+
  private:
+  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site);
+
   Group& control_;
   at::Tensor out_;
   at::Tensor in_;

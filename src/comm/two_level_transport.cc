@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "comm/ordered_rows.h"
 #include "comm/transport.h"
 #include "host/transfer.h"
 
@@ -94,11 +95,17 @@ class TwoLevelTransport : public Transport {
     return then_local(std::move(rail), host::broadcast_transfer(tensor, root_index, channel_.index()));
   }
 
+  OperationPtr send(Tensor, int) override { return refuse(); }
+  OperationPtr receive(Tensor, int) override { return refuse(); }
+
  private:
+  static OperationPtr refuse() {
+    TORCH_INTERNAL_ASSERT(false, "two levels carry collectives only; send and receive take c10d");
+  }
   int64_t num_hosts() const { return static_cast<int64_t>(host_->hosts().size()); }
   int64_t num_ranks() const { return static_cast<int64_t>(order_.size()); }
 
-  OperationPtr then_local(OperationPtr rail, Transfer transfer) {
+  OperationPtr then_local(OperationPtr rail, host::Transfer transfer) {
     auto start = [this, transfer = std::move(transfer)] { return channel_.start(transfer); };
     last_ = std::make_shared<TwoLevelOperation>(std::move(rail), last_, std::move(start));
     last_->ready();

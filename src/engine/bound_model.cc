@@ -18,6 +18,7 @@ using sharding::Parameter;
 using sharding::ParameterSpec;
 using sharding::Unit;
 using sharding::UnitLayout;
+using sharding::UnitMemory;
 
 namespace {
 
@@ -150,7 +151,7 @@ void prepare(Parameter& p, at::ScalarType dtype) {
 }  // namespace
 
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
-                       const BindOptions& options, const World& world, host::Host& host, comm::Group& gathers,
+                       const BindOptions& options, host::Host& host, comm::Group& gathers,
                        const std::shared_ptr<device::Ledger>& ledger)
     : buffers_(model.buffers) {
   at::NoGradGuard no_grad;
@@ -161,8 +162,9 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   check_trainable(specs, options.trained_by);
   std::vector<sharding::ModuleSpec> modules;
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
-  auto layouts = sharding::build_layout(specs, modules, {world.size, options.max_unit_numel});
-  if (device_.is_cpu() && world.size > 1 && host.holds_all()) share_memory(layouts, host);
+  const comm::Team& team = gathers.team();
+  auto layouts = sharding::build_layout(specs, modules, {team.size(), options.max_unit_numel});
+  if (device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
   int64_t persistent = 0;
   for (UnitLayout& layout : layouts) {
@@ -176,9 +178,10 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     const bool persists =
         layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
     if (persists) persistent += layout.used;
-    const bool sharded = options.shard_parameters && world.size > 1 && !persists && !arena_;
+    const bool sharded = options.shard_parameters && team.size() > 1 && !persists;
+    const auto memory = arena_ ? UnitMemory::shared : sharded ? UnitMemory::sharded : UnitMemory::whole;
     units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), std::move(layout), std::move(members),
-                                            sharded, world.rank));
+                                            sharding::UnitPlacement{memory, team, team}));
     if (!arena_) bind_apart(*units_.back(), gathers, ledger);
     remember(*units_.back());
   }
@@ -189,9 +192,9 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     arena_->memory()->populate(places[u] + units_[u]->shard_begin() * item_size(*units_[u]),
                                units_[u]->layout().shard * item_size(*units_[u]));
   }
-  gathers.barrier({0, "start", "taking memory"});
-  for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], world.rank, ledger);
-  gathers.barrier({0, "start", "waiting for rank 0's parameters"});
+  gathers.barrier({"start", "taking memory"});
+  for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], ledger);
+  gathers.barrier({"start", "waiting for rank 0's parameters"});
 }
 
 /// Memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
@@ -208,20 +211,20 @@ void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, host::Host
 }
 
 void BoundModel::bind_apart(Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger) {
-  const auto role = unit.sharded() ? device::Role::gathered : device::Role::parameters;
+  const auto role = unit.memory() == UnitMemory::sharded ? device::Role::gathered : device::Role::parameters;
   Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, device_);
   unit.pack(whole);
   auto pending = gathers.broadcast(whole, 0);
-  gathers.wait(pending, {0, "start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
+  gathers.wait(pending, {"start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
   unit.adopt(whole, ledger);
 }
 
 /// This rank counts its shard; together the ranks count the memory once.
-void BoundModel::bind_shared(Unit& unit, int64_t offset, int rank, const std::shared_ptr<device::Ledger>& ledger) {
+void BoundModel::bind_shared(Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger) {
   const auto& layout = unit.layout();
   const auto& memory = arena_->memory();
   const int64_t shard_bytes = layout.shard * item_size(unit);
-  if (rank == 0) unit.pack(memory->view(offset, layout.numel, layout.dtype));
+  if (unit.shard_over().index() == 0) unit.pack(memory->view(offset, layout.numel, layout.dtype));
   ledger->add(device::Role::parameters, shard_bytes);
   Tensor shard = memory->view(offset + unit.shard_begin() * item_size(unit), layout.shard, layout.dtype,
                               [ledger, shard_bytes] { ledger->add(device::Role::parameters, -shard_bytes); });
@@ -247,7 +250,7 @@ std::vector<Unit*> BoundModel::trainable() const {
 
 std::vector<Unit*> BoundModel::sharded() const {
   std::vector<Unit*> units;
-  for (const auto& unit : units_) units.push_back(unit->sharded() ? unit.get() : nullptr);
+  for (const auto& unit : units_) units.push_back(unit->memory() == UnitMemory::sharded ? unit.get() : nullptr);
   return units;
 }
 
@@ -268,6 +271,12 @@ int64_t BoundModel::num_elements() const {
   int64_t total = 0;
   for (const auto& unit : units_) total += unit->layout().used;
   return total;
+}
+
+int64_t BoundModel::predicted_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& unit : units_) bytes += unit->resident_bytes();
+  return bytes;
 }
 
 int64_t BoundModel::num_trainable() const {

@@ -30,9 +30,10 @@ class BoundModel {
  public:
   /// Collective. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated group
   /// members.
-  /// With all ranks on one `host`, and on the CPU, they share one copy of the parameters.
+  /// Parameters are sharded over the team of `gathers`; where all of it is on one `host`, on the CPU, the ranks share
+  /// one copy of them.
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
-             const World& world, host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
+             host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
   /// Null when the ranks share no memory.
   const std::shared_ptr<host::Arena>& arena() const { return arena_; }
@@ -49,6 +50,8 @@ class BoundModel {
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   at::Device device() const { return device_; }
   int64_t num_elements() const;
+  /// What parameters take on this rank for good.
+  int64_t predicted_bytes() const;
   int64_t num_trainable() const;
   /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).
   void check_bound() const;
@@ -56,7 +59,7 @@ class BoundModel {
  private:
   void share_memory(const std::vector<sharding::UnitLayout>& layouts, host::Host& host);
   void bind_apart(sharding::Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
-  void bind_shared(sharding::Unit& unit, int64_t offset, int rank, const std::shared_ptr<device::Ledger>& ledger);
+  void bind_shared(sharding::Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger);
   void remember(const sharding::Unit& unit);
 
   std::shared_ptr<host::Arena> arena_;

@@ -13,30 +13,32 @@ Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 
-void Engine::backward(const at::Tensor& loss, bool retain_graph) { impl_->backward(loss, retain_graph); }
-StepOutcome Engine::step() { return impl_->step(/*joined=*/false).value(); }
+void Engine::backward(const at::Tensor& loss, bool retain_graph) { impl_->stepper->backward(loss, retain_graph); }
+StepOutcome Engine::step() { return impl_->stepper->step(/*joined=*/false).value(); }
 void Engine::join() {
   while (join_step()) {
   }
 }
-std::optional<StepOutcome> Engine::join_step() { return impl_->step(/*joined=*/true); }
-void Engine::zero_grad() { impl_->zero_grad(); }
+std::optional<StepOutcome> Engine::join_step() { return impl_->stepper->step(/*joined=*/true); }
+void Engine::zero_grad() { impl_->stepper->zero_grad(); }
 
-bool Engine::is_gradient_accumulation_boundary() const { return impl_->is_boundary(); }
-void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) { impl_->set_boundary(boundary); }
-int64_t Engine::global_steps() const { return impl_->global_steps; }
-int64_t Engine::skipped_steps() const { return impl_->skipped_steps; }
-int64_t Engine::micro_steps() const { return impl_->micro_steps; }
-int64_t Engine::global_samples() const { return impl_->global_steps * impl_->batch.train; }
+bool Engine::is_gradient_accumulation_boundary() const { return impl_->stepper->is_boundary(); }
+void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) {
+  impl_->stepper->set_boundary(boundary);
+}
+int64_t Engine::global_steps() const { return impl_->progress.global_steps; }
+int64_t Engine::skipped_steps() const { return impl_->progress.skipped_steps; }
+int64_t Engine::micro_steps() const { return impl_->progress.micro_steps; }
+int64_t Engine::global_samples() const { return impl_->progress.global_steps * impl_->batch.train; }
 BatchSizes Engine::batch_sizes() const { return impl_->batch; }
-const World& Engine::world() const { return impl_->world; }
+const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
-int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->hyperparameters.size()); }
-Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->hyperparameters.at(group); }
+int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->progress.hyperparameters.size()); }
+Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->progress.hyperparameters.at(group); }
 void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {
-  Hyperparameters& own = impl_->hyperparameters.at(group);
+  Hyperparameters& own = impl_->progress.hyperparameters.at(group);
   check_optimizer(value, own.optimizer());
   own = value;
 }
@@ -65,7 +67,7 @@ at::Tensor Engine::full_state(const std::string& parameter, const std::string& r
 }
 
 void Engine::empty_partition_cache() {
-  impl_->enter(Operation::release);
+  impl_->boundary->enter({.call = comm::Call::release});
   impl_->residency->release_all();
 }
 

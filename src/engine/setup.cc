@@ -19,16 +19,6 @@ ScalarType scalar_type(DataType type) {
   return kTypes[static_cast<int>(type)];
 }
 
-/// The same on all ranks: engines are made in the same order everywhere, counted per store.
-std::string next_channel_name(const World& world, const char* kind) {
-  const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
-  return std::to_string(world.store->add(key, 1)) + "/" + kind;
-}
-
-std::chrono::milliseconds timeout_of(const Config& config) {
-  return std::chrono::milliseconds(static_cast<int64_t>(config.runtime.comm_timeout_s * 1000));
-}
-
 std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& options) {
   if (!options.groups.empty()) return options.groups;
   return {ParameterGroup{{}, config.optimizer.defaults}};
@@ -63,31 +53,34 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
 }
 
 /// Whether a core of this machine is idle while all its ranks compute.
-bool has_idle_core(const host::Host& host, const World& world) {
-  const bool knows_all_ranks = world.size == 1 || host.size() > 1;
+bool has_idle_core(const host::Host& host, const comm::Team& team) {
+  const bool knows_all_ranks = team.size() == 1 || host.size() > 1;
   return knows_all_ranks && num_cores() > host.size() * at::get_num_threads();
 }
 
-bool wants_side_thread(const Config& config, const host::Host& host, const World& world) {
+bool wants_side_thread(const Config& config, const host::Host& host, const comm::Team& team) {
   if (!config.zero.overlap_comm || config.runtime.reduce_thread == "off") return false;
-  return config.runtime.reduce_thread == "on" || has_idle_core(host, world);
+  return config.runtime.reduce_thread == "on" || has_idle_core(host, team);
 }
 
-/// Rows may stay as they came until the step when no further micro-batch is added to them, each rank steps no more than
-/// its shard, and all rows of a shard take no more memory than their sum in fp32 would.
-bool keeps_rows(const Config& config, const BatchSizes& batch, const World& world, const zero::StagePolicy& policy) {
+/// Keep the received rows unsummed until step() when no further micro-batch is added to them, each rank steps no more
+/// than its shard, and all rows of a shard take no more memory than their sum in fp32 would.
+bool keeps_rows(const Config& config, const BatchSizes& batch, const comm::Team& team,
+                const zero::StagePolicy& policy) {
   constexpr size_t kBytesOfSum = sizeof(float);
-  const size_t bytes_of_rows = static_cast<size_t>(world.size) * c10::elementSize(reduce_type(config));
-  const bool steps_shard = policy.shard_optimizer || world.size == 1;
+  const size_t bytes_of_rows = static_cast<size_t>(team.size()) * c10::elementSize(reduce_type(config));
+  const bool steps_shard = policy.shard_optimizer || team.size() == 1;
   return steps_shard && batch.accumulation == 1 && config.runtime.ordered_reduction && bytes_of_rows <= kBytesOfSum;
 }
 
-gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int world_size) {
+gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, const comm::Team& team,
+                                          const zero::StagePolicy& policy) {
   gradients::ReducerOptions options;
   options.reduce_dtype = reduce_type(config);
   options.ordered = config.runtime.ordered_reduction;
   options.overlap = config.zero.overlap_comm;
-  options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? world_size : 1));
+  options.accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? team.size() : 1));
   return options;
 }
 
@@ -103,69 +96,57 @@ void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimize
                     "'s, expected ", name(optimizer), "'s as the engine's optimizer is");
 }
 
-const char* operation_name(Operation operation) {
-  static constexpr const char* kNames[] = {"step()",
-                                           "save_checkpoint()",
-                                           "load_checkpoint()",
-                                           "module_state_dict() or full_state()",
-                                           "empty_partition_cache()",
-                                           "zero_grad()"};
-  return kNames[static_cast<int64_t>(operation)];
-}
-
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
-      world(options.world ? *options.world : init_distributed()),
-      mesh(world::Mesh::data_parallel(world.size)),
-      batch(config.batch_sizes(mesh.size(world::Axis::data))),
-      policy(zero::kStages.at(config.zero.stage)),
-      rule(rule_of(config, options)),
       ledger(std::make_shared<device::Ledger>()),
-      board(std::make_shared<world::FailureBoard>(world, "deeptide/board/" + next_channel_name(world, "board"))),
-      host(host::Host::find(world, "deeptide/host/" + next_channel_name(world, "host"), config.runtime.shared_memory,
-                            board)),
-      control(world, next_channel_name(world, "control"), timeout_of(config), board, /*on_device=*/false, host),
-      gathers(world, next_channel_name(world, "gathers"), timeout_of(config), board, /*on_device=*/true, host),
-      reductions(world, next_channel_name(world, "reductions"), timeout_of(config), board, /*on_device=*/true, host),
-      start(board),
-      model(description, options.groups, bind_options(config, policy, rule != nullptr), world, *host, gathers, ledger),
+      channels(options.world, config),
+      notice(channels.board()),
+      batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
+      rule(rule_of(config, options)),
+      policy(zero::kStages.at(config.zero.stage)),
+      model(description, options.groups, bind_options(config, policy, rule != nullptr), *channels.host(),
+            channels.gathers(), ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
-  residency = std::make_unique<sharding::Residency>(model.sharded(), gathers, control, ledger, model.device(),
-                                                    residency_limits(config, model));
-  if (rule) {
-    for (const ParameterGroup& group : groups) {
-      check_optimizer(group.hyperparameters, &rule->info());
-      hyperparameters.push_back(group.hyperparameters);
-    }
+  residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
+                                                    model.device(), residency_limits(config, model));
+  boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
+  if (rule) make_trainer();
+  const engine::StepperParts parts{config, batch,      policy,        channels,        *boundary,
+                                   model,  *residency, reducer.get(), optimizer.get(), progress};
+  stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler));
+  if (channels.is_first()) log(LogLevel::info, summary());
+  if (channels.is_first() && config.dump_state) {
+    log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
   }
-  base_hyperparameters = hyperparameters;
-  schedule = optim::make_schedule(config.scheduler);
-  if (schedule) schedule->apply(schedule_iteration, base_hyperparameters, hyperparameters);
-  if (rule) {
-    const auto trainable = model.trainable();
-    auto how = reducer_options(config, batch, world.size);
-    how.side_thread = model.device().is_cpu() && wants_side_thread(config, *host, world);
-    how.keep_rows = model.device().is_cpu() && keeps_rows(config, batch, world, policy) &&
-                    trainable.size() <= host::Exchange::kMaxOffers / 2;
-    auto exchange = model.arena() ? std::make_unique<host::Exchange>(host, model.arena()) : nullptr;
-    reducer =
-        std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
-    optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, hyperparameters, policy, ledger, reductions,
-                                                         model.device());
-    install_hooks();
-    set_boundary(std::nullopt);
-  }
-  if (world.rank == 0) log(LogLevel::info, summary());
-  if (world.rank == 0 && config.dump_state) log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
-  start.succeeded = true;
+  notice.succeed();
 }
 
 Engine::Impl::~Impl() {
   hooks.reset();
-  board->report_failure("has ended training at step " + std::to_string(global_steps));
+  channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
   release_idle_cpu_memory();  // what this engine's steps needed, the program may not
+}
+
+void Engine::Impl::make_trainer() {
+  for (const ParameterGroup& group : groups) {
+    check_optimizer(group.hyperparameters, &rule->info());
+    progress.hyperparameters.push_back(group.hyperparameters);
+  }
+  const auto trainable = model.trainable();
+  const bool on_cpu = model.device().is_cpu();
+  auto how = reducer_options(config, batch, channels.data(), policy);
+  how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
+  how.keep_rows = on_cpu && keeps_rows(config, batch, channels.data(), policy) &&
+                  trainable.size() <= host::Exchange::kMaxOffers / 2;
+  auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
+  auto& reductions = channels.reductions();
+  reducer =
+      std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
+  optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
+                                                       reductions, model.device());
+  install_hooks();
 }
 
 void Engine::Impl::install_hooks() {

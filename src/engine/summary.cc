@@ -36,7 +36,7 @@ int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<i
 
 /// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one. Ranks of one host do without.
 int64_t transport_bytes(const Engine::Impl& impl) {
-  if (impl.host->holds_all() || !impl.model.device().is_cpu()) return 0;
+  if (impl.channels.host()->holds_all() || !impl.model.device().is_cpu()) return 0;
   int64_t largest = 0;
   for (const auto& unit : impl.model.units()) {
     const bool gathers_gradients = !impl.policy.shard_optimizer;
@@ -49,23 +49,25 @@ int64_t transport_bytes(const Engine::Impl& impl) {
 }  // namespace
 
 std::string Engine::Impl::summary() const {
+  const int num_ranks = channels.mesh().num_ranks();
   std::set<std::string> types;
   int64_t sharded = 0;
   for (const auto& unit : model.units()) {
     types.insert(short_name(unit->layout().dtype));
-    sharded += unit->sharded() ? unit->layout().used : 0;
+    sharded += unit->memory() == sharding::UnitMemory::sharded ? unit->layout().used : 0;
   }
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
-  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, world.size,
-                                 mesh.text(), world.source, model.device().str());
-  if (world.size > 1) text += "\n  hosts: " + host->text() + (model.arena() ? ", one copy of the parameters" : "");
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, num_ranks,
+                                 channels.mesh().text(), channels.world().source, model.device().str());
+  if (num_ranks > 1)
+    text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
-                      batch.micro, batch.accumulation, world.size, rule ? rule->name() : "no optimizer",
+                      batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
@@ -78,35 +80,19 @@ std::string Engine::Impl::summary() const {
 }
 
 std::vector<MemoryLine> Engine::Impl::memory() const {
-  int64_t parameters = 0, gradients = 0, states = 0, bucket = 0, kept = 0;
-  bool sharded = false;
-  const bool keeps_rows = reducer && reducer->keeps_rows();
-  const bool accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
-  for (const auto& unit : model.units()) {
-    const auto& layout = unit->layout();
-    parameters += bytes(unit->sharded() || unit->shared() ? layout.shard : layout.numel, layout.dtype);
-    sharded = sharded || unit->sharded();
-    if (!layout.trainable || !optimizer) continue;
-    bucket = std::max(bucket, bytes(layout.numel, reduce_type(config)));
-    kept += accumulates_whole ? bytes(layout.numel, at::kFloat) : 0;
-    gradients += keeps_rows ? bytes(layout.numel, reduce_type(config)) : bytes(layout.shard, at::kFloat);
-    const int64_t stepped = policy.shard_optimizer ? layout.shard : layout.numel;
-    const int copies = optimizer->num_states() + (layout.dtype == at::kFloat ? 0 : 1);
-    states += copies * bytes(stepped, at::kFloat);
-  }
-  // One bucket fills while others are under way, each sent and received; in shared memory they are sent only, and one
-  // may wait for its last reader. Rows that stay until the step are gradients.
-  int64_t buckets = 1;
-  if (world.size > 1) buckets = (keeps_rows ? 1 : 2) * static_cast<int64_t>(gradients::kMaxFlights + 1);
-  if (model.arena()) buckets = static_cast<int64_t>(gradients::kMaxOffers + 2);
-  if (reducer && reducer->buckets_stay()) buckets = 0;
-  const int64_t communication = kept + bucket * buckets + transport_bytes(*this);
-  return {{"parameters", parameters, ledger->peak(Role::parameters)},
-          {"gradients", gradients, ledger->peak(Role::gradients)},
-          {"optimizer states", states, ledger->peak(Role::optimizer)},
-          {"gathered peak", bytes(sharded ? residency->budget() : 0, model.units().front()->layout().dtype),
-           ledger->peak(Role::gathered)},
-          {"communication", communication, ledger->peak(Role::communication) + transport_bytes(*this)}};
+  const int64_t transport = transport_bytes(*this);
+  const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
+    return unit->memory() == sharding::UnitMemory::sharded;
+  });
+  const auto line = [&](const char* name, Role role, int64_t predicted, int64_t uncounted = 0) {
+    return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted};
+  };
+  return {
+      line("parameters", Role::parameters, model.predicted_bytes()),
+      line("gradients", Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0),
+      line("optimizer states", Role::optimizer, optimizer ? optimizer->predicted_bytes() : 0),
+      line("gathered peak", Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
+      line("communication", Role::communication, reducer ? reducer->predicted_communication_bytes() : 0, transport)};
 }
 
 }  // namespace deeptide

@@ -89,7 +89,7 @@ Flights::~Flights() {
 
 void Flights::launch(int unit, Tensor bucket) {
   limit();
-  trace::flight_log().enter(step_, "backward", units_[unit]->layout().name);
+  trace::flight_log().enter(group_.step(), "backward", units_[unit]->layout().name);
   Flight flight;
   flight.unit = unit;
   flight.sent = std::move(bucket);
@@ -229,10 +229,10 @@ void Flights::look_for_bad(int unit, const Contributions& contributions, const T
   const Unit& u = *units_[unit];
   const auto found = numerics::find_non_finite(contributions.rows, sum.defined() ? sum : contributions.sum());
   if (!found) return;
-  const int64_t at = u.shard_begin() + found->index;
-  bad_ = BadGradient{"", options_.ordered ? found->rank : -1};
-  for (const Parameter& p : u.parameters()) {
-    if (at >= p.offset) bad_->parameter = p.name;
+  const int64_t element = u.shard_begin() + found->index;
+  bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = options_.ordered ? found->rank : -1};
+  for (size_t i = 0; i < u.parameters().size(); ++i) {
+    if (element >= u.parameters()[i].offset) bad_->parameter = static_cast<int>(i);
   }
 }
 
@@ -281,7 +281,7 @@ void Flights::run_side_thread() {
 }
 
 comm::Site Flights::site(int unit) const {
-  return {step_, "backward", "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
+  return {"backward", "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
 }
 
 }  // namespace deeptide::gradients

@@ -33,13 +33,15 @@ struct ReducerOptions {
   bool overlap = true;                       // start reductions during backward
   bool side_thread = false;                  // sum on a thread of its own, for cores that would be idle
   bool keep_rows = false;                    // until the step, which sums them as it reads: no memory for sums
-  double scale = 1.0;                        // 1 / (world * accumulation), applied to the sum
+  bool accumulates_whole = false;            // several micro-batches meet in fp32 buckets before they travel
+  double scale = 1.0;                        // 1 / (ranks * accumulation), applied to the sum
 };
 
 /// A gradient that is not finite.
 struct BadGradient {
-  std::string parameter;
-  int rank = -1;  // that produced it; -1: every contribution was finite, the sum was not
+  int unit = 0;       // Unit::index()
+  int parameter = 0;  // in that unit
+  int rank = -1;      // that contributed it, by index in the team; -1: every contribution was finite, the sum was not
 };
 
 /// Used by one thread; the side thread, if there is one, sums what has arrived meanwhile, with the same results.
@@ -59,7 +61,6 @@ class Flights {
   void retire_ready();
   /// Waits for all and sums them. Errors: CommError.
   void drain();
-  void set_step(int64_t step) { step_ = step; }
 
   /// Buckets that all ranks have read may be filled again.
   void reclaim();
@@ -115,7 +116,6 @@ class Flights {
   at::Tensor sums_of_squares_;     // (units,), fp64
   std::optional<BadGradient> bad_;
   bool peers_elsewhere_ = false;  // the flight in front was waited for in vain
-  int64_t step_ = 0;
 
   // The queue is shared with the side thread, which takes the front only; all else is whoever's turn it is.
   std::deque<Flight> queue_;

@@ -46,6 +46,7 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
     : units_(std::move(units)),
       exchange_(std::move(exchange)),
+      num_ranks_(group.size()),
       buckets_stay_(options.keep_rows && (exchange_ != nullptr || group.size() == 1)),
       pool_(ledger, role_of(buckets_stay_), device, /*max_waste=*/2,
             bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
@@ -144,6 +145,31 @@ void Reducer::issue_next() {
   if (next_ < order_.size()) return;
   ++rounds_done_;
   next_ = 0;
+}
+
+int64_t Reducer::predicted_gradient_bytes() const {
+  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
+  int64_t bytes = 0;
+  for (const Unit* unit : units_) {
+    bytes += options_.keep_rows ? unit->numel() * item : unit->layout().shard * static_cast<int64_t>(sizeof(float));
+  }
+  return bytes;
+}
+
+int64_t Reducer::predicted_communication_bytes() const {
+  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
+  int64_t largest = 0, kept = 0;
+  for (const Unit* unit : units_) {
+    largest = std::max(largest, unit->numel() * item);
+    if (options_.accumulates_whole) kept += unit->numel() * static_cast<int64_t>(sizeof(float));
+  }
+  if (buckets_stay_) return kept;
+  // One bucket fills while others are under way, each sent and received. In shared memory they are sent only, and one
+  // may wait for its last reader. Rows that stay until the step are gradients.
+  size_t buckets = 1;
+  if (num_ranks_ > 1) buckets = (options_.keep_rows ? 1 : 2) * (kMaxFlights + 1);
+  if (exchange_) buckets = kMaxOffers + 2;
+  return kept + largest * static_cast<int64_t>(buckets);
 }
 
 int64_t Reducer::rounds_wanted() const {

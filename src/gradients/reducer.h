@@ -31,7 +31,6 @@ class Reducer {
   /// before the boundary); otherwise complete buckets go out.
   void add(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
-  void set_step(int64_t step) { flights_->set_step(step); }
 
   /// Rounds this rank must take part in to empty its buckets; what it tells the others at a micro-batch's end.
   int64_t rounds_wanted() const;
@@ -45,6 +44,10 @@ class Reducer {
   bool keeps_rows() const { return options_.keep_rows; }
   /// And they do so in the buckets themselves, which then are the gradients; otherwise where they were received.
   bool buckets_stay() const { return buckets_stay_; }
+  /// What its accumulators, or the rows that stay in their place, take on this rank.
+  int64_t predicted_gradient_bytes() const;
+  /// What buckets on their way take, those of ranks that keep pace.
+  int64_t predicted_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
@@ -74,6 +77,7 @@ class Reducer {
 
   std::vector<sharding::Unit*> units_;
   std::unique_ptr<host::Exchange> exchange_;
+  int num_ranks_;
   bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;

@@ -1,94 +1,19 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Counters with release and acquire, futexes for those who sleep.
+// Slots between two counters per rank.
 #include "host/ring.h"
 
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include <c10/util/Exception.h>
 
-#include <atomic>
 #include <bit>
-#include <climits>
-#include <ctime>
 
+#include "host/counter.h"
 #include "host/operation.h"
 
 namespace deeptide::host {
 
 using std::chrono::milliseconds;
-using std::chrono::nanoseconds;
 using std::chrono::steady_clock;
-
-namespace {
-
-constexpr nanoseconds kLinger{30'000};  // a round trip between two cores is 0.3 us, waking a sleeper 5 to 50
-
-/// A counter that others wait for. Zeroed memory is its first state.
-struct Counter {
-  std::atomic<uint32_t> value;
-  std::atomic<uint32_t> sleepers;
-};
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
-
-/// Counts wrap: `a` has reached `b` when it is not behind it.
-bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
-
-long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
-}
-
-void publish(Counter& counter, uint32_t value) {
-  counter.value.store(value, std::memory_order_seq_cst);
-  if (counter.sleepers.load(std::memory_order_seq_cst) > 0) futex(counter.value, FUTEX_WAKE, INT_MAX, nullptr);
-}
-
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-/// How to pass the moment before sleeping: keeping a core that no other rank needs, or letting the next one have it.
-enum class Linger : uint8_t { none, spin, yield };
-
-void let_pass(Linger linger) {
-  if (linger == Linger::yield) {
-    ::sched_yield();
-  } else {
-    for (int i = 0; i < 32; ++i) relax();
-  }
-}
-
-/// Until `counter` has reached `target` or the time is up.
-bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline, Linger linger) {
-  const auto is_there = [&] { return reached(counter.value.load(std::memory_order_acquire), target); };
-  if (is_there()) return true;
-  if (linger != Linger::none) {
-    const auto until = steady_clock::now() + kLinger;
-    do {
-      let_pass(linger);
-      if (is_there()) return true;
-    } while (steady_clock::now() < until);
-  }
-  for (;;) {
-    const auto left = std::chrono::duration_cast<nanoseconds>(deadline - steady_clock::now());
-    if (left.count() <= 0) return is_there();
-    counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = counter.value.load(std::memory_order_seq_cst);
-    if (!reached(seen, target)) {
-      const timespec timeout{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
-      futex(counter.value, FUTEX_WAIT, seen, &timeout);
-    }
-    counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (is_there()) return true;
-  }
-}
-
-}  // namespace
 
 /// Of one rank; what it posts and what it has read lie apart, for others wait on each.
 struct Ring::Counters {

@@ -155,9 +155,9 @@ class Packer {
 
   void close(UnitLayout unit, const Run& run) {
     const int64_t align = alignment(unit.dtype);
-    unit.shard = round_up((unit.numel + options_.world_size - 1) / options_.world_size, align);
+    unit.shard = round_up((unit.numel + options_.num_shards - 1) / options_.num_shards, align);
     unit.shard = std::max(unit.shard, align);
-    unit.numel = unit.shard * options_.world_size;
+    unit.numel = unit.shard * options_.num_shards;
     unit.name = name_of(unit, run);
     if (unit.trainable) cut_segments(unit);
     units_.push_back(std::move(unit));

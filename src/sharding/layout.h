@@ -11,7 +11,7 @@
 
 namespace deeptide::sharding {
 
-/// One logical parameter as the layout sees it; `index` is its place in the model's list of distinct parameters.
+/// One logical parameter as the layout sees it.
 struct ParameterSpec {
   std::string name;
   int64_t numel = 0;
@@ -46,12 +46,12 @@ struct UnitLayout {
   std::vector<Slot> slots;
   std::vector<Segment> segments;  // of trainable units: covers [0, numel)
   int64_t used = 0;               // elements that parameters take, without padding
-  int64_t numel = 0;              // world * shard
+  int64_t numel = 0;              // num_shards * shard
   int64_t shard = 0;              // elements a rank owns: a multiple of 64 bytes
 };
 
 struct LayoutOptions {
-  int world_size = 1;
+  int num_shards = 1;          // the size of the team that units are sharded over
   int64_t max_unit_numel = 0;  // 0: no limit but the repeated block; a larger single parameter stays whole
 };
 

@@ -15,7 +15,9 @@
 namespace deeptide::sharding {
 
 using at::Tensor;
-using comm::Message;
+using comm::Close;
+using comm::Wishes;
+using comm::Word;
 
 namespace {
 
@@ -47,25 +49,32 @@ bool contains(const std::vector<Unit*>& units, const Unit* unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
 }
 
+/// What a rank needs and would like; nothing once it has closed.
+const Wishes& wishes_of(const Word& word) {
+  static const Wishes kNone;
+  const auto* wishes = std::get_if<Wishes>(&word);
+  return wishes ? *wishes : kNone;
+}
+
+bool mentions(const Wishes& wishes, int unit) {
+  const auto all = wishes.all();
+  return std::find(all.begin(), all.end(), unit) != all.end();
+}
+
 /// The units of a round in the order in which all ranks issue them: needs by rank, then what every rank would like.
-std::vector<std::pair<int, bool>> agree(const std::vector<Message>& messages, int own_rank) {
+std::vector<std::pair<int, bool>> agree(const std::vector<Word>& words, int own_index) {
   std::vector<std::pair<int, bool>> order;  // unit, wanted here
-  auto known = [&](int unit) {
+  const auto known = [&](int unit) {
     return std::any_of(order.begin(), order.end(), [&](const auto& o) { return o.first == unit; });
   };
-  auto mentions = [](const Message& m, int unit) {
-    const auto* end = m.units.begin() + m.num_needs + m.num_wishes;
-    return std::find(m.units.begin(), end, unit) != end;
-  };
-  for (const Message& m : messages) {
-    for (int i = 0; i < m.num_needs; ++i) {
-      if (!known(m.units[i])) order.emplace_back(m.units[i], mentions(messages[own_rank], m.units[i]));
+  for (const Word& word : words) {
+    for (const int unit : wishes_of(word).needs()) {
+      if (!known(unit)) order.emplace_back(unit, mentions(wishes_of(words[own_index]), unit));
     }
   }
-  const Message& first = messages.front();
-  for (int i = first.num_needs; i < first.num_needs + first.num_wishes; ++i) {
-    const int unit = first.units[i];
-    const bool all = std::all_of(messages.begin(), messages.end(), [&](const Message& m) { return mentions(m, unit); });
+  for (const int unit : wishes_of(words.front()).wishes()) {
+    const bool all =
+        std::all_of(words.begin(), words.end(), [&](const Word& word) { return mentions(wishes_of(word), unit); });
     if (all && !known(unit)) order.emplace_back(unit, true);
   }
   return order;
@@ -127,9 +136,9 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
 /// Keeps a round of wishes under way, so that the next units arrive while this operator computes.
 void Residency::look_ahead() {
   if (rendezvous_.posted()) return;
-  Message message;
-  add_wishes(message, needed_);
-  if (message.num_wishes > 0) rendezvous_.post(message);
+  Wishes word;
+  add_wishes(word, needed_);
+  if (word.num_wishes > 0) rendezvous_.post(word);
 }
 
 void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
@@ -152,7 +161,7 @@ void Residency::visit(const Unit& unit) {
   if (last_visited_ == unit.index()) return;
   const int previous = std::exchange(last_visited_, unit.index());
   plan().visit(unit.index());
-  trace::flight_log().enter(step_, phase(), unit.layout().name);
+  trace::flight_log().enter(gathers_.step(), phase(), unit.layout().name);
   if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
   Unit* left = units_[previous];
   if (!left->is_whole() || left->is_pinned() || contains(needed_, left)) return;
@@ -173,34 +182,34 @@ void Residency::bring(const std::vector<Unit*>& needed) {
   }
 }
 
-Message Residency::request(const std::vector<Unit*>& needed) const {
-  Message message;
+Wishes Residency::request(const std::vector<Unit*>& needed) const {
+  Wishes word;
   for (const Unit* unit : needed) {
-    if (unit->is_whole() || in_flight(*unit) || message.num_needs == Message::kMaxUnits) continue;
-    message.units[message.num_needs++] = unit->index();
+    if (unit->is_whole() || in_flight(*unit) || word.full()) continue;
+    word.units[word.num_needs++] = unit->index();
   }
-  add_wishes(message, needed);
-  return message;
+  add_wishes(word, needed);
+  return word;
 }
 
-void Residency::add_wishes(Message& message, const std::vector<Unit*>& needed) const {
+void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const {
   int64_t ahead = 0;
   int64_t live = 0;  // needed now, whatever is used sooner, and the wishes
   for (const Unit* unit : needed) live += unit->numel();
-  for (int index : plan().upcoming(Message::kMaxUnits)) {
+  for (int index : plan().upcoming(Wishes::kMaxUnits)) {
     const Unit* unit = units_[index];
     if (unit == nullptr || contains(needed, unit)) continue;
     live += unit->numel();
     if (live > limits_.max_live) return;
     if (unit->is_whole() || in_flight(*unit)) continue;
     ahead += unit->numel();
-    if (ahead > limits_.prefetch || message.num_needs + message.num_wishes == Message::kMaxUnits) return;
-    message.units[message.num_needs + message.num_wishes++] = index;
+    if (ahead > limits_.prefetch || word.full()) return;
+    word.units[word.num_needs + word.num_wishes++] = index;
   }
 }
 
-void Residency::serve(const std::vector<Message>& messages) {
-  for (const auto& [index, wanted] : agree(messages, gathers_.rank())) {
+void Residency::serve(const std::vector<Word>& words) {
+  for (const auto& [index, wanted] : agree(words, gathers_.index())) {
     Unit& unit = *units_[index];
     if (in_flight(unit)) land_all();
     launch(unit, wanted && !unit.is_whole());
@@ -271,31 +280,27 @@ void Residency::count(const Unit& unit, int sign) {
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
 }
 
-std::vector<Message> Residency::close(const Message& own, int64_t step, bool ends_pass) {
+std::vector<Close> Residency::close(const Close& own, bool ends_pass) {
   std::lock_guard lock(mutex_);
   needed_.clear();
-  const comm::Site here{step, "step", "waiting for all ranks to end the micro-batch"};
+  const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
   for (;;) {
     if (!rendezvous_.posted()) rendezvous_.post(own);
-    const auto messages = rendezvous_.collect(here);
-    serve(messages);
+    const auto words = rendezvous_.collect(here);
+    serve(words);
     land_all();
     const bool all_close =
-        std::all_of(messages.begin(), messages.end(), [](const Message& m) { return m.kind == Message::Kind::close; });
+        std::all_of(words.begin(), words.end(), [](const Word& word) { return std::holds_alternative<Close>(word); });
     if (!all_close) continue;
     if (ends_pass) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();
       last_visited_ = -1;
     }
-    return messages;
+    std::vector<Close> closes;
+    for (const Word& word : words) closes.push_back(std::get<Close>(word));
+    return closes;
   }
-}
-
-std::vector<Message> Residency::exchange(const Message& own, const comm::Site& site) {
-  std::lock_guard lock(mutex_);
-  rendezvous_.post(own);
-  return rendezvous_.collect(site);
 }
 
 void Residency::release_all() {
@@ -305,6 +310,14 @@ void Residency::release_all() {
   for (Unit* unit : units_) {
     if (unit != nullptr && unit->is_whole() && !unit->is_pinned()) let_go(*unit);
   }
+}
+
+int64_t Residency::predicted_bytes() const {
+  int64_t item = 0;
+  for (const Unit* unit : units_) {
+    if (unit != nullptr) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->layout().dtype)));
+  }
+  return limits_.max_live * item;
 }
 
 int64_t Residency::live_bytes() const {
@@ -320,9 +333,8 @@ int64_t Residency::peak_bytes() const {
 Plan& Residency::plan() const { return training() ? train_plan_ : eval_plan_; }
 
 comm::Site Residency::site(const char* verb, const Unit& unit) const {
-  return {step_, phase(),
-          std::string(verb) + " unit '" + unit.layout().name + "' (first parameter '" + unit.parameters().front().name +
-              "')"};
+  return {phase(), std::string(verb) + " unit '" + unit.layout().name + "' (first parameter '" +
+                       unit.parameters().front().name + "')"};
 }
 
 }  // namespace deeptide::sharding

@@ -49,10 +49,14 @@ class Residency {
   void release(c10::ArrayRef<Use> uses, bool succeeded);
 
   /// Collective. Posts `own` in round after round, serving the ranks that still need units, until all ranks close.
-  /// Returns the last round's messages, one a rank. `ends_pass`: the plan learns what the pass has used.
-  std::vector<comm::Message> close(const comm::Message& own, int64_t step, bool ends_pass);
-  /// Collective. One more round among ranks that have all closed: everyone hears everyone's message.
-  std::vector<comm::Message> exchange(const comm::Message& own, const comm::Site& site);
+  /// Returns what each rank said, in the team's order. `ends_pass`: the plan learns which units the pass has used.
+  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass);
+  /// Collective, among ranks that have all closed: every rank hears every rank's message.
+  template <typename Message>
+  std::vector<Message> exchange(const Message& own, const comm::Site& site) {
+    std::lock_guard lock(mutex_);
+    return rendezvous_.exchange(own, site);
+  }
   /// Shards have changed or memory is wanted: no unit is whole afterwards. Call it when all ranks have closed.
   void release_all();
 
@@ -60,9 +64,10 @@ class Residency {
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
+  /// What gathered units take at most on this rank, unless one operator uses more.
+  int64_t predicted_bytes() const;
   int64_t rounds() const { return rendezvous_.rounds(); }
   int64_t gathers_issued() const { return gathers_issued_; }
-  void set_step(int64_t step) { step_ = step; }
 
  private:
   struct Flight {
@@ -77,9 +82,9 @@ class Residency {
   void visit(const Unit& unit);
   void bring(const std::vector<Unit*>& needed);
   void look_ahead();
-  comm::Message request(const std::vector<Unit*>& needed) const;
-  void add_wishes(comm::Message& message, const std::vector<Unit*>& needed) const;
-  void serve(const std::vector<comm::Message>& messages);
+  comm::Wishes request(const std::vector<Unit*>& needed) const;
+  void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;
+  void serve(const std::vector<comm::Word>& words);
   void launch(Unit& unit, bool keep);
   bool in_flight(const Unit& unit) const;
   void land_front();
@@ -111,7 +116,6 @@ class Residency {
   int64_t live_bytes_ = 0;
   int64_t peak_bytes_ = 0;
   std::atomic<int64_t> gathers_issued_{0};
-  std::atomic<int64_t> step_{0};
 };
 
 }  // namespace deeptide::sharding

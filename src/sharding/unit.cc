@@ -87,14 +87,14 @@ uint32_t Parameter::current_version() const {
   return version;
 }
 
-Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank)
-    : index_(index), layout_(std::move(layout)), parameters_(std::move(parameters)), sharded_(sharded), rank_(rank) {
+Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, UnitPlacement placement)
+    : index_(index), layout_(std::move(layout)), parameters_(std::move(parameters)), placement_(std::move(placement)) {
   for (Parameter& p : parameters_) p.unit = this;
 }
 
 Unit::~Unit() {
   for (const Parameter& p : parameters_) Bound::instance().remove(p.storage.get());
-  if (!sharded_) return;
+  if (memory() != UnitMemory::sharded) return;
   for (Parameter& p : parameters_) {
     if (!p.storage) continue;
     for (const Tensor& t : p.tensors) set_gate_key(t, false);
@@ -117,7 +117,7 @@ void Unit::point_into(const Tensor& whole) {
       auto* impl = t.unsafeGetTensorImpl();
       impl->set_storage_keep_dtype(c10::Storage(p.storage));
       impl->set_storage_offset(0);
-      if (sharded_) set_gate_key(t, true);
+      if (memory() == UnitMemory::sharded) set_gate_key(t, true);
     }
     p.version = p.current_version();
   }
@@ -134,7 +134,26 @@ bool Unit::has_private_writes() const {
   return view_ && view_->any_written([](int64_t, int64_t) { return true; });
 }
 
+void Unit::note_external_writes() {
+  if (memory() != UnitMemory::whole) return;  // elsewhere private pages or the gate have shown them
+  for (Parameter& p : parameters_) {
+    const auto version = p.current_version();
+    p.rewritten = p.rewritten || version != p.version;
+    p.version = version;
+  }
+}
+
+void Unit::forget_external_writes() {
+  for (Parameter& p : parameters_) p.rewritten = false;
+}
+
+int64_t Unit::resident_bytes() const {
+  const int64_t elements = memory() == UnitMemory::whole ? layout_.numel : layout_.shard;
+  return elements * static_cast<int64_t>(c10::elementSize(layout_.dtype));
+}
+
 void Unit::take_private_writes() {
+  if (memory() != UnitMemory::shared) return;
   const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
   const auto* seen = static_cast<const char*>(whole_.const_data_ptr());
   auto* shard = static_cast<char*>(shard_.mutable_data_ptr());
@@ -156,7 +175,7 @@ void Unit::take_private_writes() {
 void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
   point_into(whole);
   Tensor slice = whole.narrow(0, shard_begin(), layout_.shard);
-  if (!sharded_) {
+  if (memory() == UnitMemory::whole) {
     whole_ = whole;
     shard_ = slice;
     return;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/team.h"
 #include "device/memory.h"
 #include "device/shared_memory.h"
 #include "sharding/layout.h"
@@ -44,14 +45,26 @@ struct Parameter {
   at::Tensor view_of(const at::Tensor& flat) const;
 };
 
-/// Flat memory of one UnitLayout. A unit is *kept whole* (stages 0-2, persistent), *shared* (all ranks are on one host:
-/// whole there, once) or *sharded* (stage 3). Even while a
-/// sharded unit is whole, a parameter's storage has its memory only while an operator in flight has it open: so raw
-/// access always throws our text, and never works by luck today and dangles tomorrow. Not thread-safe: Residency guards
-/// the sharded ones.
+/// Where a unit's parameters lie, and so who makes them whole, who publishes them and who sees what others write.
+enum class UnitMemory : uint8_t {
+  whole,    // on each rank (stages 0-2, small units): published by a gather, others' writes show in version counters
+  shared,   // once for all ranks of a host: published by a barrier, others' writes show in private pages
+  sharded,  // a slice per rank (stage 3): gathered when an operator needs them, the gate sees others' writes
+};
+
+/// The teams of a unit, and its memory. All ranks agree on it.
+struct UnitPlacement {
+  UnitMemory memory = UnitMemory::whole;
+  comm::Team shard_over;   // each rank of it owns one slice
+  comm::Team reduce_over;  // gradients are summed over it
+};
+
+/// Flat memory of one UnitLayout. Even while a sharded unit is whole, a parameter's storage has its memory only while
+/// an operator in flight has it open: so raw access always throws our text, and never works by luck today and dangles
+/// tomorrow. Not thread-safe: Residency guards the sharded ones.
 class Unit {
  public:
-  Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, bool sharded, int rank);
+  Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, UnitPlacement placement);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
   /// Parameters of a unit kept whole stay usable; sharded ones throw a text from now on.
@@ -66,8 +79,12 @@ class Unit {
   /// this rank's program sees of it: writes of its own stay its own until `take_private_writes`.
   void adopt_shared(at::Tensor shard, std::shared_ptr<device::PrivateView> view);
   bool has_private_writes() const;
-  /// Brings what this rank's program wrote into its slice, and drops the rest. Nobody may be reading parameters.
+  /// Copies what this rank's program wrote, as far as it lies in this rank's slice, into the shared memory and drops
+  /// the rest. All ranks must be idle. Does nothing to units that are not shared.
   void take_private_writes();
+  /// Marks parameters as rewritten that a version counter shows to have been written by others than the engine.
+  void note_external_writes();
+  void forget_external_writes();
 
   /// Lends the unit `whole` (numel,), which holds its values; `detach` gives it back for reuse.
   void attach(at::Tensor whole) { whole_ = std::move(whole); }
@@ -84,8 +101,11 @@ class Unit {
 
   int index() const { return index_; }
   const UnitLayout& layout() const { return layout_; }
-  bool sharded() const { return sharded_; }
-  bool shared() const { return view_ != nullptr; }
+  UnitMemory memory() const { return placement_.memory; }
+  const comm::Team& shard_over() const { return placement_.shard_over; }
+  const comm::Team& reduce_over() const { return placement_.reduce_over; }
+  /// What it takes of this rank's share of memory for good: its slice, or all of it.
+  int64_t resident_bytes() const;
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory of its own when sharded, of the
@@ -93,7 +113,7 @@ class Unit {
   const at::Tensor& shard() const { return shard_; }
   const at::Tensor& whole() const { return whole_; }
   int64_t numel() const { return layout_.numel; }
-  int64_t shard_begin() const { return rank_ * layout_.shard; }
+  int64_t shard_begin() const { return placement_.shard_over.index() * layout_.shard; }
   /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if
   /// none.
   std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
@@ -104,8 +124,7 @@ class Unit {
   int index_;
   UnitLayout layout_;
   std::vector<Parameter> parameters_;
-  bool sharded_;
-  int rank_;
+  UnitPlacement placement_;
   int pins_ = 0;
   at::Tensor whole_;
   at::Tensor shard_;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launchers' variables as tables: who says which rank we are, and where rank 0 is.
+// The launchers' variables as tables: which one names our rank, and which one names rank 0's host.
 #include "world/discovery.h"
 
 #include <limits.h>
@@ -26,92 +26,85 @@ constexpr int kMaxLocal = 1 << 16;
 
 enum class Kind : uint8_t { by_hand, mpi, slurm, sagemaker, kubernetes };
 
-/// A launcher by its variables; of each list the first that is set counts.
+/// A launcher and its variables; the first variable of each list that is set counts.
 struct Source {
   const char* name;
   Kind kind;
-  Names needed;  // it is present when all of these are set
-  Names rank, size, local_rank, local_size;
-  Names job;         // what tells its jobs apart
+  Names needed = {};  // the launcher is present when all of these are set
+  Names rank = {}, size = {}, local_rank = {}, local_size = {};
+  Names node_rank = {}, num_nodes = {};
+  Names job = {};    // distinguishes its jobs
   const char* cure;  // how its user says where rank 0 is
 };
 
 const Source kSources[] = {
-    {"environment",
-     Kind::by_hand,
-     {"RANK"},
-     {"RANK"},
-     {"WORLD_SIZE"},
-     {"LOCAL_RANK"},
-     {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"},
-     {},
-     "start with `deeptide` or `torchrun`, or set MASTER_ADDR and MASTER_PORT"},
-    {"openmpi",
-     Kind::mpi,
-     {"OMPI_COMM_WORLD_RANK"},
-     {"OMPI_COMM_WORLD_RANK"},
-     {"OMPI_COMM_WORLD_SIZE"},
-     {"OMPI_COMM_WORLD_LOCAL_RANK"},
-     {"OMPI_COMM_WORLD_LOCAL_SIZE"},
-     {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
-     "start with `mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>`"},
-    {"mvapich",
-     Kind::mpi,
-     {"MV2_COMM_WORLD_RANK"},
-     {"MV2_COMM_WORLD_RANK"},
-     {"MV2_COMM_WORLD_SIZE"},
-     {"MV2_COMM_WORLD_LOCAL_RANK"},
-     {"MV2_COMM_WORLD_LOCAL_SIZE"},
-     {},
-     "start with `mpirun -env MASTER_ADDR <host of rank 0> -env MASTER_PORT <port>`"},
-    {"mpich",
-     Kind::mpi,
-     {"PMI_RANK"},
-     {"PMI_RANK"},
-     {"PMI_SIZE"},
-     {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"},
-     {"MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
-     {"PMI_JOBID", "PALS_APID"},
-     "start with `mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>`"},
+    {.name = "environment",
+     .kind = Kind::by_hand,
+     .needed = {"RANK"},
+     .rank = {"RANK"},
+     .size = {"WORLD_SIZE"},
+     .local_rank = {"LOCAL_RANK"},
+     .local_size = {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"},
+     .cure = "start with `deeptide` or `torchrun`, or set MASTER_ADDR and MASTER_PORT"},
+    {.name = "openmpi",
+     .kind = Kind::mpi,
+     .needed = {"OMPI_COMM_WORLD_RANK"},
+     .rank = {"OMPI_COMM_WORLD_RANK"},
+     .size = {"OMPI_COMM_WORLD_SIZE"},
+     .local_rank = {"OMPI_COMM_WORLD_LOCAL_RANK"},
+     .local_size = {"OMPI_COMM_WORLD_LOCAL_SIZE"},
+     .job = {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"},
+     .cure = "start with `mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>`"},
+    {.name = "mvapich",
+     .kind = Kind::mpi,
+     .needed = {"MV2_COMM_WORLD_RANK"},
+     .rank = {"MV2_COMM_WORLD_RANK"},
+     .size = {"MV2_COMM_WORLD_SIZE"},
+     .local_rank = {"MV2_COMM_WORLD_LOCAL_RANK"},
+     .local_size = {"MV2_COMM_WORLD_LOCAL_SIZE"},
+     .cure = "start with `mpirun -env MASTER_ADDR <host of rank 0> -env MASTER_PORT <port>`"},
+    {.name = "mpich",
+     .kind = Kind::mpi,
+     .needed = {"PMI_RANK"},
+     .rank = {"PMI_RANK"},
+     .size = {"PMI_SIZE"},
+     .local_rank = {"MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"},
+     .local_size = {"MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
+     .job = {"PMI_JOBID", "PALS_APID"},
+     .cure = "start with `mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>`"},
     // Without a step (a batch script) these describe the allocation, not a process of ours.
-    {"slurm",
-     Kind::slurm,
-     {"SLURM_STEP_ID", "SLURM_PROCID"},
-     {"SLURM_PROCID", "PMIX_RANK"},
-     {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"},
-     {"SLURM_LOCALID"},
-     {},
-     {"SLURM_JOB_ID"},
-     "set MASTER_ADDR to the first host of the job"},
-    {"sagemaker",
-     Kind::sagemaker,
-     {"SM_HOSTS", "SM_CURRENT_HOST"},
-     {},
-     {},
-     {},
-     {},
-     {"SM_TRAINING_JOB_NAME", "TRAINING_JOB_NAME"},
-     "set MASTER_ADDR and MASTER_PORT"},
-    {"kubernetes",
-     Kind::kubernetes,
-     {"JOB_COMPLETION_INDEX"},
-     {"JOB_COMPLETION_INDEX"},
-     {"WORLD_SIZE", "JOB_COMPLETIONS"},
-     {},
-     {},
-     {},
-     "set MASTER_ADDR to the host name of the pod with index 0, and WORLD_SIZE to the job's completions"},
+    {.name = "slurm",
+     .kind = Kind::slurm,
+     .needed = {"SLURM_STEP_ID", "SLURM_PROCID"},
+     .rank = {"SLURM_PROCID", "PMIX_RANK"},
+     .size = {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"},
+     .local_rank = {"SLURM_LOCALID"},
+     .node_rank = {"SLURM_NODEID"},
+     .num_nodes = {"SLURM_STEP_NUM_NODES", "SLURM_NNODES"},
+     .job = {"SLURM_JOB_ID"},
+     .cure = "set MASTER_ADDR to the first host of the job"},
+    {.name = "sagemaker",
+     .kind = Kind::sagemaker,
+     .needed = {"SM_HOSTS", "SM_CURRENT_HOST"},
+     .job = {"SM_TRAINING_JOB_NAME", "TRAINING_JOB_NAME"},
+     .cure = "set MASTER_ADDR and MASTER_PORT"},
+    {.name = "kubernetes",
+     .kind = Kind::kubernetes,
+     .needed = {"JOB_COMPLETION_INDEX"},
+     .rank = {"JOB_COMPLETION_INDEX"},
+     .size = {"WORLD_SIZE", "JOB_COMPLETIONS"},
+     .cure = "set MASTER_ADDR to the host name of the pod with index 0, and WORLD_SIZE to the job's completions"},
 };
 
 struct Variable {
   std::string name, value;
 };
 
-/// What one source says; a local rank of -1 or a local size of 0: it does not say.
+/// What one source says; ranks of -1 and sizes of 0: it does not say.
 struct Claim {
   const Source* source;
   std::string name;
-  int rank = 0, size = 0, local_rank = -1, local_size = 0;
+  int rank = 0, size = 0, local_rank = -1, local_size = 0, node_rank = -1, num_nodes = 0;
   std::string text;  // "openmpi: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4"
 };
 
@@ -141,7 +134,7 @@ std::string joined(const Names& names, const char* between) {
 
 bool is_set(const Environment& environment, const char* name) { return environment.variable(name).has_value(); }
 
-// Ours is at SLURM_NODEID.
+// The list has an entry per node; SLURM_NODEID is the index of this one.
 int slurm_local_size(const Environment& environment) {
   const Text counts = environment.variable("SLURM_STEP_TASKS_PER_NODE");
   const Text node = environment.variable("SLURM_NODEID");
@@ -158,7 +151,7 @@ std::vector<std::string> sagemaker_hosts(const std::string& text) {
   return hosts;
 }
 
-/// SageMaker starts one process a host.
+/// SageMaker starts one process per host.
 Claim claim_of_sagemaker(const Source& source, const Environment& environment) {
   const std::string list = *environment.variable("SM_HOSTS"), own = *environment.variable("SM_CURRENT_HOST");
   const auto hosts = sagemaker_hosts(list);
@@ -166,13 +159,13 @@ Claim claim_of_sagemaker(const Source& source, const Environment& environment) {
   if (place == hosts.end()) {
     throw ConfigError("environment variable SM_CURRENT_HOST=" + own + ": expected one of SM_HOSTS=" + list);
   }
-  return {&source,
-          source.name,
-          static_cast<int>(place - hosts.begin()),
-          static_cast<int>(hosts.size()),
-          0,
-          1,
-          std::string(source.name) + ": SM_CURRENT_HOST=" + own + ", SM_HOSTS=" + list};
+  return {.source = &source,
+          .name = source.name,
+          .rank = static_cast<int>(place - hosts.begin()),
+          .size = static_cast<int>(hosts.size()),
+          .local_rank = 0,
+          .local_size = 1,
+          .text = std::string(source.name) + ": SM_CURRENT_HOST=" + own + ", SM_HOSTS=" + list};
 }
 
 std::string precise_name(const Source& source, const Environment& environment) {
@@ -189,7 +182,7 @@ Claim claim_of(const Source& source, const Environment& environment) {
                       " is set; missing: " + joined(source.size, " or ") + ". Set it, or unset " + rank->name +
                       " for a world of one; launchers such as `deeptide` and `torchrun` set both.");
   }
-  Claim claim{&source, precise_name(source, environment)};
+  Claim claim{.source = &source, .name = precise_name(source, environment)};
   claim.size = number(*size, 1, kMaxWorld);
   claim.rank = number(*rank, 0, claim.size - 1);
   claim.text = claim.name + ": " + rank->name + "=" + rank->value + ", " + size->name + "=" + size->value;
@@ -199,6 +192,8 @@ Claim claim_of(const Source& source, const Environment& environment) {
   if (const auto local = first_set(environment, source.local_size)) {
     claim.local_size = number(*local, 1, kMaxWorld);
   }
+  if (const auto node = first_set(environment, source.node_rank)) claim.node_rank = number(*node, 0, kMaxWorld);
+  if (const auto nodes = first_set(environment, source.num_nodes)) claim.num_nodes = number(*nodes, 1, kMaxWorld);
   if (source.kind == Kind::slurm) claim.local_size = slurm_local_size(environment);
   if (source.kind == Kind::kubernetes) claim.local_size = 1;
   return claim;
@@ -233,6 +228,8 @@ Claim agreed(const std::vector<Claim>& claims) {
     if (other.rank == inner.rank && other.size == inner.size) {
       if (inner.local_rank < 0) inner.local_rank = other.local_rank;
       if (inner.local_size == 0) inner.local_size = other.local_size;
+      if (inner.node_rank < 0) inner.node_rank = other.node_rank;
+      if (inner.num_nodes == 0) inner.num_nodes = other.num_nodes;
     } else if (!gives_way(other, inner)) {
       throw ConfigError("two launchers describe different worlds:\n  " + inner.text + "\n  " + other.text +
                         "\nUnset the variables of the one that does not apply.");
@@ -343,12 +340,13 @@ Environment Environment::of_process() {
           }};
 }
 
-std::optional<Discovery> discover(const Environment& environment, int default_port) {
+std::optional<Placement> discover_placement(const Environment& environment, int default_port) {
   const std::vector<Claim> claims = all_claims(environment);
   check_lone_size(environment, claims);
   if (claims.empty()) return std::nullopt;
   const Claim claim = agreed(claims);
-  Discovery found;
+  Placement placement{.local_size = claim.local_size, .node_rank = claim.node_rank, .num_nodes = claim.num_nodes};
+  Discovery& found = placement.place;
   found.rank = claim.rank;
   found.size = claim.size;
   found.local_rank = std::max(claim.local_rank, 0);
@@ -357,7 +355,20 @@ std::optional<Discovery> discover(const Environment& environment, int default_po
   check_address(environment, claim, found.address);
   found.port = port_of(environment, claim, default_port);
   found.agent_hosts_store = environment.variable("TORCHELASTIC_USE_AGENT_STORE") == Text("True");
-  return found;
+  return placement;
+}
+
+std::optional<Discovery> discover(const Environment& environment, int default_port) {
+  const std::optional<Placement> placement = discover_placement(environment, default_port);
+  return placement ? std::optional(placement->place) : std::nullopt;
 }
 
 }  // namespace deeptide::world
+
+namespace deeptide {
+
+std::optional<Discovery> discover_world(int default_port) {
+  return world::discover(world::Environment::of_process(), default_port);
+}
+
+}  // namespace deeptide

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <optional>
 
-#include "deeptide/world.h"
+#include "deeptide/discovery.h"
 #include "world/discovery.h"
 
 namespace deeptide::world {

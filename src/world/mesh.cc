@@ -3,6 +3,9 @@
 // Row-major arithmetic on the grid of ranks.
 #include "world/mesh.h"
 
+#include <functional>
+#include <numeric>
+
 #include "deeptide/errors.h"
 
 namespace deeptide::world {
@@ -28,6 +31,8 @@ Mesh::Mesh(int world_size, const Sizes& sizes) : sizes_(sizes) {
 }
 
 Mesh Mesh::data_parallel(int world_size) { return Mesh(world_size, {1, world_size, 1, 1, 1}); }
+
+int Mesh::num_ranks() const { return std::accumulate(sizes_.begin(), sizes_.end(), 1, std::multiplies<>()); }
 
 Mesh::Coordinates Mesh::coordinates(int rank) const {
   Coordinates coordinates{};

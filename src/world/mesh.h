@@ -26,6 +26,7 @@ class Mesh {
   /// All ranks on the data axis.
   static Mesh data_parallel(int world_size);
 
+  int num_ranks() const;
   int size(Axis axis) const { return sizes_[static_cast<int>(axis)]; }
   Coordinates coordinates(int rank) const;
   int rank(const Coordinates& coordinates) const;

@@ -65,14 +65,10 @@ World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
   return world;
 }
 
-std::optional<Discovery> discover_world(int default_port) {
-  return world::discover(world::Environment::of_process(), default_port);
-}
-
 World init_distributed(const DistributedOptions& options) {
   if (!options.dist_backend.empty() && options.dist_backend != "gloo" && options.dist_backend != "cpu:gloo") {
     throw ConfigError("dist_backend='" + options.dist_backend +
-                      "': expected gloo; a backend of another kind is made by the program and set as World::backend");
+                      "': expected gloo; set World::make_backend for a backend of another kind");
   }
   if (!options.config.empty()) Config::from_file(options.config);
   const auto environment = world::Environment::of_process();

@@ -95,6 +95,15 @@ std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
   return tensors;
 }
 
+int64_t ShardedOptimizer::predicted_bytes() const {
+  int64_t elements = 0;
+  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
+    const Tensor parameters = parameters_of(i);
+    elements += (num_states() + (parameters.scalar_type() == at::kFloat ? 0 : 1)) * parameters.numel();
+  }
+  return elements * static_cast<int64_t>(sizeof(float));
+}
+
 /// Masters follow what the program has written, element by element: where a parameter still is what its master rounds
 /// to, the master keeps its extra precision. Over-reporting written elements is therefore harmless.
 void ShardedOptimizer::refresh_masters(int unit) {
@@ -126,7 +135,7 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
     } else {
       step_unit(i, reducer.gradient(i), gradient_scale, groups);
     }
-    if (policy_.shard_optimizer && !units_[i]->sharded()) published.push_back(i);
+    if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);
 }
@@ -134,7 +143,7 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
 Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
   Tensor whole = gradient_pool_.take(units_[unit]->numel(), at::kFloat);
   auto pending = group_.all_gather(whole, shard);
-  group_.wait(pending, {site_step_, "step", "gathering gradients of unit '" + units_[unit]->layout().name + "'"});
+  group_.wait(pending, {"step", "gathering gradients of unit '" + units_[unit]->layout().name + "'"});
   return whole;
 }
 
@@ -164,13 +173,14 @@ void ShardedOptimizer::publish(const std::vector<int>& units) {
   std::vector<std::pair<int, comm::Pending>> gathers;
   bool shared = false;
   for (int i : units) {
-    shared = shared || units_[i]->shared();
-    if (!units_[i]->shared()) gathers.emplace_back(i, group_.all_gather(units_[i]->whole(), units_[i]->shard()));
+    const bool is_shared = units_[i]->memory() == sharding::UnitMemory::shared;
+    shared = shared || is_shared;
+    if (!is_shared) gathers.emplace_back(i, group_.all_gather(units_[i]->whole(), units_[i]->shard()));
   }
   for (auto& [i, pending] : gathers) {
-    group_.wait(pending, {site_step_, "step", "publishing unit '" + units_[i]->layout().name + "'"});
+    group_.wait(pending, {"step", "publishing unit '" + units_[i]->layout().name + "'"});
   }
-  if (shared) group_.barrier({site_step_, "step", "waiting for all ranks to have stepped their shards"});
+  if (shared) group_.barrier({"step", "waiting for all ranks to have stepped their shards"});
 }
 
 void ShardedOptimizer::publish_all() {
@@ -178,7 +188,7 @@ void ShardedOptimizer::publish_all() {
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
     if (!states_[i].aliased) parameters_of(i).copy_(states_[i].master);
-    if (!units_[i]->sharded()) published.push_back(i);
+    if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);
 }

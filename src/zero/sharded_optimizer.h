@@ -38,6 +38,8 @@ class ShardedOptimizer {
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
   void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups);
   int64_t steps() const { return steps_; }
+  /// What its states take on this rank.
+  int64_t predicted_bytes() const;
   void set_steps(int64_t steps) { steps_ = steps; }
 
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
@@ -55,7 +57,6 @@ class ShardedOptimizer {
   void publish_all();
   /// Masters of parameters that others wrote (Parameter::rewritten) follow from them.
   void refresh_masters(int unit);
-  void set_step_for_errors(int64_t step) { site_step_ = step; }
 
  private:
   struct UnitState {
@@ -83,7 +84,6 @@ class ShardedOptimizer {
   std::vector<bool> kept_;  // by the rule's roles
   std::vector<UnitState> states_;
   int64_t steps_ = 0;
-  int64_t site_step_ = 0;
 };
 
 }  // namespace deeptide::zero

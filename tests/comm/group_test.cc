@@ -14,7 +14,7 @@
 
 #include "comm/rendezvous.h"
 #include "deeptide/interpreter.h"
-#include "ranks.h"
+#include "on_hosts.h"
 #include "world/failure_board.h"
 
 namespace deeptide::comm {
@@ -23,10 +23,7 @@ namespace {
 using at::Tensor;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLong{60'000};
-const Site kHere{7, "forward", "gathering unit 'h.3'"};
-
-std::shared_ptr<FailureBoard> board_of(const World& world) { return std::make_shared<FailureBoard>(world, "board"); }
+const Site kHere{"forward", "gathering unit 'h.3'"};
 
 Tensor iota(int64_t first, int64_t count) { return at::arange(first, first + count, at::kFloat); }
 
@@ -35,7 +32,7 @@ class Collectives : public testing::TestWithParam<int> {};
 TEST_P(Collectives, MoveEveryRowToItsPlace) {
   const int size = GetParam();
   run_ranks(size, [&](const World& world) {
-    Group group(world, "test", kLong, board_of(world), false);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
     const int64_t r = world.rank, n = 5;
     const Tensor gathered = at::empty({size * n}), exchanged = at::empty({size * n}), reduced = at::empty({n});
     auto a = group.all_gather(gathered, iota(100 * r, n));
@@ -58,7 +55,8 @@ TEST_P(Collectives, DoNotWaitForAnotherChannels) {
   const int size = GetParam();
   run_ranks(size, [&](const World& world) {
     const auto board = board_of(world);
-    Group first(world, "first", kLong, board, false), second(world, "second", kLong, board, false);
+    Group first(world, Team::whole(world), "first", {.timeout = kLong, .board = board}),
+        second(world, Team::whole(world), "second", {.timeout = kLong, .board = board});
     const Tensor one = at::empty({size}), two = at::empty({size});
     const bool odd = world.rank % 2;  // issues and waits in the other order
     Group& mine = odd ? second : first;
@@ -75,7 +73,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4));
 
 TEST(Group, SaysWhoNeverCameWhereAndWhichSettingLimitsTheWait) {
   const auto errors = errors_of_ranks(3, [](const World& world) {
-    Group group(world, "test", milliseconds(1500), board_of(world), false);
+    Group group(world, Team::whole(world), "test",
+                {.timeout = milliseconds(1500), .board = board_of(world), .clock = clock_at(7)});
     if (world.rank == 1) {
       std::this_thread::sleep_for(milliseconds(3000));  // connected, alive, but elsewhere
       return;
@@ -97,7 +96,7 @@ TEST(Group, EndsTheOthersWaitsSoonAfterARankReportsItsFailure) {
   const auto begin = std::chrono::steady_clock::now();
   const auto errors = errors_of_ranks(3, [](const World& world) {
     const auto board = board_of(world);
-    Group group(world, "test", kLong, board, false);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
     if (world.rank == 2) {
       board->report_failure("failed in forward: out of ideas");
       std::this_thread::sleep_for(milliseconds(2500));  // its channels stay open
@@ -117,7 +116,7 @@ TEST(Group, FinishesWhatAPeerDidBeforeItEnded) {
   run_ranks(2, [](const World& world) {
     const auto board = board_of(world);
     const Tensor out = at::empty({2});
-    Group group(world, "test", kLong, board, false);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
     if (world.rank == 0) {
       board->report_failure("has ended training");  // says so at once, its part comes a little later
       std::this_thread::sleep_for(milliseconds(400));
@@ -132,7 +131,7 @@ TEST(Group, FinishesWhatAPeerDidBeforeItEnded) {
 TEST(Group, NotesALateCompletionAsSuccess) {
   // Limits that lapse at about the moment of completion: lateness must never read as a lost peer.
   run_ranks(2, [](const World& world) {
-    Group group(world, "test", kLong, board_of(world), false);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
     std::mt19937 random(world.rank);
     for (int i = 0; i < 300; ++i) {
       const Tensor out = at::empty({2});
@@ -149,7 +148,7 @@ TEST(Group, NamesTheRankThatCouldNotConnect) {
   const auto errors = errors_of_ranks(2, [](const World& world) {
     if (world.rank == 1) return;
     World patient = world;
-    Group group(patient, "test", milliseconds(1000), board_of(world), false);
+    Group group(patient, Team::whole(patient), "test", {.timeout = milliseconds(1000), .board = board_of(world)});
   });
   EXPECT_EQ(errors[0].find("rank 0 of 2 could not connect group 'test' within 1000 ms"), 0u) << errors[0];
   EXPECT_NE(errors[0].find("GLOO_SOCKET_IFNAME"), std::string::npos);
@@ -162,7 +161,7 @@ TEST(Group, WaitsWithinTheInstalledRegion) {
     wait();
   });
   run_ranks(2, [](const World& world) {
-    Group group(world, "test", kLong, board_of(world), false);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
     const Tensor out = at::empty({2});
     auto pending = group.all_gather(out, iota(world.rank, 1));
     group.wait(pending, kHere);
@@ -174,24 +173,26 @@ TEST(Group, WaitsWithinTheInstalledRegion) {
 TEST(Rendezvous, TellsEveryRankEveryMessageRoundAfterRound) {
   for (int size : {1, 2, 4}) {
     run_ranks(size, [&](const World& world) {
-      Group control(world, "control", kLong, board_of(world), false);
+      Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
       Rendezvous rendezvous(control);
       for (int round = 0; round < 20; ++round) {
-        Message own;
-        own.kind = round % 2 ? Message::Kind::close : Message::Kind::gather;
-        own.num_needs = 1;
-        own.units[0] = 100 * round + world.rank;
-        own.numbers[5] = -world.rank;
+        const bool closes = round % 2 != 0;
+        Word own = Close{.joined = world.rank == 1, .rounds = 100 * round + world.rank};
+        if (!closes) own = Wishes{.num_needs = 1, .num_wishes = 1, .units = {100 * round + world.rank, 7}};
         EXPECT_FALSE(rendezvous.posted());
         rendezvous.post(own);
-        own.units[0] = -1;  // posted by value
+        own = Wishes{};  // posted by value
         EXPECT_TRUE(rendezvous.posted());
-        const auto messages = rendezvous.collect(kHere);
-        ASSERT_EQ(static_cast<int>(messages.size()), size);
+        const auto words = rendezvous.collect(kHere);
+        ASSERT_EQ(static_cast<int>(words.size()), size);
         for (int r = 0; r < size; ++r) {
-          EXPECT_EQ(messages[r].units[0], 100 * round + r);
-          EXPECT_EQ(messages[r].numbers[5], -r);
-          EXPECT_EQ(messages[r].kind, own.kind);
+          if (closes) {
+            EXPECT_EQ(std::get<Close>(words[r]).rounds, 100 * round + r);
+            EXPECT_EQ(std::get<Close>(words[r]).joined, r == 1);
+          } else {
+            EXPECT_EQ(std::get<Wishes>(words[r]).needs().front(), 100 * round + r);
+            EXPECT_EQ(std::get<Wishes>(words[r]).wishes().front(), 7);
+          }
         }
         EXPECT_EQ(rendezvous.rounds(), round + 1);
       }
@@ -201,12 +202,14 @@ TEST(Rendezvous, TellsEveryRankEveryMessageRoundAfterRound) {
 
 TEST(Rendezvous, RefusesASecondRoundAtOnce) {
   run_ranks(1, [](const World& world) {
-    Group control(world, "control", kLong, board_of(world), false);
+    Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
     Rendezvous rendezvous(control);
     EXPECT_ANY_THROW(rendezvous.collect(kHere));
     rendezvous.post({});
     EXPECT_ANY_THROW(rendezvous.post({}));
+    EXPECT_ANY_THROW(rendezvous.exchange(Vote{}, kHere)) << "a round is under way";
     EXPECT_EQ(rendezvous.collect(kHere).size(), 1u);
+    EXPECT_EQ(rendezvous.exchange(Vote{.digest = 3}, kHere).front().digest, 3u);
   });
 }
 

@@ -24,7 +24,7 @@ using at::Tensor;
 using std::chrono::milliseconds;
 
 constexpr int64_t kSlot = 256 << 10;  // of the transport, in bytes
-const Site kHere{1, "step", "testing"};
+const Site kHere{"step", "testing"};
 constexpr ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kByte};
 
 constexpr int64_t kPeriod = 4099;  // a prime: what lands in a wrong place shows
@@ -104,8 +104,8 @@ void check_all(Group& group, const World& world, int64_t numel, ScalarType dtype
 class Worlds : public testing::TestWithParam<int> {};
 
 void check_every_type_and_size(const World& world) {
-  const auto host = Host::find(world, "host", true);
-  Group group(world, "shared", kLong, board_of(world), false, host);
+  const auto host = host::Host::find(world, "host", true);
+  Group group(world, Team::whole(world), "shared", {.timeout = kLong, .board = board_of(world), .host = host});
   for (const ScalarType dtype : kTypes) {
     for (const int64_t numel : {0, 1, 2, 3, 127}) check_all(group, world, numel, dtype, true);
   }
@@ -130,8 +130,8 @@ class Slots : public testing::TestWithParam<int> {};
 
 TEST_P(Slots, HoldWhatFitsAndTakeTurnsWithTheRest) {
   run_ranks(GetParam(), [](const World& world) {
-    const auto host = Host::find(world, "host", true);
-    Group group(world, "shared", kLong, board_of(world), false, host);
+    const auto host = host::Host::find(world, "host", true);
+    Group group(world, Team::whole(world), "shared", {.timeout = kLong, .board = board_of(world), .host = host});
     for (const ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       const int64_t slot = kSlot / static_cast<int64_t>(c10::elementSize(dtype));
       for (const int64_t numel : {slot - 1, slot, slot + 1}) {
@@ -157,10 +157,11 @@ class Layouts : public testing::TestWithParam<Layout> {};
 TEST_P(Layouts, GiveTheBitsOfPlainC10d) {
   const Layout& layout = GetParam();
   run_on_hosts(layout.hosts, [&](const World& world) {
-    const auto host = Host::find(world, "host", true);
+    const auto host = host::Host::find(world, "host", true);
     EXPECT_EQ(host->text(), layout.text);
     const auto board = board_of(world);
-    Group group(world, "by host", kLong, board, false, host), flat(world, "flat", kLong, board, false);
+    Group group(world, Team::whole(world), "by host", {.timeout = kLong, .board = board, .host = host}),
+        flat(world, Team::whole(world), "flat", {.timeout = kLong, .board = board});
     for (const ScalarType dtype : kTypes) {
       for (const int64_t numel : {0, 1, 5, 130}) {
         const Results results(group, world.rank, world.size, numel, dtype);
@@ -195,8 +196,8 @@ class Outstanding : public testing::TestWithParam<std::vector<int>> {};
 
 TEST_P(Outstanding, OperationsEndInTheirOrderWhicheverIsWaitedFor) {
   run_on_hosts(GetParam(), [](const World& world) {
-    const auto host = Host::find(world, "host", true);
-    Group group(world, "test", kLong, board_of(world), false, host);
+    const auto host = host::Host::find(world, "host", true);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world), .host = host});
     const int64_t numel = kSlot / 4 + 1;
     std::vector<Tensor> outputs;
     std::vector<Pending> pending;
@@ -222,8 +223,8 @@ INSTANTIATE_TEST_SUITE_P(Hosts, Outstanding, testing::Values(std::vector<int>{0,
 
 TEST(HostTransport, GathersIntoTheBufferThatHoldsTheInput) {
   run_ranks(3, [](const World& world) {
-    const auto host = Host::find(world, "host", true);
-    Group group(world, "test", kLong, board_of(world), false, host);
+    const auto host = host::Host::find(world, "host", true);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world), .host = host});
     const int64_t numel = kSlot + 5;
     const Tensor whole = at::full({3 * numel}, -1, at::kByte);
     const Tensor own = whole.narrow(0, world.rank * numel, numel);
@@ -239,8 +240,8 @@ TEST(HostTransport, GathersIntoTheBufferThatHoldsTheInput) {
 TEST(HostTransport, LetsGoOfItsTensorsWhenItIsDone) {
   for (const auto& hosts : {std::vector<int>{0, 0}, std::vector<int>{0, 0, 1, 1}}) {
     run_on_hosts(hosts, [](const World& world) {
-      const auto host = Host::find(world, "host", true);
-      Group group(world, "test", kLong, board_of(world), false, host);
+      const auto host = host::Host::find(world, "host", true);
+      Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world), .host = host});
       const Tensor output = at::empty({world.size * 7}), input = at::full({7}, 1.0f);
       auto pending = group.all_gather(output, input);
       group.wait(pending, kHere);
@@ -253,8 +254,8 @@ TEST(HostTransport, LetsGoOfItsTensorsWhenItIsDone) {
 
 TEST(Group, RefusesTensorsThatDoNotFitTheContract) {
   run_ranks(2, [](const World& world) {
-    const auto host = Host::find(world, "host", true);
-    Group group(world, "test", kLong, board_of(world), false, host);
+    const auto host = host::Host::find(world, "host", true);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world), .host = host});
     const Tensor square = at::full({4, 4}, 1.0f);
     EXPECT_ANY_THROW(group.all_gather(at::empty({32}), square.t())) << "not contiguous";
     EXPECT_ANY_THROW(group.all_gather(at::empty({16}), square)) << "too small";

@@ -43,12 +43,18 @@ sharding::UnitLayout layout_of(const std::string& name, const std::vector<int64_
 
 const std::vector<std::vector<int64_t>> kSizes = {{5, 40}, {1}, {17, 3, 100}, {64}};
 
+sharding::UnitPlacement kept_whole(const World& world) {
+  return {sharding::UnitMemory::whole, comm::Team::whole(world), comm::Team::whole(world)};
+}
+
 /// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
 struct Training {
   explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
       : board(std::make_shared<world::FailureBoard>(world, "board")),
-        control(world, "control", std::chrono::milliseconds(timeout_ms), board, false),
-        group(world, "reductions", std::chrono::milliseconds(timeout_ms), board, false) {
+        control(world, comm::Team::whole(world), "control",
+                {.timeout = std::chrono::milliseconds(timeout_ms), .board = board}),
+        group(world, comm::Team::whole(world), "reductions",
+              {.timeout = std::chrono::milliseconds(timeout_ms), .board = board, .clock = clock}) {
     std::vector<Unit*> all;
     for (const auto& sizes : kSizes) {
       const std::string name = "u" + std::to_string(units.size());
@@ -63,7 +69,7 @@ struct Training {
         members.push_back(std::move(p));
       }
       const int index = static_cast<int>(units.size());
-      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), false, world.rank));
+      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), kept_whole(world)));
       all.push_back(units.back().get());
     }
     reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
@@ -96,6 +102,7 @@ struct Training {
   }
 
   std::shared_ptr<world::FailureBoard> board;
+  std::shared_ptr<comm::Clock> clock = std::make_shared<comm::Clock>();
   comm::Group control;
   comm::Group group;
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
@@ -267,7 +274,8 @@ TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
     EXPECT_EQ(training.reducer->bad().has_value(), mine);
     EXPECT_EQ(std::isfinite(training.reducer->sum_of_squares()), !mine);
     if (mine) {
-      EXPECT_EQ(training.reducer->bad()->parameter, "u2.p1");
+      EXPECT_EQ(training.reducer->bad()->unit, 2);
+      EXPECT_EQ(training.reducer->bad()->parameter, 1);
       EXPECT_EQ(training.reducer->bad()->rank, culprit);
     }
     training.reducer->clear_accumulated();
@@ -320,7 +328,8 @@ TEST(Reducer, BlamesNobodyWhenOnlyTheSumOverflows) {
     const auto& bad = training.reducer->bad();
     ASSERT_EQ(bad.has_value(), w.rank == 0) << "the one element lies in rank 0's shard";
     if (bad) {
-      EXPECT_EQ(bad->parameter, "u1.p0");
+      EXPECT_EQ(bad->unit, 1);
+      EXPECT_EQ(bad->parameter, 0);
       EXPECT_EQ(bad->rank, -1);
     }
   });
@@ -378,7 +387,7 @@ TEST(Reducer, SaysWhichUnitItCouldNotReduce) {
       std::this_thread::sleep_for(std::chrono::milliseconds(3500));
       return;
     }
-    training.reducer->set_step(4);
+    training.clock->set_step(4);
     training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
     training.reducer->finish(1);
   });

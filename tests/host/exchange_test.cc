@@ -22,7 +22,7 @@ using device::Ledger;
 using device::Role;
 
 constexpr int64_t kLarge = 2 << 20;
-const comm::Site kHere{1, "backward", "testing"};
+const comm::Site kHere{"backward", "testing"};
 
 std::shared_ptr<Arena> make_arena(Host& host, int64_t parameters = kLarge, int64_t heap = 8 << 20) {
   std::string why_not;
@@ -154,7 +154,8 @@ TEST_P(Exchanges, ShowEverybodysSliceInRankOrderUntilAllHaveReadIt) {
   const int size = GetParam();
   run_ranks(size, [&](const World& world) {
     const auto host = Host::find(world, "host", true);
-    comm::Group group(world, "test", kLong, board_of(world), false, host);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = kLong, .board = board_of(world), .host = host});
     const auto ledger = std::make_shared<Ledger>();
     Exchange exchange(host, make_arena(*host));
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -169,7 +170,8 @@ TEST_P(Exchanges, ShowEverybodysSliceInRankOrderUntilAllHaveReadIt) {
         }
         const Tensor through_slots = at::empty({size * shard}, dtype);
         for (int i = 0; i < 3; ++i) {
-          group.wait(offers[i].pending, kHere);
+          auto pending = group.track(offers[i].operation, "reduce-scatter", 0);
+          group.wait(pending, kHere);
           const auto rows = exchange.rows(offers[i].number, world.rank * shard, shard, dtype);
           ASSERT_EQ(static_cast<int>(rows.size()), size);
           auto pending = group.all_to_all(through_slots, buffers[i]);
@@ -214,12 +216,14 @@ TEST(HostExchange, TellsWhenAnotherRankIsFarBehind) {
 TEST(HostExchange, RefusesRowsBeyondWhatWasOffered) {
   run_ranks(2, [&](const World& world) {
     const auto host = Host::find(world, "host", true);
-    comm::Group group(world, "test", kLong, board_of(world), false, host);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = kLong, .board = board_of(world), .host = host});
     Exchange exchange(host, make_arena(*host));
     const auto ledger = std::make_shared<Ledger>();
     const Tensor flat = exchange.arena().allocate(ledger, Role::communication, world.rank == 0 ? 64 : 32);
     auto offer = exchange.offer(flat);
-    group.wait(offer.pending, kHere);
+    auto pending = group.track(offer.operation, "reduce-scatter", 0);
+    group.wait(pending, kHere);
     EXPECT_ANY_THROW(exchange.rows(offer.number, 0, 16, at::kFloat)) << "the other offered less";
     EXPECT_EQ(exchange.rows(offer.number, 0, 8, at::kFloat).size(), 2u);
     group.barrier(kHere);

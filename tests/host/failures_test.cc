@@ -20,12 +20,13 @@ using device::Role;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-const comm::Site kHere{7, "backward", "reducing unit 'h.3'"};
+const comm::Site kHere{"backward", "reducing unit 'h.3'"};
 
 /// What an engine's ranks do all day; never ends by itself.
 void work_for_ever(const World& world, const std::string& kind) {
   const auto host = Host::find(world, "host", true);
-  comm::Group group(world, "test", milliseconds(60'000), board_of(world), false, host);
+  comm::Group group(world, comm::Team::whole(world), "test",
+                    {.timeout = milliseconds(60'000), .board = board_of(world), .host = host, .clock = clock_at(7)});
   std::string why_not;
   Exchange exchange(host, Arena::create(*host, 4096, 4 << 20, why_not));
   const auto ledger = std::make_shared<device::Ledger>();
@@ -42,7 +43,8 @@ void work_for_ever(const World& world, const std::string& kind) {
       group.wait(pending, kHere);
     } else {
       auto offer = exchange.offer(flat);
-      group.wait(offer.pending, kHere);
+      auto pending = group.track(offer.operation, "reduce-scatter", 0);
+      group.wait(pending, kHere);
       const auto rows = exchange.rows(offer.number, 0, 1000, at::kFloat);
       exchange.set_read(offer.number);
     }
@@ -86,7 +88,8 @@ TEST(HostFailures, NameTheRankThatNeverCame) {
   Meeting meeting(3);
   const auto errors = errors_of_ranks(3, [&](const World& world) {
     const auto host = Host::find(world, "host", true);
-    comm::Group group(world, "test", milliseconds(700), board_of(world), false, host);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = milliseconds(700), .board = board_of(world), .host = host, .clock = clock_at(7)});
     if (world.rank == 1) return meeting.arrive();
     std::string text;
     try {
@@ -111,7 +114,8 @@ TEST(HostFailures, TellWhenAnotherSaysThatItCannotGoOn) {
   const auto errors = errors_of_ranks(2, [&](const World& world) {
     const auto host = Host::find(world, "host", true);
     const auto board = board_of(world);
-    comm::Group group(world, "test", kLong, board, false, host);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = kLong, .board = board, .host = host, .clock = clock_at(7)});
     meeting.arrive();
     if (world.rank == 1) return board->report_failure("failed in forward: out of ideas");
     group.barrier(kHere);
@@ -122,7 +126,8 @@ TEST(HostFailures, TellWhenAnotherSaysThatItCannotGoOn) {
 TEST(HostFailures, LetFinishWhatAnEndedProcessHasDone) {
   RankProcesses ranks(2, [](const World& world) {
     const auto host = Host::find(world, "host", true);
-    comm::Group group(world, "test", kLong, board_of(world), false, host);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = kLong, .board = board_of(world), .host = host, .clock = clock_at(7)});
     const Tensor output = at::empty({2});
     auto pending = group.all_gather(output, at::full({1}, world.rank + 1.0f));
     if (world.rank == 1) return group.wait(pending, kHere);  // and ends

@@ -1,14 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The doctor's judgements, and its command on this machine.
-#include "launch/doctor.h"
+#include "launch/commands/doctor.h"
 
 #include <gtest/gtest.h>
 
 #include <cerrno>
 
-#include "launch/child_output.h"
 #include "launch/launched.h"
+#include "launch/system/child_output.h"
 
 namespace deeptide::launch {
 namespace {

@@ -7,7 +7,7 @@
 #include <filesystem>
 
 #include "launch/launched.h"
-#include "launch/machine.h"
+#include "launch/system/machine.h"
 
 namespace deeptide::launch {
 namespace {

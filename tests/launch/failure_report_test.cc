@@ -1,13 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Which end of a rank is the cause, which line says why, and who says the same.
-#include "launch/failure_report.h"
+#include "launch/output/failure_report.h"
 
 #include <gtest/gtest.h>
 
 #include <csignal>
 
-#include "launch/memory_kills.h"
+#include "base/text.h"
+#include "launch/process/memory_kills.h"
 
 namespace deeptide::launch {
 namespace {

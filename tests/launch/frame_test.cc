@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // What launcher and agents say: frames in any pieces, payloads of any bytes, and streams that are none.
-#include "launch/frame.h"
+#include "launch/wire/frame.h"
 
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 
-#include "launch/agent_job.h"
+#include "launch/wire/agent_job.h"
 
 namespace deeptide::launch {
 namespace {

@@ -10,17 +10,18 @@
 #include <random>
 
 #include "base/slurm_lists.h"
-#include "launch/agent_job.h"
-#include "launch/exports.h"
-#include "launch/failure_report.h"
-#include "launch/frame.h"
-#include "launch/hang_report.h"
-#include "launch/hostfile.h"
-#include "launch/memory_kills.h"
-#include "launch/options.h"
-#include "launch/output.h"
-#include "launch/shell.h"
-#include "launch/state_exchange.h"
+#include "launch/output/failure_report.h"
+#include "launch/output/line_splitter.h"
+#include "launch/plan/exports.h"
+#include "launch/plan/hostfile.h"
+#include "launch/plan/options.h"
+#include "launch/process/memory_kills.h"
+#include "launch/system/shell.h"
+#include "launch/system/usage_error.h"
+#include "launch/watch/hang_report.h"
+#include "launch/watch/state_exchange.h"
+#include "launch/wire/agent_job.h"
+#include "launch/wire/frame.h"
 
 namespace deeptide::launch {
 namespace {

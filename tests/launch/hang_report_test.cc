@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Hang reports from made-up states, and from real processes that hang.
-#include "launch/hang_report.h"
+#include "launch/watch/hang_report.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "launch/launched.h"
-#include "launch/rank_stacks.h"
-#include "launch/state_exchange.h"
+#include "launch/watch/rank_stacks.h"
+#include "launch/watch/state_exchange.h"
 
 namespace deeptide::launch {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // One report over all hosts: who is asked what, who is not waited for, and when a report comes again.
-#include "launch/hang_watch.h"
+#include "launch/watch/hang_watch.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,14 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The hostfile, its filters, a shell's words, exported variables: examples; tests/hosts has the model and the grid.
-#include "launch/hostfile.h"
+#include "launch/plan/hostfile.h"
 
 #include <gtest/gtest.h>
 
-#include "launch/elastic_hosts.h"
-#include "launch/exports.h"
-#include "launch/options.h"
-#include "launch/shell.h"
+#include "launch/plan/elastic_hosts.h"
+#include "launch/plan/exports.h"
+#include "launch/system/shell.h"
+#include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {

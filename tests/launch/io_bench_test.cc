@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // bench io: sizes, that it leaves nothing behind, and its command.
-#include "launch/io_bench.h"
+#include "launch/commands/io_bench.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -12,9 +12,9 @@
 #include <cstring>
 #include <filesystem>
 
-#include "launch/io_engine.h"
+#include "io/io_engine.h"
 #include "launch/launched.h"
-#include "launch/options.h"
+#include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {
@@ -33,7 +33,7 @@ IoBench small(const TempFolder& folder) {
 /// Those that can be used here.
 std::vector<IoEngine> engines() {
   std::vector<IoEngine> all{IoEngine::threads};
-  if (io_uring_obstacle().empty()) all.push_back(IoEngine::io_uring);
+  if (io::io_uring_obstacle().empty()) all.push_back(IoEngine::io_uring);
   return all;
 }
 
@@ -56,7 +56,7 @@ TEST(IoBench, WritesAndReadsAndLeavesNothing) {
 }
 
 /// A file of 16 blocks of 4096 bytes, each filled with its number, through three buffers.
-struct Pass : IoPass {
+struct Pass : io::Pass {
   explicit Pass(const std::string& name) {
     path = name;
     fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -76,8 +76,8 @@ struct Pass : IoPass {
   std::atomic<int> num_wrong = 0, num_inspected = 0;
 };
 
-void (*transfer_of(IoEngine engine))(const IoPass&) {
-  return engine == IoEngine::io_uring ? transfer_by_io_uring : transfer_by_threads;
+void (*transfer_of(IoEngine engine))(const io::Pass&) {
+  return engine == IoEngine::io_uring ? io::transfer_by_io_uring : io::transfer_by_threads;
 }
 
 TEST(IoEngine, PutsEachBlockWhereItBelongs) {
@@ -121,7 +121,7 @@ TEST(IoBench, FallsBackToThreadsAndSaysSo) {
   const TempFolder folder;
   const IoResult result = run_io_bench(small(folder));
   EXPECT_EQ(result.engine == IoEngine::threads, !result.obstacle.empty()) << result.obstacle;
-  EXPECT_EQ(result.obstacle, io_uring_obstacle());
+  EXPECT_EQ(result.obstacle, io::io_uring_obstacle());
   IoBench bench = small(folder);
   bench.engine = IoEngine::io_uring;
   if (!result.obstacle.empty()) {

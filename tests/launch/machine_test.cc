@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Devices, ports and programs of this machine.
-#include "launch/machine.h"
+#include "launch/system/machine.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include <map>
 
 #include "launch/launched.h"
-#include "launch/options.h"
+#include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {

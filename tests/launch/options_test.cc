@@ -1,11 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The command line: what is accepted, and what each mistake is told.
-#include "launch/options.h"
+#include "launch/plan/options.h"
 
 #include <gtest/gtest.h>
 
 #include "launch/launched.h"
+#include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {

@@ -1,8 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Lines: cut, prefixed, redrawn, and written without mixing.
-#include "launch/output.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -13,6 +11,7 @@
 #include <sstream>
 
 #include "launch/launched.h"
+#include "launch/output/line_splitter.h"
 
 namespace deeptide::launch {
 namespace {

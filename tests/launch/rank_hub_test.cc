@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The link between launcher and ranks under a starter: who gets in, what is asked over it, and what cuts it.
-#include "launch/rank_hub.h"
+#include "launch/wire/rank_hub.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -12,8 +12,8 @@
 
 #include <functional>
 
-#include "launch/hub_link.h"
-#include "launch/payload.h"
+#include "launch/system/payload.h"
+#include "launch/wire/hub_link.h"
 
 namespace deeptide::launch {
 namespace {

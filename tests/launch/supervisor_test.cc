@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // How jobs end: success, failure, signals, a killed launcher; nothing is left behind.
-#include "launch/supervisor.h"
+#include "launch/job/supervisor.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -365,8 +365,11 @@ TEST(RankOfStarter, OnlyObeysWhenBothAreAskedToEnd) {
   // srun may ask each process of a step by itself: first the rank, then its supervisor.
   Ids ids;
   const std::vector<std::string> words = {"rank", "sh", "-c", "echo $$ >" + ids.folder() + "/rank; sleep 100"};
-  const std::map<std::string, std::string> environment = {
-      {"SLURM_PROCID", "1"}, {"SLURM_LOCALID", "0"}, {"SLURM_NTASKS", "2"}, {"MASTER_ADDR", "127.0.0.1"}};
+  const std::map<std::string, std::string> environment = {{"SLURM_STEP_ID", "0"},
+                                                          {"SLURM_PROCID", "1"},
+                                                          {"SLURM_LOCALID", "0"},
+                                                          {"SLURM_NTASKS", "2"},
+                                                          {"MASTER_ADDR", "127.0.0.1"}};
   for (const bool both : {true, false}) {
     Launched launched(words, environment);
     const pid_t rank = ids.read(1).front();

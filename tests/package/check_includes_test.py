@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The house rules' checker: what it accepts, and what each breach is told."""
 
+import re
 import sys
 import unittest
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
 import check_includes  # noqa: E402
 
 OPENING = "".join(f"// {line}\n" for line in (*check_includes.SPDX, "What this is for."))
@@ -24,6 +26,7 @@ class CheckIncludes(unittest.TestCase):
     def test_accepts_layers_below_and_public_headers(self):
         files = {
             "src/base/log.h": source(header=True),
+            "src/launch/job/agent.cc": source("launch/job/agent.h", "launch/plan/options.h", "trace/flight_ring.h"),
             "src/zero/stage.cc": source("zero/stage.h", "base/log.h", "sharding/unit.h", "deeptide/config.h"),
             "include/deeptide/engine.h": source("deeptide/config.h", header=True),
             "tests/zero/stage_test.cc": source("zero/stage.h", "launch/launched.h"),
@@ -39,6 +42,31 @@ class CheckIncludes(unittest.TestCase):
         self.assertIn("src/misc is no layer", problems({"src/misc/things.cc": source()}))
         for path in ("group.h", "../base/log.h"):
             self.assertIn("should be a full path", problems({"src/comm/group.cc": source(path)}), path)
+
+    def test_refuses_a_sub_room_above(self):
+        path = "src/launch/plan/options.cc"
+        self.assertEqual(problems({path: source("launch/plan/options.h", "launch/system/shell.h")}), "")
+        found = problems({path: source("launch/job/agent.h")})
+        self.assertIn(
+            f'{path}:4: launch/plan includes "launch/job/agent.h", but launch/job stands above launch/plan', found
+        )
+        self.assertIn("in no sub-room of launch", problems({path: source("launch/options.h")}))
+        self.assertIn("in no sub-room of launch", problems({"src/launch/options.cc": source()}))
+        self.assertIn("in no sub-room of launch", problems({"src/launch/things/options.cc": source()}))
+
+    def test_knows_included_sources(self):
+        inlined = {"src/ops/vector.inl": source("zero/stage.h"), "src/gradients/rows-inl.h": source()}
+        self.assertIn("zero stands above ops", problems(inlined))
+        self.assertEqual(problems({"src/ops/vector.inl": source(), "src/gradients/rows-inl.h": source()}), "")
+        self.assertIn(".inl", check_includes.CODE)
+
+    def test_wants_a_header_in_the_namespace_of_its_layer(self):
+        def in_namespace(name: str) -> dict[str, str]:
+            return {"src/comm/group.h": source(header=True) + f"namespace {name} {{}}\n"}
+
+        self.assertEqual(problems(in_namespace("deeptide::comm")), "")
+        for name in ("deeptide", "deeptide::sharding", "deeptide::communication"):
+            self.assertIn(f"got namespace {name}, expected deeptide::comm", problems(in_namespace(name)))
 
     def test_refuses_internals_in_public_headers(self):
         files = {"include/deeptide/engine.h": source("zero/stage.h", header=True)}
@@ -65,6 +93,24 @@ class CheckIncludes(unittest.TestCase):
     def test_refuses_long_files(self):
         self.assertIn("501 lines, at most 500", problems({"src/base/a.cc": OPENING + "\n" * 498}))
         self.assertEqual(problems({"src/base/a.cc": OPENING + "\n" * 497}), "")
+
+
+class Layers(unittest.TestCase):
+    def test_stand_in_the_documents_in_the_order_of_the_list(self):
+        built = [layer for layer in check_includes.HOUSE.layers if (ROOT / "src" / layer).is_dir()]
+        for document in ("docs/architecture.md", "CONTRIBUTING.md"):
+            text = (ROOT / document).read_text(encoding="utf-8")
+            table = text[text.index("\n| layer |") :].split("\n\n")[0]
+            self.assertEqual(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE), built, document)
+
+    def test_stand_in_the_list_once_and_have_all_folders(self):
+        house = check_includes.HOUSE
+        folders = {path.name for path in (ROOT / "src").iterdir() if path.is_dir()}
+        self.assertEqual(folders - set(house.layers), set())
+        for layer, rooms in house.rooms.items():
+            if rooms:
+                inner = {path.name for path in (ROOT / "src" / layer).iterdir() if path.is_dir()}
+                self.assertEqual(inner, set(rooms), layer)
 
 
 if __name__ == "__main__":

@@ -140,15 +140,14 @@ TEST(Residency, ServesARankThatHasAllToItself) {
 TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
   run_ranks(3, [](const World& world) {
     ShardedTensors model(world, "model", constants());
-    comm::Message own;
-    own.kind = comm::Message::Kind::close;
-    own.numbers[2] = 10 + world.rank;
-    const auto closing = model.residency->close(own, 1, /*ends_pass=*/true);
-    own.numbers[2] = 20 + world.rank;
-    const auto exchanged = model.residency->exchange(own, {1, "step", "agreeing"});
+    const auto closes = model.residency->close({.joined = world.rank == 1, .rounds = 10 + world.rank}, true);
+    const comm::Vote own{.failed = world.rank == 2, .digest = 20u + static_cast<uint64_t>(world.rank)};
+    const auto votes = model.residency->exchange(own, {"step", "agreeing"});
     for (int r = 0; r < 3; ++r) {
-      EXPECT_EQ(closing[r].numbers[2], 10 + r);
-      EXPECT_EQ(exchanged[r].numbers[2], 20 + r);
+      EXPECT_EQ(closes[r].rounds, 10 + r);
+      EXPECT_EQ(closes[r].joined, r == 1);
+      EXPECT_EQ(votes[r].digest, 20u + static_cast<uint64_t>(r));
+      EXPECT_EQ(votes[r].failed, r == 2);
     }
   });
 }

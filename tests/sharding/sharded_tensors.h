@@ -25,9 +25,10 @@ struct ShardedTensors {
                  std::chrono::milliseconds timeout = std::chrono::seconds(60))
       : tensors(std::move(given)),
         board(std::make_shared<world::FailureBoard>(world, name)),
-        control(world, name + "/control", timeout, board, false),
-        gathers(world, name + "/gathers", timeout, board, false) {
+        control(world, comm::Team::whole(world), name + "/control", {.timeout = timeout, .board = board}),
+        gathers(world, comm::Team::whole(world), name + "/gathers", {.timeout = timeout, .board = board}) {
     at::NoGradGuard no_grad;
+    const auto team = comm::Team::whole(world);
     std::vector<ParameterSpec> specs;
     for (const at::Tensor& t : tensors) {
       specs.push_back({"p" + std::to_string(specs.size()), t.numel(), t.scalar_type(), true, 0});
@@ -44,7 +45,8 @@ struct ShardedTensors {
         members.push_back(std::move(p));
       }
       const int index = static_cast<int>(units.size());
-      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), true, world.rank));
+      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members),
+                                             UnitPlacement{UnitMemory::sharded, team, team}));
       Unit& unit = *units.back();
       const auto role = device::Role::gathered;
       at::Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, at::kCPU);
@@ -56,11 +58,7 @@ struct ShardedTensors {
   }
 
   /// Collective: ends the pass.
-  void close() {
-    comm::Message own;
-    own.kind = comm::Message::Kind::close;
-    residency->close(own, 0, /*ends_pass=*/true);
-  }
+  void close() { residency->close({}, /*ends_pass=*/true); }
   bool rewritten(int unit) const {
     const auto& all = units[unit]->parameters();
     return std::any_of(all.begin(), all.end(), [](const Parameter& p) { return p.rewritten; });

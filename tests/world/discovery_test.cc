@@ -252,5 +252,39 @@ TEST(Discovery, CountsSlurmsTasksOfItsOwnNode) {
   EXPECT_EQ(found(with(kSlurm, {{"SLURM_STEP_TASKS_PER_NODE", "8"}, {"SLURM_NODEID", "0"}}))->address, "127.0.0.1");
 }
 
+std::optional<Placement> placed(const Variables& variables) {
+  return discover_placement(environment_of(variables), kDefaultPort);
+}
+
+TEST(Placement, CountsTheRanksOfThisHost) {
+  EXPECT_EQ(placed(kOpenMpi)->local_size, 8);
+  EXPECT_EQ(placed(kMpich)->local_size, 8);
+  EXPECT_EQ(placed(kOpenMpi)->node_rank, -1) << "mpirun does not number its hosts";
+  EXPECT_EQ(placed(kOpenMpi)->num_nodes, 0);
+  EXPECT_FALSE(placed({}).has_value());
+}
+
+TEST(Placement, TakesHostsAndTasksFromSlurm) {
+  const Variables step = with(kAddress, {{"SLURM_STEP_ID", "0"},
+                                         {"SLURM_PROCID", "4"},
+                                         {"SLURM_STEP_NUM_TASKS", "5"},
+                                         {"SLURM_LOCALID", "0"},
+                                         {"SLURM_STEP_TASKS_PER_NODE", "2(x2),1"},
+                                         {"SLURM_NODEID", "2"},
+                                         {"SLURM_STEP_NUM_NODES", "3"},
+                                         {"SLURM_NNODES", "4"}});
+  const auto here = placed(step);
+  EXPECT_EQ(here->place.rank, 4);
+  EXPECT_EQ(here->local_size, 1);
+  EXPECT_EQ(here->node_rank, 2);
+  EXPECT_EQ(here->num_nodes, 3) << "the step's, not the allocation's";
+  // srun --mpi=pmi2 sets PMI's rank and size as well, which say nothing of hosts.
+  const auto pmi = placed(with(step, {{"PMI_RANK", "4"}, {"PMI_SIZE", "5"}}));
+  EXPECT_EQ(pmi->place.source, "mpich");
+  EXPECT_EQ(pmi->local_size, 1);
+  EXPECT_EQ(pmi->node_rank, 2);
+  EXPECT_EQ(pmi->num_nodes, 3);
+}
+
 }  // namespace
 }  // namespace deeptide::world

@@ -38,10 +38,12 @@ Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).s
 /// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
 struct Stage {
   Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups)
-      : group(world, "reductions", std::chrono::seconds(60), std::make_shared<world::FailureBoard>(world, "board"),
-              false),
+      : group(world, comm::Team::whole(world), "reductions",
+              {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
     at::NoGradGuard no_grad;
+    const auto memory = policy.shard_parameters ? sharding::UnitMemory::sharded : sharding::UnitMemory::whole;
+    const auto team = comm::Team::whole(world);
     std::vector<sharding::ParameterSpec> specs;
     for (int p = 0; p < 4; ++p) specs.push_back({"p" + std::to_string(p), kSizes[p], dtype, true, p / 2});
     std::vector<Unit*> all;
@@ -56,8 +58,8 @@ struct Stage {
         members.push_back(std::move(p));
       }
       const int index = static_cast<int>(units.size());
-      units.push_back(
-          std::make_unique<Unit>(index, std::move(layout), std::move(members), policy.shard_parameters, world.rank));
+      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members),
+                                             sharding::UnitPlacement{memory, team, team}));
       Tensor whole = device::allocate_flat(ledger, device::Role::parameters, units.back()->numel(), dtype, at::kCPU);
       units.back()->pack(whole);
       units.back()->adopt(std::move(whole), ledger);
@@ -96,7 +98,7 @@ struct Stage {
     for (size_t u = 0; u < units.size(); ++u) {
       const Unit& unit = *units[u];
       std::vector<StateTensor> tensors = optimizer->states(static_cast<int>(u));
-      tensors.push_back({"parameter", unit.sharded() ? unit.shard() : unit.whole()});
+      tensors.push_back({"parameter", unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole()});
       for (const auto& [role, data] : tensors) {
         const Tensor whole = gathered(data, unit);
         for (const Parameter& p : unit.parameters()) all[p.name + "/" + role] = p.view_of(whole).clone();

@@ -1,0 +1,57 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What ranks say to each other besides tensors: plain data that travels as bytes, one struct per conversation.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <variant>
+
+namespace deeptide::comm {
+
+/// A collective method of the engine. Every rank must be in the same one.
+enum class Call : int32_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad };
+
+/// The units that a rank needs now, and those that it expects to use next.
+struct Wishes {
+  static constexpr int kMaxUnits = 24;
+
+  int32_t num_needs = 0;   // units[0 … num_needs) block this rank
+  int32_t num_wishes = 0;  // units[num_needs … num_needs + num_wishes) are used soon
+  std::array<int32_t, kMaxUnits> units{};
+
+  bool full() const { return num_needs + num_wishes == kMaxUnits; }
+  std::span<const int32_t> needs() const { return {units.data(), static_cast<size_t>(num_needs)}; }
+  std::span<const int32_t> wishes() const { return {units.data() + num_needs, static_cast<size_t>(num_wishes)}; }
+  std::span<const int32_t> all() const { return {units.data(), static_cast<size_t>(num_needs + num_wishes)}; }
+};
+
+/// A rank has entered a collective method: it needs no more units and serves until all ranks have closed.
+struct Close {
+  Call call = Call::step;
+  bool boundary = false;      // of the accumulation, as this rank counts
+  bool joined = false;        // it has no more batches
+  bool has_gradient = false;  // backward gave it something that is not reduced yet
+  bool has_written = false;   // its program wrote into its private view of shared parameters
+  int64_t rounds = 0;         // of reductions: wanted by a step, begun before what drops gradients
+};
+
+/// One rank's part of a round.
+using Word = std::variant<Wishes, Close>;
+
+/// What a rank knows of its shards of the gradients.
+struct Verdict {
+  double squares = 0.0;        // sum; not finite if any element is not
+  int32_t bad_unit = -1;       // by Unit::index(); -1: no element is bad here
+  int32_t bad_parameter = -1;  // in that unit
+  int32_t bad_rank = -1;       // that contributed it; -1: every contribution was finite, their sum was not
+};
+
+/// Whether a rank could do its part, and what it saw.
+struct Vote {
+  bool failed = false;
+  uint64_t digest = 0;  // equal on ranks that saw the same
+};
+
+}  // namespace deeptide::comm

@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The order of work on a device: streams and events, and nothing at all on a CPU.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+
+namespace deeptide::device {
+
+/// A point in a lane. It is passed once all work issued before it is done; on a CPU it always is. Value type.
+class Mark {
+ public:
+  Mark() = default;
+  bool passed() const;
+
+ private:
+  friend class Lane;
+  explicit Mark(std::shared_ptr<c10::Event> event) : event_(std::move(event)) {}
+
+  std::shared_ptr<c10::Event> event_;  // null: passed
+};
+
+/// A sequence of work on one device. On a CPU a call's work is done when the call returns, so every method is free.
+/// Value type: copies are the same lane.
+class Lane {
+ public:
+  /// The lane that operators of this thread use.
+  static Lane current(c10::Device device);
+  /// A lane of its own, for work that overlaps the current one's.
+  static Lane create(c10::Device device);
+
+  c10::Device device() const { return device_; }
+  /// The point after all work issued to this lane so far.
+  Mark mark() const;
+  /// Work issued to this lane from now on runs after `mark`. The host does not wait.
+  void wait_for(const Mark& mark) const;
+
+  /// While it lives, operators of this thread go to the lane.
+  class Scope {
+   public:
+    explicit Scope(const Lane& lane);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::optional<c10::Stream> before_;
+  };
+
+ private:
+  Lane(c10::Device device, std::optional<c10::Stream> stream) : device_(device), stream_(stream) {}
+
+  c10::Device device_;
+  std::optional<c10::Stream> stream_;  // nothing on a CPU
+};
+
+}  // namespace deeptide::device

@@ -1,0 +1,75 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One closing round, then checks that all ranks mean the same.
+#include "engine/boundary.h"
+
+#include <algorithm>
+
+namespace deeptide::engine {
+
+using comm::Call;
+using comm::Close;
+
+const char* call_name(Call call) {
+  static constexpr const char* kNames[] = {"step()",
+                                           "save_checkpoint()",
+                                           "load_checkpoint()",
+                                           "module_state_dict() or full_state()",
+                                           "empty_partition_cache()",
+                                           "zero_grad()"};
+  return kNames[static_cast<int32_t>(call)];
+}
+
+int64_t most_rounds(const std::vector<Close>& closes) {
+  int64_t rounds = 0;
+  for (const Close& close : closes) rounds = std::max(rounds, close.rounds);
+  return rounds;
+}
+
+const Close& leading(const std::vector<Close>& closes) {
+  const auto found = std::find_if(closes.begin(), closes.end(), [](const Close& close) { return !close.joined; });
+  return found == closes.end() ? closes.front() : *found;
+}
+
+std::vector<Close> Boundary::enter(Close own) {
+  own.has_written = has_private_writes();
+  auto closes = residency_.close(own, /*ends_pass=*/own.call != Call::zero_grad);
+  const Close& leader = leading(closes);
+  const auto& ranks = channels_.data().ranks();
+  for (size_t i = 0; i < closes.size(); ++i) {
+    // Ranks that have joined have no loop of their own: they drop gradients when the others do.
+    const bool follows = closes[i].joined && leader.call == Call::zero_grad;
+    if (closes[i].call == leader.call || follows) continue;
+    throw CommError("the ranks do different things: rank " + std::to_string(ranks[&leader - closes.data()]) +
+                    " called " + call_name(leader.call) + ", rank " + std::to_string(ranks[i]) + " called " +
+                    call_name(closes[i].call) +
+                    ". Every rank must call the collective methods in the same order; ranks that run out of data call "
+                    "join().");
+  }
+  take_private_writes(closes);
+  return closes;
+}
+
+bool Boundary::has_private_writes() const {
+  return std::any_of(model_.units().begin(), model_.units().end(),
+                     [](const auto& unit) { return unit->has_private_writes(); });
+}
+
+/// All ranks are idle here: copies each rank's own writes, for its slice, into the shared parameters.
+void Boundary::take_private_writes(const std::vector<Close>& closes) {
+  if (std::none_of(closes.begin(), closes.end(), [](const Close& close) { return close.has_written; })) return;
+  for (const auto& unit : model_.units()) unit->take_private_writes();
+  channels_.control().barrier({"step", "waiting for all ranks' own writes to parameters"});
+}
+
+void Boundary::vote(const char* what, const std::string& failure) {
+  const auto votes = exchange(comm::Vote{.failed = !failure.empty()}, {"checkpoint", what});
+  if (!failure.empty()) throw CheckpointError(failure);
+  for (size_t i = 0; i < votes.size(); ++i) {
+    if (!votes[i].failed) continue;
+    throw CheckpointError(std::string(what) + " failed on rank " + std::to_string(channels_.data().ranks()[i]) +
+                          "; see its error");
+  }
+}
+
+}  // namespace deeptide::engine

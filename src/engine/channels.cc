@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Channel names are counted per store, so that engines of one process do not mix.
+#include "engine/channels.h"
+
+namespace deeptide::engine {
+namespace {
+
+/// The same on all ranks: engines are made in the same order everywhere, counted per store.
+std::string next_channel_name(const World& world, const char* kind) {
+  const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
+  return std::to_string(world.store->add(key, 1)) + "/" + kind;
+}
+
+}  // namespace
+
+Channels::Channels(const std::optional<World>& world, const Config& config)
+    : world_(world ? *world : init_distributed()),
+      mesh_(world::Mesh::data_parallel(world_.size)),
+      data_(comm::Team::along(mesh_, world_.rank, {world::Axis::data})),
+      clock_(std::make_shared<comm::Clock>()),
+      board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"))),
+      host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
+                             config.runtime.shared_memory, board_)),
+      control_(world_, data_, next_channel_name(world_, "control"), options(config, /*on_device=*/false)),
+      gathers_(world_, data_, next_channel_name(world_, "gathers"), options(config, /*on_device=*/true)),
+      reductions_(world_, data_, next_channel_name(world_, "reductions"), options(config, /*on_device=*/true)) {}
+
+comm::ChannelOptions Channels::options(const Config& config, bool on_device) const {
+  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.runtime.comm_timeout_s * 1000));
+  return {.timeout = timeout, .board = board_, .host = host_, .clock = clock_, .on_device = on_device};
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,187 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Loading: everything is checked on every rank before anything changes on any.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "base/sha256.h"
+#include "checkpoint/shard_file.h"
+#include "engine/engine_impl.h"
+#include "engine/pieces.h"
+
+namespace deeptide {
+
+using at::Tensor;
+using checkpoint::Piece;
+using comm::Call;
+using comm::Vote;
+using engine::Progress;
+
+namespace {
+
+std::string joined(const std::vector<std::string>& lines, size_t most) {
+  std::string text;
+  for (size_t i = 0; i < std::min(lines.size(), most); ++i) text += "\n  " + lines[i];
+  if (lines.size() > most) text += "\n  … and " + std::to_string(lines.size() - most) + " more";
+  return text;
+}
+
+/// A checkpoint without optimizer (or an engine without one) has "param" where the other has "master".
+void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
+  std::map<std::string, std::string> weights;  // name -> role in the file
+  for (const Piece& piece : reader.table()) {
+    if (piece.role == "master" || piece.role == "param") weights[piece.name] = piece.role;
+  }
+  for (Piece& piece : wanted) {
+    const auto found = weights.find(piece.name);
+    if ((piece.role == "master" || piece.role == "param") && found != weights.end()) piece.role = found->second;
+  }
+}
+
+void add_buffers(const engine::BoundModel& model, int rank, const checkpoint::Reader& reader,
+                 std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
+  const std::string own = engine::buffer_role(rank);
+  std::string role = "buffer";
+  for (const Piece& piece : reader.table()) {
+    if (piece.role == own) role = own;
+  }
+  for (const NamedTensor& buffer : model.buffers()) {
+    staged.push_back(at::empty({buffer.tensor.numel()}, buffer.tensor.options()));
+    wanted.push_back(engine::buffer_piece(buffer, role, staged.back()));
+  }
+}
+
+/// Roles of the rule that the engine's groups do not need, such as the momentum of an SGD without one.
+std::set<std::string> unkept_roles(const zero::ShardedOptimizer* optimizer) {
+  std::set<std::string> roles;
+  if (!optimizer) return roles;
+  for (const optim::StateRole& role : optimizer->rule().roles()) roles.insert(role.name);
+  for (const auto& state : optimizer->states(0)) roles.erase(state.role);
+  return roles;
+}
+
+/// Takes out of `wanted` the states that this engine keeps but the groups saved did not: they start anew, as zeros.
+std::set<std::string> take_fresh_roles(const checkpoint::Reader& reader, const optim::Rule& rule,
+                                       const std::vector<Hyperparameters>& saved, std::vector<Piece>& wanted) {
+  std::set<std::string> fresh;
+  for (size_t role = 0; role < rule.roles().size() && !saved.empty(); ++role) {
+    const auto keeps = [&](const Hyperparameters& hyper) { return rule.keeps(role, hyper); };
+    if (std::none_of(saved.begin(), saved.end(), keeps)) fresh.insert(rule.roles()[role].name);
+  }
+  for (const Piece& piece : reader.table()) fresh.erase(piece.role);
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role); });
+  return fresh;
+}
+
+/// `strict` reports tensors that were not requested: lists the ones that this load skips deliberately, as empty pieces.
+void add_ignored(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
+                 std::vector<Piece>& wanted) {
+  std::set<std::pair<std::string, std::string>> known;
+  for (const Piece& piece : wanted) known.emplace(piece.name, piece.role);
+  for (Piece piece : reader.table()) {
+    const bool buffer = piece.role.rfind("buffer", 0) == 0;
+    const bool moment = piece.role != "master" && piece.role != "param" && !buffer;
+    bool foreign_buffer = false;  // the same buffer as another rank saved it
+    for (const auto& [name, role] : known)
+      foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
+    if (known.count({piece.name, piece.role}) ||
+        !(foreign_buffer || (moment && !moments) || unkept.contains(piece.role)))
+      continue;
+    piece.begin = piece.end = 0;
+    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
+  }
+}
+
+/// The same number on ranks that see the same text, whichever build they run.
+uint64_t digest_of(const std::string& text) {
+  const auto hash = sha256(text);
+  uint64_t digest = 0;
+  std::memcpy(&digest, hash.data(), sizeof digest);
+  return digest;
+}
+
+}  // namespace
+
+/// The tag to load: the given one, or the latest. Empty when there is none on any rank.
+std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given) {
+  std::string tag = given;
+  boundary->together("looking for the latest checkpoint", [&] {
+    if (tag.empty()) tag = checkpoint::latest_tag(directory);
+  });
+  const Vote own{.failed = false, .digest = digest_of(tag)};
+  for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
+    if (vote.digest != own.digest) throw CheckpointError("the ranks see different checkpoints in " + directory);
+  }
+  return tag;
+}
+
+std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
+                                                              const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
+  model.check_bound();
+  const auto closes = boundary->enter({.call = Call::load_checkpoint, .rounds = reducer ? reducer->rounds_begun() : 0});
+  residency->release_all();
+  tag = agree_on_tag(directory, tag);
+  if (tag.empty()) return std::nullopt;
+
+  const bool moments = options.optimizer_states && !options.module_only && optimizer != nullptr;
+  const int rank = channels.world().rank;
+  std::unique_ptr<checkpoint::Reader> reader;
+  std::vector<Piece> wanted;
+  std::vector<Tensor> staged;
+  Progress saved;
+  engine::Generators generators;
+  std::set<std::string> fresh;
+  boundary->together("checking the checkpoint", [&] {
+    reader = std::make_unique<checkpoint::Reader>(directory, tag);
+    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress.hyperparameters);
+    generators = engine::Generators::from_json(reader->rank_state_json(rank));
+    const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
+    if (moments && differences.empty()) optimizer->keep_states(saved.hyperparameters);
+    wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
+    if (moments && differences.empty()) fresh = take_fresh_roles(*reader, *rule, saved.hyperparameters, wanted);
+    translate_roles(*reader, wanted);
+    add_buffers(model, rank, *reader, wanted, staged);
+    add_ignored(*reader, moments, unkept_roles(optimizer.get()), wanted);
+    auto lines = reader->check(wanted, options.strict);
+    lines.insert(lines.end(), differences.begin(), differences.end());
+    if (lines.empty()) return;
+    throw CheckpointError("checkpoint " + directory + "/" + tag +
+                          " does not fit the model (nothing was changed):" + joined(lines, 20));
+  });
+  boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
+  if (!fresh.empty()) optimizer->zero_states(fresh);
+  for (size_t i = 0; i < staged.size(); ++i) {
+    Tensor buffer = model.buffers()[i].tensor;
+    buffer.copy_(staged[i].view(buffer.sizes()));
+  }
+  publish_parameters(engine::most_rounds(closes));
+  if (!options.module_only) {
+    boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
+    stepper->restore(saved, moments, options.lr_scheduler_states);
+  }
+  return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
+}
+
+/// Parameters follow from the masters that were read; frozen units from their shards.
+void Engine::Impl::publish_parameters(int64_t rounds_begun) {
+  if (optimizer) optimizer->publish_all();
+  auto& gathers = channels.gathers();
+  bool shared = false;
+  for (const auto& unit : model.units()) {
+    unit->forget_external_writes();
+    shared = shared || unit->memory() == sharding::UnitMemory::shared;
+    if (unit->memory() != sharding::UnitMemory::whole || (unit->layout().trainable && optimizer)) continue;
+    auto pending = gathers.all_gather(unit->whole(), unit->shard());
+    gathers.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
+  }
+  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to have read theirs"});
+  if (reducer) reducer->discard(rounds_begun);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,53 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Saving: every rank writes its pieces, all agree, rank 0 commits.
+#include <ATen/core/grad_mode.h>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/shard_file.h"
+#include "engine/engine_impl.h"
+#include "engine/pieces.h"
+
+namespace deeptide {
+
+using comm::Call;
+
+std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
+                                          const std::string& client_state_json, bool save_latest) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
+  TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()),
+                    "save_checkpoint between backward() and step(): the gradients would be lost; call step() first");
+  const int64_t within = progress.micro_steps % batch.accumulation;
+  TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), "save_checkpoint within an accumulation (", within,
+                    "/", batch.accumulation,
+                    " micro-batches done): the gradients would be lost; save after an applied step");
+  if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
+  model.check_bound();
+  boundary->enter({.call = Call::save_checkpoint});
+  nlohmann::json state = engine::to_json(progress);
+  state["zero_stage"] = config.zero.stage;
+  state["config"] = config.text;
+  const World& world = channels.world();
+  auto pieces = engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned);
+  for (const NamedTensor& buffer : model.buffers()) {
+    pieces.push_back(
+        engine::buffer_piece(buffer, engine::buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
+  }
+  try {
+    boundary->together("writing the checkpoint", [&] {
+      checkpoint::write_rank(directory, tag, world.rank, pieces, engine::Generators::of(model.device()).to_json());
+    });
+    boundary->together("committing the checkpoint", [&] {
+      const checkpoint::Manifest manifest{1, world.size, state.dump(), client_state_json};
+      if (world.rank == 0) checkpoint::commit(directory, tag, manifest, save_latest);
+    });
+  } catch (const CheckpointError&) {
+    if (world.rank == 0) checkpoint::abandon(directory, tag);
+    throw;
+  }
+  return directory + "/" + tag;
+}
+
+}  // namespace deeptide

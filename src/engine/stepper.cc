@@ -1,0 +1,216 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One step, in the order in which it happens.
+#include "engine/stepper.h"
+
+#include <ATen/ops/ones_like.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/log.h"
+
+namespace deeptide::engine {
+
+using comm::Call;
+using comm::Close;
+using comm::Verdict;
+
+namespace {
+
+/// An optimizer's betas or its momentum; 0 when it has neither.
+std::string momentum_text(const Hyperparameters& h) {
+  if (h.has("beta1")) return fmt::format("({:.6g}, {:.6g})", h.get("beta1"), h.get("beta2"));
+  return fmt::format("{:.6g}", h.has("momentum") ? h.get("momentum") : 0.0);
+}
+
+}  // namespace
+
+Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
+    : parts_(parts), schedule_(std::move(schedule)), base_hyperparameters_(parts.progress.hyperparameters) {
+  Progress& progress = parts_.progress;
+  if (schedule_) schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  follow_boundary();
+}
+
+void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
+  TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin,
+                    " has no \"optimizer\" section and none was given to initialize)");
+  TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
+                    "; reduce it first, e.g. loss.mean()");
+  TORCH_CHECK_VALUE(loss.requires_grad(),
+                    "backward: the loss does not require grad: it was computed under no_grad, or from "
+                    "detached or frozen tensors only");
+  trace::flight_log().enter(parts_.progress.global_steps, "backward", "");
+  torch::autograd::backward({loss}, {at::ones_like(loss)}, retain_graph);
+}
+
+bool Stepper::is_boundary() const {
+  return boundary_override_.value_or((parts_.progress.micro_steps + 1) % parts_.batch.accumulation == 0);
+}
+
+void Stepper::set_boundary(std::optional<bool> boundary) {
+  boundary_override_ = boundary;
+  follow_boundary();
+}
+
+/// Stages that reduce at the boundary only keep gradients here until then.
+void Stepper::follow_boundary() {
+  if (parts_.reducer) parts_.reducer->set_local(!parts_.policy.reduce_every_micro && !is_boundary());
+}
+
+void Stepper::zero_grad() {
+  if (!parts_.reducer) return;
+  const auto closes = parts_.boundary.enter({.call = Call::zero_grad, .rounds = parts_.reducer->rounds_begun()});
+  parts_.reducer->discard(most_rounds(closes));
+}
+
+std::vector<Close> Stepper::close(bool joined) {
+  return parts_.boundary.enter({.call = Call::step,
+                                .boundary = is_boundary(),
+                                .joined = joined,
+                                .has_gradient = parts_.reducer->has_pending(),
+                                .rounds = parts_.reducer->rounds_wanted()});
+}
+
+std::optional<StepOutcome> Stepper::step(bool joined) {
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "step: this engine has no optimizer");
+  parts_.model.check_bound();
+  trace::flight_log().enter(parts_.progress.global_steps, "step", "");
+  auto closes = close(joined);
+  while (leading(closes).call == Call::zero_grad) {
+    parts_.reducer->discard(most_rounds(closes));
+    closes = close(joined);
+  }
+  const auto all = [&](auto predicate) { return std::all_of(closes.begin(), closes.end(), predicate); };
+  if (!all([&](const Close& c) { return c.boundary == closes.front().boundary; })) {
+    throw CommError(
+        "the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
+        "alike on every rank");
+  }
+  if (all([](const Close& c) { return c.joined; })) return std::nullopt;
+  parts_.reducer->finish(most_rounds(closes));
+  TORCH_CHECK_VALUE(
+      parts_.reducer->has_gradient() || !all([](const Close& c) { return !c.has_gradient; }),
+      "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
+      "did, the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and the "
+      "like replace them; load in place.");
+  StepOutcome outcome;
+  if (is_boundary()) {
+    outcome = apply(judge());
+    print(outcome);
+  } else {
+    outcome = accumulating();
+  }
+  end_micro_batch();
+  return outcome;
+}
+
+/// What every rank says of its gradient shards: their squares, and the first bad parameter if there is one.
+std::vector<Verdict> Stepper::judge() {
+  Verdict verdict;
+  verdict.squares = parts_.reducer->sum_of_squares();
+  if (const auto& bad = parts_.reducer->bad()) {
+    verdict.bad_unit = bad->unit;
+    verdict.bad_parameter = bad->parameter;
+    verdict.bad_rank = bad->rank;
+  }
+  return parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
+}
+
+StepOutcome Stepper::accumulating() const {
+  StepOutcome outcome;
+  outcome.step = parts_.progress.global_steps;
+  outcome.lr = parts_.progress.hyperparameters.front().lr();
+  outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
+  const int64_t count = parts_.batch.accumulation;
+  outcome.reason =
+      "accumulating " + std::to_string(parts_.progress.micro_steps % count + 1) + "/" + std::to_string(count);
+  return outcome;
+}
+
+StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
+  Progress& progress = parts_.progress;
+  double total = 0.0;
+  for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: the same on all ranks
+  StepOutcome outcome;
+  outcome.step = ++progress.global_steps;
+  outcome.lr = progress.hyperparameters.front().lr();
+  outcome.grad_norm = outcome.clipped_norm = std::sqrt(total);
+  if (!std::isfinite(total)) {
+    skip(outcome, verdicts);
+    return outcome;
+  }
+  double scale = 1.0;
+  if (parts_.config.gradient_clipping > 0.0) {
+    scale = std::min(1.0, parts_.config.gradient_clipping / (outcome.grad_norm + 1e-6));
+    outcome.clipped_norm = outcome.grad_norm * scale;
+  }
+  for (const auto& unit : parts_.model.units()) unit->note_external_writes();
+  parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters);
+  progress.optimizer_steps = parts_.optimizer->steps();
+  parts_.reducer->clear_accumulated();
+  parts_.residency.release_all();
+  if (schedule_) schedule_->apply(++progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  outcome.applied = true;
+  return outcome;
+}
+
+/// No parameter, master, moment or schedule moves.
+void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
+  ++parts_.progress.skipped_steps;
+  outcome.reason = "non-finite gradient";
+  const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
+  if (bad != verdicts.end()) {
+    outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
+    outcome.rank = bad->bad_rank;
+  }
+  parts_.reducer->clear_accumulated();
+}
+
+void Stepper::end_micro_batch() {
+  const int64_t step = parts_.progress.global_steps;
+  ++parts_.progress.micro_steps;
+  trace::flight_log().enter(step, "forward", "");
+  parts_.channels.clock().set_step(step);
+  follow_boundary();
+}
+
+void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
+  Progress& progress = parts_.progress;
+  progress.global_steps = saved.global_steps;
+  progress.skipped_steps = saved.skipped_steps;
+  // Saved at a step's end. Where a step has another number of micro-batches now, the next one begins here as well.
+  progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
+  if (moments) {
+    progress.optimizer_steps = saved.optimizer_steps;
+    parts_.optimizer->set_steps(saved.optimizer_steps);
+    progress.hyperparameters = saved.hyperparameters;
+  }
+  if (schedule) progress.schedule_iteration = saved.schedule_iteration;
+  if (schedule_) schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  parts_.channels.clock().set_step(progress.global_steps);
+  follow_boundary();
+}
+
+/// The line of every `steps_per_print` steps, in DeepSpeed's words.
+void Stepper::print(const StepOutcome& outcome) const {
+  const Progress& progress = parts_.progress;
+  const auto every = parts_.config.steps_per_print;
+  if (!parts_.channels.is_first() || every.value_or(0) < 1 || progress.global_steps % *every != 0) return;
+  std::string rates, momenta;
+  for (const Hyperparameters& h : progress.hyperparameters) {
+    const char* separator = rates.empty() ? "" : ", ";
+    rates += fmt::format("{}{:.6g}", separator, h.lr());
+    momenta += separator + momentum_text(h);
+  }
+  log(LogLevel::info, fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", progress.global_steps,
+                                  progress.skipped_steps, rates, momenta, outcome.grad_norm,
+                                  outcome.applied ? "" : ", " + outcome.reason));
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// From a loss to new parameters: close the micro-batch, reduce, judge, clip, step, publish.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "deeptide/engine.h"
+#include "engine/boundary.h"
+#include "engine/progress.h"
+#include "gradients/reducer.h"
+#include "optim/schedule.h"
+#include "zero/policy.h"
+#include "zero/sharded_optimizer.h"
+
+namespace deeptide::engine {
+
+/// What a step needs of its engine, which outlives it.
+struct StepperParts {
+  const Config& config;
+  const BatchSizes& batch;
+  const zero::StagePolicy& policy;
+  Channels& channels;
+  Boundary& boundary;
+  BoundModel& model;
+  sharding::Residency& residency;
+  gradients::Reducer* reducer;        // null: nothing to train
+  zero::ShardedOptimizer* optimizer;  // null: nothing to train
+  Progress& progress;
+};
+
+class Stepper {
+ public:
+  /// `schedule`: null for a constant learning rate.
+  Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule);
+
+  void backward(const at::Tensor& loss, bool retain_graph);
+  /// Collective. `joined`: this rank has no more batches. Empty when all ranks have joined.
+  std::optional<StepOutcome> step(bool joined);
+  /// Collective.
+  void zero_grad();
+
+  bool is_boundary() const;
+  void set_boundary(std::optional<bool> boundary);
+  bool has_boundary_override() const { return boundary_override_.has_value(); }
+
+  /// Takes over what a checkpoint holds. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
+  /// schedule's position.
+  void restore(const Progress& saved, bool moments, bool schedule);
+
+ private:
+  std::vector<comm::Close> close(bool joined);
+  std::vector<comm::Verdict> judge();
+  StepOutcome accumulating() const;
+  StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
+  void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
+  void end_micro_batch();
+  void follow_boundary();
+  void print(const StepOutcome& outcome) const;
+
+  StepperParts parts_;
+  std::unique_ptr<optim::Schedule> schedule_;
+  std::vector<Hyperparameters> base_hyperparameters_;  // what the schedule starts from, by group
+  std::optional<bool> boundary_override_;
+};
+
+}  // namespace deeptide::engine

@@ -1,0 +1,16 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What a build without liburing has instead of io_uring.cc.
+#include <stdexcept>
+
+#include "io/io_engine.h"
+
+namespace deeptide::io {
+
+void transfer_by_io_uring(const Pass&) { throw std::logic_error(io_uring_obstacle()); }
+
+std::string io_uring_obstacle() { return "this build has no liburing"; }
+
+bool has_io_uring() { return false; }
+
+}  // namespace deeptide::io

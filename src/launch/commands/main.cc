@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The `deeptide` command: a job, unless the first word names another command.
+#include <string_view>
+
+#include "launch/commands/commands.h"
+#include "launch/system/report.h"
+
+namespace deeptide::launch {
+
+namespace {
+
+struct Command {
+  std::string_view name;
+  int (*run)(const Arguments& arguments);
+};
+
+// A script of one of these names is run as `./name`. parse_options' --help lists those that users call.
+constexpr Command kCommands[] = {
+    {"agent", run_agent}, {"bench", run_bench}, {"doctor", run_doctor}, {"elastic", run_elastic}, {"ps", run_ps},
+    {"rank", run_rank},   {"run", run_job},     {"ssh", run_ssh},       {"stacks", run_stacks},
+};
+
+int run(const Arguments& words) {
+  for (const Command& command : kCommands) {
+    if (!words.empty() && words[0] == command.name) return command.run({words.begin() + 1, words.end()});
+  }
+  return run_job(words);
+}
+
+}  // namespace
+}  // namespace deeptide::launch
+
+int main(int argc, char** argv) {
+  return deeptide::launch::run_reporting([&] { return deeptide::launch::run({argv + 1, argv + argc}); });
+}

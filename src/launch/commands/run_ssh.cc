@@ -1,0 +1,101 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// `deeptide ssh`: a command on all hosts at once, each line of output behind its host's name.
+#include <signal.h>
+
+#include <CLI/CLI.hpp>
+
+#include "launch/commands/commands.h"
+#include "launch/output/job_output.h"
+#include "launch/plan/host_commands.h"
+#include "launch/plan/hostfile.h"
+#include "launch/plan/options.h"
+#include "launch/process/rank_group.h"
+#include "launch/system/command_line.h"
+#include "launch/system/shell.h"
+#include "launch/system/signal_file.h"
+#include "launch/system/usage_error.h"
+
+namespace deeptide::launch {
+namespace {
+
+constexpr double kGrace_s = 5.0;
+
+// The words after the options, as one line of a shell: a single word is one already.
+std::string remote_command(const std::vector<std::string>& words) {
+  return words.size() == 1 ? words[0] : shell_join(words);
+}
+
+bool parse(const Arguments& arguments, Options& options) {
+  CLI::App app{"Runs a command on every host of the hostfile; the exit code is that of the first host that failed.",
+               "deeptide ssh"};
+  set_usage(app, "deeptide ssh [OPTIONS] command [arguments...]");
+  app.prefix_command();
+  options.hostfile = "/job/hostfile";
+  app.add_option("-H,-f,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N'")->capture_default_str();
+  app.add_option("-i,--include", options.filter.include, "Only these hosts, joined by '@'");
+  app.add_option("-e,--exclude", options.filter.exclude, "All but these");
+  app.add_option("--num_nodes", options.filter.num_nodes, "Only the first N hosts")->check(CLI::Range(1, 65536));
+  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
+  app.add_option("--launcher_args", options.launcher_args, "Further arguments of ssh, quoted as one");
+  if (parse_arguments(app, arguments)) return false;
+  options.command = app.remaining();
+  if (options.command.empty()) throw UsageError("no command given; usage: deeptide ssh [options] command...");
+  if (options.command[0].starts_with('-')) throw UsageError("unknown option '" + options.command[0] + "'");
+  return true;
+}
+
+int first_failure(const RankGroup& group) {
+  for (const auto& member : group.members()) {
+    if (member->process.status()->failed()) return member->process.status()->exit_code();
+  }
+  return 0;
+}
+
+}  // namespace
+
+int run_ssh(const Arguments& arguments) {
+  Options options;
+  if (!parse(arguments, options)) return 0;
+  const auto hosts = filter_hosts(read_hostfile(options.hostfile), options.filter);
+  const std::string ssh = require_program("ssh", "ssh");
+  const SignalFile signals;
+  JobOutput output(options);
+  RankGroup group({[&](const auto& member, Stream stream, auto bytes) { output.feed(member.rank, stream, bytes); },
+                   [&](const auto& member) {
+                     const ExitStatus& status = *member.process.status();
+                     if (status.failed()) output.say(LogLevel::error, hosts[member.rank].name + ": " + status.text());
+                   }});
+  for (size_t i = 0; i < hosts.size(); ++i) {
+    RankPlan plan{static_cast<int>(i), ssh_command(options, hosts[i].name, remote_command(options.command)), {}, {}};
+    plan.command[0] = ssh;
+    output.add_rank(plan.rank, "[" + hosts[i].name + "] ", false);
+    group.start(plan, Terminal{});
+  }
+  std::optional<int> stopped;
+  while (!group.all_ended()) {
+    PollSet set;
+    set.add(signals.fd(), POLLIN, [&] {
+      for (int signal : signals.read()) {
+        if (signal == SIGCHLD) {
+          group.reap();
+        } else if (stopped) {
+          group.kill();
+        } else {
+          stopped = signal;
+          group.stop(SIGTERM, kGrace_s);
+        }
+      }
+    });
+    group.add_to(set, !output.full());
+    output.add_to(set);
+    set.wait();
+    group.check_deadline();
+  }
+  group.finish();
+  output.finish();
+  output.flush();
+  return stopped ? 128 + *stopped : first_failure(group);
+}
+
+}  // namespace deeptide::launch

@@ -1,0 +1,86 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A job over several hosts, from the first connection to the last word of the last agent; elastic jobs have several.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/output/failure_report.h"
+#include "launch/output/job_output.h"
+#include "launch/plan/options.h"
+#include "launch/process/ending.h"
+#include "launch/system/signal_file.h"
+#include "launch/watch/hang_watch.h"
+#include "launch/wire/agent_link.h"
+#include "launch/wire/pdsh_hub.h"
+
+namespace deeptide::launch {
+
+/// What an attempt needs from outside; it outlives the attempt.
+struct AttemptContext {
+  const Options& options;
+  const SignalFile& signals;
+  JobOutput& output;
+  HangWatch& watch;
+  int restarts = 0;  // before this attempt
+  size_t min_hosts;  // fewer are a failure; as many as there are hosts unless the job is elastic
+  /// Which slots of the hosts that can be reached are used; empty: too few. Hosts left out are not started.
+  std::function<std::vector<Host>(const std::vector<Host>&)> choose;
+};
+
+struct AttemptResult {
+  int exit_code = 0;
+  bool restartable = false;  // a rank or a host failed, nobody asked for the end
+};
+
+class JobAttempt {
+ public:
+  JobAttempt(const AttemptContext& context, const std::vector<Host>& hosts);
+
+  /// Runs to the end: all ranks ended and all agents gone, or given up.
+  AttemptResult run();
+
+ private:
+  enum class Stage : uint8_t { connecting, preparing, running };
+
+  void connect();
+  void serve_once();
+  void on_frame(AgentLink& link, const Frame& frame);
+  void on_rank_exit(AgentLink& link, int rank, const RankExit& exit);
+  void on_changed(AgentLink& link);
+  void on_signal(int signal);
+  void check_connected();
+  void prepare();
+  void start(int master_port);
+  void start_watch();
+  size_t index_of(const AgentLink& link) const;  // in used_
+  void stop(int signal, double grace_s);
+  void kill();
+  void ask_to_end();
+  void give_up();
+  void check_deadlines();
+  void check_answers();
+  void close_links();
+  bool all_over() const;
+  size_t num_running() const;
+  AgentLink& first_link();
+
+  AttemptContext context_;
+  AgentLink::Events events_;
+  std::vector<std::unique_ptr<AgentLink>> links_;
+  std::unique_ptr<PdshHub> pdsh_;
+  std::vector<AgentLink*> used_;  // in the order of ranks
+  FailureReport failures_;
+  bool too_few_hosts_ = false;
+  std::string refusal_;  // of the first host that refused
+  std::optional<int> stop_signal_;
+  Stage stage_ = Stage::connecting;
+  Clock::time_point deadline_;  // of connecting and preparing
+  Ending ending_;
+};
+
+}  // namespace deeptide::launch

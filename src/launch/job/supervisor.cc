@@ -1,0 +1,173 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A job on this machine: one loop over signals and the ranks' output.
+#include "launch/job/supervisor.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+namespace deeptide::launch {
+
+namespace {
+
+constexpr double kStarterGrace_s = 5.0;
+constexpr std::chrono::milliseconds kSignalLimit{300};
+
+}  // namespace
+
+Supervisor::Supervisor(const Options& options, pid_t keeper)
+    : options_(options),
+      keeper_(keeper),
+      signals_(keeper),
+      output_(options),
+      ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
+              [this](const auto& member) { on_exit(member); }}),
+      host_watch_(ranks_, options.hang_timeout_s, [this](double waited_s) { on_late(waited_s); }),
+      watch_(options, keeper != 0 ? keeper : getpid(),
+             [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
+  terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
+  terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
+  terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
+}
+
+int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what) {
+  if (!what.empty()) output_.say(LogLevel::info, what);
+  for (const RankPlan& plan : plans) start(plan);
+  if (program_.empty()) {
+    watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
+                   [this](const StateQuestion& question) {
+                     host_watch_.ask(question, [this](const std::string& answer) { watch_.on_answer(0, answer); });
+                   }}},
+                 std::stoi(plans.front().environment.at("WORLD_SIZE")));
+  }
+  supervise();
+  return finish();
+}
+
+int Supervisor::run_program(const RankPlan& plan, const std::string& name, RankHub& hub) {
+  program_ = name;
+  hub.serve(plan.environment.at("DEEPTIDE_JOB_TOKEN"), watch_);
+  hub_ = &hub;
+  return run({plan}, "");
+}
+
+void Supervisor::report_to(const std::string& hub, const std::string& token, const std::string& hello) {
+  const auto on_asked = [this](const StateQuestion& question) {
+    host_watch_.ask(question, [this](const std::string& answer) {
+      if (link_) link_->send(FrameKind::states, answer);
+    });
+  };
+  link_.emplace(hub, token, hello, HubLink::Events{on_asked, [this] { on_link_changed(); }});
+}
+
+void Supervisor::on_late(double waited_s) {
+  late_s_ = waited_s;
+  if (!link_ || !link_->up()) return watch_.on_late(0, waited_s);
+  link_->send(FrameKind::late, nlohmann::json{{"waited", waited_s}}.dump());
+}
+
+void Supervisor::on_link_changed() {
+  if (link_->up()) watch_.on_late(0, 0.0);  // from now on the launcher reports
+  if (late_s_ > 0) on_late(late_s_);
+}
+
+int Supervisor::finish() {
+  ranks_.finish();
+  output_.finish();
+  if (program_.empty()) failures_.print(output_);
+  if (!program_.empty() && failures_.failed()) {
+    output_.say(LogLevel::critical, program_ + " " + ranks_.members().front()->process.status()->text());
+  }
+  output_.flush();
+  if (failures_.failed()) return failures_.exit_code();
+  if (stop_signal_) return 128 + *stop_signal_;
+  return output_.output_closed() ? 128 + SIGPIPE : 0;
+}
+
+void Supervisor::start(const RankPlan& plan) {
+  const bool direct = ranks_.members().empty();
+  Terminal terminal;
+  terminal.input = direct && terminal_.input;
+  terminal.output = direct && terminal_.output;
+  terminal.errors = direct && terminal_.errors;
+  output_.add_rank(plan.rank, program_.empty() ? rank_prefix(plan.rank) : "", terminal_.output && terminal_.errors);
+  ranks_.start(plan, terminal);
+}
+
+void Supervisor::supervise() {
+  while (!ranks_.all_ended()) {
+    PollSet set;
+    set.add(signals_.fd(), POLLIN, [this] {
+      for (int signal : signals_.read()) on_signal(signal);
+    });
+    ranks_.add_to(set, !output_.full());
+    output_.add_to(set);
+    host_watch_.add_to(set);
+    watch_.add_to(set);
+    if (hub_) hub_->add_to(set);
+    if (link_) link_->add_to(set);
+    set.wait();
+    host_watch_.check();
+    if (hub_) hub_->check();
+    if (link_) link_->check();
+    watch_.check();
+    ranks_.check_deadline();
+    if (!ranks_.asked_to_end() && output_.closed()) ranks_.stop(SIGTERM, options_.stop_grace_s());
+  }
+}
+
+void Supervisor::on_signal(int signal) {
+  if (signal == SIGCHLD) return ranks_.reap();
+  if (signal == SIGTSTP) {
+    ranks_.suspend();
+    raise(SIGSTOP);
+    host_watch_.forgive();
+    return ranks_.resume();
+  }
+  if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.pass_on(signal);
+  if (stop_signal_ && program_.empty()) return ranks_.kill();
+  if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
+  stop_signal_ = signal;
+  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
+  if (ranks_.asked_to_end()) return;
+  if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
+  // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
+  const bool softly = signal == SIGINT || program_ == "srun";
+  ranks_.stop(softly ? SIGINT : SIGTERM, options_.stop_grace_s());
+}
+
+void Supervisor::on_exit(const RankGroup::Member& member) {
+  if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
+  // After a failure only what ended by itself counts: not those that we asked to end.
+  const ExitStatus& status = *member.process.status();
+  if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
+  if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
+  failures_.on_exit(member.rank, "", status, num_running());
+  if (failures_.failed() && !ranks_.asked_to_end()) {
+    ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
+  }
+}
+
+// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
+bool Supervisor::is_asked_to_end() {
+  pollfd ready{signals_.fd(), POLLIN, 0};
+  const auto limit = Clock::now() + kSignalLimit;
+  while (!stop_signal_ && Clock::now() < limit) {
+    poll(&ready, 1, 10);
+    for (const int signal : signals_.read()) {
+      if (signal == SIGTERM) stop_signal_ = signal;
+    }
+  }
+  return stop_signal_.has_value();
+}
+
+size_t Supervisor::num_running() const {
+  return std::count_if(ranks_.members().begin(), ranks_.members().end(),
+                       [](const auto& member) { return !member->process.status(); });
+}
+
+}  // namespace deeptide::launch

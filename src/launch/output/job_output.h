@@ -1,0 +1,72 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// All that a job prints: its ranks' lines to the terminal or to log files, the launcher's own words, the last report.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "launch/output/line_splitter.h"
+#include "launch/plan/options.h"
+#include "launch/process/rank_group.h"
+#include "launch/process/rank_process.h"
+#include "launch/system/poll_set.h"
+
+namespace deeptide::launch {
+
+/// "[rank 3] ".
+std::string rank_prefix(int rank);
+
+class JobOutput {
+ public:
+  explicit JobOutput(const Options& options);
+  ~JobOutput();
+  JobOutput(const JobOutput&) = delete;
+  JobOutput& operator=(const JobOutput&) = delete;
+
+  /// Opens the rank's log if there are logs, else its lines begin with `prefix`, if they shall. `clear_line`: another
+  /// rank draws on the same terminal. Errors: UsageError if the log cannot be written.
+  void add_rank(int rank, std::string prefix, bool clear_line);
+  /// Empty `bytes`: the stream's end.
+  void feed(int rank, Stream stream, std::string_view bytes);
+  /// Ends unfinished lines of all ranks.
+  void finish();
+  /// Forgets the ranks, for a restart; logs go on in new files.
+  void forget_ranks();
+
+  /// The launcher's own words, if `level` is at least what the user wants to hear.
+  void say(LogLevel level, const std::string& text);
+  void print(const std::string& line) { errors_->push(line + "\n"); }
+
+  /// The last lines that the rank wrote to its standard error; if there are none, to its output.
+  const std::deque<std::string>& tail(int rank) const;
+  /// The path of the rank's log; empty: its lines were shown.
+  const std::string& log(int rank) const;
+  size_t num_ranks() const { return ranks_.size(); }
+
+  void add_to(PollSet& set);
+  bool full() const;  // the ranks wait until what they wrote is taken
+  bool closed() const { return output_->closed() || errors_->closed(); }
+  bool output_closed() const { return output_->closed(); }
+  void flush();
+
+ private:
+  struct Rank {
+    std::string log;
+    LineSplitter output, errors;
+  };
+
+  std::string log_dir_;
+  bool rank_prefix_;
+  LogLevel level_;
+  std::vector<std::unique_ptr<Sink>> sinks_;  // output, errors (if it is another file), then one per log file
+  Sink* output_;
+  Sink* errors_;
+  std::map<int, Rank> ranks_;
+};
+
+}  // namespace deeptide::launch

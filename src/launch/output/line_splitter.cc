@@ -1,0 +1,51 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Buffers an unfinished line; redrawn lines (progress bars) replace it.
+#include "launch/output/line_splitter.h"
+
+namespace deeptide::launch {
+namespace {
+
+constexpr size_t kTailLines = 50;
+constexpr size_t kLongestLine = 64 * 1024;  // a longer one is cut, so that binary output cannot fill the memory
+constexpr std::chrono::seconds kRedrawInterval{10};
+
+}  // namespace
+
+void LineSplitter::feed(std::string_view bytes, Clock::time_point now) {
+  for (char c : bytes) {
+    if (c == '\n') {
+      emit();
+    } else if (c == '\r') {
+      redraw(now);
+    } else {
+      if (redrawn_) line_.clear();
+      redrawn_ = false;
+      line_ += c;
+      if (line_.size() >= kLongestLine) emit();
+    }
+  }
+}
+
+void LineSplitter::finish() {
+  if (!line_.empty()) emit();
+}
+
+void LineSplitter::redraw(Clock::time_point now) {
+  if (!line_.empty() && last_shown_ != Clock::time_point{} && now - last_shown_ >= kRedrawInterval) {
+    sink_.push(prefix_ + line_ + '\n');
+    last_shown_ = now;
+  }
+  if (last_shown_ == Clock::time_point{}) last_shown_ = now;
+  redrawn_ = true;
+}
+
+void LineSplitter::emit() {
+  sink_.push(prefix_ + line_ + '\n');
+  if (tail_.size() == kTailLines) tail_.pop_front();
+  tail_.push_back(std::move(line_));
+  line_.clear();
+  redrawn_ = false;
+}
+
+}  // namespace deeptide::launch

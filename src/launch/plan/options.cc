@@ -1,0 +1,247 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The launcher's command line, through CLI11.
+#include "launch/plan/options.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <map>
+
+#include "deeptide/discovery.h"
+#include "launch/system/command_line.h"
+#include "launch/system/usage_error.h"
+
+namespace deeptide::launch {
+namespace {
+
+constexpr int kMaxRanks = 4096;
+
+constexpr const char* kFooter = R"(
+Python scripts (*.py, or --module) run with $VIRTUAL_ENV's or PATH's python3; anything else is run as a program.
+Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+`--local_rank=N` is appended for Python scripts that name this option, or if asked for with --local_rank.
+The first rank that fails ends the others; its exit code is passed on (128 + signal number if it was killed).
+^C once stops the ranks and waits for them; twice kills them.
+
+  deeptide --num_gpus 2 train.py --deepspeed_config ds_config.json
+  deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
+  deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
+
+Other commands (each answers --help): deeptide bench, doctor, elastic, ps, ssh, stacks.)";
+
+constexpr const char* kHosts = "Hosts";
+constexpr const char* kRanks = "Ranks";
+constexpr const char* kEnding = "Failures and output";
+
+const std::map<std::string, Transport> kTransports = {{"ssh", Transport::ssh},         {"pdsh", Transport::pdsh},
+                                                      {"openmpi", Transport::openmpi}, {"mpich", Transport::mpich},
+                                                      {"impi", Transport::impi},       {"slurm", Transport::slurm}};
+
+const std::map<std::string, LogLevel> kLogLevels = {{"debug", LogLevel::debug},
+                                                    {"info", LogLevel::info},
+                                                    {"warning", LogLevel::warning},
+                                                    {"error", LogLevel::error},
+                                                    {"critical", LogLevel::critical}};
+
+// The value of a table, or an error that lists what there is.
+template <typename Value>
+Value one_of(const std::map<std::string, Value>& table, const std::string& name, const std::string& option) {
+  const auto found = table.find(name);
+  if (found != table.end()) return found->second;
+  std::string names;
+  for (const auto& [known, value] : table) names += (names.empty() ? "" : ", ") + known;
+  throw UsageError(option + " must be one of " + names + ", got '" + name + "'");
+}
+
+Transport to_transport(const std::string& name) {
+  if (name == "mvapich")
+    throw UsageError("--launcher mvapich is not supported; its mpirun understands --launcher mpich");
+  return one_of(kTransports, name, "--launcher");
+}
+
+void declare_hosts(CLI::App& app, Options& options) {
+  app.add_option("-H,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N' (default: /job/hostfile, if any)")
+      ->type_name("FILE");
+  app.add_option("-i,--include", options.filter.include, "Only these: HOST or HOST:SLOT,SLOT joined by '@'")
+      ->type_name("SPEC");
+  app.add_option("-e,--exclude", options.filter.exclude, "All but these; the same form")->type_name("SPEC");
+  app.add_option("--num_nodes", options.filter.num_nodes, "Only the first N hosts")->type_name("N");
+  app.add_option("--master_addr", options.master_addr, "Where the ranks meet (default: the first host's address)")
+      ->type_name("ADDR");
+  app.add_option("--master_port", options.master_port,
+                 "Port where the ranks meet (default: a free one; on several hosts " + std::to_string(kDefaultPort) +
+                     " or the next free one)")
+      ->type_name("PORT");
+  app.add_option_function<std::string>(
+         "--launcher", [&options](const std::string& name) { options.transport = to_transport(name); },
+         "How hosts are reached: ssh (default), pdsh, openmpi, mpich, impi, slurm")
+      ->type_name("NAME");
+  app.add_option("--launcher_args", options.launcher_args, "Further arguments for it, quoted as one")
+      ->type_name("ARGS");
+  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->type_name("PORT");
+  app.add_flag("--no_ssh", options.no_ssh, "Start this host's part only; needs --node_rank and --master_addr");
+  app.add_option("--node_rank", options.node_rank, "With --no_ssh: this host's place in the hostfile, from 0")
+      ->type_name("N");
+  app.add_flag("--no_ssh_check", options.no_ssh_check, "Accepted for DeepSpeed's users; there is no separate check");
+  app.add_flag("--force_multi", options.force_multi, "Treat a single host as several: reach it through the launcher");
+  app.add_option("--venv_script", options.venv_script, "A script that each host's shell reads first")
+      ->type_name("FILE");
+  app.add_flag("--elastic_training", options.elastic, "Restart on what is left when a rank or a host is lost");
+  app.add_option("--min_elastic_nodes", options.min_elastic_nodes, "Fewest hosts to go on with")->type_name("N");
+  app.add_option("--max_elastic_nodes", options.max_elastic_nodes, "Most hosts to use")->type_name("N");
+  app.add_option("--max_restarts", options.max_restarts, "Restarts of an elastic job")
+      ->type_name("N")
+      ->capture_default_str();
+  for (CLI::Option* option : app.get_options()) option->group(option == app.get_help_ptr() ? "Options" : kHosts);
+}
+
+void declare_ranks(CLI::App& app, Options& options) {
+  std::vector<CLI::Option*> declared;
+  declared.push_back(app.add_option("--num_gpus,--num_ranks,--num_accelerators", options.num_ranks,
+                                    "Ranks on each host (default: its slots; here one per visible GPU, else 1)")
+                         ->type_name("N"));
+  declared.push_back(app.add_flag("--module", options.module, "Run the script as a Python module (python3 -m)"));
+  declared.push_back(app.add_flag("--no_python", options.no_python, "Run the script itself, even if it is named *.py"));
+  declared.push_back(app.add_option("--python", options.python, "The Python interpreter to use")->type_name("PATH"));
+  auto* local_rank =
+      app.add_flag("--local_rank", options.pass_local_rank, "Append --local_rank=N to the script's arguments");
+  declared.push_back(local_rank);
+  declared.push_back(app.add_flag("--no_local_rank", options.no_local_rank, "Never append it")->excludes(local_rank));
+  declared.push_back(app.add_flag("--bind_cores_to_rank", options.bind_cores,
+                                  "Give each rank its own share of the processor's cores"));
+  declared.push_back(app.add_option("--bind_core_list", options.bind_core_list, "Share these cores only, as 0,2-5")
+                         ->type_name("LIST"));
+  for (CLI::Option* option : declared) option->group(kRanks);
+}
+
+void declare_ending(CLI::App& app, Options& options) {
+  std::vector<CLI::Option*> declared;
+  declared.push_back(
+      app.add_option("--enable_each_rank_log", options.log_dir, "Write each rank's output to a file in DIR instead")
+          ->type_name("DIR"));
+  declared.push_back(app.add_flag("!--no_rank_prefix", options.rank_prefix,
+                                  "Print the ranks' lines as they are, without '[rank N] '"));
+  declared.push_back(app.add_option("--grace", options.grace_s,
+                                    "Seconds between asking a rank to stop and killing it (default: 30; after a "
+                                    "failure 5)")
+                         ->type_name("SECONDS"));
+  declared.push_back(app.add_option("--hang_timeout", options.hang_timeout_s,
+                                    "Seconds that a rank may wait for a collective before a report; 0: no reports")
+                         ->type_name("SECONDS")
+                         ->capture_default_str());
+  declared.push_back(app.add_option("--heartbeat_timeout", options.heartbeat_timeout_s,
+                                    "Seconds without a word after which a host counts as lost")
+                         ->type_name("SECONDS")
+                         ->capture_default_str());
+  declared.push_back(app.add_flag("--save_pid", options.save_pid,
+                                  "Write the launcher's process id to PID.deepspeed in the temporary folder"));
+  declared.push_back(
+      app.add_option_function<std::string>(
+             "--log_level",
+             [&options](const std::string& name) { options.log_level = one_of(kLogLevels, name, "--log_level"); },
+             "What the launcher says: debug, info (default), warning, error, critical")
+          ->type_name("LEVEL"));
+  declared.push_back(app.add_flag("-q,--quiet", options.quiet, "Print only failures"));
+  declared.push_back(app.add_flag("--dry-run", options.dry_run,
+                                  "Print each host's and rank's command and environment, start nothing"));
+  for (CLI::Option* option : declared) option->group(kEnding);
+}
+
+void declare(CLI::App& app, Options& options) {
+  app.prefix_command();
+  set_usage(app, "deeptide [OPTIONS] script [arguments of the script...]");
+  declare_hosts(app, options);
+  declare_ranks(app, options);
+  declare_ending(app, options);
+  app.set_version_flag("--version", "deeptide " DEEPTIDE_VERSION);
+  app.footer(kFooter);
+}
+
+[[noreturn]] void refuse_unknown(const std::string& argument) {
+  const std::string name = argument.substr(0, argument.find('='));
+  if (name == "--autotuning") throw UsageError("option '--autotuning' is not supported yet");
+  if (name == "--world_info") {
+    throw UsageError("option '--world_info' is of DeepSpeed's inner launcher; give the hosts with -H and --include");
+  }
+  throw UsageError("unknown option '" + name +
+                   "'; options of the launcher come before the script, 'deeptide --help' lists them");
+}
+
+void check_range(const std::string& option, int value, int low, int high) {
+  if (value >= low && value <= high) return;
+  throw UsageError(option + " must be between " + std::to_string(low) + " and " + std::to_string(high) + ", got " +
+                   std::to_string(value));
+}
+
+void check_seconds(const std::string& option, double value, double low) {
+  if (value >= low && value <= 86400.0) return;
+  throw UsageError(option + " must be between " + std::to_string(static_cast<int>(low)) + " and 86400 seconds");
+}
+
+void check_single_host(const Options& options) {
+  if (!options.no_ssh) {
+    if (options.node_rank >= 0) throw UsageError("--node_rank is for --no_ssh, where each host is started by itself");
+    return;
+  }
+  if (options.node_rank < 0 || options.master_addr.empty()) {
+    throw UsageError("--no_ssh starts this host's part only: it needs --node_rank and --master_addr");
+  }
+  if (options.elastic) throw UsageError("--elastic_training needs a launcher that sees all hosts: not with --no_ssh");
+}
+
+void check_elastic(const Options& options) {
+  const bool given = options.min_elastic_nodes != -1 || options.max_elastic_nodes != -1;
+  if (given && !options.elastic) {
+    throw UsageError("--min_elastic_nodes and --max_elastic_nodes are for --elastic_training");
+  }
+  if (options.min_elastic_nodes != -1) check_range("--min_elastic_nodes", options.min_elastic_nodes, 1, 65536);
+  if (options.max_elastic_nodes != -1) {
+    check_range("--max_elastic_nodes", options.max_elastic_nodes, std::max(1, options.min_elastic_nodes), 65536);
+  }
+  check_range("--max_restarts", options.max_restarts, 0, 1'000'000);
+  const Transport transport = options.transport.value_or(Transport::ssh);
+  if (options.elastic && transport != Transport::ssh && transport != Transport::pdsh) {
+    throw UsageError("--elastic_training needs agents: --launcher ssh or pdsh");
+  }
+}
+
+void check(const Options& options, const CLI::App& app) {
+  if (app.count("--num_ranks") > 0) check_range("--num_ranks", options.num_ranks, 1, kMaxRanks);
+  if (app.count("--num_nodes") > 0) check_range("--num_nodes", options.filter.num_nodes, 1, 65536);
+  if (options.master_port < 0 || options.master_port > 65535)
+    check_range("--master_port", options.master_port, 1, 65535);
+  if (app.count("--ssh_port") > 0) check_range("--ssh_port", options.ssh_port, 1, 65535);
+  check_seconds("--grace", options.stop_grace_s(), 0.0);
+  check_seconds("--hang_timeout", options.hang_timeout_s, 0.0);
+  check_seconds("--heartbeat_timeout", options.heartbeat_timeout_s, 1.0);
+  if (options.module && options.no_python) {
+    throw UsageError("--module runs a Python module and --no_python runs no Python: give one of them");
+  }
+  if (!options.bind_core_list.empty()) {
+    if (!options.bind_cores) throw UsageError("--bind_core_list names the cores for --bind_cores_to_rank: give both");
+    parse_number_list(options.bind_core_list, "--bind_core_list");
+  }
+  check_single_host(options);
+  check_elastic(options);
+  if (options.command.empty()) throw UsageError("no script given; usage: deeptide [options] script args...");
+}
+
+}  // namespace
+
+std::optional<Options> parse_options(std::vector<std::string> arguments) {
+  Options options;
+  CLI::App app{"Starts one process per rank on each host and keeps watch over them.", "deeptide"};
+  declare(app, options);
+  if (parse_arguments(app, std::move(arguments))) return std::nullopt;
+  options.command = app.remaining();
+  if (!options.command.empty() && options.command[0].size() > 1 && options.command[0][0] == '-') {
+    refuse_unknown(options.command[0]);
+  }
+  options.filter.num_slots = options.num_ranks > 0 ? options.num_ranks : -1;
+  if (options.quiet) options.log_level = std::max(options.log_level, LogLevel::error);
+  options.quiet = options.log_level >= LogLevel::error;
+  check(options, app);
+  return options;
+}
+
+}  // namespace deeptide::launch

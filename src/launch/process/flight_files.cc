@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// memfds: no name in any file system, gone with the last process that holds them.
+#include "launch/process/flight_files.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <new>
+#include <system_error>
+#include <utility>
+
+namespace deeptide::launch {
+namespace {
+
+int make_file(const char* name, off_t bytes) {
+  const int fd = ::memfd_create(name, MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, bytes) != 0) throw std::system_error(errno, std::generic_category(), name);
+  return fd;
+}
+
+}  // namespace
+
+FlightFiles::FlightFiles() {
+  ring_fd_ = make_file("deeptide-flight", sizeof(trace::FlightRing));
+  stacks_fd_ = make_file("deeptide-stacks", 0);
+  void* memory = ::mmap(nullptr, sizeof(trace::FlightRing), PROT_READ | PROT_WRITE, MAP_SHARED, ring_fd_, 0);
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "deeptide-flight");
+  ring_ = new (memory) trace::FlightRing;
+  ring_->magic.store(trace::kFlightMagic);
+}
+
+FlightFiles::~FlightFiles() {
+  if (ring_ != nullptr) ::munmap(ring_, sizeof(trace::FlightRing));
+  if (ring_fd_ >= 0) ::close(ring_fd_);
+  if (stacks_fd_ >= 0) ::close(stacks_fd_);
+}
+
+FlightFiles::FlightFiles(FlightFiles&& other) noexcept
+    : ring_fd_(std::exchange(other.ring_fd_, -1)),
+      stacks_fd_(std::exchange(other.stacks_fd_, -1)),
+      ring_(std::exchange(other.ring_, nullptr)) {}
+
+std::map<std::string, std::string> FlightFiles::environment() const {
+  return {{trace::kFlightVariable, std::to_string(ring_fd_)}, {trace::kStacksVariable, std::to_string(stacks_fd_)}};
+}
+
+std::string FlightFiles::stacks() const {
+  struct stat status {};
+  if (::fstat(stacks_fd_, &status) != 0) return "";
+  std::string text(static_cast<size_t>(status.st_size), '\0');
+  const ssize_t got = ::pread(stacks_fd_, text.data(), text.size(), 0);
+  text.resize(got > 0 ? static_cast<size_t>(got) : 0);
+  return text;
+}
+
+void FlightFiles::clear_stacks() const {
+  // The offset is shared with the rank, which writes at it.
+  if (::ftruncate(stacks_fd_, 0) == 0) ::lseek(stacks_fd_, 0, SEEK_SET);
+}
+
+}  // namespace deeptide::launch

@@ -1,0 +1,213 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What this machine offers to a job, from /dev, the scheduler and the socket layer.
+#include "launch/system/machine.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+
+#include "launch/system/usage_error.h"
+
+namespace deeptide::launch {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_device_node(const std::string& name) {
+  constexpr std::string_view kPrefix = "nvidia";
+  return name.size() > kPrefix.size() && name.compare(0, kPrefix.size(), kPrefix) == 0 &&
+         std::all_of(name.begin() + kPrefix.size(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
+}
+
+bool is_executable(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_regular_file(path, ignored) && access(path.c_str(), X_OK) == 0;
+}
+
+// The environment whose bin/ holds this binary, so that .venv/bin/deeptide works without activation.
+fs::path own_environment() {
+  std::error_code error;
+  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  if (error) return {};
+  const fs::path root = self.parent_path().parent_path();
+  return fs::exists(root / "pyvenv.cfg", error) ? root : fs::path{};
+}
+
+// Listens at `port` for a moment (0: at any free one, which it becomes). Returns 0 or the error's number.
+// As the rendezvous itself binds: on every interface, and over connections that only linger in TIME_WAIT.
+int bind_port(int& port) {
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (listener < 0) return errno;
+  const int reuse = 1;
+  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  socklen_t length = sizeof(address);
+  const bool free = bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0 &&
+                    getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  const int error = free ? 0 : errno;
+  close(listener);
+  if (free) port = ntohs(address.sin_port);
+  return error;
+}
+
+// From the kernel's tables: local address and port in hexadecimal, state 0A is listening, the tenth word is the inode.
+std::string listening_inode(int port) {
+  char wanted[8];
+  std::snprintf(wanted, sizeof(wanted), ":%04X", port);
+  for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream stream(table);
+    std::string line;
+    std::getline(stream, line);
+    while (std::getline(stream, line)) {
+      std::istringstream text(line);
+      const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+      if (words.size() > 9 && words[1].ends_with(wanted) && words[3] == "0A") return words[9];
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+int count_devices(const std::string& device_dir, const char* visible) {
+  int present = 0;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(device_dir, error)) {
+    present += is_device_node(entry.path().filename().string());
+  }
+  if (!visible) return present;
+  int listed = 0;
+  std::istringstream list(visible);
+  // As the driver reads it: the list ends at the first entry that is no device.
+  for (std::string entry; std::getline(list, entry, ',') && !entry.empty() && entry[0] != '-';) ++listed;
+  return std::min(present, listed);
+}
+
+std::vector<int> usable_cores() {
+  std::vector<int> cores;
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &set)) cores.push_back(core);
+    }
+  }
+  if (cores.empty()) cores.push_back(0);
+  return cores;
+}
+
+int choose_port(int wanted) {
+  int port = wanted;
+  const int error = bind_port(port);
+  if (error == 0) return port;
+  throw UsageError("--master_port " + std::to_string(wanted) + " cannot be used: " + std::strerror(error) +
+                   port_holder(wanted) + "; choose another port, or leave the option out for a free one");
+}
+
+int next_free_port(int first) {
+  constexpr int kTried = 100;
+  for (int port = first; port < std::min(first + kTried, 65536); ++port) {
+    if (bind_port(port) == 0) return port;
+  }
+  return choose_port(0);
+}
+
+std::string port_holder(int port) {
+  const std::string inode = listening_inode(port);
+  if (inode.empty()) return {};
+  const std::string wanted = "socket:[" + inode + "]";
+  std::error_code error;
+  for (const auto& process : fs::directory_iterator("/proc", error)) {
+    const std::string pid = process.path().filename();
+    if (pid[0] < '0' || pid[0] > '9') continue;
+    for (const auto& fd : fs::directory_iterator(process.path() / "fd", error)) {
+      if (fs::read_symlink(fd.path(), error) != wanted) continue;
+      std::string name;
+      std::getline(std::ifstream(process.path() / "comm"), name);
+      return " (held by process " + pid + ", '" + name + "')";
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> own_addresses() {
+  std::vector<std::string> addresses, later;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    if (!entry->ifa_addr || (entry->ifa_flags & IFF_LOOPBACK) || !(entry->ifa_flags & IFF_UP)) continue;
+    char text[INET6_ADDRSTRLEN] = "";
+    if (entry->ifa_addr->sa_family == AF_INET) {
+      inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(entry->ifa_addr)->sin_addr, text, sizeof(text));
+      addresses.push_back(text);
+    } else if (entry->ifa_addr->sa_family == AF_INET6) {
+      const auto& address = reinterpret_cast<sockaddr_in6*>(entry->ifa_addr)->sin6_addr;
+      if (IN6_IS_ADDR_LINKLOCAL(&address)) continue;
+      inet_ntop(AF_INET6, &address, text, sizeof(text));
+      later.push_back(text);
+    }
+  }
+  freeifaddrs(list);
+  addresses.insert(addresses.end(), later.begin(), later.end());
+  return addresses;
+}
+
+bool is_this_machine(const std::string& name) {
+  char own[256] = "";
+  gethostname(own, sizeof(own) - 1);
+  if (name == "localhost" || name == "127.0.0.1" || name == "::1" || name == own) return true;
+  addrinfo* found = nullptr;
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(name.c_str(), nullptr, &hints, &found) != 0) return false;
+  const std::vector<std::string> mine = own_addresses();
+  bool here = false;
+  for (const addrinfo* entry = found; entry && !here; entry = entry->ai_next) {
+    char text[INET6_ADDRSTRLEN] = "";
+    getnameinfo(entry->ai_addr, entry->ai_addrlen, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+    here = std::string_view(text).compare(0, 4, "127.") == 0 || std::find(mine.begin(), mine.end(), text) != mine.end();
+  }
+  freeaddrinfo(found);
+  return here;
+}
+
+std::string find_program(const std::string& name) {
+  if (name.find('/') != std::string::npos) return name;
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(path ? path : "/usr/local/bin:/usr/bin:/bin");
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const fs::path candidate = fs::path(folder.empty() ? "." : folder) / name;
+    if (is_executable(candidate)) return candidate.string();
+  }
+  return {};
+}
+
+std::string find_python() {
+  const char* active = std::getenv("VIRTUAL_ENV");
+  for (const fs::path& root : {fs::path(active ? active : ""), own_environment()}) {
+    if (!root.empty() && is_executable(root / "bin" / "python3")) return (root / "bin" / "python3").string();
+  }
+  std::string found = find_program("python3");
+  if (found.empty()) throw UsageError("no python3 in PATH; activate an environment or give --python PATH");
+  return found;
+}
+
+}  // namespace deeptide::launch

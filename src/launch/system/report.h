@@ -1,0 +1,17 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// How a process of the launcher ends when its work throws: one line on standard error and an exit code.
+#pragma once
+
+#include <functional>
+
+namespace deeptide::launch {
+
+/// Exit codes of the command itself; the failure of a job passes on the exit code of the rank.
+constexpr int kExitUsage = 2;          // UsageError
+constexpr int kExitCannotStart = 126;  // any other exception
+
+/// Returns the exit code of `work`. Prints the text of an exception to standard error and returns its code above.
+int run_reporting(const std::function<int()>& work);
+
+}  // namespace deeptide::launch

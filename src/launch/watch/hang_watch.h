@@ -1,0 +1,95 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Watches a job over all its hosts: reports a hang once, and answers `deeptide ps` and `deeptide stacks`.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "launch/plan/options.h"
+#include "launch/watch/job_socket.h"
+#include "launch/watch/state_exchange.h"
+
+namespace deeptide::launch {
+
+/// Nothing travels while no wait lasts: hosts say when one does, and are asked then. A host that gives no answer in
+/// time is named, and holds the report up no longer.
+class HangWatch {
+ public:
+  struct Host {
+    std::string name;  // empty: this machine
+    int first_rank = 0;
+    int num_ranks = 0;
+    std::function<void(const StateQuestion&)> ask;  // its answer comes to on_answer
+  };
+
+  /// `say` gets the reports; `job`: the process that `deeptide ps` names.
+  HangWatch(const Options& options, pid_t job, std::function<void(const std::string&)> say);
+
+  /// From now on these; their numbers in the list are the `host` below. Whoever `ask` refers to must outlive it, or be
+  /// replaced by another list. Other numbers are no hosts of this watch: nothing happens. `world_size`: where these are
+  /// a part of the job (each host or rank has a launcher of its own), nothing can be said of all.
+  void watch(std::vector<Host> hosts, int world_size);
+  /// One more of them, while rounds go on; returns its number.
+  size_t add(Host host);
+  /// The host's longest wait when that has reached the timeout, and 0 when it is over.
+  void on_late(size_t host, double waited_s);
+  void on_answer(size_t host, const std::string& answer);
+  /// All its ranks have ended, or it was lost.
+  void on_over(size_t host);
+
+  void add_to(PollSet& set);
+  /// To be called when the poll set has woken.
+  void check();
+
+ private:
+  enum class Purpose : uint8_t { hang, stacks, ps };
+
+  /// A question to all hosts: first where their ranks are, then the stacks of some.
+  struct Round {
+    Purpose purpose;
+    std::optional<Caller> caller;
+    uint64_t id = 0;
+    bool asked_stacks = false;
+    std::set<size_t> pending;  // hosts that have not answered
+    std::set<size_t> silent;   // those that did not in time
+    Clock::time_point deadline;
+    std::vector<RankState> states;
+  };
+
+  struct Watched {
+    Host host;
+    double late_s = 0.0;
+    bool over = false;
+  };
+
+  void begin(Purpose purpose, std::optional<Caller> caller);
+  void ask(Round& round, size_t host, const std::vector<int>& stacks_of);
+  bool advance(Round& round);
+  bool ask_stacks(Round& round);
+  void close(Round& round);
+  std::string ranks_by_host(const std::string& what, const std::function<bool(size_t host)>& chosen) const;
+  std::string report_of(const Round& round) const;
+  std::string ps_line(const Round& round) const;
+
+  double timeout_s_;
+  pid_t job_;
+  std::string command_;
+  std::function<void(const std::string&)> say_;
+  JobSocket socket_;
+  std::vector<Watched> hosts_;
+  size_t world_size_ = 0;
+  std::list<Round> rounds_;
+  uint64_t last_id_ = 0;
+  Clock::time_point started_ = Clock::now();
+  bool grows_ = false;     // hosts come one by one: some may never
+  bool due_ = false;       // a host has become late
+  bool reported_ = false;  // until no host is late any more
+};
+
+}  // namespace deeptide::launch

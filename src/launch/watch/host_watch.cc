@@ -1,0 +1,81 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Looking into the rings now and then, which costs the ranks nothing.
+#include "launch/watch/host_watch.h"
+
+#include <algorithm>
+#include <system_error>
+
+#include "launch/watch/hang_report.h"
+
+namespace deeptide::launch {
+namespace {
+
+using std::chrono::duration;
+
+// A tenth of the timeout, within bounds.
+Clock::duration pause_of(double timeout_s) {
+  return std::chrono::duration_cast<Clock::duration>(duration<double>(std::clamp(timeout_s / 10, 0.05, 10.0)));
+}
+
+/// Of all ranks, those too that have ended: others may wait for them.
+std::vector<RankState> read_states(const RankGroup& ranks) {
+  std::vector<RankState> states;
+  for (const auto& member : ranks.members()) {
+    states.push_back(read_state(member->rank, member->process.pid(), member->flight));
+    if (member->process.status()) states.back().process = 'Z';  // its number may be another's by now
+  }
+  return states;
+}
+
+}  // namespace
+
+HostWatch::HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late)
+    : ranks_(ranks), timeout_s_(timeout_s), on_late_(std::move(on_late)) {}
+
+void HostWatch::add_to(PollSet& set) {
+  if (timeout_s_ > 0) set.wake_by(next_check_);
+  if (collector_) set.add(collector_->fd(), POLLIN, [this] { check_collector(); });
+}
+
+void HostWatch::check() {
+  if (timeout_s_ <= 0 || Clock::now() < next_check_) return;
+  next_check_ = Clock::now() + pause_of(timeout_s_);
+  const double since_forgiven = duration<double>(Clock::now() - forgiven_).count();
+  const double waited = std::min(longest_wait(read_states(ranks_)), since_forgiven);
+  const bool late = waited >= timeout_s_;
+  if (late != late_) on_late_(late ? waited : 0.0);
+  late_ = late;
+}
+
+void HostWatch::ask(const StateQuestion& question, OnAnswer on_answer) {
+  if (question.stacks_of.empty()) return on_answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
+  questions_.push_back({question, std::move(on_answer)});
+  collect();
+}
+
+void HostWatch::collect() {
+  while (!collector_ && !questions_.empty()) {
+    try {
+      collector_ = std::make_unique<StackCollector>(ranks_, questions_.front().question);
+    } catch (const std::system_error&) {  // no process or descriptor to be had: stacks less, never a job less
+      answer_first("");
+    }
+  }
+}
+
+void HostWatch::check_collector() {
+  if (!collector_->read()) return;
+  answer_first(collector_->answer());
+  collector_.reset();
+  collect();
+}
+
+/// Empty: it could not be asked, or was killed.
+void HostWatch::answer_first(const std::string& answer) {
+  const Asked asked = std::move(questions_.front());
+  questions_.pop_front();
+  asked.on_answer(answer.empty() ? to_text(StateAnswer{asked.question.id, {}}) : answer);
+}
+
+}  // namespace deeptide::launch

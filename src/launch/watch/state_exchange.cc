@@ -1,0 +1,96 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// States as bytes, equal ones once.
+#include "launch/watch/state_exchange.h"
+
+#include <algorithm>
+#include <map>
+
+#include "launch/system/payload.h"
+
+namespace deeptide::launch {
+
+using nlohmann::json;
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CollectiveState, operation, channel, phase, unit, parameter, step, bytes, sequence,
+                                   waited_s)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Issued, sequence, operation)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateQuestion, id, stacks_of)
+
+namespace {
+
+/// Ranks in the same place; a process id only where there is one rank.
+struct Place {
+  std::vector<int> ranks;
+  RankState state;
+};
+
+void to_json(json& to, const Place& place) {
+  const RankState& state = place.state;
+  to = {{"ranks", place.ranks},   {"process", state.process}, {"step", state.step},      {"phase", state.phase},
+        {"module", state.module}, {"newest", state.newest},   {"silent", state.silent_s}};
+  if (state.waiting) to["waiting"] = *state.waiting;
+  if (!state.stacks.empty()) to["stacks"] = state.stacks;
+  if (place.ranks.size() == 1) to["pid"] = state.pid;
+}
+
+void from_json(const json& from, Place& place) {
+  RankState& state = place.state;
+  place.ranks = from.at("ranks").get<std::vector<int>>();
+  state.process = from.at("process").get<char>();
+  state.step = from.at("step");
+  state.phase = from.at("phase");
+  state.module = from.at("module");
+  state.newest = from.at("newest").get<std::map<std::string, Issued>>();
+  state.silent_s = from.at("silent");
+  if (from.contains("waiting")) state.waiting = from.at("waiting").get<CollectiveState>();
+  state.stacks = from.value("stacks", "");
+  state.pid = from.value("pid", 0);
+}
+
+// What makes two ranks the same: all but who they are and for how long.
+std::string key_of(const RankState& state) {
+  Place place{{}, state};
+  place.state.silent_s = 0.0;
+  if (place.state.waiting) place.state.waiting->waited_s = 0.0;
+  return pack(place);
+}
+
+std::vector<Place> places_of(const std::vector<RankState>& states) {
+  std::vector<Place> places;
+  std::map<std::string, size_t> by_key;
+  for (const RankState& state : states) {
+    const auto [found, is_new] = by_key.try_emplace(key_of(state), places.size());
+    if (is_new) places.push_back({{}, state});
+    Place& place = places[found->second];
+    place.ranks.push_back(state.rank);
+    place.state.silent_s = std::max(place.state.silent_s, state.silent_s);
+    if (state.waiting) place.state.waiting->waited_s = std::max(place.state.waiting->waited_s, state.waiting->waited_s);
+  }
+  return places;
+}
+
+}  // namespace
+
+std::string to_text(const StateQuestion& question) { return pack(question); }
+
+StateQuestion question_from_text(const std::string& text) { return unpack<StateQuestion>(text); }
+
+std::string to_text(const StateAnswer& answer) {
+  return pack(json{{"id", answer.id}, {"places", places_of(answer.states)}});
+}
+
+StateAnswer answer_from_text(const std::string& text) {
+  const auto from = unpack<json>(text);
+  StateAnswer answer;
+  answer.id = from.at("id");
+  for (const auto& place : from.at("places").get<std::vector<Place>>()) {
+    for (const int rank : place.ranks) {
+      answer.states.push_back(place.state);
+      answer.states.back().rank = rank;
+    }
+  }
+  return answer;
+}
+
+}  // namespace deeptide::launch

@@ -1,0 +1,91 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The launcher's end of the connection to one host's agent.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launch/plan/hostfile.h"
+#include "launch/process/rank_process.h"
+#include "launch/system/poll_set.h"
+#include "launch/system/sink.h"
+#include "launch/wire/agent_job.h"
+#include "launch/wire/frame.h"
+
+namespace deeptide::launch {
+
+class AgentLink {
+ public:
+  enum class State : uint8_t {
+    connecting,
+    ready,    // the agent has said hello
+    running,  // it was told to start
+    ended,    // it said that all is over, or was never needed
+    refused,  // it said why it does not start
+    lost,     // the connection broke, or was never made
+  };
+  struct Events {
+    std::function<void(AgentLink&, const Frame&)> frame;
+    std::function<void(AgentLink&, const std::string& line)> noise;  // what the connecting program says
+    std::function<void(AgentLink&)> changed;                         // the state became refused or lost
+  };
+
+  /// Not connected yet: attach() or connect_by() follows.
+  AgentLink(Host host, const Events& events);
+  ~AgentLink();
+  AgentLink(const AgentLink&) = delete;
+  AgentLink& operator=(const AgentLink&) = delete;
+
+  /// Speaks through the standard input and output of `command`, which is started. Errors: as RankProcess.
+  void connect_by(const std::vector<std::string>& command);
+  /// Speaks over a connected socket, which it owns from now on.
+  void attach(int socket);
+
+  void add_to(PollSet& set, bool with_output);
+  /// Sends a heartbeat if one is due; declares a connection lost that was silent for `timeout_s`.
+  void check_time(double timeout_s);
+  /// Nobody read for a while, for want of room: silence until now means nothing.
+  void forgive_silence() { last_heard_ = Clock::now(); }
+  void send(FrameKind kind, std::string payload = {});
+  void set_state(State state) { state_ = state; }
+  /// Gives up on it; `why` follows the host's name in reports.
+  void lose(const std::string& why);
+  /// After the end: writes what is left and lets the connecting program end by itself, until `limit`.
+  void close(Clock::time_point limit);
+
+  const Host& host() const { return host_; }
+  State state() const { return state_; }
+  bool live() const { return state_ == State::ready || state_ == State::running; }
+  bool over() const { return state_ == State::ended || state_ == State::refused || state_ == State::lost; }
+  const std::string& why() const { return why_; }  // it was lost or refused
+
+  HostPlace place;                     // once the world is known
+  std::vector<std::string> addresses;  // that the agent told
+  int num_running = 0;                 // ranks
+
+ private:
+  void read_frames();
+  void read_noise();
+  void on_closed();
+  void handle(const Frame& frame);
+
+  Host host_;
+  const Events& events_;
+  State state_ = State::connecting;
+  std::unique_ptr<RankProcess> process_;
+  int input_ = -1, socket_ = -1;
+  std::unique_ptr<Sink> sink_;
+  FrameReader reader_{true};
+  std::string noise_;               // an unfinished line of the connecting program
+  std::deque<std::string> noises_;  // its last lines
+  std::string why_;
+  Clock::time_point last_heard_ = Clock::now();
+  Clock::time_point next_beat_ = Clock::now();
+};
+
+}  // namespace deeptide::launch

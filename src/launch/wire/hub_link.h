@@ -1,0 +1,52 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A rank's link to the launcher of its job, under mpirun or srun.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "launch/system/poll_set.h"
+#include "launch/watch/state_exchange.h"
+#include "launch/wire/token_link.h"
+
+namespace deeptide::launch {
+
+/// Connects in the background; tries each address once, and gives up when none has the launcher.
+class HubLink {
+ public:
+  struct Events {
+    std::function<void(const StateQuestion&)> asked;
+    std::function<void()> changed;  // it came up, or broke
+  };
+
+  /// `at`: as kHubVariable; `hello`: a RankHello as text.
+  HubLink(const std::string& at, std::string token, std::string hello, Events events);
+  ~HubLink();
+  HubLink(const HubLink&) = delete;
+  HubLink& operator=(const HubLink&) = delete;
+
+  void add_to(PollSet& set);
+  /// To be called when the poll set has woken.
+  void check();
+  void send(FrameKind kind, std::string payload);
+
+  bool up() const { return up_; }
+
+ private:
+  void try_next();
+  void on_connected();
+  void give_up_socket();
+
+  std::string port_, token_, hello_;
+  Events events_;
+  std::deque<std::string> addresses_;  // not tried yet
+  int connecting_ = -1;
+  Clock::time_point deadline_{};  // of this connection
+  std::unique_ptr<TokenLink> link_;
+  bool up_ = false;
+};
+
+}  // namespace deeptide::launch

@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Agents started by pdsh, which forwards no input: they connect back, and prove themselves by what only they and we
+// read.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "launch/plan/options.h"
+#include "launch/process/rank_process.h"
+#include "launch/system/poll_set.h"
+
+namespace deeptide::launch {
+
+/// One pdsh and a port that is open until all agents have come. Each agent prints a secret to its standard output,
+/// which reaches us through ssh, then connects and shows its first half; we answer with the second.
+class PdshHub {
+ public:
+  using OnConnected = std::function<void(size_t host_index, int socket)>;
+  using OnLine = std::function<void(const std::string& line)>;
+  using OnEnd = std::function<void(int exit_code)>;
+
+  PdshHub(const Options& options, const std::vector<Host>& hosts, OnConnected on_connected, OnLine on_line,
+          OnEnd on_end);
+  ~PdshHub();
+  PdshHub(const PdshHub&) = delete;
+  PdshHub& operator=(const PdshHub&) = delete;
+
+  void add_to(PollSet& set);
+  /// Lets pdsh end by itself until `limit`.
+  void close(Clock::time_point limit);
+
+ private:
+  struct Guest {
+    int socket;
+    std::string said;
+  };
+
+  void read_output();
+  void read_errors();
+  void accept_guest();
+  void listen_to(Guest& guest);
+  void match();
+
+  std::map<size_t, std::string> secrets_;  // by the host's index, as pdsh's output told
+  size_t num_expected_;
+  OnConnected on_connected_;
+  OnLine on_line_;
+  OnEnd on_end_;
+  int listener_ = -1;
+  std::unique_ptr<RankProcess> pdsh_;
+  std::string output_, errors_;  // unfinished lines
+  std::vector<std::unique_ptr<Guest>> guests_;
+};
+
+/// The agent's side: prints the secret, connects, proves itself. Returns the socket.
+/// Errors: std::runtime_error.
+int connect_back(int port, int host_index);
+
+}  // namespace deeptide::launch

@@ -1,0 +1,68 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Leases, and the store of what is resident anyway.
+#include "tiers/buffer.h"
+
+#include <c10/util/Exception.h>
+
+namespace deeptide::tiers {
+
+using at::Tensor;
+
+namespace {
+
+class ResidentStore : public Store {
+ public:
+  explicit ResidentStore(Tensor flat) : flat_(std::move(flat)) {}
+  Tier tier() const override { return flat_.is_cpu() ? Tier::cpu : Tier::device; }
+  Tensor open(Block block, Access) override { return flat_.narrow(0, block.begin, block.count); }
+  void close(Block, Access) noexcept override {}
+  void prefetch(Block) override {}
+
+ private:
+  Tensor flat_;
+};
+
+}  // namespace
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this == &other) return *this;
+  end();
+  store_ = std::move(other.store_);
+  block_ = other.block_;
+  access_ = other.access_;
+  tensor_ = std::move(other.tensor_);
+  return *this;
+}
+
+void Lease::end() noexcept {
+  tensor_.reset();
+  if (store_) store_->close(block_, access_);
+  store_.reset();
+}
+
+Buffer Buffer::resident(Tensor flat) {
+  TORCH_INTERNAL_ASSERT(flat.dim() == 1 && flat.is_contiguous(), "a buffer is flat and contiguous");
+  const int64_t numel = flat.numel();
+  const auto dtype = flat.scalar_type();
+  return {std::make_shared<ResidentStore>(std::move(flat)), numel, dtype, numel};
+}
+
+Buffer::Buffer(std::shared_ptr<Store> store, int64_t numel, at::ScalarType dtype, int64_t block_numel)
+    : store_(std::move(store)), numel_(numel), dtype_(dtype), block_numel_(block_numel) {}
+
+Block Buffer::block(int64_t index) const {
+  const int64_t begin = index * block_numel_;
+  return {begin, std::min(block_numel_, numel_ - begin)};
+}
+
+Lease Buffer::lease(Block range, Access access) const {
+  TORCH_INTERNAL_ASSERT(range.begin >= 0 && range.count >= 0 && range.begin + range.count <= numel_, "elements [",
+                        range.begin, ", ", range.begin + range.count, ") of a buffer of ", numel_);
+  TORCH_INTERNAL_ASSERT(
+      range.count == 0 || range.begin / block_numel_ == (range.begin + range.count - 1) / block_numel_,
+      "a lease spans two blocks");
+  return {store_, range, access};
+}
+
+}  // namespace deeptide::tiers

@@ -1,0 +1,107 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A flat buffer whose blocks may lie in any tier; whoever reads or writes one holds a lease on it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+namespace deeptide::tiers {
+
+/// Where memory is: beside the computing units, in the host's memory, in files.
+enum class Tier : uint8_t { device, cpu, nvme };
+
+enum class Access : uint8_t {
+  read,    // values are there
+  write,   // values are undefined at first; all elements are written
+  update,  // values are there and change
+};
+
+/// Elements [begin, begin + count) of a buffer. Units: elements.
+struct Block {
+  int64_t begin = 0;
+  int64_t count = 0;
+};
+
+/// Brings blocks in and takes them back. A buffer asks for whole blocks or parts of one, each by one lease at a time.
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual Tier tier() const = 0;
+  /// The elements as a tensor (count,) that stays valid until `close`. Errors: RuntimeError naming file and block.
+  virtual at::Tensor open(Block block, Access access) = 0;
+  virtual void close(Block block, Access access) noexcept = 0;
+  /// `block` will be opened soon.
+  virtual void prefetch(Block block) = 0;
+};
+
+/// A right to a part of a buffer, for as long as it lives. Movable.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(std::shared_ptr<Store> store, Block block, Access access)
+      : store_(std::move(store)), block_(block), access_(access), tensor_(store_->open(block, access)) {}
+  Lease(Lease&& other) noexcept = default;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease() { end(); }
+
+  /// (count,). Not to be kept beyond the lease.
+  const at::Tensor& tensor() const { return tensor_; }
+
+ private:
+  void end() noexcept;
+
+  std::shared_ptr<Store> store_;
+  Block block_;
+  Access access_ = Access::read;
+  at::Tensor tensor_;
+};
+
+/// (numel,) elements of one type, cut into blocks of a fixed size but the last. Copies are the same buffer.
+class Buffer {
+ public:
+  Buffer() = default;
+  /// Lies in `flat` (numel,), contiguous: one block, and a lease is a slice of it.
+  static Buffer resident(at::Tensor flat);
+  /// `block_numel`: how many elements `store` moves at a time.
+  Buffer(std::shared_ptr<Store> store, int64_t numel, at::ScalarType dtype, int64_t block_numel);
+
+  bool defined() const { return store_ != nullptr; }
+  int64_t numel() const { return numel_; }
+  at::ScalarType dtype() const { return dtype_; }
+  Tier tier() const { return store_->tier(); }
+  int64_t nbytes() const { return numel_ * static_cast<int64_t>(c10::elementSize(dtype_)); }
+
+  int64_t block_numel() const { return block_numel_; }
+  int64_t num_blocks() const { return block_numel_ == 0 ? 0 : (numel_ + block_numel_ - 1) / block_numel_; }
+  Block block(int64_t index) const;
+
+  /// Errors: internal for a range that is not within one block.
+  Lease lease(Block range, Access access) const;
+  void prefetch(Block range) const { store_->prefetch(range); }
+
+ private:
+  std::shared_ptr<Store> store_;
+  int64_t numel_ = 0;
+  at::ScalarType dtype_ = at::kFloat;
+  int64_t block_numel_ = 0;
+};
+
+/// Calls `visit(block)` for [begin, begin + count), cut where a block of any of the buffers ends. All have one numel.
+template <typename Visit>
+void for_each_block(std::initializer_list<const Buffer*> buffers, Block range, Visit visit) {
+  for (int64_t begin = range.begin; begin < range.begin + range.count;) {
+    int64_t end = range.begin + range.count;
+    for (const Buffer* buffer : buffers) {
+      if (buffer->defined()) end = std::min(end, (begin / buffer->block_numel() + 1) * buffer->block_numel());
+    }
+    visit(Block{begin, end - begin});
+    begin = end;
+  }
+}
+
+}  // namespace deeptide::tiers
