@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -59,8 +60,9 @@ void add_buffers(const engine::BoundModel& model, int rank, const checkpoint::Re
 std::set<std::string> unkept_roles(const zero::ShardedOptimizer* optimizer) {
   std::set<std::string> roles;
   if (!optimizer) return roles;
-  for (const optim::StateRole& role : optimizer->rule().roles()) roles.insert(role.name);
-  for (const auto& state : optimizer->states(0)) roles.erase(state.role);
+  for (size_t role = 0; role < optimizer->rule().roles().size(); ++role) {
+    if (!optimizer->keeps(role)) roles.insert(optimizer->rule().roles()[role].name);
+  }
   return roles;
 }
 

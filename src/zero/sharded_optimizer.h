@@ -50,6 +50,8 @@ class ShardedOptimizer {
   void keep_states(const std::vector<Hyperparameters>& groups);
   /// Sets the states of these roles to zero, as before the first step.
   void zero_states(const std::set<std::string>& roles);
+  /// Whether the state of this role of the rule is kept.
+  bool keeps(size_t role) const { return kept_[role]; }
   /// States kept per element, besides the master.
   int num_states() const;
   const optim::Rule& rule() const { return rule_; }

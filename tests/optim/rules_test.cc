@@ -87,8 +87,8 @@ TEST_P(EveryRule, AgreesWithItsReferenceOverThreeSteps) {
       }
       const auto got = written(kernel), expected = written(reference);
       for (size_t i = 0; i + 1 < got.size(); ++i) {
-        // A dozen fp32 roundings of 6e-8 each; the reference does not fuse its multiply-adds.
-        ASSERT_TRUE(at::allclose(got[i], expected[i], 1e-6, 2e-7)) << numel << " state " << i;
+        // Thrice a dozen fp32 roundings of 6e-8 of values up to 2; the reference does not fuse its multiply-adds.
+        ASSERT_TRUE(at::allclose(got[i], expected[i], 2e-6, 5e-7)) << numel << " tensor " << i;
       }
       ASSERT_TRUE(at::equal(kernel.param, kernel.master.to(at::kBFloat16))) << numel;
     }
