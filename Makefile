@@ -6,26 +6,53 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 RANKS ?= 2
 JOBS ?= $(shell tools/jobs.sh)
+PRESET ?= dev
+UNITY ?= ON
 CMAKE = $(abspath $(VENV))/bin/cmake
 CTEST = $(abspath $(VENV))/bin/ctest
 RUFF = $(VENV)/bin/ruff
-BUILD_TYPE ?= RelWithDebInfo
+SETUP = @VENV=$(VENV) tools/setup.sh
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h' '*.inl' '*.cu' '*.cuh')
 PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build setup demo test test-cpp test-hosts test-python bench lint tidy format docs wheel asan tsan clean help
-.PHONY: bench-comm bench-optimizer bench-startup
+.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-python bench lint tidy format docs
+.PHONY: wheel asan tsan clean help bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
-build: setup  ## Build the library, the command, the Python module, the examples and the tests
-	@test -f $(BUILD)/build.ninja || $(CMAKE) -S . -B $(BUILD) -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) \
-	  -DPython3_EXECUTABLE=$(abspath $(PYTHON))
+build: configure  ## Build the library, the Python module and the command
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_product
+
+build-all: configure-all  ## Build that, the examples and the tests
 	@$(CMAKE) --build $(BUILD) -j $(JOBS)
 
-setup:  ## Install what is missing: system packages (as root), .venv, torch (TORCH_SPEC=…)
-	@VENV=$(VENV) tools/setup.sh
+# The first configuration has no tests and no examples, so that it needs none of their packages; it is changed in place
+# when they are wanted, and what was built stays.
+configure: setup
+	@test -f $(BUILD)/build.ninja || $(MAKE) --no-print-directory reconfigure TESTS=OFF
+
+configure-all: setup-test
+	@grep -qs '^DEEPTIDE_TESTS:BOOL=ON' $(BUILD)/CMakeCache.txt && test -f $(BUILD)/build.ninja \
+	  || $(MAKE) --no-print-directory reconfigure TESTS=ON
+
+.PHONY: reconfigure setup-test setup-hosts setup-lint setup-wheel
+reconfigure:
+	@echo "configure: $(BUILD), preset $(PRESET)"
+	@$(CMAKE) --preset $(PRESET) -B $(BUILD) -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY) \
+	  -DDEEPTIDE_TESTS=$(TESTS) -DDEEPTIDE_EXAMPLES=$(TESTS)
+
+setup:  ## Install what building lacks: system packages (as root), .venv, torch (TORCH_SPEC=…)
+	$(SETUP) build
+setup-test:
+	$(SETUP) build test
+setup-hosts:
+	$(SETUP) build test hosts
+setup-lint:
+	$(SETUP) lint
+setup-wheel:
+	$(SETUP) build wheel
 
 demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, RESUME=1, RANKS=n, OUT=folder)
 	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
@@ -33,16 +60,16 @@ demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, 
 
 test: test-cpp test-python  ## Build what is needed and run every test that one machine can (test-hosts: the rest)
 
-test-cpp: build
+test-cpp: build-all
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(JOBS)
 
-test-python: build
+test-python: build-all
 	@if [ -d tests/python ]; then \
 	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 
-test-hosts: build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
+test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/hosts
 
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
@@ -60,29 +87,28 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
-lint: setup  ## Check format, layer order and Python style
-	@command -v clang-format >/dev/null || { echo "make lint needs clang-format: apt-get install -y clang-format"; exit 1; }
+lint: setup-lint  ## Check format, layer order and Python style
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	@$(PYTHON) tools/check_includes.py
 	@$(RUFF) check $(PYTHON_FOLDERS)
 	@$(RUFF) format --check $(PYTHON_FOLDERS)
 
-tidy: build  ## clang-tidy over src (minutes; FILES=… for some)
+tidy: configure-all  ## clang-tidy over src (minutes; FILES=… for some)
 	@clang-tidy --quiet -p $(BUILD) $(or $(FILES),$(shell git ls-files 'src/*.cc'))
 
-format: setup  ## Rewrite all sources in the house's format
+format: setup-lint  ## Rewrite all sources in the house's format
 	@clang-format -i $(CPP_FILES)
 	@$(RUFF) check --fix --select I $(PYTHON_FOLDERS)
 	@$(RUFF) format $(PYTHON_FOLDERS)
 
-docs: build  ## Write docs/config.md and the JSON schema anew from the table of keys
+docs: configure-all  ## Write docs/config.md and the JSON schema anew from the table of keys
 	@$(CMAKE) --build $(BUILD) --target config_docs
 
-wheel: setup  ## Build a wheel against the torch in .venv, into dist/
+wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
-asan tsan: setup  ## Build with sanitizers and run the tests that suit them: asan = address + undefined, tsan = thread
-	@$(CMAKE) --preset $@
+asan tsan: setup-test  ## Build with sanitizers and run the tests that suit them: asan = address + undefined, tsan = thread
+	@$(CMAKE) --preset $@ -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY)
 	@$(CMAKE) --build --preset $@ -j $(JOBS)
 	@$(CTEST) --preset $@ -j $(JOBS)
 

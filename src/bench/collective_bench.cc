@@ -232,7 +232,7 @@ CollectiveTimes CollectiveBench::measure_checked(Collective collective, int64_t 
   CollectiveTimes times{.bytes = rounded(bytes)};
   const int64_t numel = times.bytes / input_.element_size();
   TORCH_CHECK_VALUE(numel <= input_.numel(), bytes, " bytes: the benchmark was made for ", input_.nbytes());
-  const CollectiveShape shape{collective, group_.rank(), group_.size(), numel};
+  const CollectiveShape shape{collective, group_.index(), group_.size(), numel};
   verify(shape);
   for (int i = 0; i < warmups; ++i) call(shape);
   const int64_t calls = calls_for(times.bytes);

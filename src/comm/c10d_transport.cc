@@ -37,6 +37,13 @@ class WorkOperation : public Operation {
     }
   }
 
+  bool order_before(const device::Lane& lane) override {
+    if (!on_device_) return false;
+    const device::Lane::Scope scope(lane);
+    work_->wait();
+    return true;
+  }
+
  private:
   c10::intrusive_ptr<c10d::Work> work_;
   std::vector<Tensor> tensors_;

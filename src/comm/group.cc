@@ -198,6 +198,13 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   return done;
 }
 
+void Group::order_before(const device::Lane& lane, Pending& pending, const Site& site) {
+  if (!pending.valid()) return;
+  if (!pending.operation_->order_before(lane)) return wait(pending, site);
+  trace::flight_log().end(pending.ticket_);
+  pending = Pending();
+}
+
 void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(world::kPollFailures, options_.timeout), site)) {

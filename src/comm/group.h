@@ -93,6 +93,9 @@ class Group {
 
   /// Errors: CommError, at once when a peer has reported a failure, else after the timeout; names the missing ranks.
   void wait(Pending& pending, const Site& site);
+  /// Makes work issued to `lane` from now on run after the collective. The host waits, as `wait` does, only where the
+  /// transport needs it: on a CPU. Errors: as `wait`.
+  void order_before(const device::Lane& lane, Pending& pending, const Site& site);
   /// Waits at most `limit`; true when done. Never throws for lateness.
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 

@@ -102,26 +102,28 @@ BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device dev
     : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste), source_(std::move(source)) {}
 
 /// The idle buffer that wastes least.
-Tensor BufferPool::take_idle(int64_t bytes) {
+BufferPool::Idle BufferPool::take_idle(int64_t bytes) {
   std::lock_guard lock(mutex_);
   auto chosen = idle_.end();
   for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-    if (it->numel() < bytes || it->numel() > max_waste_ * bytes) continue;
-    if (chosen == idle_.end() || it->numel() < chosen->numel()) chosen = it;
+    if (it->buffer.numel() < bytes || it->buffer.numel() > max_waste_ * bytes) continue;
+    if (chosen == idle_.end() || it->buffer.numel() < chosen->buffer.numel()) chosen = it;
   }
   if (chosen != idle_.end()) {
-    Tensor taken = std::move(*chosen);
+    Idle taken = std::move(*chosen);
     idle_.erase(chosen);
     return taken;
   }
   // A large new buffer takes the place of those of other sizes, or the peak would hold both.
   if (bytes >= kLargeRequest) idle_.clear();
-  return Tensor();
+  return {};
 }
 
 Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
   const int64_t bytes = bytes_of(numel, dtype);
-  Tensor buffer = take_idle(bytes);
+  Idle idle = take_idle(bytes);
+  Tensor buffer = std::move(idle.buffer);
+  Lane::current(device_).wait_for(idle.free_after);
   if (!buffer.defined()) {
     buffer = source_ ? source_(bytes) : allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
   }
@@ -133,8 +135,9 @@ void BufferPool::put(Tensor buffer) {
   const int64_t bytes = static_cast<int64_t>(buffer.storage().nbytes());
   Tensor whole = at::empty({0}, at::TensorOptions().dtype(ScalarType::Byte).device(device_));
   whole.set_(buffer.storage(), 0, {bytes}, {1});
+  Mark free_after = Lane::current(device_).mark();
   std::lock_guard lock(mutex_);
-  idle_.push_back(std::move(whole));
+  idle_.push_back({std::move(whole), std::move(free_after)});
 }
 
 void BufferPool::trim() {

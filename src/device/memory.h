@@ -13,6 +13,8 @@
 #include <mutex>
 #include <vector>
 
+#include "device/lane.h"
+
 namespace deeptide::device {
 
 /// Shards and parameters start on this boundary, so that one vector or one cache line never belongs to two of them.
@@ -42,8 +44,8 @@ at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64
                          at::Device device);
 
 /// Keeps released buffers for the next taker: gathered units and gradient buckets come and go many times a step.
-/// Contents of a taken buffer are undefined. Thread-safe. Must outlive no engine thread, but may die before its
-/// buffers.
+/// Contents of a taken buffer are undefined. Thread-safe. Must outlive every engine thread that uses it; buffers taken
+/// from it may outlive the pool.
 class BufferPool {
  public:
   /// A kept buffer serves a taker of `max_waste` times fewer bytes too; 1: only one of its own size, so that what is
@@ -53,12 +55,19 @@ class BufferPool {
   BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {});
   /// (numel,) of `dtype`; give it back with `put` (or drop it: then its memory is freed).
   at::Tensor take(int64_t numel, at::ScalarType dtype);
+  /// On a device, the next taker's work is ordered after the work that this thread's lane has been given so far.
   void put(at::Tensor buffer);
-  /// Frees what is idle.
+  /// Frees idle buffers.
   void trim();
 
  private:
-  at::Tensor take_idle(int64_t bytes);
+  /// A buffer as bytes, and the point after its last use.
+  struct Idle {
+    at::Tensor buffer;
+    Mark free_after;
+  };
+
+  Idle take_idle(int64_t bytes);
 
   std::shared_ptr<Ledger> ledger_;
   Role role_;
@@ -66,7 +75,7 @@ class BufferPool {
   int64_t max_waste_;
   Source source_;
   std::mutex mutex_;
-  std::vector<at::Tensor> idle_;  // as bytes
+  std::vector<Idle> idle_;
 };
 
 }  // namespace deeptide::device

@@ -18,11 +18,21 @@ class ThenOperation : public Operation {
   bool ready() override { return operation_->ready(); }
   bool advance(milliseconds limit) override {
     if (!operation_->advance(limit)) return false;
-    if (finish_) std::exchange(finish_, nullptr)();
+    run_finish();
+    return true;
+  }
+  bool order_before(const device::Lane& lane) override {
+    if (!operation_->order_before(lane)) return false;
+    const device::Lane::Scope scope(lane);
+    run_finish();
     return true;
   }
 
  private:
+  void run_finish() {
+    if (finish_) std::exchange(finish_, nullptr)();
+  }
+
   OperationPtr operation_;
   std::function<void()> finish_;
 };

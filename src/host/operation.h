@@ -8,6 +8,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "device/lane.h"
+
 namespace deeptide::host {
 
 /// A peer or a connection is gone; the text says which.
@@ -24,6 +26,9 @@ class Operation {
   virtual bool ready() = 0;
   /// Works for about `limit` at most; true when done. Errors: TransportError.
   virtual bool advance(std::chrono::milliseconds limit) = 0;
+  /// Makes work issued to `lane` from now on run after the operation, without waiting on the host. False: the operation
+  /// needs the host; call `advance` until it is done.
+  virtual bool order_before(const device::Lane& lane) { return false; }
 };
 using OperationPtr = std::shared_ptr<Operation>;
 

@@ -17,22 +17,22 @@ using std::chrono::steady_clock;
 
 namespace {
 
-constexpr int64_t kSlotBytes = 32 << 10;
-constexpr uint32_t kSlots = 4;
+constexpr int64_t kPipeSlotBytes = 32 << 10;
+constexpr uint32_t kPipeSlots = 4;
 
 struct Counters {
   alignas(128) Counter filled;   // written by the sender
   alignas(128) Counter emptied;  // written by the receiver
 };
 
-constexpr int64_t kPipeBytes = static_cast<int64_t>(sizeof(Counters)) + kSlots * kSlotBytes;
+constexpr int64_t kPipeBytes = static_cast<int64_t>(sizeof(Counters)) + kPipeSlots * kPipeSlotBytes;
 
 }  // namespace
 
 struct Pipes::Pipe {
   Counters& counters() const { return *reinterpret_cast<Counters*>(memory); }
   char* slot(uint32_t number) const {
-    return memory + sizeof(Counters) + static_cast<int64_t>(number % kSlots) * kSlotBytes;
+    return memory + sizeof(Counters) + static_cast<int64_t>(number % kPipeSlots) * kPipeSlotBytes;
   }
 
   std::shared_ptr<Host> host;
@@ -70,7 +70,7 @@ class Pipes::Transit : public Operation {
     Counters& counters = pipe_->counters();
     const uint32_t own = (sends_ ? counters.filled : counters.emptied).value.load(std::memory_order_relaxed);
     Counter& other = sends_ ? counters.emptied : counters.filled;
-    const uint32_t target = sends_ ? own + 1 - kSlots : own + 1;
+    const uint32_t target = sends_ ? own + 1 - kPipeSlots : own + 1;
     const Linger linger = limit.count() == 0             ? Linger::none
                           : pipe_->host->has_core_each() ? Linger::spin
                                                          : Linger::yield;
@@ -86,7 +86,7 @@ class Pipes::Transit : public Operation {
     Counters& counters = pipe_->counters();
     Counter& own = sends_ ? counters.filled : counters.emptied;
     const uint32_t number = own.value.load(std::memory_order_relaxed);
-    const int64_t count = std::min(kSlotBytes, bytes_ - done_);
+    const int64_t count = std::min(kPipeSlotBytes, bytes_ - done_);
     if (sends_) {
       std::memcpy(pipe_->slot(number), data_ + done_, static_cast<size_t>(count));
     } else {

@@ -88,6 +88,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       units_(std::move(units)),
       gathers_(gathers),
       rendezvous_(control),
+      device_(device),
       pool_(std::move(ledger), device::Role::gathered, device, /*max_waste=*/1),
       limits_(limits),
       train_plan_(static_cast<int>(units_.size()), /*backward=*/true),
@@ -231,7 +232,7 @@ bool Residency::in_flight(const Unit& unit) const {
 
 void Residency::land_front() {
   Flight& flight = flights_.front();
-  gathers_.wait(flight.pending, site("gathering", *flight.unit));
+  gathers_.order_before(device::Lane::current(device_), flight.pending, site("gathering", *flight.unit));
   if (flight.keep) {
     flight.unit->attach(std::move(flight.buffer));
   } else {

@@ -100,6 +100,7 @@ class Residency {
   std::vector<Unit*> units_;  // by Unit::index(); null: kept whole
   comm::Group& gathers_;
   comm::Rendezvous rendezvous_;
+  at::Device device_;
   device::BufferPool pool_;
   ResidencyLimits limits_;
   std::vector<GateEntry> entries_;

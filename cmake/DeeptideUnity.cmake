@@ -1,0 +1,45 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+# Unity builds: several sources per compiler run, because parsing torch's headers costs more than compiling our code.
+# -DDEEPTIDE_UNITY=OFF compiles each source alone, which is quicker for whoever edits one file again and again.
+option(DEEPTIDE_UNITY "Compile several sources at once: a full build is quicker, a rebuild after one edit slower" ON)
+set(DEEPTIDE_UNITY_BATCH 8 CACHE STRING "The number of sources per compiler run")
+mark_as_advanced(DEEPTIDE_UNITY_BATCH)
+
+# Sources whose anonymous namespaces clash with those of their neighbours. Rename what clashes rather than add a line.
+set(DEEPTIDE_UNITY_ALONE
+  # src
+  agent_link.cc bench_comm_command.cc hang_watch.cc host_exchange.cc exchange.cc hostfile.cc job_attempt.cc job_hosts.cc
+  job_output.cc options.cc page_heap.cc run_ssh.cc sampler.cc schema_data.cc schema_monitor.cc schema_zero.cc
+  shared_memory.cc starter.cc transfer.cc
+  # tests
+  distributed_options_test.cc elasticity_test.cc failures_test.cc host_failures_test.cc host_transport_test.cc
+  meeting_test.cc pages_test.cc table_cases.cc transport_test.cc)
+
+# Joins the sources of a target. Left alone are sources that Highway compiles once per instruction set (they include
+# themselves), sources with compiler options of their own (CMake sees to that), and those of the list above.
+function(deeptide_unite target)
+  if(NOT DEEPTIDE_UNITY)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH
+    UNITY_BUILD_BATCH_SIZE ${DEEPTIDE_UNITY_BATCH}
+    UNITY_BUILD_RELOCATABLE ON)  # so that a compiler cache serves every checkout
+  # In a unity build a class with private helpers is no longer of the main file; nothing else is wrong with it.
+  target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  get_target_property(sources ${target} SOURCES)
+  get_target_property(folder ${target} SOURCE_DIR)
+  foreach(source ${sources})
+    get_filename_component(name "${source}" NAME)
+    get_filename_component(path "${source}" ABSOLUTE BASE_DIR "${folder}")
+    set(alone FALSE)
+    if(name IN_LIST DEEPTIDE_UNITY_ALONE)
+      set(alone TRUE)
+    elseif(EXISTS "${path}")
+      file(STRINGS "${path}" alone REGEX "HWY_TARGET_INCLUDE" LIMIT_COUNT 1)
+    endif()
+    if(alone)
+      set_source_files_properties("${path}" TARGET_DIRECTORY ${target} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    endif()
+  endforeach()
+endfunction()
