@@ -19,7 +19,7 @@ using at::Tensor;
 namespace deeptide::optim {
 namespace {
 
-constexpr int64_t kSizes[] = {0, 1, 17, 65, 1000, 65537};
+constexpr int64_t kFewSizes[] = {0, 1, 17, 65, 1000, 65537};
 
 /// The step in doubles, from the definition rather than from the kernel's order of operations.
 Tensor adam_in_double(const Segment& s, const Hyperparameters& h, int64_t step, double gradient_scale) {
@@ -39,7 +39,7 @@ TEST(Adam, AgreesWithItsDefinitionInDoubles) {
   at::manual_seed(1);
   const Rule& adam = find_rule("Adam");
   for (const Hyperparameters& hyper : variants_of(adam)) {
-    for (const int64_t numel : kSizes) {
+    for (const int64_t numel : kFewSizes) {
       for (const int64_t step : {1, 2, 1000}) {
         const Segment segment = make_segment(adam, hyper, numel);
         const Tensor expected = adam_in_double(segment, hyper, step, 0.5);
@@ -55,7 +55,7 @@ TEST(Adagrad, AgreesWithItsDefinitionInDoubles) {
   at::manual_seed(2);
   const Rule& adagrad = find_rule("Adagrad");
   for (const Hyperparameters& hyper : variants_of(adagrad)) {
-    for (const int64_t numel : kSizes) {
+    for (const int64_t numel : kFewSizes) {
       for (const int64_t step : {1, 2, 1000}) {
         const Segment segment = make_segment(adagrad, hyper, numel);
         const Tensor p = segment.master.to(at::kDouble);
@@ -78,7 +78,7 @@ TEST(Lion, FollowsThePaperInDoubles) {
   constexpr int kSteps = 50;
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const Hyperparameters& hyper : variants_of(lion)) {
-      for (const int64_t numel : kSizes) {
+      for (const int64_t numel : kFewSizes) {
         at::manual_seed(3);
         const double lr = hyper.lr(), beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2");
         const Segment segment = make_segment(lion, hyper, numel, dtype);
