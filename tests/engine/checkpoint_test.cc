@@ -44,18 +44,20 @@ struct BareModel {
   mutable Tensor counter;
 };
 
-Config config_of(int stage, bool bf16) {
+/// Ranks that share memory take one path at every stage; ranks apart take each stage's own.
+Config config_of(int stage, bool bf16, bool shared) {
   return Config::from_text(
       R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
                                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}},
                                "zero_optimization": {"stage": )" +
       std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
-      (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
+      (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60, "shared_memory": )" +
+      (shared ? "true" : "false") + "}}");
 }
 
 struct Session {
-  Session(const World& w, int stage, bool bf16 = false, float start = 0.0f, int64_t columns = 7)
-      : world(w), model(start, columns), engine(model.description, config_of(stage, bf16), options(w)) {}
+  Session(const World& w, int stage, bool bf16 = false, float start = 0.0f, int64_t columns = 7, bool shared = true)
+      : world(w), model(start, columns), engine(model.description, config_of(stage, bf16, shared), options(w)) {}
   static InitOptions options(const World& w) {
     InitOptions options;
     options.world = w;
@@ -99,19 +101,19 @@ struct Folder {
   std::filesystem::path path;
 };
 
-class Checkpoints : public testing::TestWithParam<std::tuple<int, int, bool>> {};
+class Checkpoints : public testing::TestWithParam<std::tuple<int, int, bool, bool>> {};
 
 TEST_P(Checkpoints, GoOnBitForBit) {
-  const auto [size, stage, bf16] = GetParam();
+  const auto [size, stage, bf16, shared] = GetParam();
   const Folder folder;
-  run_ranks(size, [&, stage = stage, bf16 = bf16](const World& world) {
-    Session straight(world, stage, bf16);
+  run_ranks(size, [&, stage = stage, bf16 = bf16, shared = shared](const World& world) {
+    Session straight(world, stage, bf16, 0.0f, 7, shared);
     straight.train(0, 3);
     const std::string path = straight.engine.save_checkpoint(folder.path, "", R"({"epoch": 4})");
     EXPECT_EQ(path, (folder.path / "global_step3").string());
     straight.train(3, 3);
 
-    Session resumed(world, stage, bf16, /*start=*/5.0f);
+    Session resumed(world, stage, bf16, /*start=*/5.0f, 7, shared);
     const auto loaded = resumed.engine.load_checkpoint(folder.path);
     ASSERT_TRUE(loaded);
     EXPECT_EQ(loaded->path, path);
@@ -125,24 +127,27 @@ TEST_P(Checkpoints, GoOnBitForBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, Checkpoints,
-                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0, 1, 3), testing::Bool()));
+                         testing::Combine(testing::Values(1, 2, 3), testing::Values(0, 1, 3), testing::Bool(),
+                                          testing::Bool()));
 
 TEST(Checkpoint, FitsAnotherStageAndAnotherWorld) {
-  const Folder folder;
-  std::map<std::string, Tensor> saved;
-  run_ranks(3, [&](const World& world) {
-    Session session(world, 3);
-    session.train(0, 2);
-    session.engine.save_checkpoint(folder.path, "here");
-    const auto state = session.state();
-    if (world.rank == 0) saved = state;
-  });
-  for (const auto& [size, stage] : {std::pair{2, 3}, {1, 0}, {4, 1}}) {
-    run_ranks(size, [&, stage = stage](const World& world) {
-      Session session(world, stage, false, 1.0f);
-      ASSERT_TRUE(session.engine.load_checkpoint(folder.path, "here"));
-      expect_same_bits(session.state(), saved);
+  for (const bool shared : {true, false}) {
+    const Folder folder;
+    std::map<std::string, Tensor> saved;
+    run_ranks(3, [&](const World& world) {
+      Session session(world, 3, false, 0.0f, 7, shared);
+      session.train(0, 2);
+      session.engine.save_checkpoint(folder.path, "here");
+      const auto state = session.state();
+      if (world.rank == 0) saved = state;
     });
+    for (const auto& [size, stage] : {std::pair{2, 3}, {1, 0}, {4, 1}}) {
+      run_ranks(size, [&, stage = stage](const World& world) {
+        Session session(world, stage, false, 1.0f, 7, !shared);
+        ASSERT_TRUE(session.engine.load_checkpoint(folder.path, "here"));
+        expect_same_bits(session.state(), saved);
+      });
+    }
   }
 }
 

@@ -79,8 +79,12 @@ inline std::pair<at::Tensor, at::Tensor> batch_of(int64_t step, int64_t batch) {
   return {at.remainder(kVocabulary), (at * at + 3).remainder(kVocabulary)};
 }
 
+/// How ranks that are threads of one process see each other: on one host, or as if each were on a host of its own. At
+/// stage 3 only the latter shard their parameters.
+enum class Ranks : uint8_t { together, apart };
+
 inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16 = false,
-                        const std::string& more = "") {
+                        Ranks ranks = Ranks::together) {
   return Config::from_text(R"({"train_micro_batch_size_per_gpu": )" + std::to_string(micro) +
                            R"(, "gradient_accumulation_steps": )" + std::to_string(gas) +
                            R"(, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5,
@@ -88,7 +92,8 @@ inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16
                              "gradient_clipping": 1.0, "zero_optimization": {"stage": )" +
                            std::to_string(stage) +
                            R"(, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": )" +
-                           (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60})" + more + "}");
+                           (bf16 ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60, "shared_memory": )" +
+                           (ranks == Ranks::together ? "true" : "false") + "}}");
 }
 
 /// Ranks that share no memory, as if each were on a host of its own: at stage 3 only these shard their parameters.
