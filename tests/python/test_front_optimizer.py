@@ -144,7 +144,7 @@ def stepped_adam(model):
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), "maximize=True is not supported yet"),
         (lambda m: torch.optim.Adam(make_model().parameters()), "is not one of the model's"),
         (lambda m: lambda parameters: 3, "got int"),
-        (lambda m: "got str"),
+        (lambda m: "adam", "got str"),
         (stepped_adam, "already stepped"),
     ],
 )
