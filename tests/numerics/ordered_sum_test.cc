@@ -19,8 +19,8 @@
 #include <cmath>
 #include <limits>
 
-#include "numerics/ordered_sum_detail.h"
 #include "kernel_modes.h"
+#include "numerics/ordered_sum_detail.h"
 
 using at::Tensor;
 
