@@ -104,13 +104,21 @@ format: setup-lint  ## Rewrite all sources in the house's format
 docs: configure-all  ## Write docs/config.md and the JSON schema anew from the table of keys
 	@$(CMAKE) --build $(BUILD) --target config_docs
 
+# c++ as CMake finds it, where the backend would take g++: then a compiler cache recognises what was built before.
 wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
-	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
-asan tsan: setup-test  ## Build with sanitizers and run the tests that suit them: asan = address + undefined, tsan = thread
-	@$(CMAKE) --preset $@ -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY)
-	@$(CMAKE) --build --preset $@ -j $(JOBS)
-	@$(CTEST) --preset $@ -j $(JOBS)
+asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
+	@$(CTEST) --preset asan -j $(JOBS)
+	@$(CTEST) --preset asan-ranks -j $(JOBS)
+
+tsan: sanitize-tsan  ## Run ranks as threads under the thread sanitizer
+	@$(CTEST) --preset tsan -j $(JOBS)
+
+.PHONY: sanitize-asan sanitize-tsan
+sanitize-asan sanitize-tsan: sanitize-%: setup-test
+	@$(CMAKE) --preset $* -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY)
+	@$(CMAKE) --build --preset $* -j $(JOBS)
 
 clean:  ## Remove all builds; .venv stays
 	rm -rf build build-* dist

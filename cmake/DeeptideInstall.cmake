@@ -41,7 +41,8 @@ endif()
 set_target_properties(deeptide PROPERTIES INSTALL_RPATH "$ORIGIN" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS deeptide EXPORT deeptideTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT deeptide)
 install(TARGETS deeptide_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT deeptide)
-install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/deeptide DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT deeptide)
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/deeptide ${PROJECT_BINARY_DIR}/include/deeptide
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT deeptide)
 
 set(_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/deeptide)
 install(EXPORT deeptideTargets NAMESPACE deeptide:: DESTINATION ${_package_dir} COMPONENT deeptide)

@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# Compiler cache, linker, warnings and sanitizers.
+# Build type, compiler cache, linker, warnings and sanitizers.
+if(PROJECT_IS_TOP_LEVEL)
+  # A project that adds us has settings of its own, and flags that a user gave stay.
+  if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+    set(CMAKE_BUILD_TYPE RelWithDebInfo)
+  endif()
+  if(CMAKE_CXX_FLAGS_RELWITHDEBINFO STREQUAL "-O2 -g -DNDEBUG")
+    set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1 -DNDEBUG")  # line tables only: a third of the objects' size
+  endif()
+  set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+endif()
 find_program(DEEPTIDE_CCACHE ccache)
 if(DEEPTIDE_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER "${DEEPTIDE_CCACHE}")
@@ -10,7 +20,7 @@ if(DEEPTIDE_MOLD)
 endif()
 if(DEEPTIDE_SANITIZE)
   string(REPLACE ";" "," _sanitize "${DEEPTIDE_SANITIZE}")
-  add_compile_options(-fsanitize=${_sanitize} -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
+  add_compile_options(-O1 -fsanitize=${_sanitize} -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
   add_link_options(-fsanitize=${_sanitize})
   # UBSan's vptr check needs type information that libtorch's hidden classes do not export.
   if(_sanitize MATCHES "undefined")

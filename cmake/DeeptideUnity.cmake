@@ -9,9 +9,7 @@ mark_as_advanced(DEEPTIDE_UNITY_BATCH)
 # Sources whose anonymous namespaces clash with those of their neighbours. Rename what clashes rather than add a line.
 set(DEEPTIDE_UNITY_ALONE
   # src
-  agent_link.cc bench_comm_command.cc hang_watch.cc host_exchange.cc exchange.cc hostfile.cc job_attempt.cc job_hosts.cc
-  job_output.cc options.cc page_heap.cc run_ssh.cc sampler.cc schema_data.cc schema_monitor.cc schema_zero.cc
-  shared_memory.cc starter.cc transfer.cc
+  exchange.cc page_heap.cc sampler.cc schema_data.cc schema_monitor.cc schema_zero.cc shared_memory.cc transfer.cc
   # tests
   distributed_options_test.cc elasticity_test.cc failures_test.cc host_failures_test.cc host_transport_test.cc
   meeting_test.cc pages_test.cc table_cases.cc transport_test.cc)

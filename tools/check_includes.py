@@ -7,6 +7,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 LAYERS_FILE = Path("src/layers.txt")
@@ -37,6 +38,11 @@ class House:
     def layer_of(self, path: Path) -> str | None:
         return path.parts[1] if len(path.parts) > 2 and path.parts[0] == "src" else None
 
+    @staticmethod
+    def room_of(inner: Sequence[str]) -> str:
+        """The sub-room of a path below its layer; "." is the layer's own folder."""
+        return inner[0] if len(inner) > 1 else "."
+
     def check_place(self, path: Path) -> list[str]:
         """A file outside all layers, or in a layer with sub-rooms but in none of them."""
         own = self.layer_of(path)
@@ -45,7 +51,7 @@ class House:
         if own not in self.rooms:
             return [f"{path}: folder src/{own} is no layer; the layers are: {' '.join(self.layers)}"]
         rooms = self.rooms[own]
-        if rooms and (len(path.parts) < 4 or path.parts[2] not in rooms):
+        if rooms and self.room_of(path.parts[2:]) not in rooms:
             return [f"{path}: stands in no sub-room of {own}; they are: {' '.join(rooms)}"]
         return []
 
@@ -59,11 +65,11 @@ class House:
         rooms = self.rooms[own]
         if other != own or not rooms:
             return None
-        room = path.parts[2]
-        if inner[0] not in rooms:
+        room, other_room = self.room_of(path.parts[2:]), self.room_of(inner)
+        if other_room not in rooms:
             return f'"{target}" is in no sub-room of {own}; they are: {" ".join(rooms)}'
-        if rooms.index(inner[0]) > rooms.index(room):
-            return f'{own}/{room} includes "{target}", but {own}/{inner[0]} stands above {own}/{room}'
+        if rooms.index(other_room) > rooms.index(room):
+            return f'{own}/{room} includes "{target}", but {own}/{other_room} stands above {own}/{room}'
         return None
 
 

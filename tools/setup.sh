@@ -4,7 +4,7 @@
 # Installs what is missing for the given purposes, and no more: tools/setup.sh [build] [lint] [test] [hosts] [wheel]
 #
 #   build   compiler, headers, .venv, torch: the library, the Python module, the command and the demo (the default)
-#   lint    formatters
+#   lint    formatters; needs neither compiler nor torch
 #   test    GoogleTest, pytest, and the MPI and SLURM launchers that tests start
 #   hosts   what `make test-hosts` needs: SSH server, iptables, pdsh
 #   wheel   the packaging backend
@@ -72,7 +72,7 @@ needed_for() {
       have_header hwy/highway.h || echo libhwy-dev
       have_header gloo/algorithm.h || echo libgloo-dev
       ;;
-    lint) have_program clang-format || echo clang-format ;;
+    lint) "$PYTHON3" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv ;;
     test) have_header gtest/gtest.h || echo libgtest-dev ;;
   esac
 }
@@ -139,7 +139,7 @@ quietly_install() {
     chmod 755 "$policy"
     made_policy=1
   fi
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends "$@" >&2
   if [ "${made_policy:-0}" = 1 ]; then
     rm -f "$policy"
     trap - EXIT INT TERM
@@ -168,6 +168,7 @@ disable_unit() {
 }
 
 check_compiler() {
+  [ "$PURPOSES" != lint ] || return 0
   version=$(g++ -dumpfullversion -dumpversion)
   [ "${version%%.*}" -ge 12 ] && return
   say "g++ is $version, 12 or newer is needed (C++20)"
@@ -178,7 +179,6 @@ torch_version() { "$VENV/bin/python" -c 'from importlib.metadata import version;
 
 # Installs torch first and alone; whatever comes later must fit it and may not change it.
 install_torch() {
-  [ -x "$VENV/bin/python" ] || { say "making $VENV" && "$PYTHON3" -m venv "$VENV"; }
   if ! torch_version >/dev/null 2>&1; then
     say "installing $TORCH_SPEC (some minutes on a slow network)"
     # shellcheck disable=SC2086  # words with pip's options
@@ -189,9 +189,11 @@ install_torch() {
 }
 
 install_python() {
+  [ -x "$VENV/bin/python" ] || { say "making $VENV" && "$PYTHON3" -m venv "$VENV"; }
   pip="$VENV/bin/python -m pip --disable-pip-version-check"
   [ -t 1 ] || pip="$pip -q"  # a terminal sees the progress
-  [ -f "$VENV/torch-constraint.txt" ] || install_torch
+  [ "$PURPOSES" = lint ] || install_torch
+  touch "$VENV/torch-constraint.txt"  # empty if nothing here needs torch
   for purpose in $PURPOSES; do
     list=tools/requirements/$purpose.txt
     [ -f "$list" ] || continue

@@ -9,8 +9,10 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "corpus.h"
@@ -61,6 +63,19 @@ void use_threads(std::optional<int> threads) {
       threads.value_or(std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks_here)));
 }
 
+/// Steps of a schedule that knows its total.
+int64_t total_steps_of(const deeptide::SchedulerConfig& scheduler) {
+  return std::visit(
+      [](const auto& chosen) -> int64_t {
+        if constexpr (requires { chosen.total_steps; }) {
+          return chosen.total_steps;
+        } else {
+          throw std::invalid_argument("the configuration has no schedule with total_num_steps; give --steps");
+        }
+      },
+      scheduler);
+}
+
 const char* name_of(deeptide::DataType type) {
   switch (type) {
     case deeptide::DataType::bf16:
@@ -89,7 +104,7 @@ class Trainer {
                                         .shuffle = true,
                                         .drop_last = true,
                                         .seed = args.seed}),
-        total_(args.steps ? *args.steps : static_cast<int64_t>(config_.scheduler.params.at("total_num_steps"))) {
+        total_(args.steps ? *args.steps : total_steps_of(config_.scheduler())) {
     if (args.resume) resume();
   }
 
@@ -136,7 +151,7 @@ class Trainer {
   Run describe() const {
     return {.parameters = parameters_,
             .ranks = engine_.world().size,
-            .stage = config_.zero.stage,
+            .stage = config_.zero().stage,
             .dtype = name_of(config_.compute_dtype()),
             .tokens_per_step = batch_.train * model_->config().context,
             .total_steps = total_};

@@ -1,16 +1,16 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Torch's CPU tensors in large pages that stay: glibc would hand them back to the kernel, or keep them full of holes.
+// Keeps torch's CPU tensors in large pages: glibc would return those to the kernel, or leave them full of holes.
 #pragma once
 
 #include <cstdint>
 
 namespace deeptide {
 
-/// Makes torch take its CPU tensors of 256 KiB or more from a heap that keeps their pages. `initialize` calls it unless
-/// `deeptide.tune_allocator` is false. For the whole process and until it ends, since tensors outlive engines; calls
-/// after the first do nothing. Tensors made before keep their memory. Returns false, and changes nothing, where the
-/// program set a CPU allocator of its own before, and under the address and thread sanitizers.
+/// Makes torch allocate CPU tensors of 256 KiB or more from a heap that keeps their pages. `initialize` calls it unless
+/// `deeptide.tune_allocator` is false. Lasts until the process ends, since tensors outlive engines; later calls do
+/// nothing. Earlier tensors keep their memory. Returns false, and changes nothing, if the program has set a CPU
+/// allocator of its own, and under the address and thread sanitizers.
 bool install_cpu_allocator();
 
 struct CpuAllocatorStats {
@@ -19,10 +19,10 @@ struct CpuAllocatorStats {
   int64_t peak_bytes = 0;  // most in use at once
 };
 
-/// What the installed allocator holds.
+/// Reports what the installed allocator holds.
 CpuAllocatorStats cpu_allocator_stats();
 
-/// Gives back what it keeps idle, in large pages; destroying an engine does so too.
+/// Returns idle memory to the kernel, in large pages; destroying an engine does so too.
 void release_idle_cpu_memory();
 
 }  // namespace deeptide

@@ -1,29 +1,34 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A training configuration: DeepSpeed's ds_config.json, strictly parsed and resolved. Needs no torch.
+// A training configuration: DeepSpeed's ds_config.json, strictly parsed, resolved and read-only. Needs no torch.
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <variant>
 #include <vector>
 
 #include "deeptide/hyperparameters.h"
 
 namespace deeptide {
 
+// The table in src/config/table fills the fields of the sections below: their defaults, ranges and spellings stand
+// there and in docs/config.md, which is generated from it. An absent optional means that the engine decides and reports
+// its decision.
+
 enum class DataType : uint8_t { fp32, fp16, bf16 };
 
-/// The batch-size triple as written; any two, or one, suffice. Units: samples.
+/// The batch sizes as given; any two of them, or one of the first two, determine the others. Units: samples.
 struct BatchConfig {
   std::optional<int64_t> train_batch_size;
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> gradient_accumulation_steps;
 };
 
-/// The triple resolved for a data-parallel world: train == micro * accumulation * world.
+/// The batch sizes for one data-parallel world: train == micro * accumulation * world.
 struct BatchSizes {
   int64_t train = 0;
   int64_t micro = 0;
@@ -35,91 +40,194 @@ struct OptimizerConfig {
   Hyperparameters defaults;  // empty likewise
 };
 
-/// `type` is empty when the section is absent; `params` holds numbers (bools as 0/1), `names` holds words.
-struct SchedulerConfig {
-  std::string type;
-  std::map<std::string, double> params;
-  std::map<std::string, std::string> names;
+/// Parameters of the schedule "LRRangeTest".
+struct LRRangeTestConfig {
+  static constexpr std::string_view kType = "LRRangeTest";
+  double min_lr = 0.0;
+  int64_t step_size = 0;
+  double step_rate = 0.0;
+  bool staircase = false;
 };
 
-/// Sizes are in elements, as in DeepSpeed. An absent optional means: the engine chooses and prints its choice.
+/// Parameters of the schedule "OneCycle".
+struct OneCycleConfig {
+  static constexpr std::string_view kType = "OneCycle";
+  double min_lr = 0.0;
+  double max_lr = 0.0;
+  double decay_lr_rate = 0.0;
+  int64_t first_step_size = 0;
+  int64_t second_step_size = 0;
+  int64_t first_stair_count = 0;   // 0: no stairs
+  int64_t second_stair_count = 0;  // 0: no stairs
+  int64_t decay_step_size = 0;     // 0: no decay
+  bool cycle_momentum = false;
+  double min_momentum = 0.0;
+  double max_momentum = 0.0;
+  double decay_momentum_rate = 0.0;
+};
+
+enum class WarmupShape : uint8_t { log, linear };
+
+/// Parameters of the schedule "WarmupLR"; without `max_lr` each parameter group rises to its own lr.
+struct WarmupLRConfig {
+  static constexpr std::string_view kType = "WarmupLR";
+  double min_lr = 0.0;
+  std::optional<double> max_lr;
+  int64_t num_steps = 0;
+  WarmupShape shape = WarmupShape::log;
+};
+
+/// Parameters of the schedule "WarmupDecayLR".
+struct WarmupDecayLRConfig {
+  static constexpr std::string_view kType = "WarmupDecayLR";
+  int64_t total_steps = 0;
+  double min_lr = 0.0;
+  double max_lr = 0.0;
+  int64_t num_steps = 0;  // of the warm-up
+  WarmupShape shape = WarmupShape::log;
+};
+
+/// Parameters of the schedule "WarmupCosineLR"; ratios are fractions of each parameter group's own lr.
+struct WarmupCosineLRConfig {
+  static constexpr std::string_view kType = "WarmupCosineLR";
+  int64_t total_steps = 0;
+  int64_t num_steps = 0;  // of the warm-up
+  WarmupShape shape = WarmupShape::log;
+  double min_ratio = 0.0;
+  double cos_min_ratio = 0.0;
+};
+
+/// The learning-rate schedule; std::monostate when the section is absent.
+using SchedulerConfig = std::variant<std::monostate, LRRangeTestConfig, OneCycleConfig, WarmupLRConfig,
+                                     WarmupDecayLRConfig, WarmupCosineLRConfig>;
+
+/// The schedule's "type", or an empty string without a schedule.
+std::string_view scheduler_type(const SchedulerConfig& scheduler);
+
+/// The section "zero_optimization". Sizes are in elements, as in DeepSpeed.
 struct ZeroConfig {
   int stage = 0;
-  int64_t reduce_bucket_size = 500'000'000;
-  int64_t allgather_bucket_size = 500'000'000;
-  bool overlap_comm = true;
-  int64_t prefetch_bucket_size = 50'000'000;
-  int64_t param_persistence_threshold = 100'000;
-  int64_t model_persistence_threshold = INT64_MAX;
+  int64_t reduce_bucket_size = 0;
+  int64_t allgather_bucket_size = 0;
+  bool overlap_comm = false;
+  int64_t prefetch_bucket_size = 0;
+  int64_t param_persistence_threshold = 0;
+  int64_t model_persistence_threshold = 0;
   std::optional<int64_t> max_live_parameters;
   std::optional<int64_t> max_reuse_distance;
   bool gather_16bit_weights_on_model_save = false;
 };
 
-/// The "elasticity" section: one global batch that suits many world sizes.
+/// The section "elasticity": one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
-  bool sizes_given = true;  // max_train_batch_size and micro_batch_sizes stand in the text, not only by default
-  int64_t max_train_batch_size = 2000;
-  std::vector<int64_t> micro_batch_sizes{2, 4, 6};
-  int64_t min_gpus = 1;
-  int64_t max_gpus = 10'000;
-  int64_t num_gpus_per_node = 1;
-  int64_t model_parallel_size = 1;
-  double version = 0.2;  // 0.1: any number of ranks; 0.2: whole nodes
-  bool prefer_larger_batch = true;
+  bool sizes_given = false;  // whether the text gives both max_train_batch_size and micro_batch_sizes
+  int64_t max_train_batch_size = 0;
+  std::vector<int64_t> micro_batch_sizes;
+  int64_t min_gpus = 0;
+  int64_t max_gpus = 0;
+  int64_t num_gpus_per_node = 0;
+  int64_t model_parallel_size = 0;
+  double version = 0.0;  // 0.1: any number of ranks; 0.2: whole nodes
+  bool prefer_larger_batch = false;
   bool ignore_non_elastic_batch_info = false;
 };
 
-/// Deeptide's own section, "deeptide": {…}.
+struct PrecisionConfig {
+  bool fp16 = false;  // the parser rejects it until loss scaling exists
+  bool bf16 = false;
+  std::optional<DataType> communication_dtype;          // absent: the compute type
+  std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
+};
+
+enum class GradientOp : uint8_t { mean, sum };
+
+struct GradientConfig {
+  double clipping = 0.0;  // global norm; 0: off
+  GradientOp op = GradientOp::mean;
+};
+
+struct ReportConfig {
+  std::optional<int64_t> steps_per_print;  // absent: no progress lines
+  bool dump_state = false;
+};
+
+struct DataConfig {
+  bool drop_last = false;  // "dataloader_drop_last"
+};
+
+/// ordered: sums in rank order, so that a run repeats bit for bit; transport: in the transport's order.
+enum class Reduction : uint8_t { ordered, transport };
+
+/// Whether a separate thread sums gradients during backward; automatic: if a core is idle.
+enum class ReduceThread : uint8_t { automatic, on, off };
+
+/// Deeptide's own section, "deeptide".
 struct RuntimeConfig {
-  double comm_timeout_s = 1800.0;      // every wait on a peer
-  bool ordered_reduction = true;       // "reduction": "ordered" | "transport"
-  std::string reduce_thread = "auto";  // sums on a thread of its own: "auto" | "on" | "off"
-  bool shared_memory = true;           // ranks of one host share memory; false: they talk as if apart
-  bool tune_allocator = true;          // keep large CPU tensors' pages instead of faulting them anew
-  int64_t unit_size = 0;               // elements of a unit at most; 0: one repeated block
+  double comm_timeout_s = 0.0;  // of every wait for a peer
+  Reduction reduction = Reduction::ordered;
+  ReduceThread reduce_thread = ReduceThread::automatic;
+  bool shared_memory = false;   // false: ranks of one host communicate as if on different hosts
+  bool tune_allocator = false;  // keep the pages of large CPU tensors instead of faulting them in again
+  int64_t unit_size = 0;        // most elements per unit; 0: one repeated block
   uint64_t seed = 0;
 };
 
-/// A parsed ds_config.json. Construction validates every key at every depth; `decisions` says what "auto" and
-/// absent keys became, one line each. Errors: ValueError (c10::ValueError is not used here: std::invalid_argument
-/// derived `ConfigError`) naming file, line, key and the nearest known key.
+/// A parsed ds_config.json. Construction validates every key at every depth; afterwards nothing changes it.
+/// Errors: ConfigError (a std::invalid_argument, ValueError in Python) with origin, line, key and the nearest known
+/// key.
 class Config {
  public:
+  /// Every section, found by its type.
+  using Sections = std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, ElasticityConfig,
+                              PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
+
   Config();  // every key at its default
   static Config from_file(const std::string& path);
-  /// `text`: JSON with comments and trailing commas; `origin`: what errors call it, e.g. a path or "<dict>".
+  /// `text`: JSON, comments and trailing commas allowed; `origin`: its name in errors, e.g. a path or "<dict>".
   static Config from_text(std::string_view text, const std::string& origin = "<text>");
 
-  /// With elasticity on: the elastic batch, its largest micro-batch that divides, and the accumulation that follows.
-  /// Errors: ConfigError when the sizes do not multiply, in DeepSpeed's words, or the world is not an elastic one.
+  /// A copy with the keys of `patch` (JSON: objects merge, null removes a key), validated as a whole.
+  Config with(std::string_view patch) const;
+  /// A copy without a schedule; its text keeps the section.
+  Config without_scheduler() const;
+
+  /// The batch sizes for `world_size` data-parallel ranks; with elasticity enabled, those of the elastic batch.
+  /// Errors: ConfigError if the sizes do not multiply (DeepSpeed's wording) or the elastic batch excludes this world.
   BatchSizes batch_sizes(int64_t world_size) const;
   /// The data type of parameters and activations.
   DataType compute_dtype() const;
 
-  BatchConfig batch;
-  OptimizerConfig optimizer;
-  SchedulerConfig scheduler;
-  ZeroConfig zero;
-  ElasticityConfig elasticity;
-  RuntimeConfig runtime;
-  bool fp16 = false;  // rejected by the parser until loss scaling is there
-  bool bf16 = false;
-  std::optional<DataType> communication_dtype;          // absent: the compute type
-  std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
-  double gradient_clipping = 1.0;                       // 0: off
-  bool gradient_mean = true;                            // gradient_allreduce_op; false: sum
-  std::optional<int64_t> steps_per_print;
-  bool dataloader_drop_last = false;
-  bool dump_state = false;
-  std::string origin;
-  std::string text;  // as read, for checkpoints
-  std::vector<std::string> decisions;
+  const BatchConfig& batch() const { return std::get<BatchConfig>(sections_); }
+  const OptimizerConfig& optimizer() const { return std::get<OptimizerConfig>(sections_); }
+  const SchedulerConfig& scheduler() const { return std::get<SchedulerConfig>(sections_); }
+  const ZeroConfig& zero() const { return std::get<ZeroConfig>(sections_); }
+  const ElasticityConfig& elasticity() const { return std::get<ElasticityConfig>(sections_); }
+  const PrecisionConfig& precision() const { return std::get<PrecisionConfig>(sections_); }
+  const GradientConfig& gradients() const { return std::get<GradientConfig>(sections_); }
+  const ReportConfig& report() const { return std::get<ReportConfig>(sections_); }
+  const DataConfig& data() const { return std::get<DataConfig>(sections_); }
+  const RuntimeConfig& runtime() const { return std::get<RuntimeConfig>(sections_); }
+  const Sections& sections() const { return sections_; }
+
+  const std::string& origin() const { return origin_; }
+  /// The text as read, for checkpoints.
+  const std::string& text() const { return text_; }
+  /// What "auto" and absent keys became, one line each.
+  const std::vector<std::string>& decisions() const { return decisions_; }
+
+ private:
+  Config(std::string text, std::string origin);
+
+  Sections sections_;
+  std::string origin_;
+  std::string text_;
+  std::vector<std::string> decisions_;
 };
 
-/// The published JSON Schema (draft 2020-12) of everything `Config` accepts, and docs/config.md, both from one table.
+/// The JSON Schema (draft 2020-12) of everything that Config accepts, generated from the table of keys.
 std::string config_json_schema();
+/// The page docs/config.md, generated from the same table.
 std::string config_markdown();
 
 }  // namespace deeptide

@@ -9,4 +9,5 @@
 #include "deeptide/engine.h"
 #include "deeptide/errors.h"
 #include "deeptide/ops.h"
+#include "deeptide/version.h"
 #include "deeptide/world.h"

@@ -31,15 +31,14 @@ struct ModuleInfo {
   std::string type;  // "Block"
 };
 
-/// What the engine needs to know of a model, whichever language it is written in.
+/// What the engine needs to know about a model, in whichever language it is written.
 struct ModelDescription {
   std::vector<NamedTensor> parameters;  // every name in module order; tied parameters once per name
   std::vector<NamedTensor> buffers;
   std::vector<ModuleInfo> modules;  // pre-order
 };
 
-/// One optimizer group: names out of ModelDescription::parameters and their hyper-parameters, of the engine's
-/// optimizer.
+/// One optimizer group: names from ModelDescription::parameters and their hyper-parameters, of the engine's optimizer.
 struct ParameterGroup {
   std::vector<std::string> parameters;
   Hyperparameters hyperparameters;
@@ -56,9 +55,9 @@ struct StepOutcome {
   bool applied = false;
   int64_t step = 0;           // applied + skipped optimizer steps so far
   double lr = 0.0;            // of the first group, as used by this step
-  double grad_norm = 0.0;     // global L2 norm before clipping; NaN when not at a boundary
+  double grad_norm = 0.0;     // global L2 norm before clipping; NaN if not at a boundary
   double clipped_norm = 0.0;  // after clipping
-  std::string reason;         // when not applied: "accumulating 2/4", "non-finite gradient", …
+  std::string reason;         // if not applied: "accumulating 2/4", "non-finite gradient", …
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
   explicit operator bool() const { return applied; }
@@ -71,7 +70,7 @@ struct MemoryLine {
   int64_t measured_bytes = 0;  // allocated by the engine, at its peak
 };
 
-/// A value for every key of a state, e.g. what a checkpoint's `client_state` holds: JSON text.
+/// A loaded checkpoint: its folder, and its `client_state` as JSON text.
 struct LoadedCheckpoint {
   std::string path;
   std::string client_state_json;
@@ -85,7 +84,7 @@ struct LoadOptions {
 };
 
 /// Shards, gathers, reduces and steps one model. Movable; destruction returns every byte.
-/// Every method that says "collective" must be called by all ranks.
+/// All ranks must call each method marked "Collective".
 class DEEPTIDE_API Engine {
  public:
   Engine(const ModelDescription& model, const Config& config, const InitOptions& options = {});
@@ -93,16 +92,16 @@ class DEEPTIDE_API Engine {
   Engine(Engine&&) noexcept;
   Engine& operator=(Engine&&) noexcept;
 
-  /// Runs autograd from a scalar. `loss.backward()` does the same; this one checks first. Any number of calls add up.
-  /// Errors: ValueError when the loss is no scalar or needs no gradient, or the engine has no optimizer.
+  /// Runs autograd from a scalar, as `loss.backward()` does, but checks first. Gradients of several calls add up.
+  /// Errors: ValueError if the loss is not a scalar or needs no gradient, or the engine has no optimizer.
   void backward(const at::Tensor& loss, bool retain_graph = false);
   /// Collective. Ends the micro-batch; at an accumulation boundary reduces, clips, steps and publishes parameters.
-  /// Errors: ValueError when no rank has a gradient (step before backward); CommError.
+  /// Errors: ValueError if no rank has a gradient (step before backward); CommError.
   StepOutcome step();
-  /// Collective. Takes part in the others' steps until every rank has joined: ranks may have different numbers of
+  /// Collective. Takes part in the others' steps until all ranks have joined: ranks may have different numbers of
   /// batches.
   void join();
-  /// Collective. One step of `join`, for callers that do something at each; empty when every rank has joined.
+  /// Collective. One step of `join`, for callers that act at each step; empty once all ranks have joined.
   std::optional<StepOutcome> join_step();
   /// Collective. Drops the gradients accumulated so far.
   void zero_grad();
@@ -128,22 +127,22 @@ class DEEPTIDE_API Engine {
   /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder.
   std::string save_checkpoint(const std::string& directory, const std::string& tag = "",
                               const std::string& client_state_json = "{}", bool save_latest = true);
-  /// Collective. Empty when `tag` is empty and no `latest` is there. Errors: CheckpointError listing what does not fit;
-  /// nothing is changed then.
+  /// Collective. Empty if `tag` is empty and no `latest` exists. Errors: CheckpointError listing what does not fit,
+  /// with nothing changed.
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, const std::string& tag = "",
                                                   const LoadOptions& options = {});
-  /// Collective. Whole parameters (compute type) and buffers by name, on this rank, on the CPU.
+  /// Collective. Returns whole parameters (compute type) and buffers by name, on this rank, on the CPU.
   std::vector<NamedTensor> module_state_dict();
-  /// Collective. Whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one of
-  /// the optimizer's states, such as "exp_avg". Undefined when the parameter has none.
+  /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one of
+  /// the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);
-  /// Collective. Releases what stage 3 has gathered.
+  /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();
 
   std::vector<MemoryLine> memory() const;
   int64_t live_gathered_bytes() const;
   int64_t peak_gathered_bytes() const;
-  /// The lines printed at start: dtypes, units, stage, decisions.
+  /// Returns the lines printed at start: dtypes, units, stage, decisions.
   std::string summary() const;
 
   struct Impl;
@@ -152,7 +151,7 @@ class DEEPTIDE_API Engine {
   std::unique_ptr<Impl> impl_;
 };
 
-/// A C++ model's parameters, buffers and modules by name.
+/// Lists a C++ model's parameters, buffers and modules by name.
 DEEPTIDE_API ModelDescription describe(torch::nn::Module& model);
 DEEPTIDE_API Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options = {});
 

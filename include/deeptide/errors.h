@@ -14,7 +14,7 @@
 
 namespace deeptide {
 
-/// The user's configuration is wrong. The text says where, what was found, what was expected and the cure.
+/// The user's configuration is wrong. The text gives the place, the value found, the value expected and the cure.
 class DEEPTIDE_API ConfigError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a binding to another language installs: how to wait, and how to fail, beneath that language's interpreter.
+// Lets a language binding install how to wait, and how to fail, beneath its interpreter.
 #pragma once
 
 #include <functional>
@@ -9,12 +9,12 @@
 
 namespace deeptide {
 
-/// Runs a blocking wait with the interpreter's lock released when this thread holds it.
+/// Runs a blocking wait with the interpreter's lock released if this thread holds it.
 using BlockingRegion = std::function<void(const std::function<void()>&)>;
 DEEPTIDE_API void set_blocking_region(BlockingRegion region);
 
 /// Throws the error as the language's own. Torch's operators and autograd, between a wait and the user's code, would
-/// make a nameless runtime error of a CommError.
+/// turn a CommError into a nameless runtime error.
 using ErrorThrower = std::function<void(const CommError&)>;
 DEEPTIDE_API void set_error_thrower(ErrorThrower thrower);
 

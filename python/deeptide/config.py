@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""From what a caller may give (path, dict, base64, args) to a validated Config."""
+"""Turns what a caller gives (path, dict, base64, args) into a validated Config."""
 
 import base64
 import binascii
@@ -46,7 +46,7 @@ def _from_string(config):
 
 
 def load_config(config=None, args=None, config_params=None):
-    """The one configuration among `config`, `config_params` (its old name) and args.deepspeed_config, validated."""
+    """Returns the one configuration given: `config`, `config_params` (its old name) or args.deepspeed_config."""
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params (its old name) were given; give config alone")
     config = config if config is not None else config_params

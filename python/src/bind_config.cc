@@ -1,12 +1,36 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Config and the values it is made of, read-only in Python.
+// Config and its sections, read-only in Python.
 #include "bindings.h"
 #include "config/elasticity.h"
+#include "config/table/schema.h"
 #include "deeptide/config.h"
 
 namespace deeptide::python {
 namespace {
+
+/// The schedule as Python shows it: parameters by their names in the text, flags as 0 and 1.
+struct Scheduler {
+  std::string type;
+  std::map<std::string, double> params;
+  std::map<std::string, std::string> names;
+};
+
+Scheduler scheduler_of(const Config& config) {
+  Scheduler scheduler{std::string(scheduler_type(config.scheduler())), {}, {}};
+  const auto* variant = config::find_variant(*config::find_key("scheduler.params"), scheduler.type);
+  if (!variant) return scheduler;
+  for (const config::Key& key : variant->keys) {
+    const JsonValue value = key.binding ? key.binding->read(key, config.sections()) : JsonValue();
+    if (value.is(JsonKind::null)) continue;
+    if (value.is(JsonKind::string)) {
+      scheduler.names[key.name] = value.string;
+    } else {
+      scheduler.params[key.name] = value.is(JsonKind::boolean) ? value.boolean : value.number;
+    }
+  }
+  return scheduler;
+}
 
 void bind_enums(py::module_& module) {
   py::enum_<DataType>(module, "DataType")
@@ -23,10 +47,10 @@ void bind_sections(py::module_& module) {
   py::class_<OptimizerConfig>(module, "OptimizerConfig")
       .def_readonly("type", &OptimizerConfig::type)
       .def_readonly("defaults", &OptimizerConfig::defaults);
-  py::class_<SchedulerConfig>(module, "SchedulerConfig")
-      .def_readonly("type", &SchedulerConfig::type)
-      .def_readonly("params", &SchedulerConfig::params)
-      .def_readonly("names", &SchedulerConfig::names);
+  py::class_<Scheduler>(module, "SchedulerConfig")
+      .def_readonly("type", &Scheduler::type)
+      .def_readonly("params", &Scheduler::params)
+      .def_readonly("names", &Scheduler::names);
   py::class_<ZeroConfig>(module, "ZeroConfig")
       .def_readonly("stage", &ZeroConfig::stage)
       .def_readonly("overlap_comm", &ZeroConfig::overlap_comm)
@@ -38,10 +62,11 @@ void bind_sections(py::module_& module) {
       .def_readonly("seed", &RuntimeConfig::seed);
 }
 
-// Batch, valid worlds, largest micro-batch, preferred micro-batch, version.
+// Returns (batch, valid worlds, largest micro-batch, preferred micro-batch, version).
 py::tuple elastic_batch(const Config& config, int64_t world_size) {
-  const config::ElasticBatch batch = config::elastic_batch_unchecked(config.elasticity, world_size);
-  return py::make_tuple(batch.train, batch.valid_worlds, batch.micro, batch.preferred_micro, config.elasticity.version);
+  const config::ElasticBatch batch = config::elastic_batch_unchecked(config.elasticity(), world_size);
+  return py::make_tuple(batch.train, batch.valid_worlds, batch.micro, batch.preferred_micro,
+                        config.elasticity().version);
 }
 
 }  // namespace
@@ -55,26 +80,20 @@ void bind_config(py::module_& module) {
       .def_static("from_text", &Config::from_text, py::arg("text"), py::arg("origin") = "<text>", NoGil())
       .def("batch_sizes", &Config::batch_sizes, py::arg("world_size"))
       .def("compute_dtype", &Config::compute_dtype)
-      .def("without_scheduler",
-           [](const Config& config) {
-             Config copy = config;
-             copy.scheduler = {};
-             copy.decisions.emplace_back("scheduler: the caller's lr_scheduler replaces the configuration's");
-             return copy;
-           })
-      .def_readonly("optimizer", &Config::optimizer)
-      .def_readonly("scheduler", &Config::scheduler)
-      .def_readonly("zero", &Config::zero)
-      .def_readonly("runtime", &Config::runtime)
-      .def_readonly("fp16", &Config::fp16)
-      .def_readonly("bf16", &Config::bf16)
-      .def_readonly("gradient_clipping", &Config::gradient_clipping)
-      .def_readonly("steps_per_print", &Config::steps_per_print)
-      .def_readonly("dataloader_drop_last", &Config::dataloader_drop_last)
-      .def_readonly("origin", &Config::origin)
-      .def_readonly("text", &Config::text)
-      .def_readonly("decisions", &Config::decisions)
-      .def("__repr__", [](const Config& config) { return "<deeptide.Config from " + config.origin + ">"; });
+      .def("without_scheduler", &Config::without_scheduler)
+      .def_property_readonly("optimizer", &Config::optimizer)
+      .def_property_readonly("scheduler", &scheduler_of)
+      .def_property_readonly("zero", &Config::zero)
+      .def_property_readonly("runtime", &Config::runtime)
+      .def_property_readonly("fp16", [](const Config& config) { return config.precision().fp16; })
+      .def_property_readonly("bf16", [](const Config& config) { return config.precision().bf16; })
+      .def_property_readonly("gradient_clipping", [](const Config& config) { return config.gradients().clipping; })
+      .def_property_readonly("steps_per_print", [](const Config& config) { return config.report().steps_per_print; })
+      .def_property_readonly("dataloader_drop_last", [](const Config& config) { return config.data().drop_last; })
+      .def_property_readonly("origin", &Config::origin)
+      .def_property_readonly("text", &Config::text)
+      .def_property_readonly("decisions", &Config::decisions)
+      .def("__repr__", [](const Config& config) { return "<deeptide.Config from " + config.origin() + ">"; });
   module.def("config_json_schema", &config_json_schema);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// JSON as people write it (comments, trailing commas) into a tree that remembers lines.
+// Parses JSON as people write it (comments, trailing commas) into a tree that remembers lines.
 #include "base/json.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 namespace deeptide {
 namespace {
 
-constexpr size_t kMaxDepth = 64;  // a bound on recursion over the tree, its destructor included
+constexpr size_t kMaxDepth = 64;  // limits recursion over the tree, its destructor included
 
-// An input iterator that tells the handler how far the parser has read.
+// An input iterator that reports how far the parser has read.
 class CountingIterator {
  public:
   using iterator_category = std::input_iterator_tag;
@@ -83,7 +83,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   }
   bool number_float(number_float_t value, const string_t&) override { return add(JsonValue(value)); }
   bool string(string_t& value) override { return add(JsonValue(std::string_view(value))); }
-  bool binary(binary_t&) override { return false; }  // no such event in text
+  bool binary(binary_t&) override { return false; }  // text has no such event
 
   bool start_object(size_t) override { return open(JsonKind::object); }
   bool start_array(size_t) override { return open(JsonKind::array); }
@@ -237,8 +237,8 @@ JsonValue parse_json(std::string_view text, const std::string& origin) {
   const auto refuse = [&](size_t offset, const char* what) {
     throw ConfigError(origin + ":" + builder.positions().line_and_column(offset) + ": malformed JSON: " + what);
   };
-  if (unclosed != std::string::npos) refuse(unclosed, "a comment begins with '/*' and never ends; expected '*/'");
-  // The parser would take a NUL for the end of the text.
+  if (unclosed != std::string::npos) refuse(unclosed, "a comment that begins with '/*' never ends; expected '*/'");
+  // The parser would read a NUL as the end of the text.
   if (const size_t nul = strict.find('\0'); nul != std::string::npos) refuse(nul, "unexpected NUL byte");
   const CountingIterator begin(strict.data(), builder.read());
   const CountingIterator end(strict.data() + strict.size(), builder.read());

@@ -42,13 +42,13 @@ struct JsonMember {
   JsonValue value;
 };
 
-/// Equality of content; lines do not count, and 1 equals 1.0.
+/// Compares content; ignores lines, and 1 equals 1.0.
 bool same_content(const JsonValue& a, const JsonValue& b);
 
-/// Compact JSON; numbers in their shortest exact form.
+/// Writes compact JSON; numbers in their shortest exact form.
 std::string to_text(const JsonValue& value);
 
-/// Reads one value. `#`, `//` and `/* */` comments and trailing commas are allowed; a key given twice is not.
+/// Reads one value. Allows `#`, `//` and `/* */` comments and trailing commas; refuses duplicate keys.
 /// Errors: ConfigError "origin:line:column: …" for malformed text, "origin:line: path: …" for duplicate keys.
 JsonValue parse_json(std::string_view text, const std::string& origin);
 

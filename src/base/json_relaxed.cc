@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Strict JSON from relaxed JSON: comments and trailing commas become blanks, so every offset stays.
+// Turns relaxed JSON into strict JSON: comments and trailing commas become blanks, so every offset stays.
 #include "base/json_relaxed.h"
 
 namespace deeptide {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Strict JSON from relaxed JSON: comments and trailing commas become blanks, so every offset stays.
+// Turns relaxed JSON into strict JSON: comments and trailing commas become blanks, so every offset stays.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace deeptide {
 
-/// Blanks `#`, `//` and `/* */` comments and the commas before a closing bracket; newlines and strings are kept.
-/// On a comment that never ends, `*unclosed` is its offset (std::string::npos otherwise).
+/// Blanks `#`, `//` and `/* */` comments and the commas before a closing bracket; keeps newlines and strings. On a
+/// comment that never ends, `*unclosed` is its offset (std::string::npos otherwise).
 std::string blank_comments(std::string_view text, size_t* unclosed);
 
 }  // namespace deeptide

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Messages to the user, through spdlog.
+// Writes messages to the user through spdlog.
 #include "base/log.h"
 
 #include <spdlog/sinks/stdout_color_sinks.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Messages to the user: rank 0 speaks, warnings carry their rank.
+// Messages to the user: rank 0 writes them, warnings carry their rank.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// SHA-256 block by block, and HMAC over it.
+// Computes SHA-256 block by block, and HMAC over it.
 #include "base/sha256.h"
 
 #include <sys/random.h>

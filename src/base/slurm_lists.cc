@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// SLURM's lists: only as much of them as is asked for.
+// Reads as much of SLURM's lists as callers need.
 #include "base/slurm_lists.h"
 
 #include <algorithm>

@@ -7,10 +7,10 @@
 
 namespace deeptide {
 
-/// "node03" of "node[03-07,9],x"; empty of an empty list.   Errors: ConfigError where a bracket holds no such list.
+/// Returns "node03" for "node[03-07,9],x"; empty for an empty list. Errors: ConfigError if a bracket is malformed.
 std::string first_of_node_list(const std::string& list);
 
-/// Of "2(x3),1", so many tasks on each node in turn, those of node `index`; 0 if the text does not say.
+/// Returns the tasks of node `index` from "2(x3),1", the tasks of each node in turn; 0 if the text does not state it.
 int tasks_of_node(const std::string& counts, int index);
 
 }  // namespace deeptide

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Small things done to text in several layers.
+// Small operations on text that several layers share.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace deeptide {
 
-/// The parts between separators: one more than there are separators, empty ones too.
+/// Returns the parts between separators, empty ones too: one more than there are separators.
 inline std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts(1);
   for (char c : text) {
@@ -25,7 +25,7 @@ inline std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
-/// Of a file; empty when it cannot be read.
+/// Returns a file's first line; empty if the file cannot be read.
 inline std::string first_line_of(const std::string& path) {
   std::ifstream file(path);
   std::string line;
@@ -33,7 +33,7 @@ inline std::string first_line_of(const std::string& path) {
   return line;
 }
 
-/// "14.2 GiB".
+/// Formats as "14.2 GiB".
 inline std::string bytes_text(int64_t bytes) {
   constexpr const char* kUnits[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);
@@ -44,7 +44,7 @@ inline std::string bytes_text(int64_t bytes) {
   return text;
 }
 
-/// As c10d's stores keep it, and back.
+/// Convert to c10d's store format, and back.
 inline std::vector<uint8_t> to_bytes(const std::string& text) { return {text.begin(), text.end()}; }
 inline std::string to_text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 

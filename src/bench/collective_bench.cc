@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Patterns to check a collective by, and the loop that times it.
+// Makes patterns that check a collective, and runs the loop that times it.
 #include "bench/collective_bench.h"
 
 #include <ATen/ops/empty.h>
@@ -23,10 +23,10 @@ using std::chrono::steady_clock;
 
 constexpr std::chrono::minutes kTimeout{5};
 constexpr int64_t kCacheLine = 64;  // bytes
-constexpr int kMaxAddends = 128;    // of values up to 2: bf16 counts to 256
+constexpr int kMaxAddends = 128;    // values are at most 2: bf16 counts exactly to 256
 const Site kSite{"benchmark", "a collective"};
 
-/// A periodic sequence of small integers, as tensors of any length without one of their own.
+/// A periodic sequence of small integers, applied to tensors of any length from one short piece.
 class Pattern {
  public:
   Pattern(int64_t period, const std::function<int64_t(int64_t)>& value, const Tensor& like) : period_(period) {
@@ -37,7 +37,7 @@ class Pattern {
         at::from_blob(values.data(), {whole}, at::kFloat).to(like.options(), /*non_blocking=*/false, /*copy=*/true);
   }
 
-  /// Calls use(part of `tensor`, what belongs there), piece by piece; its first element is the sequence's `begin`th.
+  /// Calls use(part of `tensor`, its expected part), piece by piece, from element `begin` of the sequence.
   void walk(const Tensor& tensor, int64_t begin, const std::function<void(const Tensor&, const Tensor&)>& use) const {
     const int64_t longest = piece_.numel() - period_;
     for (int64_t at = 0; at < tensor.numel(); at += longest) {
@@ -51,13 +51,13 @@ class Pattern {
   Tensor piece_;
 };
 
-/// What moves unchanged: up to 250, which every type holds.
+/// Data that moves unchanged: values up to 250, which every type holds.
 Pattern moved(int64_t source, const Tensor& like) {
   constexpr int64_t kPeriod = 251;
   return {kPeriod, [=](int64_t i) { return (17 * source + i) % kPeriod; }, like};
 }
 
-/// What `rank` adds to element i. In large worlds a rank in kMaxAddends does, by turns, so that no type rounds.
+/// What `rank` adds to element i. In large worlds at most kMaxAddends ranks add, by turns, so no type rounds.
 int64_t addend(int rank, int world_size, int64_t i) {
   const int64_t turns = (world_size + kMaxAddends - 1) / kMaxAddends;
   return rank % turns == i / 7 % turns ? i * (rank % 6 + 1) % 7 % 3 : 0;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How fast a world's collectives are, each checked before it is timed.
+// Measures how fast a world's collectives are, and checks each before it is timed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,13 +22,12 @@ enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, all_to
 inline constexpr std::array kCollectives{Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter,
                                          Collective::all_to_all, Collective::broadcast};
 
-/// "all-reduce".
+/// Returns "all-reduce" and the like.
 const char* name_of(Collective collective);
-/// Bus bandwidth by algorithm bandwidth, as nccl-tests define them: what a link must carry of each byte.
+/// Ratio of bus to algorithm bandwidth, as nccl-tests define them: what a link must carry per byte.
 double bus_factor(Collective collective, int world_size);
 
-/// What the ranks of a collective hold when its size is `numel`: all that a rank receives (all-gather), all that it
-/// gives (the others).
+/// What the ranks of a collective hold if its size is `numel`: all that a rank receives (all-gather) or gives (others).
 struct CollectiveShape {
   Collective collective;
   int rank;
@@ -39,44 +38,44 @@ struct CollectiveShape {
   int64_t output_numel() const;
 };
 
-/// Writes what this rank gives: small integers that tell rank and place, and sum exactly in any type.
+/// Writes this rank's input: small integers that identify rank and place, and sum exactly in any type.
 /// Shapes: input (input_numel,), of any type and device.
 void fill_input(const CollectiveShape& shape, const at::Tensor& input);
-/// Errors: RuntimeError naming the first element that is not what all ranks' inputs make of it; broadcast is rank 0's.
+/// Errors: RuntimeError naming the first element that the ranks' inputs do not give (for broadcast, rank 0's input).
 void check_output(const CollectiveShape& shape, const at::Tensor& output);
 
-/// Seconds a call, of `calls` one after the other, as nccl-tests do it: the barrier before them is not in the time,
-/// `finish` after them is.
+/// Returns seconds per call over `calls` calls in sequence, as nccl-tests do: excludes the barrier before them and
+/// includes `finish` after them.
 double time_calls(
     Group& group, const std::function<void()>& call, int64_t calls, const std::function<void()>& finish = [] {});
-/// So many calls that they move about 16 MiB, that a clock's steps do not show.
+/// Returns enough calls to move about 16 MiB, so that the clock's resolution does not show.
 int64_t calls_for(int64_t bytes);
 
 struct CollectiveTimes {
-  int64_t bytes = 0;            // the size, rounded so that ranks have equal slices of whole cache lines
-  std::vector<double> seconds;  // a call on the slowest rank; one value a trial
+  int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines
+  std::vector<double> seconds;  // per call on the slowest rank; one value per trial
 };
 
-/// Collectives of one Group, as an engine makes it. All calls are collective. One a world.
+/// Runs collectives of one Group, as an engine makes it. All calls are collective. One per world.
 class CollectiveBench {
  public:
   /// `shared_memory`: false sends all over c10d. Errors: ConfigError for a world of one; as host::Host::find and Group.
   CollectiveBench(const World& world, at::ScalarType dtype, at::Device device, int64_t max_bytes,
                   bool shared_memory = true);
 
-  /// Which way the bytes go: "shared memory", "two levels", "c10d".
+  /// The transport in use: "shared memory", "two levels", "c10d".
   std::string path() const { return group_.path(); }
   int num_hosts() const { return static_cast<int>(host_->hosts().size()); }
 
-  /// Checks one call, makes `warmups` calls, then `trials` times as many as calls_for says.
+  /// Checks one call, makes `warmups` calls, then `trials` times as many as calls_for returns.
   CollectiveTimes measure(Collective collective, int64_t bytes, int warmups, int trials);
 
-  /// Of each value the largest of all ranks. Collective.
+  /// Returns each value's maximum over all ranks. Collective.
   std::vector<double> slowest(const std::vector<double>& seconds);
 
-  /// One call, waited for. An all-reduce is a reduce-scatter and an all-gather, as in training.
+  /// Makes one call and waits. An all-reduce is a reduce-scatter and an all-gather, as in training.
   void call(const CollectiveShape& shape);
-  /// The buffers of such a call.
+  /// Buffers of such a call.
   at::Tensor input(const CollectiveShape& shape) const { return input_.narrow(0, 0, shape.input_numel()); }
   at::Tensor output(const CollectiveShape& shape) const { return output_.narrow(0, 0, shape.output_numel()); }
 

@@ -1,7 +1,9 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Appends bytes and tensors to a file in large blocks at aligned offsets.
+// Appends bytes and a piece's elements to a file in large blocks at aligned offsets.
 #include "checkpoint/block_writer.h"
+
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstring>
@@ -34,16 +36,27 @@ void BlockWriter::append(const void* data, int64_t bytes) {
   }
 }
 
-void BlockWriter::append(const at::Tensor& data) {
-  if (data.is_cpu() && data.is_contiguous()) {
-    append(data.const_data_ptr(), static_cast<int64_t>(data.nbytes()));
+void BlockWriter::append(const PieceData& data, int64_t numel) {
+  const at::Tensor& tensor = data.tensor();
+  if (tensor.defined() && tensor.is_cpu() && tensor.is_contiguous()) {
+    append(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
     return;
   }
-  const at::Tensor flat = data.view({-1});
-  const int64_t chunk = std::max<int64_t>(1, kBlockBytes / static_cast<int64_t>(flat.element_size()));
-  for (int64_t begin = 0; begin < flat.numel(); begin += chunk) {
-    const at::Tensor part = flat.narrow(0, begin, std::min(chunk, flat.numel() - begin)).to(at::kCPU).contiguous();
-    append(part.const_data_ptr(), static_cast<int64_t>(part.nbytes()));
+  const int64_t width = static_cast<int64_t>(c10::elementSize(data.dtype()));
+  const int64_t chunk = std::min(numel, kBlockBytes / width);
+  const at::Tensor flat = tensor.defined() ? tensor.view({-1}) : tensor;
+  at::Tensor staged;
+  if (!tensor.defined()) staged = at::empty({chunk}, at::TensorOptions().dtype(data.dtype()));
+  for (int64_t begin = 0; begin < numel; begin += chunk) {
+    const int64_t count = std::min(chunk, numel - begin);
+    at::Tensor part;
+    if (tensor.defined()) {
+      part = flat.narrow(0, begin, count).to(at::kCPU).contiguous();
+    } else {
+      part = staged.narrow(0, 0, count);
+      data.transfer()(begin, part);
+    }
+    append(part.const_data_ptr(), count * width);
   }
 }
 

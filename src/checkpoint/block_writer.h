@@ -1,28 +1,27 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Appends bytes and tensors to a file in large blocks at aligned offsets.
+// Appends bytes and a piece's elements to a file in large blocks at aligned offsets.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <memory>
 
 #include "checkpoint/file_io.h"
+#include "checkpoint/piece.h"
 
 namespace deeptide::checkpoint {
 
-/// Bytes per write, and per staged copy of a tensor that cannot be read in place.
+/// Bytes per write, and per staged copy of elements that cannot be read in place.
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
 
 /// Every write but the last is a multiple of kBlockBytes at a multiple of kBlockBytes. Small pieces are joined in one
-/// block of memory; of large ones, whole blocks go to the file without a copy.
+/// block of memory; whole blocks of large tensors go to the file without a copy.
 class BlockWriter {
  public:
   explicit BlockWriter(File file);
   void append(const void* data, int64_t bytes);
-  /// A tensor of any device; contiguous of any shape, or (n,) of any stride.
-  void append(const at::Tensor& data);
+  /// All `numel` elements of `data`, which must hold them.
+  void append(const PieceData& data, int64_t numel);
   /// Writes what is left and fsyncs. Without it the file is incomplete.
   void finish();
 

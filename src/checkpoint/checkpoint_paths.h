@@ -3,15 +3,37 @@
 // Where a checkpoint's folders and files are, and which tags may name them.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace deeptide::checkpoint {
 
+constexpr const char* kManifestName = "manifest.json";
+std::string shard_name(int rank);       // "rank_00000.safetensors"
+std::string rank_table_name(int rank);  // "rank_00000.json"
+/// Whether a save owns the files of this name in a tag's folder; all others are the user's.
+bool is_own_file(const std::string& name);
+
+/// One save of one tag, the same on all its ranks. Another save of the tag has another nonce, so two jobs that save
+/// one tag at once never write the same file.
+struct SaveTarget {
+  std::string directory;
+  std::string tag;
+  uint64_t nonce = 0;
+};
+/// A new random nonce. One rank draws it, the caller shares it with the others.
+uint64_t draw_nonce();
+/// 16 hexadecimal digits.
+std::string nonce_text(uint64_t nonce);
+
 /// `<directory>/<tag>`. Errors: CheckpointError when `directory` is empty or `tag` is no plain folder name.
 std::string folder_path(const std::string& directory, const std::string& tag);
-/// `<directory>/<tag>.tmp`, where a save grows. Errors: as folder_path(), and when `<directory>/<tag>` holds something
-/// that is not a checkpoint, which a save would delete.
-std::string growing_path(const std::string& directory, const std::string& tag);
+/// `<directory>/<tag>.<nonce>.tmp`, where a save grows. Errors: as folder_path(), and when something that is not a
+/// folder is at `<directory>/<tag>`.
+std::string growing_path(const SaveTarget& target);
+/// Removes the growing folders of other saves of the tag, which crashed. A save that still runs in another job fails
+/// then: the removal is atomic for it, so it commits either all of its files or none.
+void remove_other_saves(const SaveTarget& target);
 /// `<directory>/latest`.
 std::string latest_path(const std::string& directory);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Files and folders whose every failure is a CheckpointError with path, bytes, errno's text and the cure.
+// Files and folders: every failure is a CheckpointError with path, bytes, errno's text and the cure.
 #include "checkpoint/file_io.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 namespace deeptide::checkpoint {
 namespace {
 
-// One call moves less than 2 GiB on Linux whatever is asked for.
+// Linux moves less than 2 GiB per call, whatever the caller requests.
 constexpr int64_t kMaxTransferBytes = int64_t{1} << 30;
 
 const char* cure(int error) {
@@ -37,10 +37,6 @@ const char* cure(int error) {
     default:
       return "";
   }
-}
-
-[[noreturn]] void fail(const std::string& action, const std::string& path, int error) {
-  throw CheckpointError("cannot " + action + " " + path + ": " + std::strerror(error) + cure(error));
 }
 
 std::string span_text(const char* verb, int64_t bytes, int64_t offset) {
@@ -65,7 +61,7 @@ bool exchange_paths(const std::string& from, const std::string& to) {
   return false;
 }
 
-void replace_in_two_steps(const std::string& from, const std::string& to) {
+std::string replace_in_two_steps(const std::string& from, const std::string& to) {
   const std::string aside = aside_path(to);
   remove_quietly(aside);
   move_path(to, aside);
@@ -75,9 +71,14 @@ void replace_in_two_steps(const std::string& from, const std::string& to) {
     move_path(aside, to);
     throw;
   }
+  return aside;
 }
 
 }  // namespace
+
+void fail(const std::string& action, const std::string& path, int error) {
+  throw CheckpointError("cannot " + action + " " + path + ": " + std::strerror(error) + cure(error));
+}
 
 File::File(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
 File::File(File&& other) noexcept : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
@@ -149,6 +150,11 @@ bool exists(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0;
 }
 
+bool is_folder(const std::string& path) {
+  struct stat status;
+  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+}
+
 void make_folders(const std::string& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
@@ -175,6 +181,10 @@ void move_path(const std::string& from, const std::string& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) fail("move " + from + " to", to, errno);
 }
 
+bool move_quietly(const std::string& from, const std::string& to) noexcept {
+  return ::rename(from.c_str(), to.c_str()) == 0;
+}
+
 void remove_quietly(const std::string& path) noexcept {
   std::error_code ignored;
   std::filesystem::remove_all(path, ignored);
@@ -182,17 +192,18 @@ void remove_quietly(const std::string& path) noexcept {
 
 std::string aside_path(const std::string& path) { return path + ".replaced"; }
 
-void replace_folder(const std::string& from, const std::string& to, bool exchange) {
+std::string replace_folder(const std::string& from, const std::string& to, bool exchange) {
+  std::string replaced;
   if (!exists(to)) {
     move_path(from, to);
+    if (exists(aside_path(to))) replaced = aside_path(to);  // a crash left it there between the two steps
   } else if (exchange && exchange_paths(from, to)) {
-    sync_folder(std::filesystem::path(to).parent_path().string());  // the new one must last before the old one goes
-    remove_quietly(from);
+    replaced = from;
   } else {
-    replace_in_two_steps(from, to);
+    replaced = replace_in_two_steps(from, to);
   }
   sync_folder(std::filesystem::path(to).parent_path().string());
-  remove_quietly(aside_path(to));
+  return replaced;
 }
 
 }  // namespace deeptide::checkpoint

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Files and folders whose every failure is a CheckpointError with path, bytes, errno's text and the cure.
+// Files and folders: every failure is a CheckpointError with path, bytes, errno's text and the cure.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace deeptide::checkpoint {
 
-/// An open file. Positions are explicit, so threads may read one File at once.
+/// An open file. Positions are explicit, so several threads may read one File at once.
 class File {
  public:
   static File create(const std::string& path);  // truncates what is there
@@ -33,24 +33,33 @@ class File {
   int descriptor_;
 };
 
+/// Errors: CheckpointError "cannot <action> <path>: <errno's text>", with the cure where there is one.
+[[noreturn]] void fail(const std::string& action, const std::string& path, int error);
+
 std::string read_text(const std::string& path);
 /// Writes and fsyncs.
 void write_text(const std::string& path, const std::string& text);
 
+/// Whether anything is there, also a link that leads nowhere.
 bool exists(const std::string& path);
+/// Follows links.
+bool is_folder(const std::string& path);
 void make_folders(const std::string& path);
 /// Makes the folder's entries durable.
 void sync_folder(const std::string& path);
 /// The names in the folder, in no order.
 std::vector<std::string> list_folder(const std::string& path);
 void move_path(const std::string& from, const std::string& to);
+/// False when it cannot be moved.
+bool move_quietly(const std::string& from, const std::string& to) noexcept;
 /// Removes a file or a tree; what cannot be removed stays.
 void remove_quietly(const std::string& path) noexcept;
 
-/// Where replace_folder() keeps the old folder while the new one takes its place in two steps.
+/// Where replace_folder() keeps the old folder when the new one takes its place in two steps.
 std::string aside_path(const std::string& path);
-/// Puts folder `from` in the place of `to` and removes the old `to`. With `exchange` and a filesystem that can, the two
-/// swap in one step; else the old one is moved aside first, and moved back when the second step fails.
-void replace_folder(const std::string& from, const std::string& to, bool exchange = true);
+/// Puts folder `from` in the place of `to`. With `exchange`, and a filesystem that can, the two swap in one step; else
+/// the old folder is moved aside first, and moved back when the second step fails. Durable on return.
+/// Returns where the old folder is now, for the caller to remove; empty when there was none.
+[[nodiscard]] std::string replace_folder(const std::string& from, const std::string& to, bool exchange = true);
 
 }  // namespace deeptide::checkpoint

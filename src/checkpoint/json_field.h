@@ -15,12 +15,12 @@ namespace deeptide::checkpoint {
   throw CheckpointError("malformed " + path + ": " + why + "; use another checkpoint");
 }
 
-/// A JSON library's get<int64_t>() bends fractions and values above int64 in silence; this one refuses them.
+/// Refuses fractions and values above int64, which the library's get<int64_t>() changes silently.
 template <typename Json>
 int64_t integer_of(const Json& value, const std::string& path) {
   constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
   if (!value.is_number_integer() || (value.is_number_unsigned() && value.template get<uint64_t>() > kMax)) {
-    malformed(path, std::string("an integer is expected where a ") + value.type_name() + " stands");
+    malformed(path, std::string("expected an integer, got a ") + value.type_name());
   }
   return value.template get<int64_t>();
 }

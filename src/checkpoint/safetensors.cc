@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The header of a safetensors file: written, and read with distrust.
+// The header of a safetensors file: encodes it, and reads it without trusting it.
 #include "checkpoint/safetensors.h"
 
 #include <algorithm>
@@ -64,7 +64,7 @@ Entry decode_entry(const json& value, const std::string& path) {
   return entry;
 }
 
-// The format's own rule: sorted, the tensors cover the data without overlap or gap.
+// The format requires that the tensors cover the data without overlap or gap.
 void check_layout(const Header& header, int64_t data_bytes, const std::string& path) {
   std::vector<std::pair<int64_t, int64_t>> spans;
   for (const auto& [key, entry] : header.entries) spans.emplace_back(entry.begin, entry.end);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The header of a safetensors file: written, and read with distrust.
+// The header of a safetensors file: encodes it, and reads it without trusting it.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -16,7 +16,7 @@ namespace deeptide::checkpoint {
 
 /// The format's name for a dtype ("F32"). Errors: CheckpointError for a dtype that the format lacks.
 std::string dtype_name(at::ScalarType dtype);
-/// Errors: CheckpointError for a name that is not known here; `where` says who asks.
+/// Errors: CheckpointError for an unknown name; `where` is the file that has it.
 at::ScalarType dtype_of_name(const std::string& name, const std::string& where);
 
 struct Entry {
@@ -33,11 +33,11 @@ struct Header {
   int64_t data_offset = 0;  // of the first data byte in the file
 };
 
-/// Length, JSON and the spaces that bring the data to a 64-byte boundary. The format forbids gaps between tensors, so
-/// the entries must follow each other: whoever wants them aligned puts the wide dtypes first.
+/// Encodes length, JSON and the spaces that align the data to 64 bytes. The format forbids gaps between tensors, so the
+/// entries must be adjacent: place wide dtypes first to keep all of them aligned.
 std::string encode_header(const Entries& entries, const std::map<std::string, std::string>& metadata);
 
-/// Errors: CheckpointError when the header is no header (length beyond the file, bad JSON, unknown dtype, shapes that
+/// Errors: CheckpointError when the header is malformed (length beyond the file, bad JSON, unknown dtype, shapes that
 /// contradict offsets, overlaps, gaps) or when the file is shorter or longer than the header says.
 Header read_header(const File& file);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Holds what a language binding installed.
+// Holds the functions that a language binding installed.
 #include "comm/blocking.h"
 
 #include <utility>

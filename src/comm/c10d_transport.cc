@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collectives of a c10d backend.
+// Runs collectives on a c10d backend.
 #include <algorithm>
 #include <future>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -30,8 +30,8 @@ class WorkOperation : public Operation {
       }
       return true;
     } catch (const std::exception& error) {
-      if (!work_->isCompleted()) return false;  // only late
-      // It may have ended well just after the limit: then the error is the limit's, not the work's.
+      if (!work_->isCompleted()) return false;  // late, not failed
+      // The work may have completed just after the limit: then the error is the limit's, not the work's.
       if (work_->exception() == nullptr) return true;
       throw TransportError(std::string(error.what()).substr(0, 300));
     }
@@ -54,8 +54,8 @@ OperationPtr follow(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> ten
   return std::make_shared<WorkOperation>(std::move(work), std::move(tensors));
 }
 
-/// A send or a receive. Gloo's wait for one poisons the connection when its limit passes, and nothing else of it can be
-/// asked, so a thread waits as long as it takes.
+/// A send or a receive. Gloo's timed wait poisons the connection when its limit passes, and Gloo offers no other query.
+/// So a thread waits without a limit.
 class PeerOperation : public Operation {
  public:
   PeerOperation(c10::intrusive_ptr<c10d::Work> work, Tensor tensor)
@@ -126,7 +126,7 @@ class C10dTransport : public Transport {
   }
 
  private:
-  static constexpr int kTag = 0;  // transfers between two ranks come in order
+  static constexpr int kTag = 0;  // transfers between two ranks arrive in order
 
   static OperationPtr peer(c10::intrusive_ptr<c10d::Work> work, Tensor tensor) {
     if (!tensor.is_cpu()) return follow(std::move(work), {std::move(tensor)});

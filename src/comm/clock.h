@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How far training is, for the errors and the log of whoever waits.
+// How far training is, for errors and logs.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace deeptide::comm {
 
-/// The engine sets it; every channel reads it. Thread-safe.
+/// The engine sets it, and every channel reads it. Thread-safe.
 class Clock {
  public:
   int64_t step() const { return step_.load(std::memory_order_relaxed); }

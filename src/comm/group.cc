@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One transport a channel; the only place that waits on peers.
+// Runs one transport per channel. No other file waits on peers.
 #include "comm/group.h"
 
 #include <ATen/ops/zeros.h>
@@ -25,10 +25,10 @@ using std::chrono::steady_clock;
 
 namespace {
 
-// The transport gives up after us: our error says more.
+// The transport times out after us: our error carries more.
 constexpr milliseconds kTransportGrace{2000};
 
-/// All ranks are on this host: no name needs to be resolved.
+/// Whether all ranks are on this host, so that no name needs resolving.
 bool is_local(const World& world) {
   const char* address = std::getenv("MASTER_ADDR");
   return world.source == "threads" ||
@@ -43,12 +43,12 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
   options->devices.push_back(interface         ? Gloo::createDeviceForInterface(interface)
                              : is_local(world) ? Gloo::createDeviceForHostname("127.0.0.1")
                                                : Gloo::createDefaultDevice());
-  options->threads = 1;  // one channel's collectives run in order anyway; fewer threads leave the cores to compute
+  options->threads = 1;  // a channel's collectives run in order anyway; fewer threads leave the cores to compute
   auto store = c10::make_intrusive<c10d::PrefixStore>("deeptide/" + name, world.store);
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
 
-/// What every transport takes for granted: they move bytes.
+/// Asserts what every transport assumes: transports only move bytes.
 void check(const Tensor& one, int64_t factor, const Tensor& other) {
   TORCH_INTERNAL_ASSERT(one.is_contiguous() && other.is_contiguous(), "collectives take contiguous tensors");
   TORCH_INTERNAL_ASSERT(one.numel() * factor == other.numel() && one.scalar_type() == other.scalar_type() &&
@@ -57,7 +57,7 @@ void check(const Tensor& one, int64_t factor, const Tensor& other) {
                         ": expected ", factor, " times as many elements in the second");
 }
 
-/// `own`: the world as the team sees it.
+/// `own` is the world as the team sees it.
 std::unique_ptr<Transport> make_transport(const World& own, const Team& team, const std::string& name,
                                           const ChannelOptions& options) {
   const auto& host = options.host;
@@ -70,7 +70,7 @@ std::unique_ptr<Transport> make_transport(const World& own, const Team& team, co
   return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), num_hosts, options.timeout));
 }
 
-// "1/gathers" -> "gathers", of a process's second engine "gathers 2": each counts for itself.
+// Maps "1/gathers" to "gathers", and a second engine's "2/gathers" to "gathers 2": each engine counts separately.
 std::string channel_of(const std::string& name) {
   const size_t slash = name.rfind('/');
   if (slash == std::string::npos) return name;
@@ -107,7 +107,7 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
     throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
                     " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
                     " ms: " + error.what() +
-                    ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME picks the interface).");
+                    ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the interface).");
   }
 }
 
@@ -188,7 +188,7 @@ bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
   if (!failure.empty()) {
-    // A diagnosis takes a third of a second and writes to the store: only where no rank has reported the cause.
+    // A diagnosis takes a third of a second and writes to the store: skip it if a rank has reported the cause.
     const auto reported = options_.board->failure();
     throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
                      (reported ? *reported : options_.board->diagnose("waits: " + text(site))) +
@@ -209,7 +209,7 @@ void Group::wait(Pending& pending, const Site& site) {
   const auto begin = steady_clock::now();
   while (!wait_for(pending, std::min(world::kPollFailures, options_.timeout), site)) {
     if (const auto failure = options_.board->failure()) {
-      // A peer that ended after its part may have been heard of before its part has arrived.
+      // A peer that ended after its part may be reported before its part has arrived.
       if (wait_for(pending, world::kPollFailures, site)) return;
       throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
     }

@@ -25,7 +25,7 @@ class FailureBoard;
 
 namespace deeptide::comm {
 
-/// What a wait is for; an error adds the rank and the step.
+/// The place and purpose of a wait. An error adds the rank and the step.
 struct Site {
   const char* phase = "start";  // "forward", "backward", "step", "eval", "checkpoint", "start"
   std::string what;             // "gathering unit h.3 for h.3.attn.qkv.weight"
@@ -38,7 +38,7 @@ class Pending {
   explicit Pending(OperationPtr operation) : operation_(std::move(operation)) {}
   bool valid() const { return operation_ != nullptr; }
   bool ready() const { return operation_ == nullptr || operation_->ready(); }
-  /// True when done within `limit`. A lost peer is only late here: Group::wait says what is wrong.
+  /// Returns true if done within `limit`. A lost peer shows only as late here: Group::wait reports the cause.
   bool wait_for(std::chrono::milliseconds limit);
 
  private:
@@ -47,20 +47,20 @@ class Pending {
   trace::FlightLog::Ticket ticket_ = 0;
 };
 
-/// What the channels of one engine have in common.
+/// What the channels of one engine share.
 struct ChannelOptions {
   std::chrono::milliseconds timeout;
   std::shared_ptr<world::FailureBoard> board;  // where ranks report and look for failures
-  std::shared_ptr<host::Host> host;            // of the team; null: all traffic goes over c10d
-  std::shared_ptr<const Clock> clock;          // null: errors say step 0
-  bool on_device = false;                      // carries the model's device's tensors, not the CPU's
+  std::shared_ptr<host::Host> host;            // the team's host; null: all traffic uses c10d
+  std::shared_ptr<const Clock> clock;          // null: errors report step 0
+  bool on_device = false;                      // carries tensors of the model's device, not the CPU's
   PeerTraffic peers = PeerTraffic::no;
 };
 
-/// One channel of collectives over a team. Calls must come in the same order on every rank, from one thread per rank
-/// at a time. Operations progress in `wait` and `wait_for`, and end in the order in which they began. Channels do not
-/// wait on each other: gathers, reductions and control messages have one each. Ranks are counted by their index in the
-/// team; errors and logs give their number in the world.
+/// One channel of collectives over a team. All ranks make calls in the same order, from one thread per rank at a time.
+/// Operations progress in `wait` and `wait_for`, and end in the order in which they began. Channels do not wait on each
+/// other: gathers, reductions and control messages have one each. Ranks are indices in the team; errors and logs use
+/// world ranks.
 class Group {
  public:
   /// Collective over the team. `name` ends in the channel: "1/gathers".
@@ -71,32 +71,32 @@ class Group {
   const Team& team() const { return team_; }
   int index() const { return team_.index(); }
   int size() const { return team_.size(); }
-  /// Which way its bytes go, a Transport's name; "none" in a team of one.
+  /// The transport's name; "none" in a team of one.
   const char* path() const { return transport_->name(); }
   /// The engine's step, for logs.
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 
-  /// Shapes: input (N,), output (W * N,), contiguous, same type and device. N may be 0, for all methods.
+  /// Shapes: input (N,), output (W * N,), contiguous, equal type and device. N may be 0, for all methods.
   Pending all_gather(at::Tensor output, at::Tensor input);
-  /// Row r of the input goes to rank r; row r of the output came from rank r. Shapes: (W * N,) both.
+  /// Sends row r of the input to rank r; output row r is rank r's. Shapes: (W * N,) both.
   Pending all_to_all(at::Tensor output, at::Tensor input);
-  /// The transport's own sum, in an order of its choice. Shapes: input (W * N,), output (N,).
+  /// Sums in an order that the transport chooses. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
-  /// One contiguous tensor to the rank of index `to`, which receives the same type and shape. Needs PeerTraffic::yes.
+  /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Needs PeerTraffic::yes.
   Pending send(at::Tensor tensor, int to);
   Pending receive(at::Tensor tensor, int from);
-  /// Enters an operation that was started elsewhere, in the same order on all ranks, into the log of this channel.
+  /// Logs in this channel an operation that was started elsewhere. All ranks call it in the same order.
   Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
 
-  /// Errors: CommError, at once when a peer has reported a failure, else after the timeout; names the missing ranks.
+  /// Errors: CommError, at once if a peer has reported a failure, else after the timeout; names the missing ranks.
   void wait(Pending& pending, const Site& site);
-  /// Makes work issued to `lane` from now on run after the collective. The host waits, as `wait` does, only where the
+  /// Makes work issued to `lane` later run after the collective. The host waits, as `wait` does, only where the
   /// transport needs it: on a CPU. Errors: as `wait`.
   void order_before(const device::Lane& lane, Pending& pending, const Site& site);
-  /// Waits at most `limit`; true when done. Never throws for lateness.
+  /// Waits at most `limit`; returns true when done. Never throws because of lateness.
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
@@ -107,7 +107,7 @@ class Group {
   std::string channel_;  // "gathers"
   std::unique_ptr<Transport> transport_;
   at::Tensor token_, tokens_;  // what a barrier gathers
-  uint64_t sequence_ = 0;      // of what was started
+  uint64_t sequence_ = 0;      // number of operations started
 };
 
 }  // namespace deeptide::comm

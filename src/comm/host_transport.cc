@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collectives through a ring of slots: each rank copies in what it has, piece by piece, and out what it wants.
+// Runs collectives through a ring of slots: each rank copies its data in, piece by piece, and what it needs out.
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ class HostTransport : public Transport {
     return scatter(output, input, take);
   }
 
-  /// In rank order, in fp32: more exact than asked for. What has come from all is summed where it lies.
+  /// Sums in rank order, in fp32: more exact than required. Rows that have arrived from all ranks are summed in place.
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
     if (output.is_alias_of(input)) return reduce_scatter_in_order(*this, channel_.size(), output, input);
     const auto item = static_cast<int64_t>(input.element_size());
@@ -72,7 +72,7 @@ class HostTransport : public Transport {
     return *pipes_;
   }
 
-  /// Sends each rank its row of `input`; `take` gets what has come of this rank's rows, and where in a row that is.
+  /// Sends each rank its row of `input`; `take` gets arrived pieces of this rank's rows and their offset in a row.
   OperationPtr scatter(const Tensor& output, const Tensor& input,
                        const std::function<void(const host::Pieces&, int64_t)>& take) {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size(), begin = channel_.index() * row;
@@ -88,7 +88,7 @@ class HostTransport : public Transport {
   }
 
   host::Channel channel_;
-  std::unique_ptr<host::Pipes> pipes_;  // null: no send and receive
+  std::unique_ptr<host::Pipes> pipes_;  // null: no send or receive
 };
 
 }  // namespace

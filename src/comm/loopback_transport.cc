@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collectives of one rank with itself.
+// Runs collectives of one rank with itself.
 #include "comm/transport.h"
 
 namespace deeptide::comm {
@@ -9,7 +9,7 @@ using at::Tensor;
 
 namespace {
 
-/// Everything is done when it is started: null operations.
+/// Completes everything at its start: all operations are null.
 class LoopbackTransport : public Transport {
  public:
   const char* name() const override { return "none"; }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say to each other besides tensors: plain data that travels as bytes, one struct per conversation.
+// Messages between ranks other than tensors: plain data that travels as bytes, one struct per conversation.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace deeptide::comm {
 
-/// A collective method of the engine. Every rank must be in the same one.
+/// A collective method of the engine. All ranks must be in the same one.
 enum class Call : int32_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad };
 
 /// The units that a rank needs now, and those that it expects to use next.
@@ -30,25 +30,30 @@ struct Wishes {
 /// A rank has entered a collective method: it needs no more units and serves until all ranks have closed.
 struct Close {
   Call call = Call::step;
-  bool boundary = false;      // of the accumulation, as this rank counts
-  bool joined = false;        // it has no more batches
-  bool has_gradient = false;  // backward gave it something that is not reduced yet
-  bool has_written = false;   // its program wrote into its private view of shared parameters
-  int64_t rounds = 0;         // of reductions: wanted by a step, begun before what drops gradients
+  bool boundary = false;      // end of the accumulation, by this rank's count
+  bool joined = false;        // this rank has no more batches
+  bool has_gradient = false;  // backward gave this rank something not yet reduced
+  bool has_written = false;   // this rank's program wrote into its private view of shared parameters
+  int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
 };
 
 /// One rank's part of a round.
 using Word = std::variant<Wishes, Close>;
 
-/// What a rank knows of its shards of the gradients.
+/// What a rank knows about its shards of the gradients.
 struct Verdict {
-  double squares = 0.0;        // sum; not finite if any element is not
+  double squares = 0.0;        // not finite if any element is not
   int32_t bad_unit = -1;       // by Unit::index(); -1: no element is bad here
   int32_t bad_parameter = -1;  // in that unit
-  int32_t bad_rank = -1;       // that contributed it; -1: every contribution was finite, their sum was not
+  int32_t bad_rank = -1;       // the contributor; -1: every contribution was finite, their sum was not
 };
 
-/// Whether a rank could do its part, and what it saw.
+/// The first rank's name for a save: other saves of the same tag have others.
+struct SaveName {
+  uint64_t nonce = 0;
+};
+
+/// Whether a rank could do its part, and a digest of what it saw.
 struct Vote {
   bool failed = false;
   uint64_t digest = 0;  // equal on ranks that saw the same

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Row after row, in ATen's operators.
+// Adds row after row with ATen's operators.
 #include "comm/ordered_rows.h"
 
 #include <ATen/core/grad_mode.h>

@@ -9,11 +9,11 @@
 
 namespace deeptide::comm {
 
-/// output = rows[0] + rows[1] + …, in that order, in fp32 where the type is narrower. Shapes: (N,) each, at least one
-/// row; `output` overlaps none but perhaps the first.
+/// Computes output = rows[0] + rows[1] + …, in that order, in fp32 where the type is narrower. Shapes: (N,) each, at
+/// least one row. `output` may overlap the first row only.
 void add_rows_in_order(at::TensorList rows, at::Tensor output);
 
-/// Reduces by a transport that only moves bytes: an all-to-all, then sums in rank order. Shapes: as
+/// Reduces over a transport that only moves bytes: an all-to-all, then sums in rank order. Shapes: as
 /// Transport::reduce_scatter.
 OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, at::Tensor output, at::Tensor input);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Control rounds as one small all-gather each.
+// Runs each control round as one small all-gather.
 #include "comm/rendezvous.h"
 
 #include <ATen/ops/empty.h>
@@ -22,7 +22,7 @@ Rendezvous::Rendezvous(Group& control)
       in_(bytes_of(sizeof(Word))) {}
 
 void Rendezvous::post(const Word& word) {
-  TORCH_INTERNAL_ASSERT(!posted_, "a round is under way already");
+  TORCH_INTERNAL_ASSERT(!posted_, "a round is already under way");
   std::memcpy(in_.mutable_data_ptr(), &word, sizeof(Word));
   pending_ = control_.all_gather(out_, in_);
   posted_ = true;
@@ -39,7 +39,7 @@ std::vector<Word> Rendezvous::collect(const Site& site) {
 }
 
 void Rendezvous::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
-  TORCH_INTERNAL_ASSERT(!posted_, "a round is under way already");
+  TORCH_INTERNAL_ASSERT(!posted_, "a round is already under way");
   const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
   std::memcpy(in.mutable_data_ptr(), own, bytes);
   Pending pending = control_.all_gather(out, in);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Rounds in which every rank says what it needs next and hears what the others need: what keeps divergent ranks from
+// Rounds in which every rank states what it needs next and learns what the others need. They keep divergent ranks from
 // hanging.
 #pragma once
 
@@ -16,9 +16,9 @@
 
 namespace deeptide::comm {
 
-/// Rounds on a channel of their own. At most one round is under way; a rank that has posted its word may go on
-/// computing and collect the round later. Every rank takes part in every round, so the sequence of rounds is the same
-/// everywhere.
+/// Runs rounds on a channel of their own. At most one round is under way. A rank that has posted its word may continue
+/// computing and collect the round later. Every rank takes part in every round, so all ranks share one sequence of
+/// rounds.
 class Rendezvous {
  public:
   explicit Rendezvous(Group& control);
@@ -30,7 +30,7 @@ class Rendezvous {
   std::vector<Word> collect(const Site& site);
   int64_t rounds() const { return rounds_; }
 
-  /// Collective, between rounds: every rank hears every rank's message, in the team's order.
+  /// Collective, between rounds: every rank receives every rank's message, in the team's order.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const Site& site) {
     static_assert(std::is_trivially_copyable_v<Message>);

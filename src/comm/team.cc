@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which ranks of a mesh belong together.
+// Finds which ranks of a mesh belong together.
 #include "comm/team.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace deeptide::comm {
 namespace {
 
-/// True when the two ranks differ along `axes` at most.
+/// Whether the two ranks differ along `axes` at most.
 bool differ_along(const world::Mesh& mesh, int a, int b, const std::vector<world::Axis>& axes) {
   const auto left = mesh.coordinates(a), right = mesh.coordinates(b);
   for (int axis = 0; axis < world::kNumAxes; ++axis) {

@@ -12,26 +12,26 @@
 namespace deeptide::comm {
 
 /// The ranks over which something is sharded, replicated or reduced. A tensor's owner is an index in a team, never a
-/// rank of the world. Value type.
+/// world rank. Value type.
 class Team {
  public:
   /// All ranks, in order.
   static Team whole(const World& world);
-  /// The ranks that share `rank`'s coordinates on every other axis, ascending. Its name joins its axes: "data",
-  /// "data+expert". Errors: ConfigError for no axis.
+  /// The ranks that share `rank`'s coordinates on every other axis, ascending. The name joins the axes: "data",
+  /// "data+expert". Errors: ConfigError if `axes` is empty.
   static Team along(const world::Mesh& mesh, int rank, const std::vector<world::Axis>& axes);
 
   const std::string& name() const { return name_; }
-  /// Numbers in the world, in the team's order.
+  /// World ranks, in the team's order.
   const std::vector<int>& ranks() const { return ranks_; }
   int size() const { return static_cast<int>(ranks_.size()); }
-  /// This rank's place in `ranks()`.
+  /// This rank's index in `ranks()`.
   int index() const { return index_; }
-  /// This rank's number in the world: what errors and logs say.
+  /// This rank's world rank, as errors and logs print it.
   int rank() const { return ranks_[index_]; }
-  /// Tells this team from those of the same name elsewhere in the mesh: "data of rank 2", by its first rank.
+  /// Distinguishes this team from others of its name in the mesh by its first rank: "data of rank 2".
   std::string key() const;
-  /// The world as this team sees it: its ranks only, counted by index, with keys of their own in the store.
+  /// The world as this team sees it: its ranks only, counted by index, with separate keys in the store.
   World within(const World& world) const;
 
   bool operator==(const Team&) const = default;

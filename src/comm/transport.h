@@ -20,7 +20,7 @@ using host::Operation;
 using host::OperationPtr;
 using host::TransportError;
 
-/// Shapes and meaning as in Group. Calls come in the same order on every rank; operations of one transport end in the
+/// Shapes and meaning: as in Group. All ranks make calls in the same order; operations of one transport end in the
 /// order in which they were started.
 class Transport {
  public:
@@ -31,25 +31,25 @@ class Transport {
   virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr broadcast(at::Tensor tensor, int root) = 0;
-  /// One contiguous tensor from this rank to that of index `to`, which receives as many bytes. Transfers between two
-  /// ranks in one direction end in the order in which they were started. Needs PeerTraffic::yes.
+  /// Sends one contiguous tensor to index `to`, which receives as many bytes. Transfers between two ranks in one
+  /// direction end in the order in which they were started. Needs PeerTraffic::yes.
   virtual OperationPtr send(at::Tensor tensor, int to) = 0;
   virtual OperationPtr receive(at::Tensor tensor, int from) = 0;
 };
 
-/// Whether a channel carries send and receive as well as collectives: it costs shared memory for each pair of ranks.
+/// Whether a channel carries send and receive besides collectives: they cost shared memory per pair of ranks.
 enum class PeerTraffic : uint8_t { no, yes };
 
-/// A team of one rank: collectives are copies.
+/// For a team of one rank: collectives are copies.
 std::unique_ptr<Transport> make_loopback_transport();
 
 std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend);
 
-/// Through slots in shared memory; all ranks are on one host. Errors (on use): a rank's process has ended.
+/// Uses slots in shared memory; all ranks are on one host. Errors (on use): a rank's process has ended.
 std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host, PeerTraffic peers = PeerTraffic::no);
 
-/// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory within each
-/// host. Every byte crosses between hosts as often as over c10d alone, and never within one. Needs
+/// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory serves each
+/// host. A byte crosses between hosts as often as over c10d alone, and never within one. Needs
 /// host::Host::is_uniform().
 std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
                                                     c10::intrusive_ptr<c10d::Backend> rail);

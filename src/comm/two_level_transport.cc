@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Between hosts over c10d, each rank with those of its index; within a host through shared memory.
+// Uses c10d between hosts, among ranks of one index, and shared memory within a host.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -18,7 +18,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-/// First the rail, then, when all before it are done, the transfer within the host.
+/// Runs the rail first; then, once all earlier operations are done, the transfer within the host.
 class TwoLevelOperation : public Operation {
  public:
   TwoLevelOperation(OperationPtr rail, OperationPtr before, std::function<OperationPtr()> start_local)
@@ -60,7 +60,7 @@ class TwoLevelTransport : public Transport {
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
-    Tensor column = at::empty({hosts * input.numel()}, input.options());  // of this index, host by host
+    Tensor column = at::empty({hosts * input.numel()}, input.options());  // this index's rows, host by host
     auto place = [this, output, row, to = host::Destination(output)](const host::Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t host, int64_t offset, const char* data, int64_t bytes) {
         to.write(host_->hosts()[host][peer] * row + offset, data, bytes);
@@ -72,7 +72,7 @@ class TwoLevelTransport : public Transport {
   OperationPtr all_to_all(Tensor output, Tensor input) override {
     const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
     const Tensor sent = by_host(input);
-    Tensor received = at::empty_like(sent);  // (hosts, local, row): what this index of each host has for ours
+    Tensor received = at::empty_like(sent);  // (hosts, local, row): rows from this index of each host for this host
     auto place = [this, output, row, local, to = host::Destination(output)](const host::Pieces& pieces) {
       for_rows(pieces, row, [&](int peer, int64_t at, int64_t offset, const char* data, int64_t bytes) {
         if (at % local != channel_.index()) return;
@@ -124,7 +124,7 @@ class TwoLevelTransport : public Transport {
     }
   }
 
-  /// The input's rows, ordered by host; itself when the ranks are numbered so.
+  /// Returns the input's rows ordered by host; the input itself if the ranks are numbered so.
   Tensor by_host(const Tensor& input) const {
     if (std::is_sorted(order_.begin(), order_.end())) return input;
     const Tensor rows = input.view({num_ranks(), input.numel() / num_ranks()});

@@ -9,7 +9,7 @@
 
 namespace deeptide::config {
 
-/// The decoded bytes, or nothing when `text` holds other characters. Blanks around and padding are passed over.
+/// The decoded bytes, or nothing when `text` holds other characters. Skips surrounding blanks and padding.
 std::optional<std::string> decode_base64_url(std::string_view text);
 
 }  // namespace deeptide::config

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Config::batch_sizes: any one or two of the three batch sizes give the others.
-#include "config/elasticity.h"
-#include "deeptide/config.h"
+// The three batch sizes for one world: what is given determines the rest.
+#include "config/batch.h"
+
 #include "deeptide/errors.h"
 
-namespace deeptide {
+namespace deeptide::config {
 namespace {
 
 std::string words(int64_t value) { return std::to_string(value); }
@@ -39,7 +39,7 @@ void check_given(const BatchConfig& batch, int64_t world_size, const std::string
   }
 }
 
-// Rounds down where sizes do not divide; the check afterwards finds that out.
+// Rounds down where sizes do not divide; batch_sizes() detects that afterwards.
 BatchSizes derive(const BatchConfig& batch, int64_t world_size, const std::string& origin) {
   BatchSizes sizes;
   if (!batch.train_batch_size) {
@@ -76,16 +76,9 @@ std::string multiple_cure(const BatchConfig& batch, int64_t world_size, const st
   return "make train_batch_size a multiple of " + words(unit) + " (" + factors + ")";
 }
 
-BatchSizes elastic_sizes(const ElasticityConfig& elasticity, int64_t world_size, const std::string& origin) {
-  check_positive("the world size", world_size, "give at least 1", origin);
-  const config::ElasticBatch batch = config::elastic_batch(elasticity, world_size);
-  return {batch.train, batch.micro, batch.train / (batch.micro * world_size)};
-}
-
 }  // namespace
 
-BatchSizes Config::batch_sizes(int64_t world_size) const {
-  if (elasticity.enabled) return elastic_sizes(elasticity, world_size, origin);
+BatchSizes batch_sizes(const BatchConfig& batch, int64_t world_size, const std::string& origin) {
   check_given(batch, world_size, origin);
   const BatchSizes sizes = derive(batch, world_size, origin);
   const std::string cure = multiple_cure(batch, world_size, origin);
@@ -101,4 +94,4 @@ BatchSizes Config::batch_sizes(int64_t world_size) const {
   return sizes;
 }
 
-}  // namespace deeptide
+}  // namespace deeptide::config

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The candidates of an elastic batch, and the choice among them.
+// The candidates for an elastic batch, and the choice among them.
 #include "config/elasticity.h"
 
 #include <algorithm>
@@ -36,7 +36,8 @@ std::string listed(const Sizes& sizes) {
 [[noreturn]] void fail(const std::string& what) { throw ConfigError("elasticity." + what); }
 
 void check(const ElasticityConfig& config) {
-  if (!config.sizes_given) fail("max_train_batch_size, micro_batch_sizes: missing; give both to have a batch chosen");
+  if (!config.sizes_given)
+    fail("max_train_batch_size, micro_batch_sizes: missing; give both, so that a batch can be chosen");
   if (config.micro_batch_sizes.empty()) fail("micro_batch_sizes: got none, expected at least one size");
   if (config.max_gpus < config.min_gpus) {
     fail("min_gpus: " + std::to_string(config.min_gpus) + " is greater than max_gpus " +
@@ -47,7 +48,7 @@ void check(const ElasticityConfig& config) {
   }
   if (config.version == 0.1 && config.model_parallel_size > 1) {
     fail("model_parallel_size: got " + std::to_string(config.model_parallel_size) +
-         ", but version 0.1 knows no model parallelism; set version to 0.2");
+         ", but version 0.1 has no model parallelism; set version to 0.2");
   }
   if (config.num_gpus_per_node % config.model_parallel_size != 0) {
     fail("num_gpus_per_node: " + std::to_string(config.num_gpus_per_node) +
@@ -55,7 +56,7 @@ void check(const ElasticityConfig& config) {
   }
 }
 
-/// The least common multiple, or anything above `limit` once it is beyond that.
+/// The least common multiple, or some number above `limit` if it exceeds that.
 int64_t common_multiple(const Sizes& sizes, int64_t limit) {
   int64_t multiple = 1;
   for (const int64_t size : sizes) {
@@ -66,7 +67,7 @@ int64_t common_multiple(const Sizes& sizes, int64_t limit) {
   return multiple;
 }
 
-/// Each micro-batch, and their common multiple, times the largest highly composite number that fits.
+/// Each micro-batch size, and their common multiple, times the largest highly composite number that fits.
 std::set<int64_t> candidates(const Sizes& micro_batches, int64_t max_batch) {
   Sizes bases = micro_batches;
   bases.push_back(common_multiple(micro_batches, max_batch));
@@ -79,7 +80,7 @@ std::set<int64_t> candidates(const Sizes& micro_batches, int64_t max_batch) {
   return found;
 }
 
-/// The numbers of ranks in [low, high] that some micro-batch lets divide `batch`.
+/// The numbers of ranks in [low, high] that divide `batch` into whole micro-batches of some size.
 Sizes valid_worlds(int64_t batch, const Sizes& micro_batches, int64_t low, int64_t high) {
   std::set<int64_t> found;
   for (const int64_t micro : micro_batches) {
@@ -95,13 +96,13 @@ Sizes valid_worlds(int64_t batch, const Sizes& micro_batches, int64_t low, int64
   return {found.begin(), found.end()};
 }
 
-/// Version 0.1, and for version 0.2 the same over nodes. 0 as a limit: none.
+/// Chooses as version 0.1 does, over ranks; version 0.2 calls it over nodes. A limit of 0 means no limit.
 Choice choose(const ElasticityConfig& config, int64_t max_batch, int64_t min_worlds, int64_t max_worlds) {
   const Sizes& micro_batches = config.micro_batch_sizes;
   const auto [smallest, largest] = std::minmax_element(micro_batches.begin(), micro_batches.end());
   if (*largest > max_batch) {
     fail("micro_batch_sizes: " + std::to_string(*largest) + " is greater than the largest batch, " +
-         std::to_string(max_batch) + " (max_train_batch_size, for each rank of a node)");
+         std::to_string(max_batch) + " (max_train_batch_size per rank of a node)");
   }
   const int64_t low = std::max<int64_t>(min_worlds, 1);
   const int64_t high = max_worlds > 0 ? max_worlds : max_batch / *smallest;
@@ -117,7 +118,7 @@ Choice choose(const ElasticityConfig& config, int64_t max_batch, int64_t min_wor
   return best;
 }
 
-/// As version 0.2 takes it: of those that divide a rank's `share`, the first unless larger ones are preferred.
+/// Chooses as version 0.2 does: of the sizes that divide the `share` of a rank, the first, or the largest if preferred.
 int64_t preferred_micro(const ElasticityConfig& config, int64_t share) {
   int64_t found = 0;
   for (const int64_t micro : config.micro_batch_sizes) {
@@ -138,7 +139,7 @@ ElasticBatch for_this_world(const ElasticityConfig& config, int64_t world_size, 
   }
   const int64_t batch = config.prefer_larger_batch ? *std::max_element(batches.begin(), batches.end())
                                                    : *std::min_element(batches.begin(), batches.end());
-  if (batch == 0) {  // DeepSpeed goes on with a batch of 0
+  if (batch == 0) {  // DeepSpeed continues with a batch of 0
     fail("max_train_batch_size: " + std::to_string(config.max_train_batch_size) + " is too small for " +
          std::to_string(world_size) + " ranks with the micro-batches given");
   }
@@ -202,6 +203,7 @@ ElasticBatch elastic_batch(const ElasticityConfig& config, int64_t world_size) {
 
 void check_scheduler_contract(const ElasticityConfig& config, const char* text) {
   if (text == nullptr || *text == '\0') return;
+  static const double default_version = Config().elasticity().version;
   const std::string name = "DEEPSPEED_ELASTICITY_CONFIG";
   const JsonValue planned = parse_json(text, name);
   JsonValue micro_batches;
@@ -216,10 +218,10 @@ void check_scheduler_contract(const ElasticityConfig& config, const char* text) 
     const JsonMember* member = planned.find(key);
     const JsonValue seen = member ? member->value : JsonValue();
     if (member && same_content(seen, value)) continue;
-    // An absent version is the default, as in the section itself.
-    if (!member && std::string_view(key) == "version" && config.version == ElasticityConfig().version) continue;
+    // An absent version means the default, as in the section itself.
+    if (!member && std::string_view(key) == "version" && config.version == default_version) continue;
     fail(std::string(key) + ": " + to_text(value) + " does not match " + to_text(seen) + " in " + name +
-         ", which the scheduler planned with; use the same section for both");
+         ", with which the scheduler planned; use the same section for both");
   }
 }
 

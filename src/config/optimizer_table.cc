@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "config/schema.h"
+#include "config/table/schema.h"
 #include "deeptide/errors.h"
 #include "deeptide/hyperparameters.h"
 

@@ -3,7 +3,7 @@
 // The "optimizer" section as values: which optimizer, and its hyper-parameters by name.
 #pragma once
 
-#include "config/values.h"
+#include "config/check/values.h"
 #include "deeptide/config.h"
 
 namespace deeptide::config {

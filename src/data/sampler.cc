@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which samples a rank sees: a keyed permutation computed point by point, so nothing is stored and nothing is shuffled.
+// Chooses a rank's samples by a keyed permutation, computed point by point: nothing is stored, nothing is shuffled.
 #include <bit>
 #include <string>
 
@@ -9,7 +9,7 @@
 namespace deeptide {
 namespace {
 
-// Enough for tiny domains too, where a half has one or two bits.
+// Suffices for tiny domains too, where a half has one or two bits.
 constexpr int kRounds = 8;
 
 // The finaliser of SplitMix64. Source: Steele, Lea, Flood, OOPSLA 2014, doi:10.1145/2660193.2660195.
@@ -20,13 +20,13 @@ uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-// A balanced Feistel network: a bijection on [0, 4^half_bits) whatever the round function.
+// A balanced Feistel network: a bijection on [0, 4^half_bits) for any round function.
 uint64_t feistel(uint64_t value, int half_bits, uint64_t key) {
   const uint64_t mask = (uint64_t{1} << half_bits) - 1;
   uint64_t left = value >> half_bits;
   uint64_t right = value & mask;
   for (int round = 0; round < kRounds; ++round) {
-    // The mixer's high bits are its best ones.
+    // The mixer's high bits are its best.
     const uint64_t next = left ^ (mix(mix(key + round) ^ right) >> (64 - half_bits));
     left = right;
     right = next;

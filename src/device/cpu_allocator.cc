@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The heap of large pages as one of c10's allocators, and its installation.
+// Wraps the heap of large pages as a c10 allocator, and installs it.
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
@@ -13,15 +13,15 @@ using c10::DataPtr;
 
 namespace {
 
-constexpr size_t kLargeBlockBytes = 256 << 10;  // smaller ones share pages better in malloc
+constexpr size_t kLargeBlockBytes = 256 << 10;  // malloc packs smaller blocks into pages better
 
-/// Never destroyed: tensors are freed until the very end of the process.
+/// Never destroyed: tensors are freed until the process ends.
 PageHeap& heap() {
   static PageHeap& heap = *new PageHeap();
   return heap;
 }
 
-/// For blocks of either kind, since c10 wants an allocator to have one deleter.
+/// Frees blocks of either kind, since c10 wants one deleter per allocator.
 void release(void* block) {
   if (!heap().owns(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
   c10::profiledCPUMemoryReporter().Delete(block);
@@ -41,7 +41,7 @@ class LargePageAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  private:
-  /// Its error is the one that torch's users know.
+  /// Fails with the error that torch's users know.
   static DataPtr allocate_default(size_t bytes) {
     c10::Allocator* const allocator = c10::GetDefaultCPUAllocator();
     DataPtr data;
@@ -62,7 +62,7 @@ bool install() {
   return false;
 #else
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;
-  // A thread that forks must not leave the heap half changed by another one to its child.
+  // While a thread forks, no other may change the heap: the child would inherit it half changed.
   ::pthread_atfork([] { heap().mutex().lock(); }, [] { heap().mutex().unlock(); }, [] { heap().mutex().unlock(); });
   c10::SetCPUAllocator(new LargePageAllocator());  // with the default's priority: the program may still set its own
   return true;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// c10's generic streams and events, whichever backend stands behind them.
+// Wraps c10's generic streams and events, for any backend.
 #include "device/lane.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The order of work on a device: streams and events, and nothing at all on a CPU.
+// The order of work on a device: streams and events, or nothing on a CPU.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,7 +12,7 @@
 
 namespace deeptide::device {
 
-/// A point in a lane. It is passed once all work issued before it is done; on a CPU it always is. Value type.
+/// A point in a lane. It is passed once all earlier work is done, so on a CPU always. Value type.
 class Mark {
  public:
   Mark() = default;
@@ -26,21 +26,21 @@ class Mark {
 };
 
 /// A sequence of work on one device. On a CPU a call's work is done when the call returns, so every method is free.
-/// Value type: copies are the same lane.
+/// Value type: copies denote one lane.
 class Lane {
  public:
-  /// The lane that operators of this thread use.
+  /// The lane that this thread's operators use.
   static Lane current(c10::Device device);
-  /// A lane of its own, for work that overlaps the current one's.
+  /// A new lane, for work that overlaps the current lane's.
   static Lane create(c10::Device device);
 
   c10::Device device() const { return device_; }
   /// The point after all work issued to this lane so far.
   Mark mark() const;
-  /// Work issued to this lane from now on runs after `mark`. The host does not wait.
+  /// Makes work issued to this lane later run after `mark`. The host does not wait.
   void wait_for(const Mark& mark) const;
 
-  /// While it lives, operators of this thread go to the lane.
+  /// While it lives, this thread's operators go to the lane.
   class Scope {
    public:
     explicit Scope(const Lane& lane);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Mapped flat memory, its ledger and its pools.
+// Maps flat memory, and keeps its ledger and its pools.
 #include "device/memory.h"
 
 #include <ATen/ops/empty.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kLargePage = 2 << 20;
-constexpr int64_t kLargeRequest = 256 << 10;  // below it a buffer of its own costs nothing
+constexpr int64_t kLargeRequest = 256 << 10;  // below it, a separate buffer costs nothing
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -32,7 +32,7 @@ struct Mapping {
 };
 
 /// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages. The tail stays in plain
-/// pages: a large one for it would take up to 2 MiB more than was asked for, in each of many buffers.
+/// pages: a large page for it would waste up to 2 MiB in each of many buffers.
 Mapping map_pages(Role role, int64_t bytes) {
   Mapping mapping;
   mapping.length = round_up(std::max<int64_t>(bytes, 1), kPage);
@@ -47,7 +47,7 @@ Mapping map_pages(Role role, int64_t bytes) {
   mapping.start += before;
   if (before > 0) ::munmap(base, before);
   if (slack > before) ::munmap(mapping.start + mapping.length, slack - before);
-  ::madvise(mapping.start, large, MADV_HUGEPAGE);  // a wish: plain pages serve as well
+  ::madvise(mapping.start, large, MADV_HUGEPAGE);  // a request: plain pages serve as well
   if (mapping.length > large) ::madvise(mapping.start + large, mapping.length - large, MADV_NOHUGEPAGE);
   return mapping;
 }
@@ -101,7 +101,7 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
 BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste, Source source)
     : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste), source_(std::move(source)) {}
 
-/// The idle buffer that wastes least.
+/// Takes the idle buffer that wastes least.
 BufferPool::Idle BufferPool::take_idle(int64_t bytes) {
   std::lock_guard lock(mutex_);
   auto chosen = idle_.end();
@@ -114,7 +114,7 @@ BufferPool::Idle BufferPool::take_idle(int64_t bytes) {
     idle_.erase(chosen);
     return taken;
   }
-  // A large new buffer takes the place of those of other sizes, or the peak would hold both.
+  // A large new buffer replaces idle ones of other sizes: otherwise the peak would hold both.
   if (bytes >= kLargeRequest) idle_.clear();
   return {};
 }

@@ -17,14 +17,14 @@
 
 namespace deeptide::device {
 
-/// Shards and parameters start on this boundary, so that one vector or one cache line never belongs to two of them.
+/// Shards and parameters start on this boundary, so no vector and no cache line belongs to two of them.
 inline constexpr int64_t kAlignmentBytes = 64;
 
 enum class Role : uint8_t { parameters, gradients, optimizer, gathered, communication };
 inline constexpr int kNumRoles = 5;
 const char* role_name(Role role);
 
-/// Counts what is allocated, now and at its peak. Thread-safe; outlives every buffer counted in it.
+/// Counts allocated bytes, current and peak. Thread-safe; outlives every buffer counted in it.
 class Ledger {
  public:
   void add(Role role, int64_t bytes);
@@ -37,31 +37,31 @@ class Ledger {
   std::array<int64_t, kNumRoles> peak_{};
 };
 
-/// A zeroed flat tensor (numel,) of its own memory, counted in `ledger` until its last reference goes.
-/// On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
-/// Errors: RuntimeError naming role and bytes when the memory cannot be had.
+/// Returns a zeroed flat tensor (numel,) with memory of its own, counted in `ledger` until its last reference is
+/// released. On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
+/// Errors: RuntimeError naming role and bytes if the memory cannot be allocated.
 at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
                          at::Device device);
 
-/// Keeps released buffers for the next taker: gathered units and gradient buckets come and go many times a step.
+/// Keeps released buffers for reuse: gathered units and gradient buckets are taken and released many times per step.
 /// Contents of a taken buffer are undefined. Thread-safe. Must outlive every engine thread that uses it; buffers taken
 /// from it may outlive the pool.
 class BufferPool {
  public:
-  /// A kept buffer serves a taker of `max_waste` times fewer bytes too; 1: only one of its own size, so that what is
-  /// allocated never exceeds the most that was taken at once.
-  /// `source`: where new buffers, (bytes,) uint8 each, come from instead of `allocate_flat`.
+  /// A kept buffer also serves a request of up to `max_waste` times fewer bytes. With 1, only a request of its own
+  /// size, so the allocated bytes never exceed the most that were taken at once.
+  /// `source` makes new buffers, (bytes,) uint8 each, instead of `allocate_flat`.
   using Source = std::function<at::Tensor(int64_t bytes)>;
   BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {});
-  /// (numel,) of `dtype`; give it back with `put` (or drop it: then its memory is freed).
+  /// Takes a buffer (numel,) of `dtype`. Hand it back with `put`, or drop it, which frees its memory.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
-  /// On a device, the next taker's work is ordered after the work that this thread's lane has been given so far.
+  /// On a device, the next taker's work runs after all work issued so far to this thread's lane.
   void put(at::Tensor buffer);
   /// Frees idle buffers.
   void trim();
 
  private:
-  /// A buffer as bytes, and the point after its last use.
+  /// A buffer as bytes, and the mark after its last use.
   struct Idle {
     at::Tensor buffer;
     Mark free_after;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Whole cache lines are streamed, by the widest stores there are: a line written by halves may be flushed by halves.
+// Streams whole cache lines with the widest stores available: a line written by halves may be flushed by halves.
 // Compiled once per instruction set and chosen at run time.
 #include "device/memory_copy.h"
 
@@ -8,7 +8,7 @@
 #define HWY_TARGET_INCLUDE "device/memory_copy.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
-// After foreach_target.h, as Highway asks.
+// Must follow foreach_target.h, as Highway requires.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Ranges of mapped memory: found by size, merged by address, given back by age.
+// Manages ranges of mapped memory: finds them by size, merges them by address, returns them by age.
 #include "device/page_heap.h"
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ constexpr int64_t kPage = 4096;
 constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kMinGrowth = 8 << 20;
 constexpr int64_t kMaxGrowth = 64 << 20;
-constexpr uint64_t kWindow = 16384;  // blocks: some steps of a large model
+constexpr uint64_t kWindow = 16384;  // counted in blocks: several steps of a large model
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -33,8 +33,8 @@ char* map(int64_t bytes) {
   return base == MAP_FAILED ? nullptr : static_cast<char*>(base);
 }
 
-/// Whole large pages, or null. Without slack first: recent kernels align by themselves, and then mappings are
-/// neighbours that can grow together.
+/// Maps whole large pages; null on failure. Tries without slack first: recent kernels align by themselves, and then
+/// mappings are neighbours that can grow together.
 char* map_large_pages(int64_t bytes) {
   char* base = map(bytes);
   if (base != nullptr && base != large_page_at_or_above(base)) {
@@ -45,7 +45,7 @@ char* map_large_pages(int64_t bytes) {
     if (base > wide) ::munmap(wide, base - wide);
     if (char* end = wide + bytes + kLargePage; base + bytes < end) ::munmap(base + bytes, end - base - bytes);
   }
-  if (base != nullptr) ::madvise(base, bytes, MADV_HUGEPAGE);  // a wish: plain pages serve as well
+  if (base != nullptr) ::madvise(base, bytes, MADV_HUGEPAGE);  // a request: plain pages serve as well
   return base;
 }
 
@@ -64,11 +64,11 @@ void* PageHeap::allocate(int64_t bytes) noexcept try {
   count(range->second.bytes);
   return range->first;
 } catch (const std::bad_alloc&) {
-  return nullptr;  // for the heap's own notes
+  return nullptr;  // no memory for the heap's own records
 }
 
 bool PageHeap::owns(void* pointer) const noexcept {
-  // None of its blocks lies elsewhere, so most of other people's cost no lock.
+  // All its blocks lie on page boundaries, so most foreign blocks cost no lock.
   if (reinterpret_cast<uintptr_t>(pointer) % kPage != 0) return false;
   const std::lock_guard lock(mutex_);
   const auto range = ranges_.find(static_cast<char*>(pointer));
@@ -98,7 +98,7 @@ CpuAllocatorStats PageHeap::stats() const {
   return stats_;
 }
 
-/// The smallest idle range that holds `bytes`, marked as in use. Less than a sixteenth too much stays with the block.
+/// Takes the smallest idle range that fits and marks it in use. Keeps an excess below a sixteenth in the block.
 PageHeap::Ranges::iterator PageHeap::take_idle(int64_t bytes) {
   const auto found = idle_.lower_bound({bytes, nullptr});
   if (found == idle_.end()) return ranges_.end();
@@ -176,14 +176,14 @@ PageHeap::Ranges::iterator PageHeap::merge(Ranges::iterator range) {
   return absorbs_next(before, range) ? before : range;
 }
 
-/// Gives large pages back until no more than `kept_bytes` are mapped, or none is left without a block.
+/// Returns large pages to the kernel until at most `kept_bytes` are mapped, or no large page is without a block.
 void PageHeap::trim(int64_t kept_bytes) noexcept try {
   for (;;) {
     const int64_t excess = stats_.in_use_bytes + stats_.idle_bytes - kept_bytes;
     if (excess <= 0 || !release_oldest(excess)) return;
   }
 } catch (const std::bad_alloc&) {
-  // Keeping it is no harm.
+  // Keeping the pages does no harm.
 }
 
 bool PageHeap::release_oldest(int64_t excess) {
@@ -196,14 +196,14 @@ bool PageHeap::release_oldest(int64_t excess) {
   return oldest != ranges_.end() && unmap(oldest, excess);
 }
 
-/// Unmaps `excess` bytes, in large pages, of those inside the range, from its end; what lies beside them stays.
+/// Unmaps `excess` bytes from the end of the range, in large pages inside it; the rest of the range stays mapped.
 bool PageHeap::unmap(Ranges::iterator range, int64_t excess) {
   char* const start = range->first;
   char* const end = start + range->second.bytes;
   char* const to = large_page_at_or_below(end);
   char* const from = std::max(large_page_at_or_above(start), to - round_up(excess, kLargePage));
   const uint64_t freed_at = range->second.freed_at;
-  if (to < end) {  // first, since it needs memory
+  if (to < end) {  // first, because it allocates memory
     Range upper;
     upper.bytes = end - to;
     upper.freed_at = freed_at;
@@ -236,7 +236,7 @@ int64_t PageHeap::kept_bytes() const {
   return std::max(min_kept_bytes_, std::max(window_peak_, earlier_peak_) / 4 * 5);
 }
 
-/// A block was taken: `taken` bytes of what was idle.
+/// Counts a new block, with `taken` bytes from idle ranges.
 void PageHeap::count(int64_t taken) {
   stats_.in_use_bytes += taken;
   stats_.idle_bytes -= taken;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A heap of large blocks in large pages, which keeps what was freed for the next taker.
+// A heap of large blocks in large pages, which keeps freed memory for reuse.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@
 
 namespace deeptide::device {
 
-/// Best fit in mapped ranges; freed neighbours grow together again. What is mapped stays within the larger of
-/// `min_kept_bytes` and 1.25 x the most that was in use lately; beyond it, what was freed longest ago goes back to the
-/// kernel in large pages. Thread-safe. A block may be freed by any thread.
+/// Best fit in mapped ranges; freed neighbours merge. Mapped memory stays within the larger of `min_kept_bytes` and
+/// 1.25 x the recent peak in use; beyond that, the memory freed longest ago returns to the kernel in large pages.
+/// Thread-safe. Any thread may free a block.
 class PageHeap {
  public:
   explicit PageHeap(int64_t min_kept_bytes = int64_t{64} << 20) : min_kept_bytes_(min_kept_bytes) {}
@@ -23,17 +23,17 @@ class PageHeap {
   PageHeap(const PageHeap&) = delete;
   PageHeap& operator=(const PageHeap&) = delete;
 
-  /// A block aligned to 4096 bytes, its contents undefined; null when there is no memory even without what was kept.
+  /// Returns a block aligned to 4096 bytes, contents undefined; null if there is no memory even without idle ranges.
   void* allocate(int64_t bytes) noexcept;
-  /// Of a block that `allocate` returned.
+  /// Frees a block that `allocate` returned.
   void free(void* block) noexcept;
-  /// Whether `pointer` is a block in use of this heap.
+  /// Whether `pointer` is a block of this heap in use.
   bool owns(void* pointer) const noexcept;
   /// Returns to the kernel all large pages without a block in them.
   void release_idle() noexcept;
   CpuAllocatorStats stats() const;
 
-  /// Held over a fork, so that the child finds the heap whole.
+  /// Hold it over a fork, so that the child finds the heap consistent.
   std::mutex& mutex() { return mutex_; }
 
  private:
@@ -42,7 +42,7 @@ class PageHeap {
     int64_t bytes = 0;
     bool idle = true;
     uint64_t freed_at = 0;
-    IdleIndex::node_type key;  // while in use: its place in the index, so that freeing needs no memory
+    IdleIndex::node_type key;  // while in use: its node of the index, so that freeing needs no memory
   };
   using Ranges = std::map<char*, Range>;
 
@@ -63,7 +63,7 @@ class PageHeap {
   CpuAllocatorStats stats_;
   uint64_t clock_ = 0;        // blocks taken so far
   int64_t window_peak_ = 0;   // most in use in this window of the clock
-  int64_t earlier_peak_ = 0;  // and in the one before
+  int64_t earlier_peak_ = 0;  // most in use in the previous window
 };
 
 }  // namespace deeptide::device

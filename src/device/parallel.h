@@ -14,13 +14,13 @@
 
 namespace deeptide {
 
-/// Cores that this process may use.
+/// Number of cores that this process may use.
 inline int num_cores() {
   cpu_set_t set;
   return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-/// While it lives, `parallel_blocks` keeps to this thread; RAII.
+/// While it lives, `parallel_blocks` stays on this thread; RAII.
 class RunInline {
  public:
   RunInline() : before_(std::exchange(active(), true)) {}
@@ -36,7 +36,7 @@ class RunInline {
 };
 
 /// Calls `work(begin, end)` over disjoint ranges that cover [0, numel); inner bounds are multiples of `block` elements.
-/// A thread takes about `grain` blocks at least; honours torch.set_num_threads, runs inline inside a parallel region.
+/// Gives a thread at least about `grain` blocks; honours torch.set_num_threads, runs inline inside a parallel region.
 inline void parallel_blocks(int64_t numel, int64_t block, int64_t grain,
                             c10::function_ref<void(int64_t, int64_t)> work) {
   const int64_t num_blocks = (numel + block - 1) / block;
@@ -44,8 +44,8 @@ inline void parallel_blocks(int64_t numel, int64_t block, int64_t grain,
     if (numel > 0) work(0, numel);
     return;
   }
-  // at::parallel_for is serial in code compiled without OpenMP, and with it may bring a second pool of threads beside
-  // torch's; an iterator runs on the pool that torch was built with.
+  // at::parallel_for is serial in code compiled without OpenMP, and with it may add a second pool of threads to
+  // torch's. An iterator runs on the pool that torch was built with.
   const at::TensorBase ticks = at::detail::empty_cpu({num_blocks}, at::kByte);
   const char* first = static_cast<const char*>(ticks.const_data_ptr());
   at::TensorIterator iterator = at::TensorIterator::borrowing_nullary_op(ticks);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// memfd, mmap, and the kernel's word on which pages are a process's own.
+// Uses memfd, mmap, and the kernel's record of which pages are a process's own.
 #include "device/shared_memory.h"
 
 #include <ATen/ops/from_blob.h>
@@ -39,7 +39,7 @@ constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
   TORCH_CHECK(false, "deeptide: cannot ", what, ": ", std::strerror(error));
 }
 
-/// Maps `bytes` of `fd` at a multiple of a large page, so that large pages can serve where the system gives them.
+/// Maps `bytes` of `fd` at a multiple of a large page, so that large pages can serve if the system has them.
 char* map(int fd, int64_t offset, int64_t bytes, int flags) {
   const int64_t reserved = bytes + kLargePage;
   void* base = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -78,7 +78,7 @@ constexpr uint64_t kIsFile = 1 << 2, kIsPresent = 1 << 3, kIsSwapped = 1 << 4;
 const unsigned long kPagemapScan = _IOWR('f', 16, PagemapScan);
 constexpr uint64_t kEntryFile = 1ull << 61, kEntrySwapped = 1ull << 62, kEntryPresent = 1ull << 63;
 
-/// Ranges of present or swapped pages that belong to no file; false when the kernel has no such call.
+/// Lists ranges of present or swapped pages that belong to no file; false if the kernel lacks the call.
 bool scan_regions(int pagemap, uint64_t start, uint64_t end, std::vector<PageRegion>& found) {
   std::array<PageRegion, 256> regions;
   while (start < end) {
@@ -100,7 +100,7 @@ bool scan_regions(int pagemap, uint64_t start, uint64_t end, std::vector<PageReg
   return true;
 }
 
-/// The same from the table of all pages, eight bytes each.
+/// Lists those ranges from the table of all pages, eight bytes each.
 void read_entries(int pagemap, uint64_t start, uint64_t end, std::vector<PageRegion>& found) {
   const auto page = static_cast<uint64_t>(page_size());
   std::vector<uint64_t> entries(4096);
@@ -125,7 +125,7 @@ std::vector<PageRegion> own_pages(const char* data, int64_t bytes, bool by_entri
   static const int pagemap = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   static const pid_t opened_by = ::getpid();
   int fd = pagemap;
-  if (opened_by != ::getpid()) fd = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // a forked child's own table
+  if (opened_by != ::getpid()) fd = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);  // a forked child's own
   if (fd < 0) refuse("open /proc/self/pagemap");
   const auto start = reinterpret_cast<uint64_t>(data);
   const uint64_t end = start + static_cast<uint64_t>((bytes + page_size() - 1) / page_size() * page_size());
@@ -138,7 +138,7 @@ std::vector<PageRegion> own_pages(const char* data, int64_t bytes, bool by_entri
   return found;
 }
 
-/// What this process has created, by address.
+/// The shared memory that this process has created, by address.
 class Created {
  public:
   static Created& instance() {
@@ -176,7 +176,7 @@ SharedMemory::SharedMemory(int fd, int64_t size) : fd_(fd), size_(size), mapped_
 }
 
 SharedMemory::~SharedMemory() {
-  Created::instance().remove(address());  // before another takes the descriptor's number
+  Created::instance().remove(address());  // before another object gets the descriptor's number
   ::munmap(data_, size_);
   ::close(fd_);
 }
@@ -204,7 +204,7 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& address) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) {
     ::close(fd);
-    refuse("look at the shared memory of another rank at " + address);
+    refuse("inspect the shared memory of another rank at " + address);
   }
   return std::shared_ptr<SharedMemory>(new SharedMemory(fd, status.st_size));
 }
@@ -221,7 +221,7 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
   if (last <= first || ::madvise(data_ + first, last - first, MADV_POPULATE_WRITE) == 0) return;
   if (errno != EINVAL)
-    refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touched, it would be SIGBUS
+    refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touching it would raise SIGBUS
   // Older kernels: touch each page without changing it.
   for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
 }
@@ -261,8 +261,8 @@ bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit
 }
 
 void PrivateView::forget() {
-  // Fails for memory that is locked (mlockall), and would then go on showing what others have long replaced.
-  if (bytes_ > 0 && ::madvise(data_, bytes_, MADV_DONTNEED) != 0) refuse("let go of written pages of shared memory");
+  // Fails for locked memory (mlockall): the view would go on showing values that others have long replaced.
+  if (bytes_ > 0 && ::madvise(data_, bytes_, MADV_DONTNEED) != 0) refuse("release written pages of shared memory");
 }
 
 void PrivateView::check(const std::shared_ptr<SharedMemory>& memory) {
@@ -274,7 +274,7 @@ void PrivateView::check(const std::shared_ptr<SharedMemory>& memory) {
   works = works && written() && *memory->data() == 0;
   view->forget();
   TORCH_CHECK(works && *first == 0 && !written(),
-              "deeptide: this system does not tell which pages of shared memory a process has written itself");
+              "deeptide: this system does not report which pages of shared memory a process has written");
 }
 
 }  // namespace deeptide::device

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the engine does in the midst of a user's operator is no part of his program.
+// Hides the engine's work in the midst of a user's operator from the user's program.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -9,7 +9,7 @@
 namespace deeptide::device {
 
 /// While it lives, no dispatch mode, tracer, functionalization or transform of this thread sees operators; RAII.
-/// Else a traced program would hold our copies, and a fake-tensor mode would make our buffers fake.
+/// Otherwise a traced program would hold our copies, and a fake-tensor mode would make our buffers fake.
 class Unseen {
  public:
   Unseen() = default;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// From named tensors to units.
+// Binds named tensors to units.
 #include "engine/bound_model.h"
 
 #include <ATen/core/grad_mode.h>
@@ -22,7 +22,7 @@ using sharding::UnitMemory;
 
 namespace {
 
-/// Parameters that share memory exactly are one logical parameter with several names.
+/// Parameters with exactly equal memory are one logical parameter with several names.
 std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named) {
   std::vector<Parameter> distinct;
   std::map<const void*, std::vector<int>> by_storage;
@@ -108,7 +108,7 @@ std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at
   std::vector<ParameterSpec> specs;
   for (const Parameter& p : parameters) {
     const auto own = p.tensors.front().scalar_type();
-    // bf16 training casts fp32 parameters; a type chosen by hand (fp64, fp16, frozen bf16) stays.
+    // bf16 training casts fp32 parameters; a type chosen by hand (fp64, fp16, frozen bf16) is kept.
     const auto dtype = own == at::kFloat ? compute : own;
     specs.push_back({p.name, p.numel, dtype, is_trained(p), p.group});
   }
@@ -130,7 +130,7 @@ void check_trainable(const std::vector<ParameterSpec>& specs, const std::string&
 
 int64_t item_size(const Unit& unit) { return static_cast<int64_t>(c10::elementSize(unit.layout().dtype)); }
 
-/// Where each unit begins in the shared memory, in bytes.
+/// Returns where each unit begins in the shared memory, in bytes.
 std::vector<int64_t> shared_places(const std::vector<std::unique_ptr<Unit>>& units) {
   std::vector<int64_t> places;
   int64_t next = 0;
@@ -141,7 +141,7 @@ std::vector<int64_t> shared_places(const std::vector<std::unique_ptr<Unit>>& uni
   return places;
 }
 
-/// Casts and makes contiguous in place, keeping the tensors' identity. Before any hook: a cast makes new accumulators.
+/// Casts and makes contiguous in place; tensors keep their identity. Precedes all hooks: a cast makes new accumulators.
 void prepare(Parameter& p, at::ScalarType dtype) {
   for (Tensor& t : p.tensors) {
     if (t.scalar_type() != dtype || !t.is_contiguous()) t.set_data(t.detach().to(dtype).contiguous());
@@ -186,7 +186,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     remember(*units_.back());
   }
   if (!arena_) return;
-  // Each rank takes its shards' pages first, so that they lie near it; then rank 0 writes.
+  // Each rank first takes its shards' pages, so that they lie near it; then rank 0 writes.
   const auto places = shared_places(units_);
   for (size_t u = 0; u < units_.size(); ++u) {
     arena_->memory()->populate(places[u] + units_[u]->shard_begin() * item_size(*units_[u]),
@@ -197,7 +197,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   gathers.barrier({"start", "waiting for rank 0's parameters"});
 }
 
-/// Memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
+/// Maps memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
 void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, host::Host& host) {
   constexpr int64_t kBucketsOfModel = 16, kSpare = 64 << 20;
   int64_t parameters = 0, gradients = 0;
@@ -219,7 +219,7 @@ void BoundModel::bind_apart(Unit& unit, comm::Group& gathers, const std::shared_
   unit.adopt(whole, ledger);
 }
 
-/// This rank counts its shard; together the ranks count the memory once.
+/// Counts this rank's shard only: together the ranks count the memory once.
 void BoundModel::bind_shared(Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger) {
   const auto& layout = unit.layout();
   const auto& memory = arena_->memory();

@@ -19,38 +19,37 @@ namespace deeptide::engine {
 struct BindOptions {
   at::ScalarType compute_dtype = at::kFloat;
   bool shard_parameters = false;
-  int64_t persistence_threshold = 0;        // units up to this many elements stay whole
-  int64_t model_persistence_threshold = 0;  // and all of them together at most this many
+  int64_t persistence_threshold = 0;        // units of at most this many elements stay whole
+  int64_t model_persistence_threshold = 0;  // total elements of such units, at most
   int64_t max_unit_numel = 0;
-  std::string trained_by;  // who configures an optimizer, which needs a trainable parameter; empty: nobody
+  std::string trained_by;  // what configures an optimizer, which needs a trainable parameter; empty: nothing
 };
 
-/// Owns the units. Construction checks everything before it changes a single tensor.
+/// Owns the units. The constructor checks everything before it changes a tensor.
 class BoundModel {
  public:
-  /// Collective. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated group
-  /// members.
-  /// Parameters are sharded over the team of `gathers`; where all of it is on one `host`, on the CPU, the ranks share
-  /// one copy of them.
+  /// Collective. Shards parameters over the team of `gathers`; if all its ranks are on one `host` and on the CPU, they
+  /// share one copy. Errors: ValueError on no parameters, several devices, overlapping storages, unknown or repeated
+  /// group members.
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
              host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
-  /// Null when the ranks share no memory.
+  /// Null if the ranks share no memory.
   const std::shared_ptr<host::Arena>& arena() const { return arena_; }
 
   std::vector<std::unique_ptr<sharding::Unit>>& units() { return units_; }
   const std::vector<std::unique_ptr<sharding::Unit>>& units() const { return units_; }
   /// Trainable units, in module order.
   std::vector<sharding::Unit*> trainable() const;
-  /// By Unit::index(); null where kept whole.
+  /// By Unit::index(); null if kept whole.
   std::vector<sharding::Unit*> sharded() const;
   std::vector<const sharding::Parameter*> parameters() const;
-  /// By any of its names; null when unknown.
+  /// Finds a parameter by any of its names; null if unknown.
   const sharding::Parameter* find(const std::string& name) const;
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   at::Device device() const { return device_; }
   int64_t num_elements() const;
-  /// What parameters take on this rank for good.
+  /// Memory that parameters keep on this rank.
   int64_t predicted_bytes() const;
   int64_t num_trainable() const;
   /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).

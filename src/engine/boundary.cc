@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One closing round, then checks that all ranks mean the same.
+// Runs one closing round, then checks that all ranks called one method.
 #include "engine/boundary.h"
 
 #include <algorithm>
@@ -37,10 +37,10 @@ std::vector<Close> Boundary::enter(Close own) {
   const Close& leader = leading(closes);
   const auto& ranks = channels_.data().ranks();
   for (size_t i = 0; i < closes.size(); ++i) {
-    // Ranks that have joined have no loop of their own: they drop gradients when the others do.
+    // Ranks that have joined have no training loop: they drop gradients when the others do.
     const bool follows = closes[i].joined && leader.call == Call::zero_grad;
     if (closes[i].call == leader.call || follows) continue;
-    throw CommError("the ranks do different things: rank " + std::to_string(ranks[&leader - closes.data()]) +
+    throw CommError("the ranks called different methods: rank " + std::to_string(ranks[&leader - closes.data()]) +
                     " called " + call_name(leader.call) + ", rank " + std::to_string(ranks[i]) + " called " +
                     call_name(closes[i].call) +
                     ". Every rank must call the collective methods in the same order; ranks that run out of data call "

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The places where all ranks stand together: every collective method enters here, and agrees here on what went wrong.
+// The point where all ranks meet: every collective method enters here, and ranks agree here on what failed.
 #pragma once
 
 #include <exception>
@@ -15,13 +15,13 @@
 
 namespace deeptide::engine {
 
-/// "step()", "save_checkpoint()": as the user calls it.
+/// Returns the method as the user calls it: "step()", "save_checkpoint()".
 const char* call_name(comm::Call call);
 
-/// The largest number of rounds that any rank has asked for.
+/// Returns the largest number of rounds that any rank has requested.
 int64_t most_rounds(const std::vector<comm::Close>& closes);
 
-/// The first rank that still trains; 0 when all have joined.
+/// Returns the first rank that still trains, or the first of all if all have joined.
 const comm::Close& leading(const std::vector<comm::Close>& closes);
 
 class Boundary {
@@ -29,17 +29,17 @@ class Boundary {
   Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency)
       : channels_(channels), model_(model), residency_(residency) {}
 
-  /// Collective. Returns when all ranks are in the same method and need no more units, with what each said. Parameters
-  /// in shared memory hold what programs wrote into them. Errors: CommError naming ranks that call different methods.
+  /// Collective. Returns each rank's message once all ranks are in one method and need no more units. Shared parameters
+  /// then hold what programs wrote into them. Errors: CommError naming ranks that call different methods.
   std::vector<comm::Close> enter(comm::Close own);
 
-  /// Collective, after `enter`: every rank hears every rank's message.
+  /// Collective, after `enter`: every rank receives every rank's message.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {
     return residency_.exchange(own, site);
   }
 
-  /// Collective, after `enter`. Runs `work` on this rank, and throws on every rank when it failed on any.
+  /// Collective, after `enter`. Runs `work` on this rank, and throws on every rank if it failed on any.
   /// `what`: "writing the checkpoint". Errors: CheckpointError.
   template <typename Work>
   void together(const char* what, Work work) {

@@ -1,12 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Channel names are counted per store, so that engines of one process do not mix.
+// Counts channel names per store, so that engines of one process do not mix.
 #include "engine/channels.h"
 
 namespace deeptide::engine {
 namespace {
 
-/// The same on all ranks: engines are made in the same order everywhere, counted per store.
+/// Returns a name equal on all ranks: all ranks make their engines in one order, counted per store.
 std::string next_channel_name(const World& world, const char* kind) {
   const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
   return std::to_string(world.store->add(key, 1)) + "/" + kind;
@@ -21,13 +21,13 @@ Channels::Channels(const std::optional<World>& world, const Config& config)
       clock_(std::make_shared<comm::Clock>()),
       board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"))),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
-                             config.runtime.shared_memory, board_)),
+                             config.runtime().shared_memory, board_)),
       control_(world_, data_, next_channel_name(world_, "control"), options(config, /*on_device=*/false)),
       gathers_(world_, data_, next_channel_name(world_, "gathers"), options(config, /*on_device=*/true)),
       reductions_(world_, data_, next_channel_name(world_, "reductions"), options(config, /*on_device=*/true)) {}
 
 comm::ChannelOptions Channels::options(const Config& config, bool on_device) const {
-  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.runtime.comm_timeout_s * 1000));
+  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.runtime().comm_timeout_s * 1000));
   return {.timeout = timeout, .board = board_, .host = host_, .clock = clock_, .on_device = on_device};
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Who trains together with this engine, and the channels between them.
+// The ranks that train together with this engine, and the channels between them.
 #pragma once
 
 #include <memory>
@@ -16,15 +16,15 @@
 
 namespace deeptide::engine {
 
-/// The world as one engine uses it. Every wait of the engine happens on one of these channels and reads this clock.
+/// The world as one engine uses it. Every wait of the engine uses one of these channels and reads this clock.
 class Channels {
  public:
-  /// Collective. `world`: absent: init_distributed(). Errors: CommError; ConfigError as init_distributed.
+  /// Collective. Without `world`: init_distributed(). Errors: CommError; ConfigError as init_distributed.
   Channels(const std::optional<World>& world, const Config& config);
 
   const World& world() const { return world_; }
   const world::Mesh& mesh() const { return mesh_; }
-  /// The ranks that train on different batches: what is sharded is sharded over them, gradients are reduced over them.
+  /// The ranks that train on different batches: shards are spread, and gradients reduced, over them.
   const comm::Team& data() const { return data_; }
   bool is_first() const { return world_.rank == 0; }
 
@@ -32,11 +32,11 @@ class Channels {
   const std::shared_ptr<host::Host>& host() const { return host_; }
   comm::Clock& clock() { return *clock_; }
 
-  /// Small messages, always on the CPU.
+  /// Carries small messages, always on the CPU.
   comm::Group& control() { return control_; }
-  /// Parameters over the data team.
+  /// Carries parameters over the data team.
   comm::Group& gathers() { return gathers_; }
-  /// Gradients over the data team.
+  /// Carries gradients over the data team.
   comm::Group& reductions() { return reductions_; }
 
  private:
@@ -53,7 +53,7 @@ class Channels {
   comm::Group reductions_;
 };
 
-/// Reports to the other ranks when this one fails before `succeed()`. Destroy it before the channels: the other ranks
+/// Reports to the other ranks if this one fails before `succeed()`. Destroy it before the channels: the other ranks
 /// then read its report instead of a broken connection.
 class InitFailureNotice {
  public:

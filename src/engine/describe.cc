@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A C++ module as the engine sees it.
+// Describes a C++ module as the engine sees it.
 #include <torch/nn/module.h>
 
 #include "deeptide/engine.h"
@@ -8,7 +8,7 @@
 namespace deeptide {
 namespace {
 
-/// Every name, also the second names of tied parameters, which Module::named_parameters() drops.
+/// Collects every name, also further names of tied parameters, which Module::named_parameters() drops.
 void walk(torch::nn::Module& module, const std::string& prefix, ModelDescription& description) {
   const std::string path = prefix.empty() ? "" : prefix.substr(0, prefix.size() - 1);
   description.modules.push_back({path, module.name()});

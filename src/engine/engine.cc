@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The public face: every method one call deeper.
+// Forwards every public method to the parts of the engine.
 #include "deeptide/engine.h"
 
 #include "engine/engine_impl.h"

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The parts of an Engine, lowest layer first; the order of members is the order of destruction in reverse.
+// The parts of an Engine, lowest layer first; destruction runs in the reverse order of members.
 #pragma once
 
 #include <memory>
@@ -24,13 +24,13 @@
 
 namespace deeptide {
 
-/// The type in which gradients travel.
+/// The data type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
 /// Errors: ValueError when `hyper` is not of `optimizer`.
 void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer);
 
-/// Builds the parts and hands each call to the one that it concerns. Saving, loading and looking at state are
-/// conversations among several parts, so they stand here: one file each.
+/// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
+/// they are methods here: one file each.
 struct Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
   ~Impl();

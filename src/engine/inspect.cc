@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Looking at state: whole parameters, optimizer states and gradients by name.
+// Inspects state: whole parameters, optimizer states and gradients by name.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -43,7 +43,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   const Parameter* p = model.find(name);
   TORCH_CHECK_VALUE(p != nullptr, "the model has no parameter '", name, "'");
   const auto closes = boundary->enter({.call = Call::gather_state, .rounds = reducer ? reducer->rounds_wanted() : 0});
-  if (role == "gradient" && reducer) reducer->finish(engine::most_rounds(closes));  // what is left in buckets, too
+  if (role == "gradient" && reducer) reducer->finish(engine::most_rounds(closes));  // also what is left in buckets
   const auto trainable = model.trainable();
   const auto place = std::find(trainable.begin(), trainable.end(), p->unit);
   if (!optimizer || place == trainable.end()) return {};

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Loading: everything is checked on every rank before anything changes on any.
+// Loads a checkpoint: every rank checks everything before any rank changes anything.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -10,14 +10,17 @@
 #include <set>
 
 #include "base/sha256.h"
-#include "checkpoint/shard_file.h"
+#include "checkpoint/reader.h"
 #include "engine/engine_impl.h"
 #include "engine/pieces.h"
 
 namespace deeptide {
 
 using at::Tensor;
+using checkpoint::Coordinates;
 using checkpoint::Piece;
+using checkpoint::Role;
+using checkpoint::TensorId;
 using comm::Call;
 using comm::Vote;
 using engine::Progress;
@@ -31,22 +34,23 @@ std::string joined(const std::vector<std::string>& lines, size_t most) {
   return text;
 }
 
-/// A checkpoint without optimizer (or an engine without one) has "param" where the other has "master".
+/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa.
 void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
-  std::map<std::string, std::string> weights;  // name -> role in the file
+  std::map<std::string, Role> weights;  // name -> role in the file
   for (const Piece& piece : reader.table()) {
-    if (piece.role == "master" || piece.role == "param") weights[piece.name] = piece.role;
+    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
   }
   for (Piece& piece : wanted) {
     const auto found = weights.find(piece.name);
-    if ((piece.role == "master" || piece.role == "param") && found != weights.end()) piece.role = found->second;
+    if (piece.role.is_weight() && found != weights.end()) piece.role = found->second;
   }
 }
 
-void add_buffers(const engine::BoundModel& model, int rank, const checkpoint::Reader& reader,
+/// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
+void add_buffers(const engine::BoundModel& model, const Coordinates& coordinates, const checkpoint::Reader& reader,
                  std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
-  const std::string own = engine::buffer_role(rank);
-  std::string role = "buffer";
+  const Role own = Role::buffer(coordinates);
+  Role role = Role::buffer();
   for (const Piece& piece : reader.table()) {
     if (piece.role == own) role = own;
   }
@@ -74,31 +78,29 @@ std::set<std::string> take_fresh_roles(const checkpoint::Reader& reader, const o
     const auto keeps = [&](const Hyperparameters& hyper) { return rule.keeps(role, hyper); };
     if (std::none_of(saved.begin(), saved.end(), keeps)) fresh.insert(rule.roles()[role].name);
   }
-  for (const Piece& piece : reader.table()) fresh.erase(piece.role);
-  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role); });
+  for (const Piece& piece : reader.table()) fresh.erase(piece.role.moment_name());
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role.moment_name()); });
   return fresh;
 }
 
-/// `strict` reports tensors that were not requested: lists the ones that this load skips deliberately, as empty pieces.
-void add_ignored(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
-                 std::vector<Piece>& wanted) {
-  std::set<std::pair<std::string, std::string>> known;
-  for (const Piece& piece : wanted) known.emplace(piece.name, piece.role);
-  for (Piece piece : reader.table()) {
-    const bool buffer = piece.role.rfind("buffer", 0) == 0;
-    const bool moment = piece.role != "master" && piece.role != "param" && !buffer;
-    bool foreign_buffer = false;  // the same buffer as another rank saved it
-    for (const auto& [name, role] : known)
-      foreign_buffer = foreign_buffer || (buffer && name == piece.name && role != piece.role);
-    if (known.count({piece.name, piece.role}) ||
-        !(foreign_buffer || (moment && !moments) || unkept.contains(piece.role)))
-      continue;
-    piece.begin = piece.end = 0;
-    wanted.push_back(std::move(piece));  // without data: of whatever type the checkpoint has
+/// What this load leaves out on purpose: buffers as other ranks saved them, moments if they are not wanted, and moments
+/// that this engine does not keep.
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
+                                   const std::vector<Piece>& wanted) {
+  std::set<std::string> buffers;
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_buffer()) buffers.insert(piece.name);
   }
+  std::set<TensorId> ignored;
+  for (const Piece& piece : reader.table()) {
+    const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
+    const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(piece.role.moment_name()));
+    if (of_another_rank || unkept_moment) ignored.insert({piece.name, piece.role});
+  }
+  return ignored;
 }
 
-/// The same number on ranks that see the same text, whichever build they run.
+/// Returns an equal number on ranks that see equal text, in any build.
 uint64_t digest_of(const std::string& text) {
   const auto hash = sha256(text);
   uint64_t digest = 0;
@@ -108,7 +110,7 @@ uint64_t digest_of(const std::string& text) {
 
 }  // namespace
 
-/// The tag to load: the given one, or the latest. Empty when there is none on any rank.
+/// Returns the tag to load: the given one, or the latest. Empty if no rank finds any.
 std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given) {
   std::string tag = given;
   boundary->together("looking for the latest checkpoint", [&] {
@@ -116,7 +118,7 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
   });
   const Vote own{.failed = false, .digest = digest_of(tag)};
   for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
-    if (vote.digest != own.digest) throw CheckpointError("the ranks see different checkpoints in " + directory);
+    if (vote.digest != own.digest) throw CheckpointError("the ranks found different checkpoints in " + directory);
   }
   return tag;
 }
@@ -132,7 +134,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   if (tag.empty()) return std::nullopt;
 
   const bool moments = options.optimizer_states && !options.module_only && optimizer != nullptr;
-  const int rank = channels.world().rank;
+  const auto coordinates = engine::coordinates_of(channels.mesh(), channels.world().rank);
   std::unique_ptr<checkpoint::Reader> reader;
   std::vector<Piece> wanted;
   std::vector<Tensor> staged;
@@ -142,15 +144,15 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   boundary->together("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
     saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress.hyperparameters);
-    generators = engine::Generators::from_json(reader->rank_state_json(rank));
+    generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
     if (moments && differences.empty()) optimizer->keep_states(saved.hyperparameters);
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_roles(*reader, *rule, saved.hyperparameters, wanted);
     translate_roles(*reader, wanted);
-    add_buffers(model, rank, *reader, wanted, staged);
-    add_ignored(*reader, moments, unkept_roles(optimizer.get()), wanted);
-    auto lines = reader->check(wanted, options.strict);
+    add_buffers(model, coordinates, *reader, wanted, staged);
+    const auto ignored = ignored_tensors(*reader, moments, unkept_roles(optimizer.get()), wanted);
+    auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     if (lines.empty()) return;
     throw CheckpointError("checkpoint " + directory + "/" + tag +
@@ -170,7 +172,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
 }
 
-/// Parameters follow from the masters that were read; frozen units from their shards.
+/// Publishes parameters from the masters that were read, and frozen units from their shards.
 void Engine::Impl::publish_parameters(int64_t rounds_begun) {
   if (optimizer) optimizer->publish_all();
   auto& gathers = channels.gathers();
@@ -182,7 +184,7 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
     auto pending = gathers.all_gather(unit->whole(), unit->shard());
     gathers.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
-  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to have read theirs"});
+  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});
   if (reducer) reducer->discard(rounds_begun);
 }
 

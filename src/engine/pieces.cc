@@ -1,41 +1,56 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Views of units and optimizer states by parameter.
+// Makes views of units and optimizer states by parameter.
 #include "engine/pieces.h"
 
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 namespace deeptide::engine {
 
 using at::Tensor;
+using checkpoint::Coordinates;
 using checkpoint::Piece;
+using checkpoint::Region;
+using checkpoint::Role;
 using sharding::Parameter;
 using sharding::Unit;
 
 namespace {
 
-/// The piece of `p` in `flat`, which starts at element `begin` of its unit.
-Piece piece_of(const Unit& unit, const Parameter& p, const std::string& role, const Tensor& flat, int64_t begin,
+/// Returns the piece of `p` in `flat`, which starts at element `begin` of its unit.
+Piece piece_of(const Unit& unit, const Parameter& p, const Role& role, const Tensor& flat, int64_t begin,
                Extent extent) {
   auto [first, last] = unit.owned_range(p);
   if (extent == Extent::held) {
     first = std::max(p.offset, begin);
     last = std::max(first, std::min(p.offset + p.numel, begin + flat.numel()));
   }
-  Piece piece{p.name, role, p.tensors.front().sizes().vec(), first - p.offset, last - p.offset, {}};
-  if (first == last) piece.begin = piece.end = 0;
+  Piece piece{p.name, role, p.tensors.front().sizes().vec(), Region::range(first - p.offset, last - p.offset), {}};
+  if (first == last) piece.region = Region::range(0, 0);
   piece.data = first == last ? at::empty({0}, flat.options()) : flat.narrow(0, first - begin, last - first);
   return piece;
 }
 
+/// The role of an optimizer's state, by its name there.
+Role role_of_state(const std::string& name) { return name == "master" ? Role::master() : Role::moment(name); }
+
 }  // namespace
 
-std::string buffer_role(int rank) { return rank == 0 ? "buffer" : "buffer." + std::to_string(rank); }
+Piece buffer_piece(const NamedTensor& buffer, const Role& role, const Tensor& storage) {
+  return {buffer.name, role, buffer.tensor.sizes().vec(), Region::range(0, buffer.tensor.numel()), storage};
+}
 
-Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const Tensor& storage) {
-  return {buffer.name, role, buffer.tensor.sizes().vec(), 0, buffer.tensor.numel(), storage};
+Coordinates coordinates_of(const world::Mesh& mesh, int rank) {
+  const world::Mesh::Coordinates indices = mesh.coordinates(rank);
+  std::map<std::string, int64_t> named;
+  for (int axis = 0; axis < world::kNumAxes; ++axis) {
+    named[world::axis_name(static_cast<world::Axis>(axis))] = indices[axis];
+  }
+  return Coordinates(named);
 }
 
 std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptimizer* optimizer, bool moments,
@@ -46,13 +61,14 @@ std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptim
     const bool has_states = unit->layout().trainable && optimizer != nullptr;
     if (!has_states) {
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, "param", unit->shard(), unit->shard_begin(), extent));
+        pieces.push_back(piece_of(*unit, p, Role::param(), unit->shard(), unit->shard_begin(), extent));
       }
     } else {
       for (const auto& state : optimizer->states(trained)) {
-        if (!moments && state.role != "master") continue;
+        const Role role = role_of_state(state.role);
+        if (!moments && role.is_moment()) continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, state.role, state.data, optimizer->state_begin(trained), extent));
+          pieces.push_back(piece_of(*unit, p, role, state.data, optimizer->state_begin(trained), extent));
         }
       }
     }

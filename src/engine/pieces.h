@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine holds, as pieces of logical tensors: what checkpoints and inspection name.
+// An engine's state as pieces of logical tensors, as checkpoints and inspection name them.
 #pragma once
 
-#include <string>
 #include <vector>
 
-#include "checkpoint/shard_file.h"
+#include "checkpoint/piece.h"
 #include "engine/bound_model.h"
+#include "world/mesh.h"
 #include "zero/sharded_optimizer.h"
 
 namespace deeptide::engine {
@@ -16,12 +16,15 @@ namespace deeptide::engine {
 /// stage 0 every rank holds all).
 enum class Extent : uint8_t { owned, held };
 
-/// Everything that this rank saves, or wants on load, as views of the live state. `optimizer`: null for none.
-/// `moments`: optimizer states besides masters too.
+/// Returns all that this rank saves, or requests on load, as views of the live state. `optimizer`: null for none.
+/// `moments`: include optimizer states besides masters.
 std::vector<checkpoint::Piece> live_pieces(const BoundModel& model, const zero::ShardedOptimizer* optimizer,
                                            bool moments, Extent extent);
 
-std::string buffer_role(int rank);
-checkpoint::Piece buffer_piece(const NamedTensor& buffer, const std::string& role, const at::Tensor& storage);
+/// The piece of a whole buffer, with its elements in `storage`. Shapes: storage (numel,).
+checkpoint::Piece buffer_piece(const NamedTensor& buffer, const checkpoint::Role& role, const at::Tensor& storage);
+
+/// Where a rank is on the mesh: the key of its own state in a checkpoint.
+checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
 
 }  // namespace deeptide::engine

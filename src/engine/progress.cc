@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Progress as JSON, generator states as hexadecimal text.
+// Converts progress to JSON, and generator states to hexadecimal text.
 #include "engine/progress.h"
 
 #include <ATen/Context.h>
@@ -59,7 +59,7 @@ Hyperparameters hyper_from_json(const json& saved, Hyperparameters hyper) {
   return hyper;
 }
 
-/// A counter: its name in a checkpoint, and where it is kept.
+/// A counter: its name in a checkpoint, and its field.
 struct Counter {
   const char* name;
   int64_t Progress::*value;
@@ -96,7 +96,7 @@ std::vector<std::string> mismatches(const Progress& saved, const Progress& own) 
   if (there == here) return {};
   return {"optimizer: the checkpoint holds hyper-parameters of " + std::to_string(there) +
           " parameter groups, this engine has " + std::to_string(here) +
-          "; make the groups alike, or load without optimizer states"};
+          "; make the groups match, or load without optimizer states"};
 }
 
 Generators Generators::of(at::Device device) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How far training is: every counter and scalar of state, written, read and restored here and nowhere else.
+// How far training is: only this file writes, reads and restores the counters and scalars of state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace deeptide::engine {
 
-/// Part of every checkpoint. The same on all ranks.
+/// Part of every checkpoint, equal on all ranks.
 struct Progress {
   int64_t global_steps = 0;  // applied and skipped
   int64_t skipped_steps = 0;
@@ -26,15 +26,15 @@ struct Progress {
 
 nlohmann::json to_json(const Progress& progress);
 /// `own`: this engine's groups. A hyper-parameter that the checkpoint lacks keeps its value from there.
-/// Errors: nlohmann::json::exception naming a field that is missing or of another type.
+/// Errors: nlohmann::json::exception naming a field that is missing or has another type.
 Progress progress_from_json(const nlohmann::json& state, const std::vector<Hyperparameters>& own);
 
-/// What a checkpoint and this engine disagree on, line by line: it would be lost in silence otherwise. Empty: nothing.
+/// Lists where a checkpoint and this engine disagree, one line each: such values would be lost silently. Empty: none.
 std::vector<std::string> mismatches(const Progress& saved, const Progress& own);
 
-/// This rank's random number generators: what it needs to continue exactly where it was.
+/// This rank's random number generators: the state it needs to continue exactly.
 struct Generators {
-  at::Tensor cpu, device;  // states; undefined: leave the generator alone
+  at::Tensor cpu, device;  // states; undefined: do not change the generator
 
   static Generators of(at::Device device);
   static Generators from_json(const std::string& text);

@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Saving: every rank writes its pieces, all agree, rank 0 commits.
+// Saves a checkpoint: every rank writes its pieces, all agree, rank 0 commits.
 #include <ATen/core/grad_mode.h>
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/shard_file.h"
+#include "checkpoint/writer.h"
 #include "engine/engine_impl.h"
 #include "engine/pieces.h"
 
@@ -26,25 +26,29 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
   model.check_bound();
   boundary->enter({.call = Call::save_checkpoint});
+  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0};
+  const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
+  const checkpoint::SaveTarget target{directory, tag, names.front().nonce};
   nlohmann::json state = engine::to_json(progress);
-  state["zero_stage"] = config.zero.stage;
-  state["config"] = config.text;
+  state["zero_stage"] = config.zero().stage;
+  state["config"] = config.text();
   const World& world = channels.world();
-  auto pieces = engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned);
+  const auto coordinates = engine::coordinates_of(channels.mesh(), world.rank);
+  checkpoint::Snapshot snapshot{world.rank,
+                                {coordinates, engine::Generators::of(model.device()).to_json()},
+                                engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
   for (const NamedTensor& buffer : model.buffers()) {
-    pieces.push_back(
-        engine::buffer_piece(buffer, engine::buffer_role(world.rank), buffer.tensor.detach().reshape({-1})));
+    snapshot.pieces.push_back(
+        engine::buffer_piece(buffer, checkpoint::Role::buffer(coordinates), buffer.tensor.detach().reshape({-1})));
   }
   try {
-    boundary->together("writing the checkpoint", [&] {
-      checkpoint::write_rank(directory, tag, world.rank, pieces, engine::Generators::of(model.device()).to_json());
-    });
+    boundary->together("writing the checkpoint", [&] { checkpoint::write_rank(target, snapshot); });
     boundary->together("committing the checkpoint", [&] {
-      const checkpoint::Manifest manifest{1, world.size, state.dump(), client_state_json};
-      if (world.rank == 0) checkpoint::commit(directory, tag, manifest, save_latest);
+      const checkpoint::Manifest manifest{checkpoint::kManifestVersion, world.size, state.dump(), client_state_json};
+      if (world.rank == 0) checkpoint::commit(target, manifest, save_latest);
     });
   } catch (const CheckpointError&) {
-    if (world.rank == 0) checkpoint::abandon(directory, tag);
+    if (world.rank == 0) checkpoint::abandon(target);
     throw;
   }
   return directory + "/" + tag;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Building an engine: world, channels, units, residency, reducer, optimizer, hooks.
+// Builds an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include <ATen/Parallel.h>
 
 #include "base/log.h"
@@ -21,11 +21,11 @@ ScalarType scalar_type(DataType type) {
 
 std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& options) {
   if (!options.groups.empty()) return options.groups;
-  return {ParameterGroup{{}, config.optimizer.defaults}};
+  return {ParameterGroup{{}, config.optimizer().defaults}};
 }
 
 const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
-  const std::string type = options.optimizer.value_or(config.optimizer.type);
+  const std::string type = options.optimizer.value_or(config.optimizer().type);
   return type.empty() ? nullptr : &optim::find_rule(type);
 }
 
@@ -33,22 +33,23 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   engine::BindOptions options;
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
-  options.persistence_threshold = config.zero.param_persistence_threshold;
-  options.model_persistence_threshold = config.zero.model_persistence_threshold;
+  options.persistence_threshold = config.zero().param_persistence_threshold;
+  options.model_persistence_threshold = config.zero().model_persistence_threshold;
   // A unit moves in one collective, so the bucket sizes bound it.
-  options.max_unit_numel = std::min(config.zero.reduce_bucket_size, config.zero.allgather_bucket_size);
-  if (config.runtime.unit_size > 0) options.max_unit_numel = std::min(options.max_unit_numel, config.runtime.unit_size);
-  if (trains) options.trained_by = config.origin;
+  options.max_unit_numel = std::min(config.zero().reduce_bucket_size, config.zero().allgather_bucket_size);
+  if (config.runtime().unit_size > 0)
+    options.max_unit_numel = std::min(options.max_unit_numel, config.runtime().unit_size);
+  if (trains) options.trained_by = config.origin();
   return options;
 }
 
 sharding::ResidencyLimits residency_limits(const Config& config, const engine::BoundModel& model) {
   sharding::ResidencyLimits limits;
-  // DeepSpeed's default of 1e9 would keep most models whole; a quarter of the model is what overlap needs at most.
+  // DeepSpeed's default of 1e9 would keep most models whole; overlap needs at most a quarter of the model.
   const int64_t chosen = std::min<int64_t>(1'000'000'000, model.num_elements() / 4);
-  limits.max_live = config.zero.max_live_parameters.value_or(chosen);
-  limits.max_reuse_distance = config.zero.max_reuse_distance.value_or(INT64_MAX);
-  limits.prefetch = config.zero.overlap_comm ? config.zero.prefetch_bucket_size : 0;
+  limits.max_live = config.zero().max_live_parameters.value_or(chosen);
+  limits.max_reuse_distance = config.zero().max_reuse_distance.value_or(INT64_MAX);
+  limits.prefetch = config.zero().overlap_comm ? config.zero().prefetch_bucket_size : 0;
   return limits;
 }
 
@@ -59,35 +60,37 @@ bool has_idle_core(const host::Host& host, const comm::Team& team) {
 }
 
 bool wants_side_thread(const Config& config, const host::Host& host, const comm::Team& team) {
-  if (!config.zero.overlap_comm || config.runtime.reduce_thread == "off") return false;
-  return config.runtime.reduce_thread == "on" || has_idle_core(host, team);
+  if (!config.zero().overlap_comm || config.runtime().reduce_thread == ReduceThread::off) return false;
+  return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
 }
 
-/// Keep the received rows unsummed until step() when no further micro-batch is added to them, each rank steps no more
-/// than its shard, and all rows of a shard take no more memory than their sum in fp32 would.
+/// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
+/// most its shard, and all rows of a shard take at most the memory of their sum in fp32.
 bool keeps_rows(const Config& config, const BatchSizes& batch, const comm::Team& team,
                 const zero::StagePolicy& policy) {
   constexpr size_t kBytesOfSum = sizeof(float);
   const size_t bytes_of_rows = static_cast<size_t>(team.size()) * c10::elementSize(reduce_type(config));
   const bool steps_shard = policy.shard_optimizer || team.size() == 1;
-  return steps_shard && batch.accumulation == 1 && config.runtime.ordered_reduction && bytes_of_rows <= kBytesOfSum;
+  const bool ordered = config.runtime().reduction == Reduction::ordered;
+  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= kBytesOfSum;
 }
 
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, const comm::Team& team,
                                           const zero::StagePolicy& policy) {
   gradients::ReducerOptions options;
   options.reduce_dtype = reduce_type(config);
-  options.ordered = config.runtime.ordered_reduction;
-  options.overlap = config.zero.overlap_comm;
+  options.ordered = config.runtime().reduction == Reduction::ordered;
+  options.overlap = config.zero().overlap_comm;
   options.accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
-  options.scale = 1.0 / static_cast<double>(batch.accumulation * (config.gradient_mean ? team.size() : 1));
+  const bool mean = config.gradients().op == GradientOp::mean;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? team.size() : 1));
   return options;
 }
 
 }  // namespace
 
 at::ScalarType reduce_type(const Config& config) {
-  return scalar_type(config.communication_dtype.value_or(config.compute_dtype()));
+  return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
 }
 
 void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer) {
@@ -103,22 +106,22 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       notice(channels.board()),
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
       rule(rule_of(config, options)),
-      policy(zero::kStages.at(config.zero.stage)),
+      policy(zero::kStages.at(config.zero().stage)),
       model(description, options.groups, bind_options(config, policy, rule != nullptr), *channels.host(),
             channels.gathers(), ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
-  if (config.runtime.tune_allocator && model.device().is_cpu()) install_cpu_allocator();
+  if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), residency_limits(config, model));
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
   if (rule) make_trainer();
   const engine::StepperParts parts{config, batch,      policy,        channels,        *boundary,
                                    model,  *residency, reducer.get(), optimizer.get(), progress};
-  stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler));
+  stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
-  if (channels.is_first() && config.dump_state) {
-    log(LogLevel::info, "configuration " + config.origin + ":\n" + config.text);
+  if (channels.is_first() && config.report().dump_state) {
+    log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());
   }
   notice.succeed();
 }
@@ -126,7 +129,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 Engine::Impl::~Impl() {
   hooks.reset();
   channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
-  release_idle_cpu_memory();  // what this engine's steps needed, the program may not
+  release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 
 void Engine::Impl::make_trainer() {
@@ -151,7 +154,7 @@ void Engine::Impl::make_trainer() {
 
 void Engine::Impl::install_hooks() {
   std::vector<at::Tensor> tensors;
-  std::vector<std::pair<int, int>> places;  // unit among the trainable, parameter
+  std::vector<std::pair<int, int>> places;  // index among the trainable units, parameter
   const auto trainable = model.trainable();
   for (int u = 0; u < static_cast<int>(trainable.size()); ++u) {
     for (int p = 0; p < static_cast<int>(trainable[u]->parameters().size()); ++p) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One step, in the order in which it happens.
+// Runs one step, in the order of its phases.
 #include "engine/stepper.h"
 
 #include <ATen/ops/ones_like.h>
@@ -38,7 +38,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
 
 void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
   TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
-  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin,
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin(),
                     " has no \"optimizer\" section and none was given to initialize)");
   TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
                     "; reduce it first, e.g. loss.mean()");
@@ -58,7 +58,7 @@ void Stepper::set_boundary(std::optional<bool> boundary) {
   follow_boundary();
 }
 
-/// Stages that reduce at the boundary only keep gradients here until then.
+/// Stages that reduce only at the boundary keep gradients here until then.
 void Stepper::follow_boundary() {
   if (parts_.reducer) parts_.reducer->set_local(!parts_.policy.reduce_every_micro && !is_boundary());
 }
@@ -90,14 +90,14 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   if (!all([&](const Close& c) { return c.boundary == closes.front().boundary; })) {
     throw CommError(
         "the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
-        "alike on every rank");
+        "the same way on every rank");
   }
   if (all([](const Close& c) { return c.joined; })) return std::nullopt;
   parts_.reducer->finish(most_rounds(closes));
   TORCH_CHECK_VALUE(
       parts_.reducer->has_gradient() || !all([](const Close& c) { return !c.has_gradient; }),
       "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
-      "did, the model's parameters are not those given to initialize any more: load_state_dict(assign=True) and the "
+      "did, the model's parameters are no longer those given to initialize: load_state_dict(assign=True) and the "
       "like replace them; load in place.");
   StepOutcome outcome;
   if (is_boundary()) {
@@ -110,7 +110,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   return outcome;
 }
 
-/// What every rank says of its gradient shards: their squares, and the first bad parameter if there is one.
+/// Exchanges what each rank knows about its gradient shards: their squares, and the first bad parameter if any.
 std::vector<Verdict> Stepper::judge() {
   Verdict verdict;
   verdict.squares = parts_.reducer->sum_of_squares();
@@ -136,7 +136,7 @@ StepOutcome Stepper::accumulating() const {
 StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   Progress& progress = parts_.progress;
   double total = 0.0;
-  for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: the same on all ranks
+  for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
   outcome.lr = progress.hyperparameters.front().lr();
@@ -146,8 +146,8 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     return outcome;
   }
   double scale = 1.0;
-  if (parts_.config.gradient_clipping > 0.0) {
-    scale = std::min(1.0, parts_.config.gradient_clipping / (outcome.grad_norm + 1e-6));
+  if (parts_.config.gradients().clipping > 0.0) {
+    scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
   for (const auto& unit : parts_.model.units()) unit->note_external_writes();
@@ -160,7 +160,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   return outcome;
 }
 
-/// No parameter, master, moment or schedule moves.
+/// Leaves parameters, masters, moments and the schedule unchanged.
 void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
   ++parts_.progress.skipped_steps;
   outcome.reason = "non-finite gradient";
@@ -184,7 +184,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   Progress& progress = parts_.progress;
   progress.global_steps = saved.global_steps;
   progress.skipped_steps = saved.skipped_steps;
-  // Saved at a step's end. Where a step has another number of micro-batches now, the next one begins here as well.
+  // Saved at a step's end. If a step now has another number of micro-batches, the next one begins here as well.
   progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
   if (moments) {
     progress.optimizer_steps = saved.optimizer_steps;
@@ -197,10 +197,10 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   follow_boundary();
 }
 
-/// The line of every `steps_per_print` steps, in DeepSpeed's words.
+/// Prints the line of every `steps_per_print` steps, in DeepSpeed's words.
 void Stepper::print(const StepOutcome& outcome) const {
   const Progress& progress = parts_.progress;
-  const auto every = parts_.config.steps_per_print;
+  const auto every = parts_.config.report().steps_per_print;
   if (!parts_.channels.is_first() || every.value_or(0) < 1 || progress.global_steps % *every != 0) return;
   std::string rates, momenta;
   for (const Hyperparameters& h : progress.hyperparameters) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// From a loss to new parameters: close the micro-batch, reduce, judge, clip, step, publish.
+// Turns a loss into new parameters: close the micro-batch, reduce, judge, clip, step, publish.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace deeptide::engine {
 
-/// What a step needs of its engine, which outlives it.
+/// The parts of the engine that a step uses. The engine outlives the stepper.
 struct StepperParts {
   const Config& config;
   const BatchSizes& batch;
@@ -37,7 +37,7 @@ class Stepper {
   Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule);
 
   void backward(const at::Tensor& loss, bool retain_graph);
-  /// Collective. `joined`: this rank has no more batches. Empty when all ranks have joined.
+  /// Collective. `joined`: this rank has no more batches. Empty if all ranks have joined.
   std::optional<StepOutcome> step(bool joined);
   /// Collective.
   void zero_grad();
@@ -46,7 +46,7 @@ class Stepper {
   void set_boundary(std::optional<bool> boundary);
   bool has_boundary_override() const { return boundary_override_.has_value(); }
 
-  /// Takes over what a checkpoint holds. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
+  /// Adopts a checkpoint's progress. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
   /// schedule's position.
   void restore(const Progress& saved, bool moments, bool schedule);
 
@@ -62,7 +62,7 @@ class Stepper {
 
   StepperParts parts_;
   std::unique_ptr<optim::Schedule> schedule_;
-  std::vector<Hyperparameters> base_hyperparameters_;  // what the schedule starts from, by group
+  std::vector<Hyperparameters> base_hyperparameters_;  // where the schedule starts, by group
   std::optional<bool> boundary_override_;
 };
 

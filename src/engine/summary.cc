@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the engine tells at its start, and where every byte is.
+// Describes the engine at its start, and the place of every byte.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ const char* short_name(at::ScalarType type) {
 
 int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
 
-/// Gloo gathers into a flat copy of its own, and malloc keeps that for the next one. Ranks of one host do without.
+/// Gloo gathers into its own flat copy, and malloc keeps that for the next gather. Ranks of one host need none.
 int64_t transport_bytes(const Engine::Impl& impl) {
   if (impl.channels.host()->holds_all() || !impl.model.device().is_cpu()) return 0;
   int64_t largest = 0;
@@ -58,7 +58,7 @@ std::string Engine::Impl::summary() const {
   }
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
-  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero.stage, num_ranks,
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
   if (num_ranks > 1)
     text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
@@ -68,14 +68,14 @@ std::string Engine::Impl::summary() const {
                       parameter_types, parameter_types, short_name(reduce_type(config)));
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
-                      config.gradient_clipping > 0 ? fmt::format("{}", config.gradient_clipping) : "off");
+                      config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
-                        config.zero.max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
-                                                        : "a quarter of the model, or the two largest units; "
-                                                          "stage3_max_live_parameters is not given");
+                        config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
+                                                          : "a quarter of the model, or the two largest units; "
+                                                            "stage3_max_live_parameters is not given");
   }
-  for (const auto& decision : config.decisions) text += "\n  " + decision;
+  for (const auto& decision : config.decisions()) text += "\n  " + decision;
   return text;
 }
 

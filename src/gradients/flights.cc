@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Sending, summing, lending buckets; who sums is decided by who has time.
+// Sends, sums and lends buckets. The thread that has time sums.
 #include "gradients/flights.h"
 
 #include <ATen/core/grad_mode.h>
@@ -26,14 +26,14 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// A peer that does not come (another branch) must not block this rank's backward: buckets then pile up instead.
+// A peer that does not arrive (another branch) must not block this rank's backward: buckets then accumulate instead.
 constexpr milliseconds kFlightPatience{500};
 constexpr milliseconds kSidePatience{20};
 constexpr int kSideNice = 10;
 
 }  // namespace
 
-/// While it lives, the side thread takes nothing; waits for what it has in hand.
+/// While it lives, the side thread starts no sum; the constructor waits for the current one.
 class Flights::Pause {
  public:
   explicit Pause(Flights& flights) : flights_(flights) {
@@ -141,7 +141,7 @@ void Flights::retire_front() {
   peers_elsewhere_ = false;
 }
 
-/// Of what has arrived. A unit's second reduction in a step comes on top of the first, and so needs the sum.
+/// Consumes an arrived reduction. A second reduction of a unit in one step adds to the first, so the sum is needed now.
 void Flights::sum(Flight& flight) {
   if (options_.keep_rows && !accumulated_[flight.unit]) return keep(flight);
   accumulate_kept();
@@ -189,7 +189,7 @@ Contributions Flights::gradient(int unit) {
   return kept_at_[unit] < 0 ? Contributions(accumulator(unit)) : contributions(kept_[kept_at_[unit]]);
 }
 
-/// What there is to sum for this rank's shard, by rank.
+/// Returns the addends of this rank's shard, by rank.
 Contributions Flights::contributions(const Flight& flight) const {
   const Unit& u = *units_[flight.unit];
   const int64_t shard = u.layout().shard;
@@ -223,7 +223,7 @@ void Flights::reclaim() {
   }
 }
 
-/// The first gradient that is not finite is remembered. `sum`: undefined when it was not written.
+/// Records the first gradient that is not finite. `sum`: undefined if it was not written.
 void Flights::look_for_bad(int unit, const Contributions& contributions, const Tensor& sum) {
   if (bad_ || std::isfinite(sums_of_squares_[unit].item<double>())) return;
   const Unit& u = *units_[unit];
@@ -259,7 +259,7 @@ void Flights::clear_accumulated() {
   bad_.reset();
 }
 
-/// Sums what has arrived. What is late, or lost, stays for `drain`, which knows what to say.
+/// Sums arrived flights. Late or lost flights remain for `drain`, which reports them.
 void Flights::run_side_thread() {
   ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kSideNice);
   const RunInline on_this_thread;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Reductions under way: buckets that were sent, and the sums of what came into this rank's shards, in order.
+// Reductions under way: the buckets sent, and the sums of what arrived for this rank's shards, in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,18 +22,18 @@
 
 namespace deeptide::gradients {
 
-/// Buckets under way at a time while every rank keeps pace; each has what it sends and what it receives.
+/// Buckets under way at a time while all ranks keep pace; each has a send and a receive buffer.
 inline constexpr size_t kMaxFlights = 2;
-/// The same in shared memory, where nothing is received; ranks need not keep step so closely there.
+/// As kMaxFlights, in shared memory, where nothing is received and ranks may drift further apart.
 inline constexpr size_t kMaxOffers = 4;
 
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;  // on the wire
   bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
   bool overlap = true;                       // start reductions during backward
-  bool side_thread = false;                  // sum on a thread of its own, for cores that would be idle
-  bool keep_rows = false;                    // until the step, which sums them as it reads: no memory for sums
-  bool accumulates_whole = false;            // several micro-batches meet in fp32 buckets before they travel
+  bool side_thread = false;                  // sum on a separate thread, for cores that would be idle
+  bool keep_rows = false;                    // until the step, which sums rows as it reads: no memory for sums
+  bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
   double scale = 1.0;                        // 1 / (ranks * accumulation), applied to the sum
 };
 
@@ -41,28 +41,28 @@ struct ReducerOptions {
 struct BadGradient {
   int unit = 0;       // Unit::index()
   int parameter = 0;  // in that unit
-  int rank = -1;      // that contributed it, by index in the team; -1: every contribution was finite, the sum was not
+  int rank = -1;      // the contributor's index in the team; -1: every contribution was finite, the sum was not
 };
 
-/// Used by one thread; the side thread, if there is one, sums what has arrived meanwhile, with the same results.
+/// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
 class Flights {
  public:
-  /// `units`: by position; an fp32 accumulator shard each, unless rows are kept. Buckets go back to `buckets` when they
-  /// may be filled again. `exchange`: when all ranks are on one host; null otherwise.
+  /// `units`: by position; each gets an fp32 accumulator shard, unless rows are kept. Buckets return to `buckets` once
+  /// they may be refilled. `exchange`: null unless all ranks are on one host.
   Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, host::Exchange* exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
           device::BufferPool& buckets);
   ~Flights();
 
-  /// Sends a unit's bucket (numel,), of the type that travels. Waits for the earliest first while there are too many,
-  /// but not long: a peer may be elsewhere, and then they pile up.
+  /// Sends a unit's bucket (numel,), of the wire type. Waits for the earliest flight if too many are under way, but
+  /// only briefly: a peer may be in another branch, and then flights accumulate.
   void launch(int unit, at::Tensor bucket);
-  /// Sums what has arrived, without waiting.
+  /// Sums arrived flights, without waiting.
   void retire_ready();
-  /// Waits for all and sums them. Errors: CommError.
+  /// Waits for all flights and sums them. Errors: CommError.
   void drain();
 
-  /// Buckets that all ranks have read may be filled again.
+  /// Makes buckets that all ranks have read available for refilling.
   void reclaim();
 
   // Valid after `drain`.
@@ -80,7 +80,7 @@ class Flights {
     comm::Pending pending;
     uint32_t offer = 0;  // in shared memory
   };
-  /// Summed here, but perhaps not yet by all who read it.
+  /// Summed here, but perhaps not yet by all readers.
   struct Lent {
     at::Tensor sent;
     uint32_t offer;
@@ -110,14 +110,14 @@ class Flights {
   std::shared_ptr<device::Ledger> ledger_;
   at::Device device_;
   std::vector<at::Tensor> accumulators_;
-  std::vector<Flight> kept_;       // arrived, not summed; in the order of their offers
-  std::vector<int> kept_at_;       // by unit: its index there, or -1
+  std::vector<Flight> kept_;       // arrived, not summed; ordered as offered
+  std::vector<int> kept_at_;       // by unit: its index in kept_, or -1
   std::vector<bool> accumulated_;  // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;     // (units,), fp64
   std::optional<BadGradient> bad_;
-  bool peers_elsewhere_ = false;  // the flight in front was waited for in vain
+  bool peers_elsewhere_ = false;  // a wait for the front flight was to no avail
 
-  // The queue is shared with the side thread, which takes the front only; all else is whoever's turn it is.
+  // The queue is shared with the side thread, which takes only the front. One thread at a time uses the rest.
   std::deque<Flight> queue_;
   std::deque<Lent> lent_;
   std::mutex mutex_;

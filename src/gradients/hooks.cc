@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Post hooks on gradient accumulators.
+// Installs post hooks on gradient accumulators.
 #include "gradients/hooks.h"
 
 #include <torch/csrc/autograd/function.h>
@@ -15,7 +15,7 @@ using at::Tensor;
 using torch::autograd::variable_list;
 
 struct GradientHooks::State {
-  std::mutex mutex;  // a hook running on another thread finishes before the sink goes
+  std::mutex mutex;  // a hook on another thread finishes before the sink is destroyed
   Sink sink;
   std::vector<c10::intrusive_ptr<torch::autograd::Node>> accumulators;
 };
@@ -31,7 +31,7 @@ struct TakeGradient : torch::autograd::FunctionPostHook {
     const auto state = state_.lock();
     auto impl = parameter_.lock();
     if (!state || !impl) return outputs;
-    const Tensor parameter(std::move(impl));  // wrap_tensor_impl would look at the data
+    const Tensor parameter(std::move(impl));  // wrap_tensor_impl would access the data
     std::lock_guard lock(state->mutex);
     if (!state->sink || !parameter.grad().defined()) return outputs;
     const Tensor gradient = parameter.grad();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Filling, sending and summing buckets.
+// Fills, sends and sums buckets.
 #include "gradients/reducer.h"
 
 #include <ATen/core/grad_mode.h>
@@ -19,8 +19,8 @@ using sharding::Unit;
 
 namespace {
 
-/// The gradient's place in the bucket takes it, with cast. Without ATen where a plain copy does: models of many small
-/// parameters come here for each.
+/// Copies the gradient to its place in the bucket, with cast. Avoids ATen for a plain copy: models of many small
+/// parameters make one call for each.
 void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
   const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
   if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
@@ -31,7 +31,7 @@ void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient)
   }
 }
 
-/// Where buckets come from: the arena, if there is one.
+/// Returns the source of buckets: the arena, if there is one.
 device::BufferPool::Source bucket_source(const host::Exchange* exchange, const std::shared_ptr<device::Ledger>& ledger,
                                          Role role) {
   if (exchange == nullptr) return {};
@@ -116,12 +116,12 @@ void Reducer::issue_complete() {
   flights_->retire_ready();
 }
 
-/// The unit's bucket in the wire's type with zeros wherever no gradient came; the bucket is empty afterwards.
+/// Returns the unit's bucket in the wire type, with zeros where no gradient arrived; empties the bucket.
 Tensor Reducer::outgoing(int unit) {
   Bucket& bucket = buckets_[unit];
   const Unit& u = *units_[unit];
   if (!bucket.data.defined()) return pool_.take(u.numel(), options_.reduce_dtype).zero_();
-  int64_t end = 0;  // of what is filled so far
+  int64_t end = 0;  // of the elements filled so far
   for (size_t i = 0; i < bucket.filled.size(); ++i) {
     const Parameter& p = u.parameters()[i];
     if (!bucket.filled[i]) continue;
@@ -164,8 +164,8 @@ int64_t Reducer::predicted_communication_bytes() const {
     if (options_.accumulates_whole) kept += unit->numel() * static_cast<int64_t>(sizeof(float));
   }
   if (buckets_stay_) return kept;
-  // One bucket fills while others are under way, each sent and received. In shared memory they are sent only, and one
-  // may wait for its last reader. Rows that stay until the step are gradients.
+  // One bucket fills while others are under way, each with a send and a receive buffer. In shared memory they are only
+  // sent, and one may wait for its last reader. Rows that stay until the step count as gradients.
   size_t buckets = 1;
   if (num_ranks_ > 1) buckets = (options_.keep_rows ? 1 : 2) * (kMaxFlights + 1);
   if (exchange_) buckets = kMaxOffers + 2;
@@ -175,7 +175,7 @@ int64_t Reducer::predicted_communication_bytes() const {
 int64_t Reducer::rounds_wanted() const {
   std::lock_guard lock(mutex_);
   if (local_) return 0;
-  // The round under way takes what waits in units it has not passed; a bucket filled again behind it needs one more.
+  // The round under way takes what waits in units ahead of it; a bucket refilled behind it needs another round.
   bool ahead = next_ > 0, behind = false;
   for (size_t i = 0; i < order_.size(); ++i) {
     if (!buckets_[order_[i]].data.defined()) continue;
@@ -190,7 +190,7 @@ void Reducer::finish(int64_t rounds) {
   while (rounds_done_ < rounds) issue_next();
   flights_->drain();
   rounds_done_ = 0;
-  for (Bucket& bucket : buckets_) {  // what stayed here waits for the next micro-batch's gradients
+  for (Bucket& bucket : buckets_) {  // remaining buckets wait for the next micro-batch's gradients
     bucket.arrived.assign(bucket.arrived.size(), false);
     bucket.num_arrived = 0;
   }

@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Gradient buckets, one a unit, reduced into shards while backward goes on: always in the units' order, always by the
-// same sum.
+// Gradient buckets, one per unit, reduced into shards during backward: always in the units' order, always by one sum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,56 +14,56 @@
 
 namespace deeptide::gradients {
 
-/// Takes gradients from hooks, reduces them bucket by bucket. A *round* is one reduction of every unit, in the same
-/// order on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
+/// Takes gradients from hooks and reduces them bucket by bucket. A *round* is one reduction of every unit, in one order
+/// on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
 /// `finish` evens that out. Thread-safe.
 class Reducer {
  public:
-  /// `units`: all trainable units, by position; shards of fp32 accumulators are allocated here, one a unit, unless the
-  /// options keep rows.
-  /// `exchange`: when all ranks are on one host; buckets then lie in its arena and are summed where they lie.
+  /// `units`: all trainable units, by position. Allocates an fp32 accumulator shard per unit, unless the options keep
+  /// rows.
+  /// `exchange`: if all ranks are on one host; buckets then lie in its arena and are summed in place.
   Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
   ~Reducer();
 
-  /// Adds a gradient of units[unit].parameters()[parameter]. While `set_local(true)`, buckets stay here (stages 0-1
-  /// before the boundary); otherwise complete buckets go out.
+  /// Adds a gradient of units[unit].parameters()[parameter]. After `set_local(true)`, buckets stay here (stages 0-1
+  /// before the boundary); otherwise complete buckets are sent.
   void add(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
 
-  /// Rounds this rank must take part in to empty its buckets; what it tells the others at a micro-batch's end.
+  /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.
   int64_t rounds_wanted() const;
   /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final.
   void finish(int64_t rounds);
 
   bool has_gradient() const { return flights_->has_accumulated(); }
-  /// Gradient shard (shard,) of a unit, summed or as its rows; zeros when nothing came. Valid until it is cleared.
+  /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
   numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
-  /// Gradients stay as they came until the step: there is no memory for sums.
+  /// Whether received rows stay unsummed until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
-  /// And they do so in the buckets themselves, which then are the gradients; otherwise where they were received.
+  /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
   bool buckets_stay() const { return buckets_stay_; }
-  /// What its accumulators, or the rows that stay in their place, take on this rank.
+  /// Memory on this rank of the accumulators, or of the rows kept in their place.
   int64_t predicted_gradient_bytes() const;
-  /// What buckets on their way take, those of ranks that keep pace.
+  /// Memory of buckets under way, if ranks keep pace.
   int64_t predicted_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() const { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
-  /// Something came from backward that is not in the accumulators yet.
+  /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;
-  /// Forgets what is accumulated (after a step).
+  /// Drops the accumulated gradients (after a step).
   void clear_accumulated();
-  /// Rounds this rank has begun since the last `finish`: what it tells the others before all of them discard.
+  /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.
   int64_t rounds_begun() const;
-  /// Collective. Forgets everything (zero_grad); completes `rounds` rounds first, the maximum over ranks.
+  /// Collective. Drops all gradients (zero_grad), after completing `rounds` rounds, the maximum over ranks.
   void discard(int64_t rounds);
 
  private:
   struct Bucket {
-    at::Tensor data;            // (numel,), reduce dtype, or fp32 once something was added to it
+    at::Tensor data;            // (numel,), reduce dtype, or fp32 once a gradient was added to it
     std::vector<bool> filled;   // by parameter: `data` holds a gradient
-    std::vector<bool> arrived;  // by parameter: came in this micro-batch
+    std::vector<bool> arrived;  // by parameter: arrived in this micro-batch
     int num_arrived = 0;
   };
 
@@ -87,7 +86,7 @@ class Reducer {
   std::vector<Bucket> buckets_;
   std::unique_ptr<Flights> flights_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish
-  size_t next_ = 0;          // in order_, of the round under way
+  size_t next_ = 0;          // in order_, for the round under way
   bool local_ = false;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Ranges of one shared mapping.
+// Hands out ranges of one shared mapping.
 #include "host/arena.h"
 
 #include <iterator>
@@ -19,7 +19,7 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 
 }  // namespace
 
-/// First fit over free ranges; neighbours are joined when a range comes back.
+/// First fit over free ranges; a returned range is joined with its neighbours.
 class Arena::Heap {
  public:
   Heap(int64_t begin, int64_t bytes) : capacity_(bytes) { free_[begin] = bytes; }
@@ -73,7 +73,7 @@ std::shared_ptr<Arena> Arena::create(Host& host, int64_t parameter_bytes, int64_
   const int64_t heap = round_up(heap_bytes, kLargePage);
   auto memory = host.share(parameters + heap * host.size(), why_not, device::PrivateView::check);
   if (!memory) return nullptr;
-  // Not the parameters: forward and backward were 1 to 7 % slower with them on large pages (docs/measurements.md).
+  // Excludes the parameters: large pages made forward and backward 1 to 7 % slower (docs/measurements.md).
   memory->prefer_large_pages(parameters, heap * host.size());
   return std::shared_ptr<Arena>(new Arena(std::move(memory), parameters + heap * host.index(), heap));
 }
@@ -92,7 +92,7 @@ Tensor Arena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Ro
 }
 
 int64_t Arena::offset_of(const Tensor& tensor) const {
-  if (tensor.numel() == 0) return 0;  // its data pointer is null, wherever it lies
+  if (tensor.numel() == 0) return 0;  // its data pointer is null, wherever the tensor lies
   const int64_t offset = static_cast<const char*>(tensor.const_data_ptr()) - memory_->data();
   TORCH_INTERNAL_ASSERT(offset >= 0 && offset + static_cast<int64_t>(tensor.nbytes()) <= memory_->size(),
                         "not a buffer of the arena");

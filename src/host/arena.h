@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The flat memory that the ranks of one host share: one copy of the parameters, and for each rank a heap whose buffers
-// all others can read.
+// The flat memory that the ranks of one host share: one copy of the parameters, and per rank a heap whose buffers all
+// others can read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,24 +14,24 @@
 
 namespace deeptide::host {
 
-/// One mapping a rank: [parameters][heap of index 0][heap of index 1]… Thread-safe.
+/// One shared mapping: [parameters][heap of index 0][heap of index 1]… Thread-safe.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  /// Collective over the host. Null on all its ranks when one cannot map it, with the reason in `why_not`.
-  /// Units: bytes. A heap is addresses; pages are taken when they are used.
+  /// Collective over the host. Returns null on all its ranks if one cannot map it, with the reason in `why_not`. Units:
+  /// bytes. A heap reserves addresses; it takes pages on use.
   static std::shared_ptr<Arena> create(Host& host, int64_t parameter_bytes, int64_t heap_bytes, std::string& why_not);
   ~Arena();
 
   const std::shared_ptr<device::SharedMemory>& memory() const { return memory_; }
-  /// Where a unit of so many bytes may begin, for the next call: parameters are laid out page by page.
+  /// Rounds a unit's bytes up to where the next may begin: parameters are laid out page by page.
   static int64_t padded(int64_t bytes);
 
-  /// (bytes,) uint8 from this rank's heap, on large-page boundaries from 2 MiB on, counted in `ledger` until its last
-  /// reference goes. Errors: RuntimeError when the heap is full.
+  /// Returns (bytes,) uint8 from this rank's heap, on large-page boundaries from 2 MiB on, counted in `ledger` until
+  /// its last reference is released. Errors: RuntimeError when the heap is full.
   at::Tensor allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes);
-  /// Of a tensor from `allocate`, for the other ranks. Units: bytes.
+  /// Returns the offset of a tensor from `allocate`, for the other ranks. Units: bytes.
   int64_t offset_of(const at::Tensor& tensor) const;
-  /// What lies at such an offset, on whichever rank's heap. Shapes: (numel,).
+  /// Returns the tensor at such an offset, on any rank's heap. Shapes: (numel,).
   at::Tensor at(int64_t offset, int64_t numel, at::ScalarType dtype) const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Offsets in a ring of small slots.
+// Exchanges offsets through a ring of small slots.
 #include "host/exchange.h"
 
 #include <cstring>

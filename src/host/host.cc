@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finding the ranks of one host through the store, and watching their processes.
+// Finds the ranks of one host through the store, and watches their processes.
 #include "host/host.h"
 
 #include <poll.h>
@@ -38,8 +38,8 @@ std::string inode(const char* path) {
   return ::stat(path, &status) == 0 ? std::to_string(status.st_ino) : "?";
 }
 
-/// Equal for two processes exactly when they may share memory and would be called one host: containers with a network
-/// of their own count as hosts.
+/// Equal for two processes exactly if they may share memory and count as one host: containers with a network of their
+/// own count as hosts.
 std::string host_identity(const World& world) {
   if (!world.host.empty()) return world.host;
   std::string boot;
@@ -47,7 +47,7 @@ std::string host_identity(const World& world) {
   return boot + "/" + inode("/proc/self/ns/net") + "/" + inode("/proc/self/ns/pid") + "/" + std::to_string(::geteuid());
 }
 
-/// What a rank tells of itself; its host's name comes last, for it may hold anything.
+/// What a rank reports about itself. Its host's name is last, because it may contain any character.
 struct Place {
   int pid;
   bool enabled;
@@ -64,7 +64,7 @@ struct Place {
   }
 };
 
-/// Ranks that are bound to cores are taken to have been given different ones.
+/// Assumes that ranks bound to cores were given different cores.
 bool has_cores_for(int num_ranks) {
   const int cores = num_cores();
   return cores >= num_ranks || cores < ::sysconf(_SC_NPROCESSORS_ONLN);
@@ -81,7 +81,7 @@ Host::~Host() {
   }
 }
 
-/// The key's value, once it is there.
+/// Returns the key's value once it is set.
 std::string Host::await(const std::string& key) const {
   auto& store = *world_.store;
   const auto begin = steady_clock::now();
@@ -89,20 +89,20 @@ std::string Host::await(const std::string& key) const {
   for (auto look = begin + world::kPollFailures; !store.check({key}); nap = std::min(2 * nap, kLongestNap)) {
     const auto now = steady_clock::now();
     if (now > begin + store.getTimeout()) {
-      throw CommError("no word within " + std::to_string(store.getTimeout().count()) + " ms, the store's timeout");
+      throw CommError("no answer within " + std::to_string(store.getTimeout().count()) + " ms, the store's timeout");
     }
     if (now > look) {
       look = now + world::kPollFailures;
       auto failure = find_dead();
       if (!failure && board_) failure = board_->failure();
-      if (failure && !store.check({key})) throw CommError(*failure);  // it may have said this first
+      if (failure && !store.check({key})) throw CommError(*failure);  // the key may have been set before the failure
     }
     std::this_thread::sleep_for(nap);
   }
   return to_text(store.get(key));
 }
 
-/// Everybody's line, by rank: each leaves its own, rank 0 collects, so that the store answers W + 1 reads, not W * W.
+/// Gathers each rank's line, by rank. Rank 0 collects them, so that the store answers W + 1 reads, not W * W.
 std::vector<std::string> Host::gather_lines(const std::string& prefix, const std::string& own) const {
   world_.store->set(prefix + "/" + std::to_string(world_.rank), to_bytes(own));
   if (world_.rank == 0) {
@@ -149,7 +149,7 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   const std::string why_not = host->connect();
   for (const auto& line : host->gather_lines(prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
     if (line == "ok") continue;
-    if (world.rank == 0) log(LogLevel::warning, "ranks of one host talk over the network: " + line);
+    if (world.rank == 0) log(LogLevel::warning, "ranks of one host communicate over the network: " + line);
     return find(world, prefix + "/apart", /*enabled=*/false, std::move(board));
   }
   return host;

@@ -22,17 +22,17 @@ class FailureBoard;
 
 namespace deeptide::host {
 
-/// The ranks of a world by host: those of one kernel, network namespace and user. All ranks agree on it.
+/// The ranks of a world by host: ranks of one host share kernel, network namespace and user. All ranks agree on it.
 class Host {
  public:
-  /// Collective over the world, through its store. `prefix`: of keys, the same on all ranks. `enabled`: false on one
-  /// rank makes every rank a host of its own. Errors, also of `share`: CommError when ranks do not come within the
-  /// store's timeout; soon, when one of this host has ended or one has told the `board` that it cannot go on.
+  /// Collective over the world, through its store. `prefix`: for keys, equal on all ranks. `enabled`: false on one rank
+  /// makes each rank its own host. Errors, also of `share`: CommError if ranks do not arrive within the store's
+  /// timeout, or soon after a rank of this host has ended or one has reported to `board` that it cannot continue.
   static std::shared_ptr<Host> find(const World& world, const std::string& prefix, bool enabled,
                                     std::shared_ptr<world::FailureBoard> board = nullptr);
   ~Host();
 
-  /// This host's ranks, ascending; and this rank's place among them.
+  /// This host's ranks, ascending, and this rank's index among them.
   const std::vector<int>& ranks() const { return ranks_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   int index() const { return index_; }
@@ -40,28 +40,28 @@ class Host {
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }
   int host_index() const { return host_index_; }
   bool holds_all() const { return hosts_.size() == 1; }
-  /// Every host has as many ranks: collectives may go host by host.
+  /// Whether all hosts have equally many ranks, so that collectives may go host by host.
   bool is_uniform() const;
   /// "1 host of 4 ranks, shared memory", "2 hosts of 2 ranks, shared memory within", "2 hosts of 3 and 1 ranks,
   /// network".
   std::string text() const;
 
-  /// The next `bytes` of the memory for signals, zeroed; calls come in the same order on all its ranks.
+  /// Returns the next `bytes` of the signal memory, zeroed. All ranks of the host call it in the same order.
   char* reserve(int64_t bytes);
-  /// Collective over the host: memory that its ranks share, zeroed; null on all of them when one cannot map it or does
-  /// not pass `check` (which throws then, and leaves the memory as it is), with the reason in `why_not`.
+  /// Collective over the host: zeroed memory that its ranks share. Null on all ranks if one cannot map it or fails
+  /// `check` (which throws then, and leaves the memory unchanged), with the reason in `why_not`.
   using Check = std::function<void(const std::shared_ptr<device::SharedMemory>&)>;
   std::shared_ptr<device::SharedMemory> share(int64_t bytes, std::string& why_not, const Check& check = {});
-  /// A rank of this host whose process has ended: "rank 1's process 4711 has ended"; empty while all live.
+  /// Returns a rank of this host whose process has ended, "rank 1's process 4711 has ended"; empty while all live.
   std::optional<std::string> find_dead() const;
-  /// Cores enough for all ranks of the host: then it pays to spin before sleeping.
+  /// Whether each rank of the host has a core: then spinning before sleeping pays off.
   bool has_core_each() const { return core_each_; }
 
  private:
   Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board);
   std::string await(const std::string& key) const;
   std::vector<std::string> gather_lines(const std::string& prefix, const std::string& own) const;
-  /// Returns why it could not.
+  /// Returns the reason of a failure, or an empty text.
   std::string connect();
   void watch_processes(const std::vector<int>& pids);
 
@@ -74,7 +74,7 @@ class Host {
   int index_ = 0;
   bool core_each_ = false;
   int num_shared_ = 0;
-  std::vector<int> process_handles_;  // by index; kUnwatched: this process too; kGone: it had ended before we looked
+  std::vector<int> process_handles_;  // by index; kUnwatched: also this process; kGone: ended before the watch began
   std::vector<int> pids_;
   std::shared_ptr<device::SharedMemory> signals_;
   int64_t reserved_ = 0;

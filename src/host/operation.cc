@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// An operation with an end of its own.
+// Chains a finishing step to an operation.
 #include "host/operation.h"
 
 #include <utility>

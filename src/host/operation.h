@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A transfer under way, whoever carries it, and the error that ends it.
+// A transfer under way on any transport, and the error that ends it.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@
 
 namespace deeptide::host {
 
-/// A peer or a connection is gone; the text says which.
+/// A peer or a connection is lost; the text names it.
 class TransportError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -22,12 +22,12 @@ class TransportError : public std::runtime_error {
 class Operation {
  public:
   virtual ~Operation() = default;
-  /// Done, or so near that `advance` does not wait.
+  /// Whether it is done, or so nearly that `advance` does not wait.
   virtual bool ready() = 0;
-  /// Works for about `limit` at most; true when done. Errors: TransportError.
+  /// Works for at most about `limit`; returns true when done. Errors: TransportError.
   virtual bool advance(std::chrono::milliseconds limit) = 0;
-  /// Makes work issued to `lane` from now on run after the operation, without waiting on the host. False: the operation
-  /// needs the host; call `advance` until it is done.
+  /// Makes work issued to `lane` later run after the operation, without a wait on the host. Returns false if the
+  /// operation needs the host: then call `advance` until it is done.
   virtual bool order_before(const device::Lane& lane) { return false; }
 };
 using OperationPtr = std::shared_ptr<Operation>;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Slots with two counters: how many are filled, how many are emptied.
+// Moves tensors through slots with two counters: slots filled and slots emptied.
 #include "host/pipe.h"
 
 #include <algorithm>
@@ -77,7 +77,7 @@ class Pipes::Transit : public Operation {
     if (await(other, target, deadline, linger)) return true;
     if (limit.count() == 0) return false;
     const auto dead = pipe_->host->find_dead();
-    // A rank that has ended may have done its part first.
+    // A rank that has ended may have completed its part first.
     if (dead && !await(other, target, deadline, Linger::none)) throw TransportError(*dead);
     return dead.has_value();
   }

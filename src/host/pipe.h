@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Bytes from one rank of a host to another, through a few slots of shared memory.
+// Moves bytes from one rank of a host to another through a few slots of shared memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,8 @@ namespace deeptide::host {
 /// started; directions do not wait on each other. One thread per rank at a time.
 class Pipes {
  public:
-  /// Collective in the sense of Host::reserve. Reserves 128 KiB per pair of ranks and direction; the kernel gives
-  /// memory only to pairs that talk.
+  /// Collective in the sense of Host::reserve. Reserves 128 KiB per pair of ranks and direction; the kernel commits
+  /// memory only for pairs that communicate.
   explicit Pipes(std::shared_ptr<Host> host);
   ~Pipes();
 
@@ -35,7 +35,7 @@ class Pipes {
   /// This rank's end of one direction.
   struct End {
     std::shared_ptr<Pipe> pipe;  // null: to this rank itself
-    OperationPtr last;           // the transfer started before
+    OperationPtr last;           // the previous transfer
   };
 
   static OperationPtr start(End& end, at::Tensor tensor, bool sends);

@@ -15,7 +15,7 @@ namespace deeptide::host {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-/// Of one rank; what it posts and what it has read lie apart, for others wait on each.
+/// Counters of one rank. What it posts and what it has read lie apart, because others wait on each.
 struct Ring::Counters {
   alignas(128) Counter posted;
   alignas(128) Counter read;
@@ -45,7 +45,7 @@ void Ring::start_at(uint32_t count) {
 
 char* Ring::next_slot() {
   const uint32_t number = num_posted();
-  // Slot n + num_slots lies where slot n lay. The first ones are free, whatever the (wrapped) count.
+  // Slot n + num_slots reuses the memory of slot n. The first slots are free, whatever the (wrapped) count.
   if (!all_read(number - static_cast<uint32_t>(num_slots_))) return nullptr;
   return const_cast<char*>(slot(index_, number));
 }
@@ -89,7 +89,7 @@ bool Ring::wait_all(Word Counters::*word, uint32_t number, milliseconds limit) {
     if (limit.count() == 0) return false;
     const auto dead = host_->find_dead();
     if (!dead) return false;
-    // Whoever ended may have done its part first.
+    // A rank that has ended may have completed its part first.
     if (!await(counters(peer).*word, number + 1, deadline, Linger::none)) throw TransportError(*dead);
   }
   return true;

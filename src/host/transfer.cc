@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Copying in and out of slots, as far as it goes without waiting.
+// Copies into and out of slots, as far as possible without waiting.
 #include "host/transfer.h"
 
 #include <algorithm>
@@ -15,10 +15,10 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// Two ranks' slots fit the second-level caches: a piece is read from there, not from memory.
+// Two ranks' slots fit the second-level caches, so a piece is read from there, not from memory.
 constexpr int64_t kSlotBytes = 256 << 10;
 constexpr int kSlots = 4;
-// A tensor of more bytes than this is not in a core's caches when all of it is there.
+// A tensor with more bytes than this has left a core's caches by the time it is complete.
 constexpr int64_t kPastCacheBytes = 4 << 20;
 
 void check_in_cpu_memory(const Tensor& tensor) {
@@ -47,7 +47,7 @@ class HostOperation : public Operation {
       send();
       const auto left = deadline - std::chrono::steady_clock::now();
       const auto patience = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(left));
-      // Own slots are free once everybody has read them; they can only wait for what was posted already.
+      // Own slots become free once all ranks have read them; that wait depends only on slots posted already.
       if (num_sent_ == num_taken_) {
         if (!ring_->wait_read(ring_->num_posted() - static_cast<uint32_t>(ring_->num_slots()), patience)) return false;
         continue;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Transfers of any size between the ranks of a host through a ring of slots: the piece of one is read while the next is
+// Transfers of any size between the ranks of a host through a ring of slots: one piece is read while the next is
 // written.
 #pragma once
 
@@ -18,25 +18,25 @@ namespace deeptide::host {
 struct Pieces {
   int64_t offset;
   int64_t bytes;
-  std::vector<const char*> data;  // by index; of this rank, its source itself (null if it sends nothing)
+  std::vector<const char*> data;  // by index; this rank's entry is its source (null if it sends nothing)
 };
 
 struct Transfer {
   std::vector<at::Tensor> tensors;          // kept alive
   const char* source;                       // what this rank sends; null: nothing, in as many pieces
-  int64_t bytes;                            // the same on all ranks
+  int64_t bytes;                            // equal on all ranks
   std::function<void(const Pieces&)> take;  // piece by piece, in order
-  int64_t own_begin = 0, own_end = 0;       // bytes of the source that no other rank reads: they are not copied
+  int64_t own_begin = 0, own_end = 0;       // bytes of the source that no other rank reads, hence not copied
 };
 
-/// Carries transfers one after the other. One thread at a time.
+/// Carries transfers one after another. One thread at a time.
 class Channel {
  public:
   explicit Channel(std::shared_ptr<Host> host);
   explicit Channel(std::shared_ptr<Ring> ring) : ring_(std::move(ring)) {}
   int size() const { return ring_->size(); }
   int index() const { return ring_->index(); }
-  /// Sends the first pieces at once if no transfer is before it.
+  /// Sends the first pieces at once if no transfer precedes it.
   OperationPtr start(Transfer transfer);
 
  private:
@@ -44,15 +44,15 @@ class Channel {
   OperationPtr last_;
 };
 
-/// A tensor's memory, to send from. Errors: RuntimeError for a tensor that is not on the CPU.
+/// Returns a tensor's memory for sending. Errors: RuntimeError for a tensor that is not on the CPU.
 const char* readable(const at::Tensor& tensor);
 
-/// A tensor's memory, to be written piece by piece. What no cache will hold until it is read goes past them.
+/// A tensor's memory, written piece by piece. Data too large to stay cached until it is read bypasses the caches.
 class Destination {
  public:
-  /// Errors: as of `readable`.
+  /// Errors: as `readable`.
   explicit Destination(const at::Tensor& tensor);
-  /// `data` lies elsewhere, or is in its place already.
+  /// Copies `data`, unless it is in its place already.
   void write(int64_t offset, const char* data, int64_t bytes) const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One ring a file: what has ended makes room for the next block.
+// One ring per file: each completed request makes room for the next block.
 #include <liburing.h>
 
 #include <cerrno>
@@ -12,10 +12,10 @@
 namespace deeptide::io {
 namespace {
 
-constexpr int kPatience_s = 120;  // without an answer of the device
+constexpr int kPatience_s = 120;  // without a completion
 constexpr int kDrain_s = 10;
 
-/// A ring, and what is under way in it.
+/// A ring and its requests under way.
 class Ring {
  public:
   explicit Ring(const Pass& pass) : pass_(pass) {
@@ -23,7 +23,7 @@ class Ring {
     if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
     places_.resize(pass.blocks.size());
   }
-  // After an error: the kernel must not write into buffers that are gone.
+  // After an error, drains the ring: the kernel must not write into freed buffers.
   ~Ring() {
     io_uring_cqe* done = nullptr;
     while (num_flying_ > 0 && wait(&done, kDrain_s) >= 0) {

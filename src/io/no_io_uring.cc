@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a build without liburing has instead of io_uring.cc.
+// Replaces io_uring.cc in a build without liburing.
 #include <stdexcept>
 
 #include "io/io_engine.h"

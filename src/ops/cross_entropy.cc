@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy of logits, or of what makes them: checks, chunks, and gradients that are known after forward.
+// Cross-entropy of logits, or of hidden states and weights: checks, chunks, and gradients computed in forward.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 
 namespace {
 
-constexpr int64_t kChunkBytes = 32 << 20;  // of logits
+constexpr int64_t kChunkBytes = 32 << 20;  // per chunk of logits
 
 struct Settings {
   int64_t ignore_index;
@@ -39,9 +39,9 @@ struct Settings {
 void check(const char* what, const Tensor& rows, const char* rows_name, const Tensor& targets_N,
            const Settings& settings) {
   TORCH_CHECK_VALUE(rows.dim() == 2, what, ": ", rows_name, " has shape ", rows.sizes(),
-                    ", expected two dimensions, one row a target; flatten the others first");
+                    ", expected two dimensions, one row per target; flatten the others first");
   TORCH_CHECK_VALUE(targets_N.dim() == 1 && targets_N.size(0) == rows.size(0), what, ": targets have shape ",
-                    targets_N.sizes(), ", expected [", rows.size(0), "], one a row of ", rows_name);
+                    targets_N.sizes(), ", expected [", rows.size(0), "], one per row of ", rows_name);
   TORCH_CHECK_VALUE(targets_N.scalar_type() == at::kLong, what, ": targets are ", targets_N.scalar_type(),
                     ", expected Long; class probabilities are torch's cross_entropy only");
   TORCH_CHECK_VALUE(settings.label_smoothing >= 0.0 && settings.label_smoothing <= 1.0, what, ": label_smoothing is ",
@@ -50,14 +50,14 @@ void check(const char* what, const Tensor& rows, const char* rows_name, const Te
                     ": reduction is ", settings.reduction, ", expected at::Reduction's None, Mean or Sum");
 }
 
-/// How many targets count.
+/// Counts the targets that are not ignored.
 int64_t count_targets(const char* what, const Tensor& targets_N, int64_t classes, int64_t ignore_index) {
   const int64_t* targets = targets_N.const_data_ptr<int64_t>();
   int64_t count = 0;
   for (int64_t n = 0; n < targets_N.numel(); ++n) {
     if (targets[n] == ignore_index) continue;
     TORCH_CHECK_INDEX(targets[n] >= 0 && targets[n] < classes, what, ": target ", targets[n], " of row ", n,
-                      " is no class, expected 0 to ", classes - 1, " or ignore_index (", ignore_index, ")");
+                      " is not a class, expected 0 to ", classes - 1, " or ignore_index (", ignore_index, ")");
     ++count;
   }
   return count;
@@ -67,14 +67,14 @@ double scale_of(const Settings& settings, int64_t count) {
   return settings.reduction == at::Reduction::Mean && count > 0 ? 1.0 / static_cast<double>(count) : 1.0;
 }
 
-/// A mean over nothing is NaN, as torch's is.
+/// A mean over no targets is NaN, as torch's is.
 Tensor reduce(const Tensor& losses_N, const Settings& settings, int64_t count) {
   if (settings.reduction == at::Reduction::None) return losses_N;
   const Tensor sum = losses_N.sum();
   return settings.reduction == at::Reduction::Sum ? sum : sum / count;
 }
 
-/// `known` times the gradient of the loss; most often that is 1, and then there is nothing to do.
+/// Returns `known` times the gradient of the loss; most often that is 1, and nothing needs doing.
 Tensor scaled(const Tensor& known, const Tensor& gradient) {
   if (!known.defined() || (gradient.numel() == 1 && gradient.item<double>() == 1.0)) return known;
   return known * (gradient.dim() == 1 ? gradient.unsqueeze(1) : gradient).to(known.scalar_type());
@@ -113,14 +113,14 @@ struct HiddenGradients {
   Tensor hidden_ND, weight_VD;
 };
 
-/// The losses of all rows, chunk by chunk; each chunk's gradient takes the place of its logits.
+/// Computes the losses of all rows, chunk by chunk; each chunk's gradient replaces its logits.
 void chunked_losses(const Tensor& hidden_ND, const Tensor& weight_VD, const Tensor& targets_N,
                     const CrossEntropyTerms& terms, const Tensor& losses_N, HiddenGradients* wanted) {
   const int64_t rows = hidden_ND.size(0);
   const int64_t row_bytes = weight_VD.size(0) * static_cast<int64_t>(hidden_ND.element_size());
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, row_bytes));
   const bool several = rows > chunk;
-  Tensor weight_sum;  // in fp32, or each chunk would round
+  Tensor weight_sum;  // in fp32, because otherwise each chunk would round
   for (int64_t first = 0; first < rows; first += chunk) {
     const int64_t count = std::min(chunk, rows - first);
     const Tensor part_CD = hidden_ND.narrow(0, first, count);
@@ -192,7 +192,7 @@ Tensor linear_cross_entropy_kernel(const Tensor& hidden, const Tensor& weight, c
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == hidden.size(1), what, ": weight has shape ", weight.sizes(),
                     ", expected [classes, ", hidden.size(1), "] as hidden has shape ", hidden.sizes());
   TORCH_CHECK_VALUE(reduction != at::Reduction::None, what,
-                    ": reduction is None, expected Mean or Sum; for a loss a "
+                    ": reduction is None, expected Mean or Sum; for a loss per "
                     "row use cross_entropy(linear(hidden, weight), targets)");
   if (!fast_path(hidden) || !fast_path(weight) || hidden.scalar_type() != weight.scalar_type() || !targets.is_cpu()) {
     return cross_entropy_reference(at::linear(hidden, weight), targets, ignore_index, reduction, label_smoothing);

@@ -14,7 +14,7 @@
 #define HWY_TARGET_INCLUDE "ops/cross_entropy_cpu.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
-// After foreach_target.h, as Highway asks.
+// Must follow foreach_target.h, as Highway requires.
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
@@ -60,7 +60,7 @@ RowSummary summarize(const T* row, size_t count) {
   return {hn::GetLane(hn::MaxOfLanes(d, max)), hn::GetLane(hn::SumOfLanes(d, sum)), !hn::AllFalse(d, nan)};
 }
 
-/// The sum of exp(x - max) of some elements; the powers go to `powers` unless it is null.
+/// Returns the sum of exp(x - max) of some elements; writes the powers to `powers` unless it is null.
 template <typename T>
 float exponentials_block(const T* row, V max, float* powers, size_t count) {
   const D d;
@@ -73,7 +73,7 @@ float exponentials_block(const T* row, V max, float* powers, size_t count) {
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-/// The same of a row. Blocks are added in fp64: one fp32 sum over a large vocabulary would lose four bits.
+/// Returns that sum for a row. Blocks are added in fp64: one fp32 sum over a large vocabulary would lose four bits.
 template <typename T>
 float exponentials(const T* row, float max, float* powers, size_t count) {
   constexpr size_t kBlock = 1024;
@@ -85,7 +85,7 @@ float exponentials(const T* row, float max, float* powers, size_t count) {
   return static_cast<float>(sum);
 }
 
-/// factor * powers + offset.
+/// Writes factor * powers + offset.
 template <typename T>
 void scale_row(const float* powers, float factor, float offset, T* to, size_t count) {
   const D d;
@@ -119,7 +119,7 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
   return static_cast<float>(loss);
 }
 
-/// An fp32 row's powers may lie where its gradient goes, even over the logits; a bf16 row's need `scratch`.
+/// An fp32 row's powers may take its gradient's place, even over the logits; a bf16 row's powers need `scratch`.
 float row_fp32(const float* row, float* gradient, float*, const RowTerms& terms) {
   return row_loss(row, gradient, gradient, terms);
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Cross-entropy by torch: for other types and devices, and for the tests.
+// Cross-entropy by torch, for other types and devices and for the tests.
 #include <ATen/ops/cross_entropy_loss.h>
 
 #include "ops/kernels.h"

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which tensors our own kernels may take; what they may not goes to torch's operators.
+// Decides which tensors our own kernels may take; torch's operators take all others.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -9,7 +9,7 @@
 
 namespace deeptide::ops {
 
-/// A plain fp32 or bf16 tensor in CPU memory: no subclass, no fake, no wrapper of a transform, and no autocast.
+/// Whether it is a plain fp32 or bf16 tensor in CPU memory: no subclass, fake, transform's wrapper or autocast.
 inline bool fast_path(const at::Tensor& tensor) {
   constexpr auto kWrapped = c10::python_ks | c10::functorch_transforms_ks |
                             c10::DispatchKeySet({c10::DispatchKey::Functionalize, c10::DispatchKey::Negative});

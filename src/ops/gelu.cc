@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// GELU by tanh with its gradient: torch's where it must be differentiated twice, our own elsewhere.
+// GELU by tanh with its gradient: torch's operator if it must be differentiated twice, our own otherwise.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>

@@ -10,7 +10,7 @@
 #define HWY_TARGET_INCLUDE "ops/gelu_cpu.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
-// After foreach_target.h, as Highway asks.
+// Must follow foreach_target.h, as Highway requires.
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
@@ -22,7 +22,7 @@ using namespace numerics::HWY_NAMESPACE;
 
 constexpr float kScale = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
-constexpr float kLargest = 104.0f;  // its exp() is infinite, and more is not allowed
+constexpr float kLargest = 104.0f;  // its exp() is infinite; exp() allows no larger argument
 
 /// 1 / (1 + exp(-z)) at z = kScale (x + kCubic x^3).
 HWY_INLINE V sigmoid(V x, V x_squared) {
@@ -78,7 +78,7 @@ HWY_EXPORT(gelu_gradient_fp32);
 HWY_EXPORT(gelu_gradient_bf16);
 HWY_EXPORT(target_name);
 
-constexpr int64_t kBlock = 16;    // elements, a vector at most: how a range is cut changes no result
+constexpr int64_t kBlock = 16;    // elements, the widest vector's: where a range is cut changes no result
 constexpr int64_t kGrain = 1024;  // blocks
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The vector code behind the operators, and the plain code that its tests compare it with.
+// The vector code behind the operators, and the plain code that tests compare it with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,9 +15,9 @@ struct CrossEntropyTerms {
   double gradient_scale = 1.0;
 };
 
-/// Each row's loss into `losses_N` (fp32) and, if `gradient_NV` is defined, gradient_scale times its gradient, which
-/// may be written over the logits. Logits and gradient: contiguous, one type, fp32 or bf16. A row with a NaN or an
-/// infinite maximum gives NaN; an ignored one 0. Targets are valid. The result of a row does not depend on the others.
+/// Writes each row's loss to `losses_N` (fp32) and, if `gradient_NV` is defined, gradient_scale times its gradient,
+/// which may overwrite the logits. Logits and gradient: contiguous, one type, fp32 or bf16. A row with a NaN or an
+/// infinite maximum gives NaN; an ignored row gives 0. Targets must be valid. Rows do not affect each other.
 void cross_entropy_cpu(const at::Tensor& logits_NV, const at::Tensor& targets_N, const CrossEntropyTerms& terms,
                        const at::Tensor& losses_N, const at::Tensor& gradient_NV);
 
@@ -25,34 +25,34 @@ void cross_entropy_cpu(const at::Tensor& logits_NV, const at::Tensor& targets_N,
 void gelu_tanh_cpu(const at::Tensor& x, const at::Tensor& y);
 void gelu_tanh_backward_cpu(const at::Tensor& gradient, const at::Tensor& x, const at::Tensor& x_gradient);
 
-/// Highway's name of the instruction set that the above run on here.
+/// Highway's name of the instruction set on which the above kernels run here.
 const char* kernel_target();
 
 // Layer normalization of N rows of D elements. The shapes of the rows' tensors do not matter: N is the size of mean_N.
-// Contiguous; rows of one type, fp32 or bf16; all of one dimension in fp32.
+// All are contiguous; rows have one type, fp32 or bf16; one-dimensional tensors are fp32.
 
 struct LayerNormInputs {
-  at::Tensor x, residual, weight_D, bias_D;  // the residual may be undefined: then `summed` is x and not written
+  at::Tensor x, residual, weight_D, bias_D;  // residual may be undefined: then `summed` is x and not written
   double eps = 1e-5;
 };
 struct LayerNormResults {
   at::Tensor normed, summed, mean_N, rstd_N;
 };
 
-/// Adds the residual and normalizes each row of the sum as rounded. A row's result does not depend on the others.
+/// Adds the residual and normalizes each row of the sum as rounded. Rows do not affect each other.
 void layer_norm_cpu(const LayerNormInputs& from, const LayerNormResults& to);
 
 struct LayerNormGradients {
   at::Tensor normed_gradient, summed_gradient, summed, mean_N, rstd_N, weight_D;  // summed_gradient may be undefined
 };
 struct LayerNormInputGradients {
-  at::Tensor x, weight_D, bias_D;  // x's is the residual's, too
+  at::Tensor x, weight_D, bias_D;  // x's gradient is also the residual's
 };
 
-/// Weight's and bias's gradients are summed over rows in an order that N alone decides, whatever the threads are.
+/// Sums weight's and bias's gradients over rows in an order that depends on N alone, not on the threads.
 void layer_norm_backward_cpu(const LayerNormGradients& from, const LayerNormInputGradients& to);
 
-/// Cross-entropy in torch's operators; any type and device, with gradients of any order.
+/// Computes cross-entropy with torch's operators; any type and device, with gradients of any order.
 at::Tensor cross_entropy_reference(const at::Tensor& logits_NV, const at::Tensor& targets_N, int64_t ignore_index,
                                    int64_t reduction, double label_smoothing);
 

@@ -17,7 +17,7 @@
 #include "ops/fast_path.h"
 #include "ops/kernels.h"
 
-// Shapes: N rows, D elements in one, the product of `normalized_shape`.
+// Shapes: N rows of D elements; D is the product of `normalized_shape`.
 
 namespace deeptide::ops {
 
@@ -50,7 +50,7 @@ namespace {
 
 OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
-/// By the dispatcher, whose gate makes a sharded weight whole.
+/// Calls through the dispatcher, whose gate makes a sharded weight whole.
 Gradients layer_norm_backward(const Tensor& normed_gradient, const Tensor& summed_gradient, const Tensor& summed,
                               const Tensor& mean_N, const Tensor& rstd_N, const Tensor& weight) {
   static const auto op = dispatched<decltype(layer_norm_backward_kernel)>("deeptide::layer_norm_backward");
@@ -58,7 +58,7 @@ Gradients layer_norm_backward(const Tensor& normed_gradient, const Tensor& summe
 }
 
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
-  /// Returns the normalized rows and, if there is a residual, the sum. What is given is defined.
+  /// Returns the normalized rows and, if there is a residual, the sum. Optionals with a value are defined.
   static variable_list forward(AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, IntArrayRef shape,
                                double eps) {
@@ -109,7 +109,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     return {x, as(weight, weight_D), as(bias, bias_D)};
   }
 
-  /// By torch's operator, which has gradients of its own, and wants the statistics in the parameters' type.
+  /// Uses torch's operator, which is differentiable, and wants the statistics in the parameters' type.
   static Gradients torchs_gradients(AutogradContext* context, const Tensor& gradient) {
     const auto saved = context->get_saved_variables();
     const Tensor &summed = saved[0], &weight = saved[3], &bias = saved[4];
@@ -123,7 +123,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
   }
 };
 
-/// Whether our kernels take this; if not, torch's have the answer, or the right error.
+/// Whether our kernels take these arguments; otherwise torch's give the answer, or the right error.
 bool takes(const Tensor& x, const OptionalTensor& residual, IntArrayRef shape, const OptionalTensor& weight,
            const OptionalTensor& bias) {
   if (!fast_path(x) || x.numel() == 0 || shape.empty() || x.dim() < static_cast<int64_t>(shape.size())) return false;

@@ -34,7 +34,7 @@ struct Linear : torch::autograd::Function<Linear> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
     const Tensor &input_NI = saved[0], &weight_OI = saved[1], &gradient_NO = gradients[0];
-    // In a graph of its own the products are torch's, which have gradients.
+    // If a graph is recorded here, the products are torch's, which are differentiable.
     const auto product = [](const Tensor& a, const Tensor& b) {
       return at::GradMode::is_enabled() ? at::matmul(a, b.t()) : product_nt(a, b);
     };
@@ -53,7 +53,7 @@ Tensor linear_kernel(const Tensor& input, const Tensor& weight, const std::optio
   const bool fits = input.dim() >= 1 && weight.dim() == 2 && input.size(-1) == weight.size(1) && input.numel() > 0 &&
                     (!bias || !bias->defined() || (bias->dim() == 1 && bias->size(0) == weight.size(0)));
   const bool fast = fits && fast_path(input) && fast_path(weight) && (!bias || !bias->defined() || fast_path(*bias));
-  if (!fast) return at::linear(input, weight, bias);  // it has the right errors, too
+  if (!fast) return at::linear(input, weight, bias);  // it also raises the right errors
   const Tensor input_NI = input.reshape({-1, input.size(-1)});
   if (!onednn_multiplies(input_NI, weight)) return at::linear(input, weight, bias);
   auto sizes = input.sizes().vec();

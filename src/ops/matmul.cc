@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// torch's operator on oneDNN, found by name: it is not one of its C++ functions.
+// Finds torch's operator on oneDNN by name, because it is not one of torch's C++ functions.
 #include "ops/matmul.h"
 
 #include <ATen/core/List.h>
@@ -13,12 +13,12 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kWorthwhile = 1 << 20;  // products; below it the call itself costs more
+constexpr int64_t kWorthwhile = 1 << 20;  // products; below it the call costs more than it saves
 
 using OneDnnLinear = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
                             c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
 
-/// Absent in a torch built without oneDNN.
+/// Absent in a torch that was built without oneDNN.
 const std::optional<c10::TypedOperatorHandle<OneDnnLinear>>& onednn_linear() {
   static const auto found = []() -> std::optional<c10::TypedOperatorHandle<OneDnnLinear>> {
     const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});

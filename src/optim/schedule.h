@@ -11,17 +11,17 @@
 
 namespace deeptide::optim {
 
-/// A schedule is a pure function of the iteration; its only state is that number (starts at -1, before the first step).
+/// A schedule is a pure function of the iteration, which the caller keeps: -1 at construction, 0 in the first step.
 class Schedule {
  public:
   virtual ~Schedule() = default;
-  /// Sets what the schedule governs (lr; OneCycle also betas) for `iteration` in every group.
+  /// Sets lr (OneCycle: also the betas) of every group for `iteration`.
   /// `base`: the groups as they were at construction.
   virtual void apply(int64_t iteration, const std::vector<Hyperparameters>& base,
                      std::vector<Hyperparameters>& groups) const = 0;
 };
 
-/// Null when config.type is empty. Errors: ConfigError on an unknown type, a missing or a bad parameter.
+/// Null without a schedule. `config`: from the table of keys, which has checked every parameter and filled defaults.
 std::unique_ptr<Schedule> make_schedule(const SchedulerConfig& config);
 
 }  // namespace deeptide::optim

@@ -26,10 +26,10 @@ using c10::IValue;
 
 namespace {
 
-// The one key without kernels of its own; named here and nowhere else.
+// The only dispatch key without kernels of its own. No other file names it.
 constexpr DispatchKey kGateKey = DispatchKey::DeferredInit;
 
-/// Reaches the key set, a protected member.
+/// Gives access to the key set, which is a protected member.
 struct Keys : c10::TensorImpl {
   static DispatchKeySet& of(c10::TensorImpl& impl) { return impl.*(&Keys::key_set_); }
 };
@@ -75,11 +75,11 @@ class Registry {
 
 std::atomic<int64_t> count{0};
 
-/// What an operator's schema says of its arguments.
+/// What an operator's schema states about its arguments.
 struct Traits {
   uint64_t writes = 0;      // bit i: argument i is written
   bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
-  bool collective = false;  // goes on after it has returned
+  bool collective = false;  // still runs after it has returned
 };
 
 Traits read_traits(const c10::FunctionSchema& schema) {
@@ -135,13 +135,13 @@ void collect(const IValue& value, bool write, Uses& uses) {
   }
 }
 
-/// Everything the running operator uses, held whole until it returns or throws. Parameters of one engine at a time: two
-/// engines' parameters in one operator (a GAN's loss on both) are acquired in engine order on every rank.
+/// Keeps everything the running operator uses whole until it returns or throws. Acquires the parameters of one engine
+/// at a time: when two engines' parameters meet in one operator (a GAN's loss), every rank follows engine order.
 class Hold {
  public:
   explicit Hold(Uses& uses) : uses_(uses) {}
   Hold(const Hold&) = delete;
-  /// Not in the constructor: when the second engine's units cannot come, the destructor must give back the first's.
+  /// Not in the constructor: if acquiring a second engine's units fails, the destructor must release the first's.
   void acquire() {
     std::stable_sort(uses_.begin(), uses_.end(),
                      [](const Use& a, const Use& b) { return a.residency->id() < b.residency->id(); });
@@ -171,7 +171,7 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
   const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kGateKey);
   const Traits& traits = traits_of(op);
   if (traits.views_only) {
-    // A composite that copies after all (reshape, to) reaches the gate again with its inner operators.
+    // A composite that copies after all (reshape, to) passes the gate again with its inner operators.
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -184,8 +184,8 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
   }
   TORCH_CHECK_VALUE(!traits.collective, "deeptide: parameter '", uses.front().parameter->name, "' was given to ",
                     op.schema().name(),
-                    " while it is sharded (ZeRO stage 3): a collective goes on after its memory has gone "
-                    "again. Give it parameter.detach().clone(), and copy the result back with parameter.copy_().");
+                    " while it is sharded (ZeRO stage 3): a collective still reads its memory after the release. "
+                    "Pass parameter.detach().clone(), and copy the result back with parameter.copy_().");
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
   hold.acquire();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The gate: every operator that receives a sharded parameter, or a view of it, passes here and finds its unit whole.
+// The gate: every operator that receives a sharded parameter, or a view of one, passes here and finds its unit whole.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace deeptide::sharding {
 class Residency;
 struct Parameter;
 
-/// Makes the gate know a storage; RAII. The registry holds the storage, so its address is never another's.
+/// Registers a storage with the gate; RAII. The registry holds the storage, so no other storage gets its address.
 class GateEntry {
  public:
   GateEntry() = default;
@@ -26,7 +26,7 @@ class GateEntry {
   const void* storage_ = nullptr;
 };
 
-/// Operators that passed the gate in this process so far.
+/// Number of operators that passed the gate in this process.
 int64_t gate_count();
 
 }  // namespace deeptide::sharding

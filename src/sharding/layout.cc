@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finding repeated blocks and packing parameters into units.
+// Finds repeated blocks and packs parameters into units.
 #include "sharding/layout.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace deeptide::sharding {
 namespace {
 
-constexpr int64_t kSmallUnit = 1 << 16;  // elements: below it, neighbouring blocks share a unit and a collective
+constexpr int64_t kSmallUnit = 1 << 16;  // elements: neighbouring blocks below this size share a unit and a collective
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -38,8 +38,8 @@ bool inside(const std::string& path, const std::string& folder) {
   return path.size() > folder.size() && path.compare(0, folder.size(), folder) == 0 && path[folder.size()] == '.';
 }
 
-/// Paths of modules that are blocks: children, of the commonest type, of a container whose numbered children repeat a
-/// type that itself has children, and that are not inside another block.
+/// Returns the paths of modules that are blocks. A block is a child of a container whose numbered children repeat a
+/// type with children of its own; it has the commonest type there and lies in no other block.
 std::vector<std::string> find_blocks(const std::vector<ModuleSpec>& modules) {
   std::map<std::string, bool> has_children;
   for (const auto& module : modules) has_children[parent_of(module.path)] = true;
@@ -84,7 +84,7 @@ std::vector<Run> find_runs(const std::vector<ParameterSpec>& parameters, const s
   return runs;
 }
 
-/// Elements up to which parameters outside blocks, or very small blocks, share a unit.
+/// Number of elements up to which parameters outside blocks, or very small blocks, share a unit.
 int64_t grouping_limit(const std::vector<Run>& runs, int64_t total) {
   int64_t largest = 0;
   for (const auto& run : runs) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which parameters share a unit and where each lies in its flat buffer: pure arithmetic, the same on every rank.
+// Decides which parameters share a unit and where each lies in its flat buffer: pure arithmetic, equal on every rank.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -32,7 +32,7 @@ struct Slot {
   int64_t numel = 0;
 };
 
-/// [begin, end) of a unit's flat buffer under one optimizer group; gaps between parameters belong to the one before.
+/// Range [begin, end) of a unit's flat buffer under one optimizer group. A gap belongs to the parameter before it.
 struct Segment {
   int64_t begin = 0;
   int64_t end = 0;
@@ -44,20 +44,20 @@ struct UnitLayout {
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
   std::vector<Slot> slots;
-  std::vector<Segment> segments;  // of trainable units: covers [0, numel)
+  std::vector<Segment> segments;  // trainable units only: covers [0, numel)
   int64_t used = 0;               // elements that parameters take, without padding
   int64_t numel = 0;              // num_shards * shard
-  int64_t shard = 0;              // elements a rank owns: a multiple of 64 bytes
+  int64_t shard = 0;              // elements per rank: a multiple of 64 bytes
 };
 
 struct LayoutOptions {
-  int num_shards = 1;          // the size of the team that units are sharded over
-  int64_t max_unit_numel = 0;  // 0: no limit but the repeated block; a larger single parameter stays whole
+  int num_shards = 1;          // size of the team over which units are sharded
+  int64_t max_unit_numel = 0;  // 0: only the repeated block limits a unit; a larger single parameter stays whole
 };
 
-/// Cuts the parameters, in the given order, into units: one repeated block (the outermost modules of a numbered
-/// container of two or more like children) each; what lies between blocks is grouped with its neighbours up to a
-/// block's size. A unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
+/// Cuts the parameters, in the given order, into units. Each repeated block (an outermost module of a numbered
+/// container of two or more like children) is one unit. Parameters between blocks are grouped up to a block's size. A
+/// unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
 std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters,
                                      const std::vector<ModuleSpec>& modules, const LayoutOptions& options);
 

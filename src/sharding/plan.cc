@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Recording and following the order of units.
+// Records and follows the order of units.
 #include "sharding/plan.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ void Plan::visit(int unit) {
 
 void Plan::follow(int unit) {
   const auto size = static_cast<int64_t>(order_.size());
-  for (int64_t step = 1; step <= size; ++step) {  // the next occurrence, wrapping round: a loop without step() repeats
+  for (int64_t step = 1; step <= size; ++step) {  // next occurrence, wrapping round: a loop without step() repeats
     const int64_t at = (cursor_ + step) % size;
     if (order_[at] == unit) {
       cursor_ = at;

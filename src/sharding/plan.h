@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What will be needed next: the last pass's order of units, followed with a cursor. A hint, never a contract.
+// Predicts which units are needed next: follows the last pass's order with a cursor. A hint, never a contract.
 #pragma once
 
 #include <cstdint>
@@ -10,23 +10,23 @@
 
 namespace deeptide::sharding {
 
-/// Records the units as a pass touches them (repeats in a row count once) and predicts from the pass before.
-/// Starts with module order, there and back. Runs without memory and without peers.
+/// Records the units as a pass touches them (repeats in a row count once) and predicts from the previous pass. Starts
+/// with module order, forward and back. Needs no tensors and no peers, so a plan can be simulated.
 class Plan {
  public:
-  /// `num_units` in module order; `backward`: a pass goes through them and back again.
+  /// `num_units` counts units in module order. `backward`: a pass visits them forward, then in reverse.
   Plan(int num_units, bool backward);
 
-  /// The pass has reached `unit`.
+  /// Records that the pass has reached `unit`.
   void visit(int unit);
-  /// The pass has ended: what it recorded becomes the prediction.
+  /// Ends the pass: its record becomes the prediction.
   void finish_pass();
 
-  /// The distinct units predicted after the present one, nearest first, at most `limit`.
+  /// Returns the distinct units predicted after the current one, nearest first, at most `limit`.
   std::vector<int> upcoming(int limit) const;
-  /// Visits until `unit` is needed again; empty when the plan does not hold it in the rest of the pass.
+  /// Visits until `unit` is needed again; empty if the rest of the pass does not visit it.
   std::optional<int64_t> distance(int unit) const;
-  /// Elements of the units on the way until `unit` is needed again; `numel_of(unit)` gives a unit's size.
+  /// Elements of the units visited until `unit` is needed again; `numel_of(unit)` gives a unit's size.
   std::optional<int64_t> elements_until(int unit, const std::function<int64_t(int)>& numel_of) const;
   const std::vector<int>& order() const { return order_; }
   bool recorded() const { return recorded_; }
@@ -36,8 +36,8 @@ class Plan {
 
   std::vector<int> order_;  // predicted
   std::vector<int> trace_;  // being recorded
-  int64_t cursor_ = -1;     // of the present unit in order_
-  int64_t max_trace_;       // a pass without an end (generation) stops recording here
+  int64_t cursor_ = -1;     // position of the current unit in order_
+  int64_t max_trace_;       // an endless pass (generation) stops recording here
   bool recorded_ = false;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Rounds, gathers, pins and the budget of live units.
+// Runs rounds and gathers, and keeps the pins and the budget of live units.
 #include "sharding/residency.h"
 
 #include <ATen/core/grad_mode.h>
@@ -49,7 +49,7 @@ bool contains(const std::vector<Unit*>& units, const Unit* unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
 }
 
-/// What a rank needs and would like; nothing once it has closed.
+/// Returns what a rank needs and would like; empty once the rank has closed.
 const Wishes& wishes_of(const Word& word) {
   static const Wishes kNone;
   const auto* wishes = std::get_if<Wishes>(&word);
@@ -61,7 +61,7 @@ bool mentions(const Wishes& wishes, int unit) {
   return std::find(all.begin(), all.end(), unit) != all.end();
 }
 
-/// The units of a round in the order in which all ranks issue them: needs by rank, then what every rank would like.
+/// Lists the round's units in the order in which all ranks issue them: needs by rank, then what all ranks would like.
 std::vector<std::pair<int, bool>> agree(const std::vector<Word>& words, int own_index) {
   std::vector<std::pair<int, bool>> order;  // unit, wanted here
   const auto known = [&](int unit) {
@@ -105,7 +105,7 @@ Residency::~Residency() { entries_.clear(); }
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
   auto work = [&] { acquire_locked(uses); };
-  comm::run_blocking(std::ref(work));  // a reference: nothing to allocate for each operator
+  comm::run_blocking(std::ref(work));  // by reference: no allocation per operator
 }
 
 void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
@@ -123,9 +123,8 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
     if (!contains(needed_, unit)) needed_.push_back(unit);
     visit(*unit);
   }
-  // Rounds of wishes are posted at one unit and collected at the next, never 'when they happen to be ready': what is
-  // whole then depends on the program alone, so ranks that run alike hold alike, and none needs another that has gone
-  // elsewhere.
+  // A round of wishes is posted at one unit and collected at the next, never 'when it happens to be ready'. What is
+  // whole then depends on the program alone: ranks with equal programs hold equal units and wait for no absent rank.
   const bool moved = last_visited_ != before;
   if (moved && rendezvous_.posted()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
@@ -151,7 +150,7 @@ void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
     unit.close(*use.parameter);
   }
   if (succeeded) return;
-  for (const Use& use : uses) {  // what a failed operator has half written is nobody's value: gathered anew when needed
+  for (const Use& use : uses) {  // values that a failed operator half wrote are dropped: the next use gathers anew
     Unit& unit = *use.parameter->unit;
     if (use.write && unit.is_whole() && !unit.is_pinned()) let_go(unit);
   }
@@ -195,7 +194,7 @@ Wishes Residency::request(const std::vector<Unit*>& needed) const {
 
 void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const {
   int64_t ahead = 0;
-  int64_t live = 0;  // needed now, whatever is used sooner, and the wishes
+  int64_t live = 0;  // units needed now, units used sooner, and the wishes
   for (const Unit* unit : needed) live += unit->numel();
   for (int index : plan().upcoming(Wishes::kMaxUnits)) {
     const Unit* unit = units_[index];
@@ -253,7 +252,7 @@ void Residency::make_room(int64_t numel) {
     } else if (!flights_.empty()) {
       land_all();
     } else {
-      return;  // the operator in flight uses more than the budget: it must have all it uses
+      return;  // the operator in flight needs more than the budget and must have all of it
     }
   }
 }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which sharded units are whole: brings them in before an operator, lets them go again, within a budget, in an agreed
-// order.
+// Decides which sharded units are whole: gathers them before an operator and releases them afterwards, within a budget,
+// in an agreed order.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -28,14 +28,14 @@ struct Use {
 
 /// Units: elements.
 struct ResidencyLimits {
-  int64_t max_live = 0;            // gathered at once; raised to the two largest units when below
-  int64_t prefetch = 0;            // asked for ahead of need
-  int64_t max_reuse_distance = 0;  // a unit whose next use is farther away goes at once
+  int64_t max_live = 0;            // gathered at once; raised to the size of the two largest units if smaller
+  int64_t prefetch = 0;            // requested ahead of need
+  int64_t max_reuse_distance = 0;  // a unit whose next use is farther away is released at once
 };
 
-/// Serves the gate of one engine. Gathers are issued round by round: in a round every rank says what it needs and what
-/// it would like next; all ranks then issue every unit that anyone needs, and those that everyone would like, in the
-/// same order. So the order of collectives is one, whatever branches the ranks take. Thread-safe.
+/// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
+/// next. All ranks then issue, in one order, every unit that any rank needs and those that all ranks would like. So all
+/// ranks share one order of collectives, whatever branches they take. Thread-safe.
 class Residency {
  public:
   Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
@@ -43,28 +43,28 @@ class Residency {
   ~Residency();
   Residency(const Residency&) = delete;
 
-  /// Makes the uses' units whole and opens their parameters. Errors: CommError; nothing is pinned then.
+  /// Makes the units of `uses` whole and opens their parameters. Errors: CommError, with nothing pinned.
   void acquire(c10::ArrayRef<Use> uses);
-  /// Closes them; what was written comes into the shards.
+  /// Closes the parameters and copies what was written into the shards.
   void release(c10::ArrayRef<Use> uses, bool succeeded);
 
-  /// Collective. Posts `own` in round after round, serving the ranks that still need units, until all ranks close.
-  /// Returns what each rank said, in the team's order. `ends_pass`: the plan learns which units the pass has used.
+  /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Returns
+  /// each rank's message in the team's order. `ends_pass`: the plan learns which units the pass has used.
   std::vector<comm::Close> close(const comm::Close& own, bool ends_pass);
-  /// Collective, among ranks that have all closed: every rank hears every rank's message.
+  /// Collective, among ranks that have all closed: every rank receives every rank's message.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {
     std::lock_guard lock(mutex_);
     return rendezvous_.exchange(own, site);
   }
-  /// Shards have changed or memory is wanted: no unit is whole afterwards. Call it when all ranks have closed.
+  /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
 
   int64_t id() const { return id_; }
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
-  /// What gathered units take at most on this rank, unless one operator uses more.
+  /// Upper bound of the memory of gathered units on this rank, unless one operator uses more.
   int64_t predicted_bytes() const;
   int64_t rounds() const { return rendezvous_.rounds(); }
   int64_t gathers_issued() const { return gathers_issued_; }
@@ -74,7 +74,7 @@ class Residency {
     Unit* unit;
     at::Tensor buffer;
     comm::Pending pending;
-    bool keep;  // false: served for another rank
+    bool keep;  // false: gathered for another rank only
   };
 
   void acquire_locked(c10::ArrayRef<Use> uses);
@@ -109,7 +109,7 @@ class Residency {
   mutable Plan train_plan_;
   mutable Plan eval_plan_;
   std::deque<Flight> flights_;
-  std::vector<Unit*> needed_;  // of the acquire in progress: not to be let go
+  std::vector<Unit*> needed_;  // of the acquire in progress: must not be released
   std::vector<int64_t> last_use_;
   int64_t clock_ = 0;
   int last_visited_ = -1;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Storages that point into flat buffers.
+// Points storages into flat buffers.
 #include "sharding/unit.h"
 
 #include <ATen/ops/as_strided.h>
@@ -31,13 +31,13 @@ std::string absent_text(const Parameter& p, bool engine_gone) {
   const std::string subject = "deeptide: the data of parameter '" + p.name + "' was accessed directly ";
   if (engine_gone) {
     return subject +
-           "after its engine was destroyed, and only this rank's shard of it ever lay here. Save before: "
+           "after its engine was destroyed, and only this rank's shard of it was ever here. Save it earlier: "
            "engine.module_state_dict() or engine.save_checkpoint(dir).";
   }
   return subject +
          "while it is sharded (ZeRO stage 3): data_ptr(), numpy(), torch.save and the like bypass the operators that "
-         "bring it in. Use engine.module_state_dict() or engine.save_checkpoint(dir), or take a copy with "
-         "parameter.clone(), which every operator may do.";
+         "gather it. Use engine.module_state_dict() or engine.save_checkpoint(dir), or take a copy with "
+         "parameter.clone(), which every operator supports.";
 }
 
 void point_at_nothing(const Parameter& p, bool engine_gone) {
@@ -46,7 +46,7 @@ void point_at_nothing(const Parameter& p, bool engine_gone) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absent_text(p, engine_gone));
 }
 
-/// Storages of all living units, so that a model is not given to two engines.
+/// Storages of all living units; prevents a model from having two engines.
 class Bound {
  public:
   // Never destroyed: engines may outlive static destruction.
@@ -135,7 +135,7 @@ bool Unit::has_private_writes() const {
 }
 
 void Unit::note_external_writes() {
-  if (memory() != UnitMemory::whole) return;  // elsewhere private pages or the gate have shown them
+  if (memory() != UnitMemory::whole) return;  // elsewhere private pages or the gate report them
   for (Parameter& p : parameters_) {
     const auto version = p.current_version();
     p.rewritten = p.rewritten || version != p.version;
@@ -158,7 +158,7 @@ void Unit::take_private_writes() {
   const auto* seen = static_cast<const char*>(whole_.const_data_ptr());
   auto* shard = static_cast<char*>(shard_.mutable_data_ptr());
   const int64_t shard_at = shard_begin() * item;
-  // A written page holds more than what was written: only bytes that differ are the program's.
+  // A written page also holds bytes that were not written: only bytes that differ are the program's.
   view_->any_written([&](int64_t begin, int64_t end) {
     for (Parameter& p : parameters_) {
       const auto [first, last] = owned_range(p);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A unit: consecutive parameters in one flat buffer that comes whole and goes again; each parameter's storage points
+// A unit: consecutive parameters in one flat buffer, gathered and released together. Each parameter's storage points
 // into it.
 #pragma once
 
@@ -19,84 +19,84 @@
 
 namespace deeptide::sharding {
 
-/// A living engine's unit owns this storage.
+/// Whether a living engine's unit owns this storage.
 bool is_bound(const c10::Storage& storage);
 
 class Residency;
 class Unit;
 
-/// A logical parameter: all tensors that share its memory (tied ones under several names), and where it lies.
+/// A logical parameter: all tensors that share its memory (tied ones have several names), and its place.
 struct Parameter {
   std::string name;
   std::vector<std::string> aliases;  // further names
-  std::vector<at::Tensor> tensors;   // distinct TensorImpls over the one storage; the first is the name's
+  std::vector<at::Tensor> tensors;   // distinct TensorImpls over the one storage; the first has this name
   int64_t offset = 0;                // in the unit, elements
   int64_t numel = 0;
   int group = -1;
   Unit* unit = nullptr;
-  c10::intrusive_ptr<c10::StorageImpl> storage;  // ours: views keep it, the registry finds us by it
-  uint32_t version = 0;                          // current_version() after our last own write
-  bool rewritten = false;                        // written by others than the engine: the master must follow
+  c10::intrusive_ptr<c10::StorageImpl> storage;  // owned: views keep it alive, the registry finds the parameter by it
+  uint32_t version = 0;                          // current_version() after the engine's last write
+  bool rewritten = false;                        // written outside the engine: the master must follow
   int pins = 0;                                  // operators in flight that use it (sharded units)
 
   /// Counts the writes through any of its tensors.
   uint32_t current_version() const;
-  /// The same element order in another buffer: a view of `flat` with this parameter's sizes and strides.
+  /// Returns a view of `flat`, another buffer, with this parameter's sizes, strides and element order.
   at::Tensor view_of(const at::Tensor& flat) const;
 };
 
-/// Where a unit's parameters lie, and so who makes them whole, who publishes them and who sees what others write.
+/// Where a unit's parameters lie. It decides how they become whole, how they are published, how foreign writes show.
 enum class UnitMemory : uint8_t {
-  whole,    // on each rank (stages 0-2, small units): published by a gather, others' writes show in version counters
-  shared,   // once for all ranks of a host: published by a barrier, others' writes show in private pages
-  sharded,  // a slice per rank (stage 3): gathered when an operator needs them, the gate sees others' writes
+  whole,    // on each rank (stages 0-2, small units): published by a gather, foreign writes show in version counters
+  shared,   // once per host: published by a barrier, foreign writes show in private pages
+  sharded,  // one slice per rank (stage 3): gathered when an operator needs them, the gate sees foreign writes
 };
 
-/// The teams of a unit, and its memory. All ranks agree on it.
+/// The teams and the memory of a unit, equal on all ranks.
 struct UnitPlacement {
   UnitMemory memory = UnitMemory::whole;
-  comm::Team shard_over;   // each rank of it owns one slice
+  comm::Team shard_over;   // each of its ranks owns one slice
   comm::Team reduce_over;  // gradients are summed over it
 };
 
-/// Flat memory of one UnitLayout. Even while a sharded unit is whole, a parameter's storage has its memory only while
-/// an operator in flight has it open: so raw access always throws our text, and never works by luck today and dangles
-/// tomorrow. Not thread-safe: Residency guards the sharded ones.
+/// Flat memory of one UnitLayout. Even while a sharded unit is whole, a parameter's storage has memory only while an
+/// operator in flight has it open. So raw access always throws our text; it never works by luck and dangles later. Not
+/// thread-safe: Residency guards the sharded units.
 class Unit {
  public:
   Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, UnitPlacement placement);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
-  /// Parameters of a unit kept whole stay usable; sharded ones throw a text from now on.
+  /// Leaves parameters of a whole unit usable; sharded ones throw a text afterwards.
   ~Unit();
 
-  /// Copies the parameters' present values into the flat buffer `whole` (numel,); gaps become zero.
+  /// Copies the parameters' current values into the flat buffer `whole` (numel,) and zeroes the gaps.
   void pack(at::Tensor whole) const;
-  /// Takes the shard out of `whole`, moves the parameters' storages over, and, when sharded, lets `whole` go.
+  /// Takes the shard from `whole`, points the parameters' storages here and, when sharded, releases `whole`.
   void adopt(at::Tensor whole, const std::shared_ptr<device::Ledger>& ledger);
 
-  /// The whole lies once in memory that all ranks of the host share: `shard` is this rank's slice there, `view` what
-  /// this rank's program sees of it: writes of its own stay its own until `take_private_writes`.
+  /// Adopts memory that all ranks of the host share: `shard` is this rank's slice there, `view` is this rank's
+  /// program's view of it. The program's own writes stay private until `take_private_writes`.
   void adopt_shared(at::Tensor shard, std::shared_ptr<device::PrivateView> view);
   bool has_private_writes() const;
-  /// Copies what this rank's program wrote, as far as it lies in this rank's slice, into the shared memory and drops
-  /// the rest. All ranks must be idle. Does nothing to units that are not shared.
+  /// Copies this rank's private writes, within this rank's slice, into the shared memory and drops the rest. All ranks
+  /// must be idle. Does nothing to units that are not shared.
   void take_private_writes();
-  /// Marks parameters as rewritten that a version counter shows to have been written by others than the engine.
+  /// Marks as rewritten each parameter whose version counter shows a write by anything but the engine.
   void note_external_writes();
   void forget_external_writes();
 
-  /// Lends the unit `whole` (numel,), which holds its values; `detach` gives it back for reuse.
+  /// Lends the unit `whole` (numel,), which holds its values; `detach` returns it for reuse.
   void attach(at::Tensor whole) { whole_ = std::move(whole); }
   at::Tensor detach() { return std::move(whole_); }
   bool is_whole() const { return whole_.defined(); }
   bool is_pinned() const { return pins_ > 0; }
 
-  /// Points the storage of `p` into the whole buffer until as many calls of `close`.
+  /// Points the storage of `p` into the whole buffer until `close` was called as often as `open`.
   void open(Parameter& p);
   void close(Parameter& p);
 
-  /// After an operator wrote parameter `p` in the whole buffer: brings this rank's slice of it into the shard.
+  /// Copies this rank's slice of `p` from the whole buffer into the shard, after an operator wrote `p`.
   void write_back(Parameter& p);
 
   int index() const { return index_; }
@@ -104,18 +104,17 @@ class Unit {
   UnitMemory memory() const { return placement_.memory; }
   const comm::Team& shard_over() const { return placement_.shard_over; }
   const comm::Team& reduce_over() const { return placement_.reduce_over; }
-  /// What it takes of this rank's share of memory for good: its slice, or all of it.
+  /// Memory that it keeps of this rank's share: its slice, or all of it.
   int64_t resident_bytes() const;
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory of its own when sharded, of the
-  /// host when shared.
+  /// This rank's slice (shard,): a view of the whole buffer when kept whole, own memory when sharded, the host's memory
+  /// when shared.
   const at::Tensor& shard() const { return shard_; }
   const at::Tensor& whole() const { return whole_; }
   int64_t numel() const { return layout_.numel; }
   int64_t shard_begin() const { return placement_.shard_over.index() * layout_.shard; }
-  /// The parameter's range of elements [first, last) that lies in this rank's shard, in unit coordinates; empty if
-  /// none.
+  /// Returns the parameter's elements [first, last) in this rank's shard, in unit coordinates; empty if none.
   std::pair<int64_t, int64_t> owned_range(const Parameter& p) const;
 
  private:
@@ -131,7 +130,7 @@ class Unit {
   std::shared_ptr<device::PrivateView> view_;
 };
 
-/// Puts or takes the extra dispatch key on a tensor: the one place that names it.
+/// Adds or removes the extra dispatch key of a tensor. No other function names the key.
 void set_gate_key(const at::Tensor& tensor, bool on);
 bool has_gate_key(const at::Tensor& tensor);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Leases, and the store of what is resident anyway.
+// Implements leases, and the store of resident memory.
 #include "tiers/buffer.h"
 
 #include <c10/util/Exception.h>

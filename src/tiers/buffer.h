@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A flat buffer whose blocks may lie in any tier; whoever reads or writes one holds a lease on it.
+// A flat buffer whose blocks may lie in any tier; every reader and writer holds a lease.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,13 +12,13 @@
 
 namespace deeptide::tiers {
 
-/// Where memory is: beside the computing units, in the host's memory, in files.
+/// Where memory is: on the device, in the host's memory, in files.
 enum class Tier : uint8_t { device, cpu, nvme };
 
 enum class Access : uint8_t {
-  read,    // values are there
+  read,    // values are present
   write,   // values are undefined at first; all elements are written
-  update,  // values are there and change
+  update,  // values are present and change
 };
 
 /// Elements [begin, begin + count) of a buffer. Units: elements.
@@ -27,19 +27,19 @@ struct Block {
   int64_t count = 0;
 };
 
-/// Brings blocks in and takes them back. A buffer asks for whole blocks or parts of one, each by one lease at a time.
+/// Loads blocks and takes them back. A buffer asks for whole blocks or parts of one, each by one lease at a time.
 class Store {
  public:
   virtual ~Store() = default;
   virtual Tier tier() const = 0;
-  /// The elements as a tensor (count,) that stays valid until `close`. Errors: RuntimeError naming file and block.
+  /// Returns the elements as a tensor (count,), valid until `close`. Errors: RuntimeError naming file and block.
   virtual at::Tensor open(Block block, Access access) = 0;
   virtual void close(Block block, Access access) noexcept = 0;
-  /// `block` will be opened soon.
+  /// Announces that `block` will be opened soon.
   virtual void prefetch(Block block) = 0;
 };
 
-/// A right to a part of a buffer, for as long as it lives. Movable.
+/// The right to a part of a buffer while the lease lives. Movable.
 class Lease {
  public:
   Lease() = default;
@@ -49,7 +49,7 @@ class Lease {
   Lease& operator=(Lease&& other) noexcept;
   ~Lease() { end(); }
 
-  /// (count,). Not to be kept beyond the lease.
+  /// Shapes: (count,). Invalid after the lease.
   const at::Tensor& tensor() const { return tensor_; }
 
  private:
@@ -61,11 +61,11 @@ class Lease {
   at::Tensor tensor_;
 };
 
-/// (numel,) elements of one type, cut into blocks of a fixed size but the last. Copies are the same buffer.
+/// (numel,) elements of one type, cut into blocks of a fixed size, the last shorter. Copies denote one buffer.
 class Buffer {
  public:
   Buffer() = default;
-  /// Lies in `flat` (numel,), contiguous: one block, and a lease is a slice of it.
+  /// Uses `flat` (numel,), contiguous: one block, and a lease is a slice of it.
   static Buffer resident(at::Tensor flat);
   /// `block_numel`: how many elements `store` moves at a time.
   Buffer(std::shared_ptr<Store> store, int64_t numel, at::ScalarType dtype, int64_t block_numel);
@@ -80,7 +80,7 @@ class Buffer {
   int64_t num_blocks() const { return block_numel_ == 0 ? 0 : (numel_ + block_numel_ - 1) / block_numel_; }
   Block block(int64_t index) const;
 
-  /// Errors: internal for a range that is not within one block.
+  /// Errors: internal if `range` is not within one block.
   Lease lease(Block range, Access access) const;
   void prefetch(Block range) const { store_->prefetch(range); }
 
@@ -91,7 +91,7 @@ class Buffer {
   int64_t block_numel_ = 0;
 };
 
-/// Calls `visit(block)` for [begin, begin + count), cut where a block of any of the buffers ends. All have one numel.
+/// Calls `visit(block)` for [begin, begin + count), cut where a block of any buffer ends. All buffers have one numel.
 template <typename Visit>
 void for_each_block(std::initializer_list<const Buffer*> buffers, Block range, Visit visit) {
   for (int64_t begin = range.begin; begin < range.begin + range.count;) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Writing the ring: one entry a collective, claimed by a counter.
+// Writes the ring: one entry per collective, claimed by a counter.
 #include "trace/flight_log.h"
 
 #include <fcntl.h>
@@ -18,14 +18,14 @@
 namespace deeptide::trace {
 namespace {
 
-// To a few milliseconds, which is enough for waits of seconds, at a tenth of the exact clock's cost.
+// Exact to a few milliseconds, enough for waits of seconds, at a tenth of the exact clock's cost.
 int64_t now_ns() {
   timespec time{};
   ::clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// Long names keep their end, which tells them apart: "…blocks.12.mlp".
+// Long names keep their end, which distinguishes them: "…blocks.12.mlp".
 template <size_t N>
 void copy_text(char (&to)[N], std::string_view from) {
   if (from.size() >= N) from.remove_prefix(from.size() - (N - 1));
@@ -33,8 +33,8 @@ void copy_text(char (&to)[N], std::string_view from) {
   to[from.size()] = '\0';
 }
 
-/// The launcher's ring, or null. A number that came down to us in the environment may name another file by now:
-/// size, magic and a writer that has gone are what makes it ours.
+/// Returns the launcher's ring, or null. A file number inherited in the environment may name another file by now: size,
+/// magic and an ended writer identify ours.
 FlightRing* launchers_ring() {
   const char* text = std::getenv(kFlightVariable);
   if (text == nullptr || *text == '\0') return nullptr;
@@ -119,7 +119,7 @@ void FlightLog::end(Ticket ticket) noexcept {
 
 void FlightLog::enter(int64_t step, std::string_view phase, std::string_view module) noexcept {
   FlightPlace& place = ring_.place;
-  // One writer at a time: who finds another writing leaves the place to it.
+  // Single writer: if another thread is updating, skip this update.
   uint64_t version = place.version.load(std::memory_order_relaxed);
   if (version % 2 != 0 || !place.version.compare_exchange_strong(version, version + 1)) return;
   place.step = step;

@@ -10,7 +10,7 @@
 
 namespace deeptide::trace {
 
-/// What a collective tells of itself.
+/// What a collective reports about itself.
 struct Flight {
   std::string_view operation;  // "all-gather"
   std::string_view channel;    // "gathers"
@@ -23,7 +23,7 @@ struct Flight {
   int rank = 0;
 };
 
-/// Lock-free, from any thread, never throws; about 50 ns a call. Ranks as threads share their process's log.
+/// Lock-free, from any thread, never throws; about 50 ns per call. Ranks as threads share their process's log.
 class FlightLog {
  public:
   using Ticket = uint64_t;  // 0: none; calls with it do nothing
@@ -31,15 +31,15 @@ class FlightLog {
   /// Writes to `ring`, which must outlive the log.
   explicit FlightLog(FlightRing& ring);
 
-  /// A collective is issued.
+  /// Records that a collective is issued.
   Ticket begin(const Flight& flight) noexcept;
-  /// From now on a thread does nothing but wait for it. Told once is enough.
+  /// Records that a thread now only waits for it. One call per collective is enough.
   void waiting(Ticket ticket) noexcept;
-  /// The same, and where: what `begin` could not know of a collective that is issued ahead of need.
+  /// Records the wait and its place, which `begin` could not know of a collective issued ahead of need.
   void waiting(Ticket ticket, int64_t step, std::string_view phase, std::string_view unit) noexcept;
-  /// It is complete, or given up. An entry that the ring has since reused is left alone.
+  /// Records that it is complete or abandoned. Ignores an entry that the ring has since reused.
   void end(Ticket ticket) noexcept;
-  /// Where the rank computes now: when it enters a unit, in forward and in backward.
+  /// Records where the rank computes: call it on entry to a unit, in forward and in backward.
   void enter(int64_t step, std::string_view phase, std::string_view module) noexcept;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// backtrace(3) from a signal handler, into a file in memory.
+// Calls backtrace(3) in a signal handler and writes to a file in memory.
 #include "trace/stack_signal.h"
 
 #include <execinfo.h>
@@ -26,7 +26,7 @@ int stacks_fd = -1;
 
 void put(const char* text, size_t length) { [[maybe_unused]] const ssize_t written = ::write(stacks_fd, text, length); }
 
-// Only what may be called in a signal handler: no allocation, no lock.
+// Uses only what a signal handler may call: no allocation, no lock.
 void write_stack(int, siginfo_t*, void*) {
   const int error = errno;
   char line[64] = "thread ";
@@ -43,7 +43,7 @@ void write_stack(int, siginfo_t*, void*) {
   line[at++] = '\n';
   put(line, at);
   void* frames[kMaxFrames];
-  // The first two frames are this handler's and the kernel's return from it.
+  // Skips two frames: this handler's and the kernel's return from it.
   const int found = ::backtrace(frames, kMaxFrames);
   if (found > 2) ::backtrace_symbols_fd(frames + 2, found - 2, stacks_fd);
   put("end\n", 4);
@@ -69,7 +69,7 @@ bool answer_stack_signals() {
   stacks_fd = fd;
   ::fcntl(fd, F_SETFD, FD_CLOEXEC);
   void* frame = nullptr;
-  ::backtrace(&frame, 1);  // loads libgcc now: in the handler that would allocate
+  ::backtrace(&frame, 1);  // loads libgcc now: loading it in the handler would allocate
   struct sigaction action {};
   action.sa_sigaction = &write_stack;
   action.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;

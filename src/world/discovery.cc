@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launchers' variables as tables: which one names our rank, and which one names rank 0's host.
+// Tables of the launchers' variables: which one names our rank, and which one names rank 0's host.
 #include "world/discovery.h"
 
 #include <limits.h>
@@ -33,8 +33,8 @@ struct Source {
   Names needed = {};  // the launcher is present when all of these are set
   Names rank = {}, size = {}, local_rank = {}, local_size = {};
   Names node_rank = {}, num_nodes = {};
-  Names job = {};    // distinguishes its jobs
-  const char* cure;  // how its user says where rank 0 is
+  Names job = {};    // distinguishes the launcher's jobs
+  const char* cure;  // how the user states where rank 0 is
 };
 
 const Source kSources[] = {
@@ -72,7 +72,7 @@ const Source kSources[] = {
      .local_size = {"MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"},
      .job = {"PMI_JOBID", "PALS_APID"},
      .cure = "start with `mpiexec -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>`"},
-    // Without a step (a batch script) these describe the allocation, not a process of ours.
+    // Without a step (a batch script) these describe the allocation, not a process of the job.
     {.name = "slurm",
      .kind = Kind::slurm,
      .needed = {"SLURM_STEP_ID", "SLURM_PROCID"},
@@ -100,7 +100,7 @@ struct Variable {
   std::string name, value;
 };
 
-/// What one source says; ranks of -1 and sizes of 0: it does not say.
+/// What one source reports; a rank of -1 or a size of 0 is not reported.
 struct Claim {
   const Source* source;
   std::string name;
@@ -134,7 +134,7 @@ std::string joined(const Names& names, const char* between) {
 
 bool is_set(const Environment& environment, const char* name) { return environment.variable(name).has_value(); }
 
-// The list has an entry per node; SLURM_NODEID is the index of this one.
+// The list has one entry per node; SLURM_NODEID is this node's index.
 int slurm_local_size(const Environment& environment) {
   const Text counts = environment.variable("SLURM_STEP_TASKS_PER_NODE");
   const Text node = environment.variable("SLURM_NODEID");
@@ -178,7 +178,7 @@ Claim claim_of(const Source& source, const Environment& environment) {
   if (source.kind == Kind::sagemaker) return claim_of_sagemaker(source, environment);
   const auto rank = first_set(environment, source.rank), size = first_set(environment, source.size);
   if (!size) {
-    throw ConfigError("the environment describes a world in part only: " + rank->name + "=" + rank->value +
+    throw ConfigError("the environment describes only part of a world: " + rank->name + "=" + rank->value +
                       " is set; missing: " + joined(source.size, " or ") + ". Set it, or unset " + rank->name +
                       " for a world of one; launchers such as `deeptide` and `torchrun` set both.");
   }
@@ -202,7 +202,7 @@ Claim claim_of(const Source& source, const Environment& environment) {
 bool is_present(const Source& source, const Environment& environment) {
   const auto set = [&](const char* name) { return is_set(environment, name); };
   if (!std::all_of(source.needed.begin(), source.needed.end(), set)) return false;
-  // A pod takes part in nothing by its index alone; and with RANK, WORLD_SIZE counts processes and not pods.
+  // A pod's index alone makes it no rank; and with RANK set, WORLD_SIZE counts processes, not pods.
   return source.kind != Kind::kubernetes || (first_set(environment, source.size) && !set("RANK"));
 }
 
@@ -214,14 +214,14 @@ std::vector<Claim> all_claims(const Environment& environment) {
   return claims;
 }
 
-/// One process on each host may be the agent of the launcher within: `srun torchrun`, mpirun's daemons under SLURM.
+/// Whether `outer`'s one process per host may be the agent of `inner`: `srun torchrun`, mpirun's daemons under SLURM.
 bool gives_way(const Claim& outer, const Claim& inner) {
   const bool launched_within = inner.source->kind == Kind::mpi || inner.name == "torchrun" || inner.name == "deeptide";
   return outer.local_size == 1 && (inner.size > outer.size || (launched_within && inner.size == outer.size));
 }
 
-/// The innermost source; the others must say the same, or be those that started its agents. Those that say the same
-/// fill in what it leaves out: `srun --mpi=pmi2` sets PMI's variables without a local rank.
+/// Returns the innermost source. Each other source must agree with it or be one that started its agents. Those that
+/// agree fill in what it leaves out: `srun --mpi=pmi2` sets PMI's variables without a local rank.
 Claim agreed(const std::vector<Claim>& claims) {
   Claim inner = claims.front();
   for (const Claim& other : claims) {
@@ -244,7 +244,7 @@ void check_lone_size(const Environment& environment, const std::vector<Claim>& c
   const int size = number({"WORLD_SIZE", *text}, 1, kMaxWorld);
   if (claims.empty()) {
     throw ConfigError(
-        "the environment describes a world in part only: WORLD_SIZE=" + *text +
+        "the environment describes only part of a world: WORLD_SIZE=" + *text +
         " is set; missing: RANK. Start with `deeptide` or `torchrun`, or unset WORLD_SIZE for a world of one.");
   }
   if (size == claims.front().size) return;
@@ -256,7 +256,7 @@ std::string before_colon(const std::string& text) { return text.substr(0, text.f
 std::string as_it_is(const std::string& text) { return text; }
 std::string first_of_hosts(const std::string& text) { return sagemaker_hosts(text).front(); }
 
-/// Where rank 0 is, when MASTER_ADDR does not say; the first that is set counts.
+/// Where rank 0 is, if MASTER_ADDR does not state it; the first variable that is set counts.
 const struct {
   const char* variable;
   std::string (*host)(const std::string&);
@@ -279,7 +279,7 @@ std::string first_pod(const std::string& host, const std::string& index) {
 
 std::string address_of(const Environment& environment, const Claim& claim) {
   if (const Text given = environment.variable("MASTER_ADDR")) return *given;
-  // With RANK and WORLD_SIZE by hand, guessing an address would hide a mistake.
+  // If RANK and WORLD_SIZE were set by hand, guessing an address would hide a mistake.
   if (claim.source->kind == Kind::by_hand || claim.size == 1) return "";
   if (claim.local_size == claim.size) return "127.0.0.1";
   for (const auto& address : kAddresses) {
@@ -290,7 +290,7 @@ std::string address_of(const Environment& environment, const Claim& claim) {
   return "";
 }
 
-// Below the range that kernels hand out by themselves (32768 on), so that a passing connection does not hold it.
+// Below the range from which kernels assign ports (32768 on), so that a passing connection does not hold the port.
 int port_of_job(const std::string& job) {
   constexpr uint32_t kFirst = 20'000, kCount = 12'000;
   uint32_t hash = 2166136261u;  // FNV-1a
@@ -315,7 +315,7 @@ void check_address(const Environment& environment, const Claim& claim, const std
     missing += std::string(missing.empty() ? "" : ", ") + "MASTER_PORT";
   }
   if (missing.empty()) return;
-  throw ConfigError("where rank 0 is cannot be told from " + claim.text + "; missing: " + missing +
+  throw ConfigError("rank 0's address cannot be found from " + claim.text + "; missing: " + missing +
                     ". Cure: " + claim.source->cure + ".");
 }
 

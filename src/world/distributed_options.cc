@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Options take the place of variables: discovery sees the environment as the program wants it to be.
+// Overrides variables with options: discovery sees the environment as the program wants it to be.
 #include "world/distributed_options.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using Text = std::optional<std::string>;
 
-/// Where an init_method says that all meet; empty: it does not say.
+/// Where all ranks meet according to an init_method; empty: the method does not state it.
 struct MeetingPoint {
   std::string address, port, file;
   bool empty() const { return address.empty() && file.empty(); }
@@ -44,19 +44,19 @@ void check(const DistributedOptions& options) {
   const std::string given =
       "rank=" + std::to_string(options.rank) + ", world_size=" + std::to_string(options.world_size);
   if ((options.rank < 0) != (options.world_size < 0)) {
-    throw ConfigError(given + ": give both, or neither to have them discovered");
+    throw ConfigError(given + ": give both, or neither to let Deeptide discover them");
   }
   if (options.rank >= 0 && options.rank >= options.world_size) {
     throw ConfigError(given + ": expected 0 <= rank < world_size");
   }
   if (options.dist_init_required == false) {
     throw ConfigError(
-        "dist_init_required is false, but no world has been initialised; leave it out, or hand over the world (in "
+        "dist_init_required is false, but no world has been initialised; leave it out, or pass the world (in "
         "Python the process group) that you have");
   }
 }
 
-/// Without the variables that only MPI, SLURM and the like set.
+/// Hides the variables that only MPI, SLURM and the like set.
 Environment without_launchers(const Environment& environment) {
   static constexpr std::string_view kNames[] = {"RANK",
                                                 "WORLD_SIZE",
@@ -76,7 +76,7 @@ Environment without_launchers(const Environment& environment) {
           environment.host_name};
 }
 
-/// `name` has this value, whatever the environment says; or, with `weak`, only where it says nothing.
+/// Sets `name` to this value, over the environment's; with `weak`, only if the environment has none.
 Environment with(const Environment& environment, const std::string& name, const std::string& value, bool weak = false) {
   return {[=](const std::string& asked) -> Text {
             const Text found = asked == name && !weak ? std::nullopt : environment.variable(asked);
@@ -85,7 +85,7 @@ Environment with(const Environment& environment, const std::string& name, const 
           environment.host_name};
 }
 
-/// The environment as the options want it seen.
+/// Returns the environment as the options want it seen.
 Environment seen(Environment environment, const DistributedOptions& options, const MeetingPoint& point) {
   if (options.rank >= 0) {
     environment = with(without_launchers(environment), "RANK", std::to_string(options.rank));
@@ -96,7 +96,7 @@ Environment seen(Environment environment, const DistributedOptions& options, con
     environment = without_launchers(environment);
   }
   if (point.empty()) return environment;
-  // Of a file there is neither; discovery shall not miss them.
+  // A file:// rendezvous has no address or port; placeholders keep discovery from reporting them missing.
   environment = with(environment, "MASTER_ADDR", point.file.empty() ? point.address : "127.0.0.1");
   return with(environment, "MASTER_PORT", point.file.empty() ? point.port : std::to_string(kDefaultPort));
 }
@@ -116,7 +116,7 @@ std::optional<Discovery> find_place(const Environment& environment, const Distri
   if (!place) {
     if (point.empty()) return std::nullopt;
     throw ConfigError("init_method='" + options.init_method +
-                      "' says where the ranks meet, but nothing says which rank this is; give rank and world_size, or "
+                      "' states where ranks meet, but nothing states which rank this is; give rank and world_size, or "
                       "start with `deeptide` or `torchrun`");
   }
   if (options.rank >= 0) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a program says of its world, joined with what its launcher says; the same for C++ and Python.
+// Joins what a program and its launcher state about the world; C++ and Python share it.
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,11 @@
 
 namespace deeptide::world {
 
-/// Where the options put this process and, where they are silent, the launcher's variables. Nothing: neither does, a
-/// world of one. Errors: ConfigError for options that do not go together, and as `discover`.
+/// Returns where the options put this process; the launcher's variables fill in what they omit. Nothing: neither places
+/// it, a world of one. Errors: ConfigError for options that conflict, and as `discover`.
 std::optional<Discovery> find_place(const Environment& environment, const DistributedOptions& options);
 
-/// Errors: ConfigError when the option or DEEPSPEED_TIMEOUT is no time to wait.
+/// Errors: ConfigError if the option or DEEPSPEED_TIMEOUT is not a valid duration.
 std::chrono::milliseconds timeout_of(const Environment& environment, const DistributedOptions& options);
 
 }  // namespace deeptide::world

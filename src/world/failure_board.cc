@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Failure reports through the world's store.
+// Keeps failure reports in the world's store.
 #include "world/failure_board.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 namespace deeptide::world {
 namespace {
 
-constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before anyone reads
+constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before one reads
 
-/// Torch's store errors go on with a stack trace.
+/// Keeps the message of a torch store error, without its stack trace.
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
   return text.substr(0, std::min<size_t>(text.find('\n'), 200));
@@ -43,7 +43,7 @@ void FailureBoard::report_failure(const std::string& text) noexcept {
     store_->set(prefix_ + "/failed", to_bytes(own));
     store_->set(key("place", rank_), to_bytes(text));
   } catch (const std::exception&) {
-    // The store's host is gone as well; the peers find out by their own timeouts.
+    // The store's host is gone as well: the peers find out by their own timeouts.
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where ranks leave word for each other when something has gone wrong: who failed, who waits, who never came.
+// Where ranks leave messages after a failure: which rank failed, which wait, which never arrived.
 #pragma once
 
 #include <chrono>
@@ -12,19 +12,19 @@
 
 namespace deeptide::world {
 
-/// How often a wait looks for what others report.
+/// How often a wait checks for reports of others.
 inline constexpr std::chrono::milliseconds kPollFailures{250};
 
-/// Lives in the world's store; touched only on failure and by waits that have lasted long. Thread-safe.
+/// Lives in the world's store; used only on failure and by long waits. Thread-safe.
 class FailureBoard {
  public:
   FailureBoard(const World& world, const std::string& prefix);
 
-  /// Says that this rank cannot go on ("left training", "failed in forward: …"). Never throws.
+  /// Reports that this rank cannot continue ("left training", "failed in forward: …"). Never throws.
   void report_failure(const std::string& text) noexcept;
-  /// Another rank's report, e.g. "rank 1 left training at step 3"; empty while all is well.
+  /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none.
   std::optional<std::string> failure() noexcept;
-  /// Says where this rank has waited in vain, then tells what every other rank said: who waits where, who is missing.
+  /// Records where this rank waited to no avail, then returns all others' reports: where they wait, which are missing.
   std::string diagnose(const std::string& own_place) noexcept;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Hello, sign in, welcome: three keys of the store.
+// Meets in three keys of the store: hello, sign in, welcome.
 #include "world/meeting.h"
 
 #include <limits.h>
@@ -21,7 +21,7 @@ namespace {
 
 const std::string kHello = "deeptide/hello";
 const std::string kWelcome = "deeptide/welcome";
-const std::string kOpen = "open";  // instead of a proof, where there is no token
+const std::string kOpen = "open";  // replaces a proof if there is no token
 
 std::string key_of(int rank) { return "deeptide/rank/" + std::to_string(rank); }
 
@@ -36,14 +36,14 @@ class Meeting {
   Meeting(Store& store, int rank, int size, const std::string& token, milliseconds timeout)
       : store_(store), rank_(rank), size_(size), token_(token), timeout_(timeout) {}
 
-  /// A second meeting of the same process finds its own first hello.
+  /// A second meeting of one process finds its own first hello.
   void say_hello() {
     nonce_ = random_hex(16);
     const std::string hello = std::to_string(size_) + " " + nonce_ + " " + proof("hello");
     understand(to_text(store_.compareSet(kHello, {}, to_bytes(hello))));
   }
 
-  void hear_hello() { understand(wait_for(kHello, "rank 0 has not said a word")); }
+  void hear_hello() { understand(wait_for(kHello, "rank 0 did not answer")); }
 
   void sign_in() {
     const std::string own = own_name() + " " + proof(key_of(rank_));
@@ -54,7 +54,7 @@ class Meeting {
                       "; each needs a rank of its own, or another job holds this address and port");
   }
 
-  /// Rank 0: each rank's proof, before any goes on.
+  /// Rank 0 collects each rank's proof before any continues.
   void welcome_all() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < size_; ++rank) keys.push_back(key_of(rank));
@@ -79,7 +79,7 @@ class Meeting {
   }
 
   void be_welcomed() {
-    const std::string given = wait_for(kWelcome, "rank 0 has not welcomed all ranks");
+    const std::string given = wait_for(kWelcome, "rank 0 did not welcome all ranks");
     if (!equal_in_constant_time(given, proof("welcome"))) throw CommError(given.substr(0, 300));
   }
 
@@ -96,7 +96,7 @@ class Meeting {
     std::string given;
     words >> size >> nonce_ >> given;
     const std::string who = "this rank " + std::to_string(rank_);
-    const std::string cure = "; pass DEEPTIDE_JOB_TOKEN on to every rank, or another job holds this address and port";
+    const std::string cure = "; pass DEEPTIDE_JOB_TOKEN to every rank, or another job holds this address and port";
     if (token_.empty() && given != kOpen)
       throw CommError("rank 0 expects the job's token, " + who + " has none" + cure);
     if (!token_.empty() && given == kOpen) throw CommError(who + " holds a job's token, rank 0 has none" + cure);
@@ -115,7 +115,7 @@ class Meeting {
       store_.wait({key}, timeout_);
     } catch (const std::exception&) {
       throw CommError("rank " + std::to_string(rank_) + " reached the store, but " + complaint + " within " +
-                      seconds() + " s; is it Deeptide's, of this job?");
+                      seconds() + " s; does this address belong to this job's Deeptide store?");
     }
     return to_text(store_.get(key));
   }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Row-major arithmetic on the grid of ranks.
+// Does row-major arithmetic on the grid of ranks.
 #include "world/mesh.h"
 
 #include <functional>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The ranks as a grid with named axes; every parameter names the axes it is sharded and reduced over.
+// The ranks as a grid with named axes; every parameter names the axes over which it is sharded and reduced.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace deeptide::world {
 
-/// Outermost first: neighbours in rank order differ in the innermost axis, which talks most.
+/// Outermost first: neighbours in rank order differ in the innermost axis, which communicates most.
 enum class Axis : uint8_t { pipe, data, expert, sequence, tensor };
 inline constexpr int kNumAxes = 5;
 const char* axis_name(Axis axis);
@@ -21,7 +21,7 @@ class Mesh {
   using Sizes = std::array<int, kNumAxes>;
   using Coordinates = std::array<int, kNumAxes>;
 
-  /// Errors: ConfigError when a size is not positive or the product is not `world_size`.
+  /// Errors: ConfigError if a size is not positive or the product is not `world_size`.
   Mesh(int world_size, const Sizes& sizes);
   /// All ranks on the data axis.
   static Mesh data_parallel(int world_size);
@@ -32,7 +32,7 @@ class Mesh {
   int rank(const Coordinates& coordinates) const;
   /// The ranks that differ from `rank` along `axis` only, in axis order, `rank` included.
   std::vector<int> peers(int rank, Axis axis) const;
-  /// "data=4" or "pipe=2 data=4": axes larger than one, at least one of them.
+  /// Names the axes larger than one, or one axis: "data=4", "pipe=2 data=4".
   std::string text() const;
 
  private:

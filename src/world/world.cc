@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finding the world: by the launcher's variables, or alone.
+// Finds the world by the launcher's variables, or makes a world of one.
 #include "deeptide/world.h"
 
 #include <cstdlib>
@@ -37,7 +37,7 @@ c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::mil
   options.isServer = place.rank == 0 && !place.agent_hosts_store;
   options.numWorkers = place.size;
   options.waitWorkers = false;
-  options.multiTenant = true;  // a second world of this process meets at the same server
+  options.multiTenant = true;  // a second world of this process meets at this server too
   options.timeout = timeout;
   try {
     return c10::make_intrusive<c10d::TCPStore>(place.address, options);
@@ -77,7 +77,7 @@ World init_distributed(const DistributedOptions& options) {
 }
 
 World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
-  trace::flight_log();  // from now on this rank can be asked where it is
+  trace::flight_log();  // makes this rank's position readable from here on
   if (place.address.empty() && place.file.empty()) {
     if (place.size == 1) return single();
     throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <filesystem>
+#include <tuple>
 
 #include "checkpoint/scratch.h"
 
@@ -25,10 +26,11 @@ TEST(FileIo, ReplacesAFolderWithAndWithoutAnExchange) {
     Scratch scratch;
     make(scratch / "tag", "old");
     make(scratch / "tag.tmp", "new");
-    replace_folder(scratch / "tag.tmp", scratch / "tag", exchange);
+    const std::string replaced = replace_folder(scratch / "tag.tmp", scratch / "tag", exchange);
     EXPECT_EQ(read_text(scratch / "tag/manifest.json"), "new");
-    EXPECT_FALSE(exists(scratch / "tag.tmp"));
-    EXPECT_FALSE(exists(aside_path(scratch / "tag")));
+    EXPECT_EQ(read_text(replaced + "/manifest.json"), "old");
+    EXPECT_EQ(replaced, exchange ? scratch / "tag.tmp" : aside_path(scratch / "tag"));
+    EXPECT_EQ(list_folder(scratch.path()).size(), 2u);
   }
 }
 
@@ -36,7 +38,7 @@ TEST(FileIo, KeepsTheOldFolderWhenTheNewOneCannotTakeItsPlace) {
   for (bool exchange : {true, false}) {
     Scratch scratch;
     make(scratch / "tag", "old");
-    EXPECT_THROW(replace_folder(scratch / "tag.tmp", scratch / "tag", exchange), CheckpointError);
+    EXPECT_THROW(std::ignore = replace_folder(scratch / "tag.tmp", scratch / "tag", exchange), CheckpointError);
     EXPECT_EQ(read_text(scratch / "tag/manifest.json"), "old");
   }
 }

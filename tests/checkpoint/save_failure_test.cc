@@ -61,7 +61,7 @@ void expect_failed_saves_change_nothing(const std::string& directory, const std:
     EXPECT_TRUE(contains(text, reason) && contains(text, "bytes at offset") && contains(text, directory)) << text;
     EXPECT_TRUE(contains(error_of([&] { commit(directory, tag, {}, true); }), "rank_00000.json"));
     abandon(directory, tag);
-    EXPECT_FALSE(exists(directory + "/" + tag + ".tmp"));
+    EXPECT_FALSE(exists(growing(directory, tag)));
     EXPECT_EQ(latest_tag(directory), "t");
     EXPECT_EQ(saved_value(directory, "t"), 1);
   }
@@ -98,7 +98,7 @@ TEST(SaveFailure, NamesTheFolderThatMayNotBeWritten) {
   const std::string text = error_of([&] { write_rank(locked, "t", 0, {}, "{}"); });
   const int back = is_root ? ::seteuid(0) : 0;
   ASSERT_EQ(left + back, 0);
-  EXPECT_TRUE(contains(text, locked + "/t.tmp: Permission denied; check the folder's owner")) << text;
+  EXPECT_TRUE(contains(text, growing(locked, "t") + ": Permission denied; check the folder's owner")) << text;
 }
 
 TEST(SaveFailure, CreatesTheFolderThatIsMissing) {
@@ -134,17 +134,12 @@ TEST(SaveFailure, RefusesTagsThatAreNoFolderNames) {
   EXPECT_TRUE(contains(error_of([&] { latest_tag(scratch.path()); }), scratch / "latest"));
 }
 
-TEST(SaveFailure, RefusesToReplaceWhatIsNoCheckpoint) {
+TEST(SaveFailure, RefusesToReplaceAFile) {
   Scratch scratch;
-  make_folders(scratch / "src");
-  write_text(scratch / "src/precious.cc", "x");
   write_text(scratch / "train.py", "y");
-  for (const char* tag : {"src", "train.py"}) {
-    const std::string text = error_of([&] { write_rank(scratch.path(), tag, 0, {}, "{}"); });
-    EXPECT_TRUE(contains(text, "is not a checkpoint")) << text;
-    abandon(scratch.path(), tag);
-  }
-  EXPECT_EQ(read_text(scratch / "src/precious.cc"), "x");
+  const std::string text = error_of([&] { write_rank(scratch.path(), "train.py", 0, {}, "{}"); });
+  EXPECT_TRUE(contains(text, scratch / "train.py: it is not a folder")) << text;
+  abandon(scratch.path(), "train.py");
   EXPECT_EQ(read_text(scratch / "train.py"), "y");
 }
 
@@ -166,14 +161,31 @@ TEST(SaveFailure, NamesTheRankThatDidNotWrite) {
   EXPECT_TRUE(contains(text, "rank_00001.json") && contains(text, "every rank sees")) << text;
 }
 
-TEST(SaveFailure, DropsWhatACrashedSaveOfALargerWorldLeft) {
+TEST(SaveFailure, DropsWhatCrashedSavesOfTheTagLeft) {
   Scratch scratch;
   for (int rank = 0; rank < 3; ++rank) {
-    write_rank(scratch.path(), "t", rank, {{"w", "param", {kSmall}, 30 * rank, 30 * rank + 30, filled(30, 7)}}, "{}");
+    write_rank({scratch.path(), "t", kNonce + 1}, {rank, {on_data_axis(rank), "{}"}, {}});
   }
+  // As version 1 left it, and as a removal that a crash interrupted left it.
+  make_folders(scratch / "t.tmp");
+  write_text(scratch / "t.tmp/rank_00001.safetensors", "x");
+  make_folders(scratch / "t.0123456789abcdef.tmp.tmp");
+  const std::vector<std::string> others = {"t.more." + nonce_text(1) + ".tmp", "t.0123.tmp", "tt.tmp", "t.tmp.old"};
+  for (const std::string& name : others) make_folders(scratch / name);
   save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
   EXPECT_EQ(list_folder(scratch / "t").size(), 2u);
   EXPECT_EQ(saved_value(scratch.path(), "t"), 1);
+  EXPECT_EQ(list_folder(scratch.path()).size(), others.size() + 2);  // and the checkpoint and `latest`
+  for (const std::string& name : others) EXPECT_TRUE(exists(scratch / name)) << name;
+}
+
+TEST(SaveFailure, LeavesAFolderOfTheUserThatIsNamedLikeAGrowingOne) {
+  Scratch scratch;
+  make_folders(scratch / "t.tmp");
+  write_text(scratch / "t.tmp/rank_00001.safetensors", "x");
+  write_text(scratch / "t.tmp/notes", "y");
+  save(scratch.path(), "t", {whole("w", "param", filled(kSmall, 1))});
+  EXPECT_EQ(read_text(scratch / "t.tmp/notes"), "y");
 }
 
 TEST(SaveFailure, MovesLatestOnlyWhenAsked) {

@@ -14,7 +14,8 @@
 #include <vector>
 
 #include "checkpoint/file_io.h"
-#include "checkpoint/shard_file.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
 
 namespace deeptide::checkpoint {
 
@@ -37,14 +38,46 @@ class Scratch {
   std::string path_;
 };
 
+/// The inverse of Role::text() but for buffers of other ranks than the first.
+inline Role role_of(const std::string& text) {
+  return text == "master"   ? Role::master()
+         : text == "param"  ? Role::param()
+         : text == "buffer" ? Role::buffer()
+                            : Role::moment(text);
+}
+
+/// Elements [begin, end) of the flattened tensor.
+inline Piece range_piece(const std::string& name, const std::string& role, const Shape& shape, int64_t begin,
+                         int64_t end, const PieceData& data) {
+  return {name, role_of(role), shape, Region::range(begin, end), data};
+}
+
 inline Piece whole(const std::string& name, const std::string& role, const at::Tensor& data) {
-  return {name, role, {data.numel()}, 0, data.numel(), data};
+  return range_piece(name, role, {data.numel()}, 0, data.numel(), data);
 }
 
 /// Quick, for thousands of them: no fsync, and a new file, since ext4 flushes one that was truncated.
 inline void overwrite(const std::string& path, const std::string& bytes) {
   remove_quietly(path);
   File::create(path).write_at(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+}
+
+/// The rank's place on a mesh whose only axis is "data".
+inline Coordinates on_data_axis(int rank) { return Coordinates({{"data", rank}}); }
+
+// A save with one nonce for all, which is right unless saves of one tag meet.
+constexpr uint64_t kNonce = 0xfeed;
+inline void write_rank(const std::string& directory, const std::string& tag, int rank, const std::vector<Piece>& pieces,
+                       const std::string& state_json) {
+  write_rank({directory, tag, kNonce}, {rank, {on_data_axis(rank), state_json}, pieces});
+}
+inline std::string commit(const std::string& directory, const std::string& tag, const Manifest& manifest,
+                          bool save_latest) {
+  return commit(SaveTarget{directory, tag, kNonce}, manifest, save_latest);
+}
+inline void abandon(const std::string& directory, const std::string& tag) { abandon({directory, tag, kNonce}); }
+inline std::string growing(const std::string& directory, const std::string& tag) {
+  return directory + "/" + tag + "." + nonce_text(kNonce) + ".tmp";
 }
 
 /// A save by a world of one.

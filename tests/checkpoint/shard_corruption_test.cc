@@ -25,7 +25,7 @@ class Corruption : public ::testing::Test {
  protected:
   Corruption() : w_(at::arange(kNumel, at::kFloat)), v_(at::arange(kNumel, at::kLong)) {
     const auto part = [&](int64_t begin, int64_t end) {
-      return Piece{"w", "param", {4, 6}, begin, end, w_.narrow(0, begin, end - begin)};
+      return range_piece("w", "param", {4, 6}, begin, end, w_.narrow(0, begin, end - begin));
     };
     write_rank(scratch_.path(), "t", 0, {part(0, 5), part(9, kNumel), whole("v", "buffer", v_)}, "{}");
     write_rank(scratch_.path(), "t", 1, {part(5, 9)}, "{}");
@@ -39,7 +39,7 @@ class Corruption : public ::testing::Test {
     const Tensor w = at::zeros({kNumel}, at::kFloat);
     const Tensor v = at::zeros({kNumel}, at::kLong);
     try {
-      Reader(scratch_.path(), "t").read({{"w", "param", {4, 6}, 0, kNumel, w}, whole("v", "buffer", v)});
+      Reader(scratch_.path(), "t").read({range_piece("w", "param", {4, 6}, 0, kNumel, w), whole("v", "buffer", v)});
     } catch (const CheckpointError&) {
       return false;
     }
@@ -136,14 +136,28 @@ TEST_F(Corruption, SeesAShardOfAnotherSave) {
   EXPECT_TRUE(contains(open_error(), "the shard is of another save"));
 }
 
+TEST_F(Corruption, SeesAShardOfAnotherSaveWithTheSameLayout) {
+  const SaveTarget other{scratch_.path(), "u", kNonce + 1};
+  write_rank(other, {0,
+                     {},
+                     {range_piece("w", "param", {4, 6}, 0, 5, w_.narrow(0, 0, 5)),
+                      range_piece("w", "param", {4, 6}, 9, kNumel, w_.narrow(0, 9, kNumel - 9)),
+                      whole("v", "buffer", v_.add(1))}});
+  commit(other, {}, true);
+  const std::string shard = read_text(scratch_ / "u/rank_00000.safetensors");
+  ASSERT_EQ(shard.size(), shard_.size());
+  overwrite(shard_path_, shard);
+  EXPECT_TRUE(contains(open_error(), "the shard is of another save"));
+}
+
 TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
   const struct {
     std::function<void(json&)> change;
     const char* why;
   } cases[] = {
-      {[](json& m) { m["version"] = 2; }, "has version 2, this Deeptide reads up to 1; load it with a newer Deeptide"},
+      {[](json& m) { m["version"] = 3; }, "has version 3, this Deeptide reads up to 2; load it with a newer Deeptide"},
       {[](json& m) { m["version"] = 0; }, "contradicts the rest"},
-      {[](json& m) { m["version"] = 1.5; }, "integer is expected where a number stands"},
+      {[](json& m) { m["version"] = 1.5; }, "expected an integer, got a number"},
       {[](json& m) { m["format"] = "other"; }, "not a Deeptide manifest"},
       {[](json& m) { m.erase("format"); }, "format"},
       {[](json& m) { m.erase("tensors"); }, "tensors"},
@@ -153,19 +167,46 @@ TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
       {[](json& m) {
          m["rank_states"] = {1, 2};
        },
-       "type must be string"},
+       "cannot use at() with number"},
+      {[](json& m) { m["rank_states"][1]["state"] = 1; }, "type must be string"},
+      {[](json& m) { m["rank_states"][1]["coordinates"] = 1; }, "'coordinates' is not an object"},
+      {[](json& m) { m["rank_states"][1]["coordinates"]["data"] = 0; }, "two ranks are at origin"},
+      {[](json& m) { m["rank_states"][1]["coordinates"]["data"] = -1; }, "'data=-1' is not a mesh coordinate"},
+      {[](json& m) { m["save"] = 5; }, "type must be string"},
+      {[](json& m) { m["save"] = "0123456789abcdef"; }, "the shard is of another save"},
+      {[](json& m) { m["tensors"][0]["role"] = "odd"; }, "role 'odd' is not known"},
+      {[](json& m) { m["tensors"][1]["role"] = "moment"; }, "'moment' not found"},
+      {[](json& m) {
+         m["tensors"][1]["role"] = "moment";
+         m["tensors"][1]["moment"] = "a/b";
+       },
+       "'a/b' cannot name an optimizer moment"},
       {[](json& m) { m["tensors"].push_back(m["tensors"][0]); }, "is there twice"},
       {[](json& m) {
          m["tensors"][0]["shape"] = {-4, 6};
        },
        "shape is not possible"},
-      {[](json& m) { m["tensors"][0]["shape"] = {3}; }, "beyond shape [3]"},
+      {[](json& m) { m["tensors"][0]["shape"] = {3}; }, "beyond shape (3)"},
       {[](json& m) { m["tensors"][0]["dtype"] = "F31"; }, "dtype 'F31' is not known"},
       {[](json& m) { m["tensors"][0]["dtype"] = "F64"; }, "not where manifest.json expects"},
-      {[](json& m) { m["tensors"][1]["pieces"][1]["begin"] = 4; }, "is in two pieces"},
-      {[](json& m) { m["tensors"][1]["pieces"][0]["begin"] = 5; }, "no valid range"},
-      {[](json& m) { m["tensors"][1]["pieces"][0]["begin"] = -1; }, "no valid range"},
-      {[](json& m) { m["tensors"][1]["pieces"][0]["end"] = 1ull << 63; }, "integer is expected"},
+      {[](json& m) { m["tensors"][1]["pieces"][1]["offsets"] = {4}; }, "is in two pieces, [0, 5) and [4, 8)"},
+      {[](json& m) { m["tensors"][1]["pieces"][0]["sizes"] = {0}; }, "no valid region"},
+      {[](json& m) { m["tensors"][1]["pieces"][0]["offsets"] = {-1}; }, "no valid region"},
+      {[](json& m) {
+         m["tensors"][1]["pieces"][0]["sizes"] = {1, 5};
+       },
+       "no valid region"},
+      {[](json& m) {
+         m["tensors"][1]["pieces"][0]["offsets"] = {0, 0};
+         m["tensors"][1]["pieces"][0]["sizes"] = {1, 5};
+       },
+       "not where manifest.json expects"},
+      {[](json& m) {
+         m["tensors"][1]["pieces"][0]["offsets"] = {0, 2};
+         m["tensors"][1]["pieces"][0]["sizes"] = {1, 5};
+       },
+       "the piece [0:1, 2:7] of 'w/param' is beyond shape (4, 6)"},
+      {[](json& m) { m["tensors"][1]["pieces"][0]["sizes"] = {1ull << 63}; }, "expected an integer"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["offset"] = 0; }, "not where manifest.json expects"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "../t/rank_00000.safetensors"; }, "is not a file name"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "absent.safetensors"; }, "No such file"},

@@ -1,8 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of random worlds: read back bit for bit by any other world.
-#include "checkpoint/shard_file.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
@@ -15,6 +13,8 @@
 
 #include "checkpoint/block_writer.h"
 #include "checkpoint/file_io.h"
+#include "checkpoint/random_regions.h"
+#include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/scratch.h"
 
@@ -32,10 +32,6 @@ struct Truth {
   std::vector<int64_t> shape;
   Tensor flat;
 };
-
-int64_t draw(std::mt19937& random, int64_t below) {
-  return std::uniform_int_distribution<int64_t>(0, below - 1)(random);
-}
 
 // Any bit pattern, NaNs with payloads included; a bool holds only 0 and 1.
 Tensor random_bits(std::mt19937& random, int64_t numel, at::ScalarType dtype) {
@@ -70,7 +66,7 @@ std::vector<std::vector<Piece>> deal(std::mt19937& random, const std::vector<Tru
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
       const Tensor part = truth.flat.narrow(0, cuts[i], cuts[i + 1] - cuts[i]);
       ranks[draw(random, world)].push_back(
-          {truth.name, truth.role, truth.shape, cuts[i], cuts[i + 1], blank ? at::zeros_like(part) : part});
+          range_piece(truth.name, truth.role, truth.shape, cuts[i], cuts[i + 1], blank ? at::zeros_like(part) : part));
     }
   }
   return ranks;
@@ -93,10 +89,11 @@ TEST(ShardFile, ReadsBackBitForBitWhateverTheWorldsAndTheCuts) {
       reader.read(wanted);
       for (const Piece& piece : wanted) {
         const auto truth = std::find_if(tensors.begin(), tensors.end(), [&](const Truth& candidate) {
-          return candidate.name == piece.name && candidate.role == piece.role;
+          return candidate.name == piece.name && candidate.role == piece.role.text();
         });
-        ASSERT_TRUE(same_bits(piece.data, truth->flat.narrow(0, piece.begin, piece.end - piece.begin)))
-            << "round " << round << " " << piece.name << "/" << piece.role << " " << piece.begin;
+        ASSERT_TRUE(
+            same_bits(piece.data.tensor(), truth->flat.narrow(0, piece.region.offsets[0], piece.region.sizes[0])))
+            << "round " << round << " " << piece.name << "/" << piece.role.text() << " " << piece.region.text();
       }
     }
   }
@@ -111,14 +108,14 @@ TEST(ShardFile, KeepsStatesCharacterForCharacter) {
       commit(scratch.path(), "t", {.world_size = 2, .state_json = odd, .client_state_json = "{\"epoch\":3}"}, true);
   EXPECT_EQ(folder, scratch / "t");
   const Reader reader(scratch.path(), "t");
-  EXPECT_EQ(reader.manifest().version, 1);
+  EXPECT_EQ(reader.manifest().version, 2);
   EXPECT_EQ(reader.manifest().world_size, 2);
   EXPECT_EQ(reader.manifest().state_json, odd);
   EXPECT_EQ(reader.manifest().client_state_json, "{\"epoch\":3}");
-  EXPECT_EQ(reader.rank_state_json(0), "zero");
-  EXPECT_EQ(reader.rank_state_json(1), odd);
-  EXPECT_EQ(reader.rank_state_json(2), "");
-  EXPECT_EQ(reader.rank_state_json(-1), "");
+  EXPECT_EQ(reader.rank_state_json(on_data_axis(0)), "zero");
+  EXPECT_EQ(reader.rank_state_json(on_data_axis(1)), odd);
+  EXPECT_EQ(reader.rank_state_json(on_data_axis(2)), "");
+  EXPECT_EQ(reader.rank_state_json(Coordinates({{"tensor", 1}})), "");
   EXPECT_TRUE(reader.table().empty());
 }
 
@@ -126,10 +123,12 @@ TEST(ShardFile, WritesTheFilesThatTheLayoutPromises) {
   Scratch scratch;
   const Tensor data = at::arange(10, at::kFloat);
   write_rank(scratch.path(), "t", 0,
-             {{"w", "param", {10}, 0, 4, data.narrow(0, 0, 4)}, {"b", "buffer", {}, 0, 1, at::zeros({1}, at::kByte)}},
+             {range_piece("w", "param", {10}, 0, 4, data.narrow(0, 0, 4)),
+              range_piece("b", "buffer", {}, 0, 1, at::zeros({1}, at::kByte))},
              "{}");
   write_rank(scratch.path(), "t", 1,
-             {{"w", "param", {10}, 8, 10, data.narrow(0, 8, 2)}, {"w", "param", {10}, 4, 8, data.narrow(0, 4, 4)}},
+             {range_piece("w", "param", {10}, 8, 10, data.narrow(0, 8, 2)),
+              range_piece("w", "param", {10}, 4, 8, data.narrow(0, 4, 4))},
              "{}");
   commit(scratch.path(), "t", {.world_size = 2}, true);
 
@@ -147,8 +146,8 @@ TEST(ShardFile, WritesTheFilesThatTheLayoutPromises) {
   const auto manifest = nlohmann::json::parse(read_text(scratch / "t/manifest.json"));
   const auto& pieces = manifest.at("tensors").at(1).at("pieces");
   ASSERT_EQ(pieces.size(), 3u);
-  EXPECT_EQ(pieces[1].at("begin"), 4);
-  EXPECT_EQ(pieces[1].at("end"), 8);
+  EXPECT_EQ(pieces[1].at("offsets").dump(), "[4]");
+  EXPECT_EQ(pieces[1].at("sizes").dump(), "[4]");
   EXPECT_EQ(pieces[1].at("file"), "rank_00001.safetensors");
   float value;
   File::open(scratch / "t/rank_00001.safetensors").read_at(&value, sizeof(value), pieces[1].at("offset"));
@@ -198,20 +197,17 @@ TEST(ShardFile, ListsEveryMismatchAndReadsNothingThen) {
   Scratch scratch;
   const Tensor data = at::arange(6, at::kFloat);
   save(scratch.path(), "t",
-       {{"fits", "param", {6}, 0, 6, data},
-        {"shape", "param", {2, 3}, 0, 6, data},
-        {"extra", "param", {6}, 0, 6, data},
-        {"hole", "param", {9}, 0, 2, data.narrow(0, 0, 2)},
-        {"hole", "param", {9}, 4, 6, data.narrow(0, 4, 2)},
-        {"kind", "buffer", {6}, 0, 6, data}});
+       {range_piece("fits", "param", {6}, 0, 6, data), range_piece("shape", "param", {2, 3}, 0, 6, data),
+        range_piece("extra", "param", {6}, 0, 6, data), range_piece("hole", "param", {9}, 0, 2, data.narrow(0, 0, 2)),
+        range_piece("hole", "param", {9}, 4, 6, data.narrow(0, 4, 2)), range_piece("kind", "buffer", {6}, 0, 6, data)});
   const Reader reader(scratch.path(), "t");
   const Tensor back = at::zeros({6}, at::kFloat);
-  const std::vector<Piece> wanted = {{"fits", "param", {6}, 0, 6, back},
-                                     {"shape", "param", {3, 2}, 0, 6, at::zeros({6}, at::kFloat)},
-                                     {"absent", "param", {6}, 0, 6, at::zeros({6}, at::kFloat)},
-                                     {"hole", "param", {9}, 0, 3, at::zeros({3}, at::kFloat)},
-                                     {"hole", "param", {9}, 4, 9, at::zeros({5}, at::kFloat)},
-                                     {"kind", "buffer", {6}, 0, 6, at::zeros({6}, at::kLong)}};
+  const std::vector<Piece> wanted = {range_piece("fits", "param", {6}, 0, 6, back),
+                                     range_piece("shape", "param", {3, 2}, 0, 6, at::zeros({6}, at::kFloat)),
+                                     range_piece("absent", "param", {6}, 0, 6, at::zeros({6}, at::kFloat)),
+                                     range_piece("hole", "param", {9}, 0, 3, at::zeros({3}, at::kFloat)),
+                                     range_piece("hole", "param", {9}, 4, 9, at::zeros({5}, at::kFloat)),
+                                     range_piece("kind", "buffer", {6}, 0, 6, at::zeros({6}, at::kLong))};
   const std::vector<std::string> expected = {
       "shape of 'shape/param': the checkpoint has (2, 3), expected (3, 2)",
       "missing in the checkpoint: 'absent/param' of shape (6)",
@@ -227,48 +223,48 @@ TEST(ShardFile, ListsEveryMismatchAndReadsNothingThen) {
   for (const std::string& line : expected) EXPECT_TRUE(contains(text, line)) << text;
   EXPECT_TRUE(at::equal(back, at::zeros({6}, at::kFloat)));
   // What fits is readable on its own, around the holes too.
-  reader.read({wanted[0], {"hole", "param", {9}, 4, 6, at::zeros({2}, at::kFloat)}});
+  reader.read({wanted[0], range_piece("hole", "param", {9}, 4, 6, at::zeros({2}, at::kFloat))});
   EXPECT_TRUE(at::equal(back, data));
-  EXPECT_EQ(reader.check({{"fits", "param", {6}, 2, 7, Tensor()}}, false),
+  EXPECT_EQ(reader.check({range_piece("fits", "param", {6}, 2, 7, Tensor())}, false),
             std::vector<std::string>{"range of 'fits/param': [2, 7) is not within its 6 elements"});
 }
 
 TEST(ShardFile, RefusesDataThatIsNotItsRange) {
   Scratch scratch;
   const Tensor data = at::arange(6, at::kFloat);
-  const Piece bad[] = {{"w", "param", {6}, 0, 5, data},
-                       {"w", "param", {6}, -1, 5, data},
-                       {"w", "param", {5}, 0, 6, data},
-                       {"w", "param", {6}, 4, 3, data},
-                       {"w", "param", {6}, 0, 6, Tensor()},
-                       {"w", "a/b", {6}, 0, 6, data},
-                       {"w", "a@b", {6}, 0, 6, data},
-                       {"w", "", {6}, 0, 6, data},
-                       {"w", "param", {6}, 0, 6, at::zeros({3, 4}).t().slice(0, 0, 2)}};
+  const Piece bad[] = {range_piece("w", "param", {6}, 0, 5, data),
+                       range_piece("w", "param", {6}, -1, 5, data),
+                       range_piece("w", "param", {5}, 0, 6, data),
+                       range_piece("w", "param", {6}, 4, 3, data),
+                       range_piece("w", "param", {6}, 0, 6, Tensor()),
+                       {"w", Role::param(), {2, 3}, {{0, 0}, {2, 4}}, data},
+                       {"w", Role::param(), {2, 3}, {{0, 0, 0}, {2, 3, 1}}, data},
+                       {"w", Role::param(), {2, 3}, {{0, 1}, {2, 2}}, data},
+                       range_piece("w", "param", {6}, 0, 6, at::zeros({3, 4}).t().slice(0, 0, 2))};
   for (const Piece& piece : bad) {
     EXPECT_TRUE(contains(error_of([&] { write_rank(scratch.path(), "t", 0, {piece}, "{}"); }), "cannot save 'w/"));
   }
-  EXPECT_FALSE(exists(scratch / "t.tmp"));
+  EXPECT_FALSE(exists(growing(scratch.path(), "t")));
   save(scratch.path(), "t", {whole("w", "param", data)});
   for (const Tensor& into : {Tensor(), at::zeros({5}), at::zeros({7})}) {
-    EXPECT_TRUE(contains(error_of([&] {
-                           Reader(scratch.path(), "t").read({{"w", "param", {6}, 0, 6, into}});
-                         }),
-                         "cannot load 'w/param'"));
+    EXPECT_TRUE(
+        contains(error_of([&] { Reader(scratch.path(), "t").read({range_piece("w", "param", {6}, 0, 6, into)}); }),
+                 "cannot load 'w/param'"));
   }
 }
 
 TEST(ShardFile, RefusesRanksThatContradictEachOther) {
   Scratch scratch;
   const Tensor data = at::arange(6, at::kFloat);
-  const Piece first = {"w", "param", {6}, 0, 4, data.narrow(0, 0, 4)};
+  const Piece first = range_piece("w", "param", {6}, 0, 4, data.narrow(0, 0, 4));
   const struct {
     Piece second;
     const char* why;
   } cases[] = {
-      {{"w", "param", {6}, 3, 6, data.narrow(0, 3, 3)}, "element 3 of 'w/param' is in two pieces"},
-      {{"w", "param", {2, 3}, 4, 6, data.narrow(0, 4, 2)}, "got shape [2,3] F32 after [6] F32"},
-      {{"w", "param", {6}, 4, 6, data.narrow(0, 4, 2).to(at::kHalf)}, "got shape [6] F16 after [6] F32"},
+      {range_piece("w", "param", {6}, 3, 6, data.narrow(0, 3, 3)),
+       "element 3 of 'w/param' is in two pieces, [0, 4) and [3, 6)"},
+      {range_piece("w", "param", {2, 3}, 4, 6, data.narrow(0, 4, 2)), "got shape (2, 3) F32 after (6) F32"},
+      {range_piece("w", "param", {6}, 4, 6, data.narrow(0, 4, 2).to(at::kHalf)), "got shape (6) F16 after (6) F32"},
   };
   for (const auto& [second, why] : cases) {
     write_rank(scratch.path(), "t", 0, {first}, "{}");

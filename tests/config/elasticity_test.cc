@@ -12,8 +12,9 @@ namespace deeptide::config {
 namespace {
 
 ElasticityConfig old_version() {
-  ElasticityConfig config;
+  ElasticityConfig config = Config().elasticity();
   config.enabled = true;
+  config.sizes_given = true;
   config.version = 0.1;
   return config;
 }
@@ -116,7 +117,7 @@ TEST(Elasticity, NeedsItsTwoKeysAndRefusesBatchKeysBesideIt) {
     EXPECT_TRUE(has(missing, "elasticity.max_train_batch_size, micro_batch_sizes: missing")) << missing;
   }
   const std::string beside = error_of([] { parsed(kGiven, ", \"train_batch_size\": 8"); });
-  EXPECT_TRUE(has(beside, "train_batch_size: will not be used since elastic training is enabled")) << beside;
+  EXPECT_TRUE(has(beside, "train_batch_size: has no effect because elastic training is enabled")) << beside;
   const Config passed = parsed(kGiven + ", \"ignore_non_elastic_batch_info\": true", ", \"train_batch_size\": 8");
   EXPECT_EQ(passed.batch_sizes(4).train, elastic_batch(old_version(), 4).train);
 }

@@ -3,7 +3,7 @@
 // Every key of the table as a test case: a text that holds this key, and values that suit it or do not.
 #include "config/table_cases.h"
 
-#include "config/check_value.h"
+#include "config/check/check_value.h"
 #include "deeptide/config.h"
 #include "deeptide/errors.h"
 

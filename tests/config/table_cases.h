@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "config/schema.h"
+#include "config/table/schema.h"
 
 namespace deeptide::config {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <set>
 
-#include "config/check_value.h"
+#include "config/check/check_value.h"
 #include "config/table_cases.h"
 #include "deeptide/config.h"
 
@@ -77,7 +77,7 @@ TEST(Table, AcceptsAutoForEveryKeyAndTellsWhatItBecame) {
       continue;
     }
     ASSERT_EQ(error_of(text), "") << text;
-    const auto decisions = Config::from_text(text).decisions;
+    const auto decisions = Config::from_text(text).decisions();
     const auto told = std::count_if(decisions.begin(), decisions.end(), [&](const std::string& line) {
       return line.rfind(c.path() + ": \"auto\" became ", 0) == 0;
     });
@@ -175,7 +175,7 @@ TEST(Table, KnowsOtherNamesAndRefusesBothAtOnce) {
     for (const std::string& other : c.key->other_names) {
       EXPECT_EQ(error_of(c.text(other, value, false)), "") << other;
       const std::string both = error_of(c.text(other, value + ", \"" + c.key->name + "\": " + value, false));
-      EXPECT_TRUE(has(both, "another name of '" + c.key->name + "', given on line 3")) << both;
+      EXPECT_TRUE(has(both, "another name of '" + c.key->name + "', which is given on line 3")) << both;
       ++checked;
     }
   }

@@ -10,8 +10,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "deeptide/engine.h"
 #include "ranks.h"
@@ -149,6 +153,110 @@ TEST(Checkpoint, FitsAnotherStageAndAnotherWorld) {
       });
     }
   }
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::stringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+/// Rewrites what an engine saved as version 1 had it: ranges, ranks instead of coordinates, no save's name.
+void turn_into_version_one(const std::filesystem::path& folder) {
+  using nlohmann::ordered_json;
+  ordered_json manifest = ordered_json::parse(read_file(folder / "manifest.json"));
+  manifest["version"] = 1;
+  manifest.erase("save");
+  for (ordered_json& state : manifest["rank_states"]) state = ordered_json(state["state"]);
+  for (ordered_json& tensor : manifest["tensors"]) {
+    if (tensor["role"] == "moment") tensor["role"] = tensor["moment"];
+    if (tensor.contains("coordinates") && tensor["coordinates"].contains("data")) {
+      tensor["role"] = "buffer." + tensor["coordinates"]["data"].dump();
+    }
+    tensor.erase("moment");
+    tensor.erase("coordinates");
+    for (ordered_json& piece : tensor["pieces"]) {
+      ASSERT_EQ(piece["sizes"].size(), 1u) << "version 1 knew ranges alone";
+      const int64_t begin = piece["offsets"][0], size = piece["sizes"][0];
+      piece = {{"begin", begin}, {"end", begin + size}, {"file", piece["file"]}, {"offset", piece["offset"]}};
+    }
+  }
+  write_file(folder / "manifest.json", manifest.dump(1));
+  for (const auto& item : std::filesystem::directory_iterator(folder)) {
+    if (item.path().extension() != ".safetensors") continue;
+    std::string shard = read_file(item.path());
+    uint64_t length;
+    std::memcpy(&length, shard.data(), sizeof(length));
+    std::string header = shard.substr(8, length);
+    for (size_t found; (found = header.find("/buffer.data=")) != std::string::npos;) {
+      header.replace(found, 13, "/buffer.");
+    }
+    header.resize(length, ' ');  // the data stays where it is
+    write_file(item.path(), shard.replace(8, length, header));
+  }
+}
+
+TEST(Checkpoint, OfVersionOneLoadsInAnyWorld) {
+  const Folder folder;
+  std::map<std::string, Tensor> saved;
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 3);
+    session.train(0, 2);
+    session.model.counter.fill_(10 + world.rank);
+    session.engine.save_checkpoint(folder.path, "here");
+    const auto state = session.state();
+    if (world.rank == 0) saved = state;
+  });
+  turn_into_version_one(folder.path / "here");
+  EXPECT_EQ(read_file(folder.path / "here" / "manifest.json").find("offsets"), std::string::npos);
+  for (const auto& [size, stage] : {std::pair{1, 0}, {2, 3}, {3, 1}}) {
+    run_ranks(size, [&, stage = stage](const World& world) {
+      Session session(world, stage, false, 1.0f);
+      ASSERT_TRUE(session.engine.load_checkpoint(folder.path, "here"));
+      // A rank that did not save takes what the first one saved.
+      EXPECT_EQ(session.model.counter.item<int64_t>(), world.rank == 1 ? 11 : 10);
+      auto state = session.state();
+      state["counter"].fill_(10);
+      expect_same_bits(state, saved);
+      EXPECT_EQ(session.engine.global_steps(), 2);
+    });
+  }
+}
+
+TEST(Checkpoint, KeepsEachRanksBuffersAndTheFirstOnesForRanksThatWereNotThere) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 1);
+    session.model.counter.fill_(10 + world.rank);
+    session.engine.save_checkpoint(folder.path, "here");
+  });
+  for (int size : {1, 2, 4}) {
+    run_ranks(size, [&](const World& world) {
+      Session session(world, 1);
+      ASSERT_TRUE(session.engine.load_checkpoint(folder.path, "here"));
+      EXPECT_EQ(session.model.counter.item<int64_t>(), world.rank == 1 ? 11 : 10);
+    });
+  }
+}
+
+TEST(Checkpoint, KeepsTheUsersFilesOfATagThatIsSavedAgain) {
+  const Folder folder;
+  std::filesystem::create_directories(folder.path / "best");
+  write_file(folder.path / "best" / "args.json", "{}");
+  run_ranks(2, [&](const World& world) {
+    Session session(world, 3);
+    for (int step : {0, 1}) {
+      session.train(step, 1);
+      session.engine.save_checkpoint(folder.path, "best");
+    }
+    EXPECT_TRUE(session.engine.load_checkpoint(folder.path, "best"));
+  });
+  EXPECT_EQ(read_file(folder.path / "best" / "args.json"), "{}");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path), {}), 2) << "the tag and `latest`";
 }
 
 TEST(Checkpoint, ThatDoesNotFitIsRefusedOnEveryRankAndChangesNothing) {

@@ -13,6 +13,7 @@
 #include <map>
 #include <tuple>
 
+#include "comm/team.h"
 #include "engine/models.h"
 #include "ranks.h"
 
@@ -138,6 +139,21 @@ TEST_P(Stages, AreBitEqualInFp32AndBf16) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Stages, testing::Values(1, 2, 3, 4));
+
+// Two models side by side on a mesh of 2 x 2: each trains over its own data team as if it were alone in the world.
+TEST(Teams, TrainAsAWorldOfTheirOwn) {
+  constexpr int kTeam = 2;
+  for (const Ranks how : {Ranks::apart, Ranks::together}) {
+    std::vector<std::vector<Trained>> stages(2, std::vector<Trained>(kTeam));
+    run_ranks(2 * kTeam, [&](const World& w) {
+      const world::Mesh mesh(w.size, {2, kTeam, 1, 1, 1});
+      const auto team = comm::Team::along(mesh, w.rank, {world::Axis::data});
+      const int pipe = mesh.coordinates(w.rank)[static_cast<int>(world::Axis::pipe)];
+      stages[pipe][team.index()] = train_rank(team.within(w), 3, 1, false, how);
+    });
+    for (const auto& ranks : stages) expect_same_bits(ranks, trained(kTeam, 3, 1, false, how));
+  }
+}
 
 /// One model and engine per rank, at stage 3 unless said otherwise.
 struct Session {

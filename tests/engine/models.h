@@ -97,10 +97,7 @@ inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16
 }
 
 /// Ranks that share no memory, as if each were on a host of its own: at stage 3 only these shard their parameters.
-inline Config apart(Config config) {
-  config.runtime.shared_memory = false;
-  return config;
-}
+inline Config apart(const Config& config) { return config.with(R"({"deeptide": {"shared_memory": false}})"); }
 
 inline Engine engine_of(torch::nn::Module& model, const World& world, const Config& config) {
   InitOptions options;

@@ -15,8 +15,6 @@ namespace {
 
 using Verdict = Finding::Verdict;
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 TEST(Doctor, JudgesSizesAndLimits) {
   EXPECT_EQ(judge_shared_memory(63 << 20).verdict, Verdict::fail);
   EXPECT_EQ(judge_shared_memory(64 << 20).verdict, Verdict::warn);

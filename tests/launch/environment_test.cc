@@ -12,10 +12,6 @@
 namespace deeptide::launch {
 namespace {
 
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-}
-
 TEST(Environment, TellsEachRankItsPlace) {
   const LaunchResult result =
       launch({"-q", "--num_ranks", "2", "--master_port", std::to_string(choose_port(0)), "sh", "-c",

@@ -20,8 +20,8 @@
 #include "launch/system/usage_error.h"
 #include "launch/watch/hang_report.h"
 #include "launch/watch/state_exchange.h"
-#include "launch/wire/agent_job.h"
 #include "launch/wire/frame.h"
+#include "launch/wire/messages.h"
 
 namespace deeptide::launch {
 namespace {
@@ -151,20 +151,20 @@ TEST(Fuzz, Payloads) {
   state.phase = "backward";
   state.newest["gathers"] = {7, "all-gather"};
   state.waiting = CollectiveState{"all-gather", "gathers", "backward", "h.1", "h.1.w", 7, 4096, 8, 12.5};
-  const std::vector<std::string> seeds{to_text(job),
-                                       to_text(RankExit{}),
-                                       to_text(StateAnswer{1, {state}}),
-                                       to_text(StateQuestion{1, {2}}),
+  const std::vector<std::string> seeds{encode(job),
+                                       encode(RankExit{}),
+                                       encode(StateAnswer{1, {state}}),
+                                       encode(StateQuestion{1, {2}}),
                                        "{",
                                        "\"",
                                        "null",
                                        "-1",
                                        "1e999"};
   fuzz(seeds, [](const std::string& text, Random&) {
-    for (const auto& parse : {std::function<void()>([&] { job_from_text(text); }),
-                              {[&] { exit_from_text(text); }},
-                              {[&] { question_from_text(text); }},
-                              {[&] { hang_report(answer_from_text(text).states); }}}) {
+    for (const auto& parse : {std::function<void()>([&] { decode<AgentJob>(text); }),
+                              {[&] { decode<RankExit>(text); }},
+                              {[&] { decode<StateQuestion>(text); }},
+                              {[&] { hang_report(decode<StateAnswer>(text).states); }}}) {
       try {
         parse();
       } catch (const std::exception&) {  // the agent refuses, the launcher gives the host up

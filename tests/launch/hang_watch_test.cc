@@ -13,9 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
-RankState rank_at(int rank, uint64_t newest, double waited_s) {
+RankState rank_waiting_at(int rank, uint64_t newest, double waited_s) {
   RankState state;
   state.rank = rank;
   state.pid = 1000 + rank;
@@ -51,12 +49,13 @@ class Job {
         answer.states.back().stacks = "stack of " + std::to_string(rank) + "\n";
       }
     }
-    watch_.on_answer(host, to_text(answer));
+    watch_.on_answer(host, encode(answer));
   }
 
   HangWatch& watch() { return watch_; }
 
-  std::vector<RankState> states{rank_at(0, 5, 12.0), rank_at(1, 5, 12.0), rank_at(2, 5, 11.0), rank_at(3, 4, 0.0)};
+  std::vector<RankState> states{rank_waiting_at(0, 5, 12.0), rank_waiting_at(1, 5, 12.0), rank_waiting_at(2, 5, 11.0),
+                                rank_waiting_at(3, 4, 0.0)};
   std::set<size_t> mute;
   std::vector<std::pair<size_t, StateQuestion>> asked;
   std::vector<std::string> reports;
@@ -132,7 +131,7 @@ TEST(HangWatch, SaysNothingWhenTheWaitIsOverByTheTimeTheHostsAnswer) {
   job.watch().on_late(0, 12.0);
   job.watch().check();
   EXPECT_TRUE(job.reports.empty());
-  for (int rank = 0; rank < 3; ++rank) job.states[rank] = rank_at(rank, 5, 12.0);
+  for (int rank = 0; rank < 3; ++rank) job.states[rank] = rank_waiting_at(rank, 5, 12.0);
   job.watch().on_late(1, 12.0);  // another wait, while the first host has not said yet that its own is over
   job.watch().check();
   EXPECT_EQ(job.reports.size(), 1u);

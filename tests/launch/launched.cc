@@ -33,6 +33,10 @@ char state_of(pid_t pid) {
 
 }  // namespace
 
+void expect_in(const std::string& part, const std::string& text) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
+}
+
 TempFolder::TempFolder() {
   std::string pattern = std::filesystem::temp_directory_path() / "deeptide-launch-XXXXXX";
   folder_ = mkdtemp(pattern.data());

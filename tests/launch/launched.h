@@ -12,6 +12,11 @@
 
 namespace deeptide::launch {
 
+inline bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+/// Expects that `text` contains `part`, and shows the text otherwise.
+void expect_in(const std::string& part, const std::string& text);
+
 struct LaunchResult {
   int exit_code = -1;  // 128 + signal if the launcher itself was killed
   std::string output;

@@ -22,10 +22,6 @@ std::string error_of(const Words& arguments) {
   return "no error";
 }
 
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
-}
-
 TEST(Options, LeavesEverythingAfterTheScriptAlone) {
   const Words command = {"train.py", "--num_gpus", "8", "--", "-q", "--unknown=1", "a b", "", "-"};
   Words arguments = {"--num_gpus", "2", "-q"};
@@ -89,6 +85,18 @@ TEST(Command, EndsWithTwoOnAUsageError) {
   const LaunchResult result = launch({"--num_ranks", "0", "true"});
   EXPECT_EQ(result.exit_code, 2);
   expect_in("--num_ranks must be", result.errors);
+}
+
+TEST(RankOptions, BecomeTheWordsThatTheyWereParsedFrom) {
+  EXPECT_EQ(to_words(*parse_options({"true", "--grace"})), (std::vector<std::string>{"true", "--grace"}));
+  for (const RankOption& option : rank_options()) {
+    std::vector<std::string> words{option.flag};
+    const bool list = std::string(option.flag) == "--bind_core_list";
+    if (option.value) words.push_back(list ? "0" : "7.500000");
+    if (list) words.insert(words.begin(), "--bind_cores_to_rank");
+    words.insert(words.end(), {"run", "-x"});
+    EXPECT_EQ(to_words(*parse_options(words)), words) << option.flag;
+  }
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include <functional>
 
+#include "launch/launched.h"
 #include "launch/system/payload.h"
 #include "launch/wire/hub_link.h"
 
@@ -23,8 +24,6 @@ using std::chrono::seconds;
 
 constexpr const char* kToken = "0123456789abcdef0123456789abcdef";
 
-bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
-
 RankHello hello_of(int rank, int world_size = 2) { return {DEEPTIDE_VERSION, rank, world_size, rank, "node"}; }
 
 std::string port_of(const RankHub& hub) { return hub.address().substr(0, hub.address().find(',')); }
@@ -33,10 +32,10 @@ std::string port_of(const RankHub& hub) { return hub.address().substr(0, hub.add
 class Rank {
  public:
   Rank(int rank, const std::string& at, const std::string& token, const RankHello& hello)
-      : link_(at, token, to_text(hello),
+      : link_(at, token, encode(hello),
               {[this, rank](const StateQuestion& question) { answer(rank, question); }, [] {}}) {}
 
-  void late(double waited_s) { link_.send(FrameKind::late, nlohmann::json{{"waited", waited_s}}.dump()); }
+  void late(double waited_s) { link_.send(FrameKind::late, encode(Late{waited_s})); }
   HubLink& link() { return link_; }
 
  private:
@@ -48,7 +47,7 @@ class Rank {
     state.newest["reductions"] = {static_cast<uint64_t>(5 - rank), "all-to-all"};
     if (rank == 0) state.waiting = CollectiveState{"all-to-all", "reductions", "backward", "h", "", 7, 0, 5, 12.0};
     if (!question.stacks_of.empty()) state.stacks = "stack of rank " + std::to_string(rank) + "\n";
-    link_.send(FrameKind::states, to_text(StateAnswer{question.id, {state}}));
+    link_.send(FrameKind::states, encode(StateAnswer{question.id, {state}}));
   }
 
   HubLink link_;
@@ -197,13 +196,13 @@ TEST_F(Link, WhatIsNoWordOfARankCutsItsLink) {
   };
   const Wrong wrongs[] = {{FrameKind::states, "no answer"},
                           {FrameKind::late, "{\"waited\": \"long\"}"},
-                          {FrameKind::hello, to_text(hello_of(0))},  // a second time
+                          {FrameKind::hello, encode(hello_of(0))},  // a second time
                           {FrameKind::states, std::string(5 << 20, 'x')}};
   for (const Wrong& wrong : wrongs) {
     RankHub hub({});
     HangWatch watch(Options{}, getpid(), [](const std::string&) {});
     hub.serve(kToken, watch);
-    HubLink rank(hub.address(), kToken, to_text(hello_of(0)), {[](const auto&) {}, [] {}});
+    HubLink rank(hub.address(), kToken, encode(hello_of(0)), {[](const auto&) {}, [] {}});
     bool was_up = false;
     const auto end = Clock::now() + seconds(10);
     while (Clock::now() < end && !(was_up && !rank.up())) {

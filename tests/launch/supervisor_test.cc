@@ -19,10 +19,6 @@
 namespace deeptide::launch {
 namespace {
 
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in:\n" << text;
-}
-
 /// Ranks write their process ids (and those of their children) into a folder.
 class Ids {
  public:
@@ -288,7 +284,8 @@ TEST(Reader, ThatIsGoneEndsTheJob) {
   const std::string script =
       folder.script("head", std::string("#!/bin/sh\n( " DEEPTIDE_COMMAND " --num_ranks 2 yes; echo $? >") +
                                 folder.path("code") + ") | head -n 1\n");
-  EXPECT_EQ(launch({"--num_ranks", "1", script}).output, "[rank 0] [rank 0] y\n");
+  const std::string output = launch({"--num_ranks", "1", script}).output;  // of the rank whose line is first
+  EXPECT_TRUE(output == "[rank 0] [rank 0] y\n" || output == "[rank 0] [rank 1] y\n") << output;
   EXPECT_TRUE(eventually([&] { return read_file(folder.path("code")) == "141\n"; })) << read_file(folder.path("code"));
 }
 

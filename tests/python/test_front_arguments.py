@@ -27,6 +27,37 @@ def initialize(**arguments):
     return deeptide.initialize(**{"model": model(), "config": CONFIG, **arguments})
 
 
+def test_config_shows_its_schedule_under_the_names_of_the_text():
+    params = {"cycle_min_lr": 0.25, "cycle_max_lr": 1, "cycle_first_step_size": 7, "cycle_momentum": False}
+    text = json.dumps({"scheduler": {"type": "OneCycle", "params": params}})
+    schedule = deeptide.Config.from_text(text).scheduler
+    assert schedule.type == "OneCycle"
+    assert schedule.params["cycle_min_lr"] == 0.25
+    assert schedule.params["cycle_second_step_size"] == 7.0
+    assert schedule.params["cycle_momentum"] == 0.0
+    assert len(schedule.params) == 12
+    assert schedule.names == {}
+    warmup = deeptide.Config.from_text('{"scheduler": {"type": "WarmupLR"}}').scheduler
+    assert warmup.params == {"warmup_min_lr": 0.0, "warmup_num_steps": 1000.0}
+    assert warmup.names == {"warmup_type": "log"}
+    assert deeptide.Config.from_text("{}").scheduler.type == ""
+    without = deeptide.Config.from_text(text).without_scheduler()
+    assert without.scheduler.type == ""
+    assert without.text == text
+
+
+def test_config_sections_keep_their_values_and_refuse_writing():
+    config = deeptide.Config.from_text(
+        json.dumps({"bf16": {"enabled": True}, "gradient_clipping": 0.5, "steps_per_print": 3, "zero": {"stage": 2}})
+    )
+    assert (config.bf16, config.fp16, config.gradient_clipping, config.steps_per_print) == (True, False, 0.5, 3)
+    assert (config.zero.stage, config.dataloader_drop_last, config.runtime.seed) == (2, False, 0)
+    with pytest.raises(AttributeError):
+        config.zero.stage = 3
+    with pytest.raises(AttributeError):
+        config.gradient_clipping = 1.0
+
+
 def test_import_loads_no_torch_and_starts_no_thread():
     code = (
         "import sys, threading, deeptide; assert 'torch' not in sys.modules; assert deeptide.__version__;"

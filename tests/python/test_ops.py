@@ -303,7 +303,7 @@ def test_gelu_and_linear_can_be_differentiated_twice_in_fp32():
         ((torch.zeros(2, 3, 4), torch.zeros(2).long()), ValueError, "two dimensions"),
         ((torch.zeros(2, 3), torch.zeros(3).long()), ValueError, r"targets have shape \[3\], expected \[2\]"),
         ((torch.zeros(2, 3), torch.zeros(2)), ValueError, "targets are Float, expected Long"),
-        ((torch.zeros(2, 3), torch.tensor([0, 3])), IndexError, "target 3 of row 1 is no class, expected 0 to 2"),
+        ((torch.zeros(2, 3), torch.tensor([0, 3])), IndexError, "target 3 of row 1 is not a class, expected 0 to 2"),
         ((torch.zeros(2, 3), torch.tensor([-1, 0])), IndexError, "target -1 of row 0"),
         ((torch.zeros(2, 3), torch.tensor([0, 1]), -100, "max"), ValueError, "reduction is 'max'"),
         ((torch.zeros(2, 3), torch.tensor([0, 1]), -100, "mean", 1.5), ValueError, "label_smoothing is 1.5"),

@@ -132,7 +132,7 @@ TEST(Meeting, SaysThatRankZeroNeverCame) {
     meet(hash_store(), 1, 2, "", kShort);
     FAIL() << "expected an error";
   } catch (const CommError& error) {
-    expect_in(error.what(), {"rank 1 reached the store, but rank 0 has not said a word"});
+    expect_in(error.what(), {"rank 1 reached the store, but rank 0 did not answer"});
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What `deeptide NAME …` can run: one function a command; the table is in main.cc.
+// One function per command of `deeptide NAME …`; the table is in main.cc.
 #pragma once
 
 #include <string>

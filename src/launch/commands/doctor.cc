@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One small examination after the other; the command prints what they find.
+// Examines one fact after the other.
 #include "launch/commands/doctor.h"
 
 #include <linux/io_uring.h>
@@ -93,7 +93,7 @@ std::vector<Finding> python_findings(const std::string& python) {
   return findings;
 }
 
-// Behind whatever a login prints.
+// Skips what a login prints before it.
 std::string version_in(const std::string& text) {
   const std::string head = "deeptide ";
   std::istringstream lines(text);

@@ -94,7 +94,7 @@ class BenchFile {
     transfer_(pass_);
   }
 
-  /// Where there is no O_DIRECT, the pages go at least before they are read.
+  /// Without O_DIRECT, drops the pages at least before they are read.
   void drop_pages() const { ::posix_fadvise(pass_.fd, 0, 0, POSIX_FADV_DONTNEED); }
   bool direct() const { return direct_; }
 
@@ -155,7 +155,7 @@ void choose_engine(const IoBench& bench, IoResult& result) {
   if (bench.engine != IoEngine::threads) result.obstacle = io::io_uring_obstacle();
   if (bench.engine == IoEngine::io_uring && !result.obstacle.empty()) {
     throw UsageError("--engine io_uring cannot be used: " + result.obstacle +
-                     "; `deeptide doctor` tells the cure, --engine threads needs none");
+                     "; `deeptide doctor` names the cure, --engine threads needs none");
   }
   const bool threads = bench.engine == IoEngine::threads || !result.obstacle.empty();
   result.engine = threads ? IoEngine::threads : IoEngine::io_uring;

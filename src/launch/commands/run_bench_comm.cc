@@ -20,7 +20,7 @@ namespace {
 constexpr const char* kWorker = "deeptide._bench_comm";
 constexpr int64_t kLargest = int64_t{1} << 40;
 
-constexpr const char* kFooter = R"(
+constexpr const char* kBenchFooter = R"(
 All options of a job may be given too (deeptide --help): --num_ranks, -H, --include, --launcher, --python, ...
 Without a hostfile or GPUs, 2 ranks of this machine. Every result is checked once before it is timed.
 
@@ -48,7 +48,7 @@ struct CommBench {
 };
 
 void declare(CLI::App& app, CommBench& bench) {
-  app.footer(kFooter);
+  app.footer(kBenchFooter);
   app.allow_extras();  // the job's
   for (size_t i = 0; i < kCollectives.size(); ++i) {
     app.add_flag("--" + std::string(kCollectives[i]), bench.chosen[i], "Only this, and others that are named");

@@ -33,19 +33,21 @@ int run_bench_io(const Arguments& arguments) {
   IoBench bench;
   std::string io_size = "400M", block_size = "1M";
   bool buffered = false;
-  app.add_option("--folder", bench.folder, "Where the files go")->required();
+  app.add_option("--folder", bench.folder, "Folder for the files")->required();
   app.add_option("--engine", bench.engine, "io_uring, threads, or auto: io_uring where it may be used")
       ->transform(CLI::CheckedTransformer(kEngines))
       ->option_text("NAME=auto");
-  app.add_option("--io_size", io_size, "Of each file")->option_text("SIZE=400M");
-  app.add_option("--block_size", block_size, "Of one request")->option_text("SIZE=1M");
+  app.add_option("--io_size", io_size, "Size of each file")->option_text("SIZE=400M");
+  app.add_option("--block_size", block_size, "Size of one request")->option_text("SIZE=1M");
   app.add_option("--queue_depth", bench.queue_depth, "Requests under way in each file; with threads, its threads")
       ->check(CLI::Range(1, 1024))
       ->option_text("N=32");
   app.add_option("--io_parallel", bench.num_files, "Files at the same time, a thread each")
       ->check(CLI::Range(1, 256))
       ->option_text("N=4");
-  app.add_option("--loops", bench.num_loops, "The best counts")->check(CLI::Range(1, 1000))->option_text("N=3");
+  app.add_option("--loops", bench.num_loops, "Passes over the files; the best counts")
+      ->check(CLI::Range(1, 1000))
+      ->option_text("N=3");
   app.add_flag("--read", bench.read, "Read instead of write");
   app.add_flag("--validate", bench.validate, "Compare what is read with what was written")->needs("--read");
   app.add_flag("--buffered", buffered, "Through the page cache, without O_DIRECT");

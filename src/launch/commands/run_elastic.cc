@@ -36,11 +36,11 @@ int run_elastic(const Arguments& arguments) {
   app.add_option("-w,--world-size", world_size, "The number of ranks")->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   if (const auto code = parse_arguments(app, arguments)) return *code;
   const Config config = Config::from_file(path);
-  if (!config.elasticity.enabled) throw UsageError(path + ": elasticity.enabled is not true; set it to plan a job");
+  if (!config.elasticity().enabled) throw UsageError(path + ": elasticity.enabled is not true; set it to plan a job");
   const int64_t current = world_size > 0 ? world_size : world_of_environment();
   // Only a world that was asked for by name has to be a valid one.
-  const config::ElasticBatch batch = world_size > 0 ? config::elastic_batch(config.elasticity, world_size)
-                                                    : config::elastic_batch_unchecked(config.elasticity, current);
+  const config::ElasticBatch batch = world_size > 0 ? config::elastic_batch(config.elasticity(), world_size)
+                                                    : config::elastic_batch_unchecked(config.elasticity(), current);
   std::printf("final_batch_size .... %lld\n", static_cast<long long>(batch.train));
   std::printf("valid_gpus .......... %s\n", listed(batch.valid_worlds).c_str());
   if (batch.micro == 0) return 0;

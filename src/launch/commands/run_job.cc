@@ -48,7 +48,7 @@ class PidFile {
 
 std::string started_text(const std::vector<RankPlan>& plans) {
   return std::to_string(plans.size()) + (plans.size() == 1 ? " rank" : " ranks") +
-         " on this machine, meeting at port " + plans.front().environment.at("MASTER_PORT");
+         " on this machine, meeting at port " + plans.front().command.environment.at("MASTER_PORT");
 }
 
 int run_here(const Options& options, const JobHosts& job) {
@@ -56,7 +56,7 @@ int run_here(const Options& options, const JobHosts& job) {
   if (!options.dry_run) {
     return run_kept_job([&](pid_t keeper) { return Supervisor(options, keeper).run(plans, started_text(plans)); });
   }
-  for (const RankPlan& plan : plans) std::puts(to_shell(plan).c_str());
+  for (const RankPlan& plan : plans) std::puts(to_shell(plan.command).c_str());
   return 0;
 }
 

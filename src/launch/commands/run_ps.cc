@@ -16,7 +16,7 @@ constexpr int kStateTimeout_s = 5;
 }  // namespace
 
 int run_ps(const Arguments& arguments) {
-  CLI::App app("Lists this user's live jobs on this machine (root: everybody's).", "deeptide ps");
+  CLI::App app("Lists this user's live jobs on this machine (root: all users').", "deeptide ps");
   if (const auto code = parse_arguments(app, arguments)) return *code;
   std::string lines;
   for (const LiveJob& job : live_jobs()) lines += ask(job, "ps", kStateTimeout_s);

@@ -99,13 +99,13 @@ std::string own_host() {
   return node && is_under_srun() ? node : name;
 }
 
-// By hand under mpirun there is no launcher to report to. What the rank starts is no rank of this job.
+// Started by hand under mpirun, a rank has no launcher to report to. Programs that the rank starts are no ranks.
 void report_to_launcher(Supervisor& supervisor, const HostPlace& place, int rank) {
   const char* hub = std::getenv(kHubVariable);
   const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
   if (!hub || !token || !*token) return;
   const RankHello hello{DEEPTIDE_VERSION, rank, place.world_size, place.node_rank, own_host()};
-  supervisor.report_to(hub, token, to_text(hello));
+  supervisor.report_to(hub, token, encode(hello));
   unsetenv(kHubVariable);
 }
 
@@ -119,7 +119,7 @@ int run_rank(const Arguments& arguments) {
   const world::Placement own = own_placement();
   const HostPlace place = host_place(own);
   const RankPlan plan = plan_ranks(*options, place).at(own.place.local_rank);
-  // The starter may kill what it started, by process or by group: what the rank started ends even so.
+  // The starter may kill what it started, by process or by group: the descendants of the rank end even then.
   return run_kept_job(
       [&](pid_t keeper) {
         Supervisor supervisor(*options, keeper);

@@ -10,7 +10,7 @@
 #include "launch/plan/host_commands.h"
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/system/command_line.h"
 #include "launch/system/shell.h"
 #include "launch/system/signal_file.h"
@@ -21,7 +21,7 @@ namespace {
 
 constexpr double kGrace_s = 5.0;
 
-// The words after the options, as one line of a shell: a single word is one already.
+// The words after the options as one line of a shell; a single word is taken as such a line.
 std::string remote_command(const std::vector<std::string>& words) {
   return words.size() == 1 ? words[0] : shell_join(words);
 }
@@ -45,7 +45,7 @@ bool parse(const Arguments& arguments, Options& options) {
   return true;
 }
 
-int first_failure(const RankGroup& group) {
+int first_failure(const ProcessGroup& group) {
   for (const auto& member : group.members()) {
     if (member->process.status()->failed()) return member->process.status()->exit_code();
   }
@@ -61,16 +61,16 @@ int run_ssh(const Arguments& arguments) {
   const std::string ssh = require_program("ssh", "ssh");
   const SignalFile signals;
   JobOutput output(options);
-  RankGroup group({[&](const auto& member, Stream stream, auto bytes) { output.feed(member.rank, stream, bytes); },
-                   [&](const auto& member) {
-                     const ExitStatus& status = *member.process.status();
-                     if (status.failed()) output.say(LogLevel::error, hosts[member.rank].name + ": " + status.text());
-                   }});
+  ProcessGroup group({[&](const auto& member, Stream stream, auto bytes) { output.feed(member.id, stream, bytes); },
+                      [&](const auto& member) {
+                        const ExitStatus& status = *member.process.status();
+                        if (status.failed()) output.say(LogLevel::error, hosts[member.id].name + ": " + status.text());
+                      }});
   for (size_t i = 0; i < hosts.size(); ++i) {
-    RankPlan plan{static_cast<int>(i), ssh_command(options, hosts[i].name, remote_command(options.command)), {}, {}};
-    plan.command[0] = ssh;
-    output.add_rank(plan.rank, "[" + hosts[i].name + "] ", false);
-    group.start(plan, Terminal{});
+    Command command{.words = ssh_command(options, hosts[i].name, remote_command(options.command))};
+    command.words[0] = ssh;
+    output.add_rank(static_cast<int>(i), "[" + hosts[i].name + "] ", false);
+    group.start_program(static_cast<int>(i), command, Terminal{});
   }
   std::optional<int> stopped;
   while (!group.all_ended()) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The agent's one loop: frames of the launcher, output and ends of the ranks, heartbeats both ways.
+// The agent's loop: frames of the launcher, output and ends of the ranks, heartbeats in both directions.
 #include "launch/job/agent.h"
 
 #include <fcntl.h>
@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <nlohmann/json.hpp>
 #include <system_error>
 
 #include "launch/system/machine.h"
@@ -17,13 +16,12 @@
 namespace deeptide::launch {
 namespace {
 
-using nlohmann::json;
 using std::chrono::duration;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kBeatInterval{500};
-constexpr double kStartTimeout_s = 120.0;  // from the first word to the plan: other hosts may be slow to reach
-constexpr double kLostGrace_s = 3.0;       // nobody hears what the ranks could still say
+constexpr double kStartTimeout_s = 120.0;  // from hello to start: other hosts may be slow to reach
+constexpr double kLostGrace_s = 3.0;       // the ranks' last output has no reader
 constexpr milliseconds kFlushLimit{3000};
 
 }  // namespace
@@ -32,7 +30,7 @@ Agent::Agent(int input, int output)
     : input_(input),
       sink_(output),
       ranks_({[this](const auto& member, Stream stream, auto bytes) {
-                send(stream == Stream::output ? FrameKind::output : FrameKind::errors, member.rank, std::string(bytes));
+                send(stream == Stream::output ? FrameKind::output : FrameKind::errors, member.id, std::string(bytes));
               },
               [this](const auto& member) { on_exit(member); }}),
       timeout_s_(kStartTimeout_s) {
@@ -42,7 +40,7 @@ Agent::Agent(int input, int output)
 
 int Agent::run() {
   sink_.push(kPreamble);
-  send(FrameKind::hello, -1, json{{"version", DEEPTIDE_VERSION}, {"addresses", own_addresses()}}.dump());
+  send(FrameKind::hello, -1, encode(AgentHello{DEEPTIDE_VERSION, own_addresses()}));
   while (state_ != State::refused) {
     if (state_ == State::waiting && !connected_) return 1;
     if (state_ == State::running && ranks_.all_ended()) break;
@@ -92,11 +90,11 @@ void Agent::read_frames() {
 void Agent::handle(const Frame& frame) {
   switch (frame.kind) {
     case FrameKind::prepare:
-      return prepare(frame.payload);
+      return prepare(decode<PortRequest>(frame.payload));
     case FrameKind::start:
-      return start(frame.payload);
+      return start(decode<AgentJob>(frame.payload));
     case FrameKind::stop:
-      return stop(frame.payload);
+      return stop(decode<Ending::Request>(frame.payload));
     case FrameKind::kill:
       if (state_ == State::waiting) return refuse("stopped before the start");
       return ranks_.kill();
@@ -109,24 +107,22 @@ void Agent::handle(const Frame& frame) {
       return ranks_.resume();
     case FrameKind::ask:
       if (!watch_) return;
-      return watch_->ask(question_from_text(frame.payload),
+      return watch_->ask(decode<StateQuestion>(frame.payload),
                          [this](const std::string& answer) { send(FrameKind::states, -1, answer); });
     default:
-      return;  // a heartbeat; or a word that a later version says
+      return;  // a heartbeat, or a kind that only later versions know
   }
 }
 
-void Agent::prepare(const std::string& text) {
-  const json wanted = json::parse(text);
-  const int port = wanted.at("port");
-  send(FrameKind::port, -1, json{{"port", wanted.at("fixed") ? choose_port(port) : next_free_port(port)}}.dump());
+void Agent::prepare(const PortRequest& wanted) {
+  const int port = wanted.fixed ? choose_port(wanted.port) : next_free_port(wanted.port);
+  send(FrameKind::port, -1, encode(PortAnswer{port}));
 }
 
-void Agent::start(const std::string& text) {
+void Agent::start(const AgentJob& job) {
   if (state_ != State::waiting) return;
-  const AgentJob job = job_from_text(text);
-  failure_grace_s_ = job.failure_grace_s;
-  timeout_s_ = job.heartbeat_timeout_s;
+  failure_grace_s_ = job.options.failure_grace_s();
+  timeout_s_ = job.options.heartbeat_timeout_s;
   if (chdir(job.folder.c_str()) != 0) {
     throw UsageError("cannot work in the folder '" + job.folder + "': " + std::generic_category().message(errno) +
                      "; the job's folder must be on every host");
@@ -134,29 +130,27 @@ void Agent::start(const std::string& text) {
   const std::vector<RankPlan> plans = plan_ranks(job.options, job.place);
   state_ = State::running;
   for (const RankPlan& plan : plans) ranks_.start(plan, Terminal{});
-  watch_.emplace(ranks_, job.hang_timeout_s, [this](double waited_s) {
-    send(FrameKind::late, -1, json{{"waited", waited_s}}.dump());
-  });
+  watch_.emplace(ranks_, job.options.hang_timeout_s,
+                 [this](double waited_s) { send(FrameKind::late, -1, encode(Late{waited_s})); });
 }
 
-void Agent::stop(const std::string& text) {
+void Agent::stop(const Ending::Request& request) {
   if (state_ == State::waiting) return refuse("stopped before the start");
-  const json how = json::parse(text);
-  if (!ranks_.asked_to_end()) ranks_.stop(how.at("signal"), how.at("grace"));
+  if (!ranks_.asked_to_end()) ranks_.stop(request.signal, request.grace_s);
 }
 
-void Agent::on_exit(const RankGroup::Member& member) {
+void Agent::on_exit(const ProcessGroup::Member& member) {
   const ExitStatus& status = *member.process.status();
-  send(FrameKind::exited, member.rank, to_text(RankExit{status, member.ended_by_us && !signalled_}));
+  send(FrameKind::exited, member.id, encode(RankExit{status, member.ended_by_us && !signalled_}));
   if (status.failed() && !ranks_.asked_to_end()) ranks_.stop_soon(SIGTERM, failure_grace_s_);
 }
 
 void Agent::on_signal(int signal) {
   if (signal == SIGCHLD) return ranks_.reap();
-  if (signal == SIGTSTP) return;  // the launcher says what to do about it
-  if (state_ == State::waiting) return refuse("the agent was told to stop by signal " + std::to_string(signal));
+  if (signal == SIGTSTP) return;  // the launcher sends `suspend`
+  if (state_ == State::waiting) return refuse("the agent was stopped by signal " + std::to_string(signal));
   if (ranks_.asked_to_end()) return ranks_.kill();
-  signalled_ = true;  // the launcher does not know: to it, these ranks fail
+  signalled_ = true;  // the launcher does not know, and counts these ends as failures
   ranks_.stop(SIGTERM, failure_grace_s_);
 }
 

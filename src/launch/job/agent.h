@@ -1,27 +1,27 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One host's part of a job: starts its ranks, carries their output to the launcher, ends them when the launcher says so
-// or is not heard of any more.
+// One host's part of a job: starts its ranks, carries their output to the launcher, and ends them when the launcher
+// asks for it or falls silent.
 #pragma once
 
 #include <optional>
 #include <string>
 
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/system/signal_file.h"
 #include "launch/system/sink.h"
 #include "launch/watch/host_watch.h"
-#include "launch/wire/agent_job.h"
 #include "launch/wire/frame.h"
+#include "launch/wire/messages.h"
 
 namespace deeptide::launch {
 
-/// Speaks frames on two descriptors, which may be one socket. Listens on no port.
+/// Exchanges frames on two descriptors, which may be one socket. Listens on no port.
 class Agent {
  public:
   Agent(int input, int output);
 
-  /// Serves one job. Returns the agent's own exit code; how the ranks ended is told to the launcher.
+  /// Serves one job. Returns the agent's own exit code; the ranks' ends are reported to the launcher.
   int run();
 
  private:
@@ -30,10 +30,10 @@ class Agent {
   void serve_once();
   void read_frames();
   void handle(const Frame& frame);
-  void prepare(const std::string& text);
-  void start(const std::string& text);
-  void stop(const std::string& text);
-  void on_exit(const RankGroup::Member& member);
+  void prepare(const PortRequest& wanted);
+  void start(const AgentJob& job);
+  void stop(const Ending::Request& request);
+  void on_exit(const ProcessGroup::Member& member);
   void on_signal(int signal);
   void on_lost_launcher();
   void check_silence();
@@ -44,12 +44,12 @@ class Agent {
   Sink sink_;
   FrameReader reader_{false};
   SignalFile signals_;
-  RankGroup ranks_;
+  ProcessGroup ranks_;
   std::optional<HostWatch> watch_;  // since the start
   State state_ = State::waiting;
   bool connected_ = true;
   bool suspended_ = false;
-  bool signalled_ = false;  // told to stop, but not by the launcher
+  bool signalled_ = false;  // asked to stop, but not by the launcher
   double failure_grace_s_ = 5.0;
   double timeout_s_;
   Clock::time_point last_heard_ = Clock::now();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// --dry-run of a job over several hosts, in lines of a shell; what is told rather than run stands in comments.
+// --dry-run of a job over several hosts as lines of a shell; what agents receive in messages stands in comments.
 #include "launch/job/dry_run.h"
 
 #include <cstdio>
@@ -36,7 +36,7 @@ int print_agents(const Options& options, const std::vector<Host>& hosts) {
   place.num_nodes = static_cast<int>(hosts.size());
   place.world_size = num_slots(hosts);
   place.master_addr = options.master_addr;
-  // Told by the first host's agent.
+  // In a real job the first host's agent reports it.
   if (options.master_addr.empty()) place.master_addr = hosts.size() == 1 ? "127.0.0.1" : "ADDRESS-OF-" + hosts[0].name;
   place.master_port = options.master_port ? options.master_port : kDefaultPort;
   place.environment = exported_environment();
@@ -53,7 +53,7 @@ int print_agents(const Options& options, const std::vector<Host>& hosts) {
           "-" + std::to_string(last));
     if (options.transport != Transport::pdsh) print(shell_join(agent_command(options, host.name)));
     print(as_comment("cd " + shell_quote(std::filesystem::current_path().string())));
-    for (const RankPlan& plan : plan_ranks(options, place, false)) print(as_comment(to_shell(plan)));
+    for (const RankPlan& plan : plan_ranks(options, place, false)) print(as_comment(to_shell(plan.command)));
     place.first_rank += place.num_ranks;
     ++place.node_rank;
   }

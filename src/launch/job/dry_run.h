@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// --dry-run of a job over several hosts: what would be run, printed, nothing started or connected to.
+// --dry-run of a job over several hosts: prints the commands; starts nothing and connects to no host.
 #pragma once
 
 #include <vector>
@@ -10,10 +10,10 @@
 
 namespace deeptide::launch {
 
-/// The command that reaches each host, and what each rank there runs. Returns the exit code.
+/// Prints the command that reaches each host, and the command of each rank there. Returns the exit code.
 int print_agents(const Options& options, const std::vector<Host>& hosts);
 
-/// The starter's command with the variables that it is given.
+/// Prints the starter's command with its variables.
 int print_starter(const Options& options, const std::vector<Host>& hosts);
 
 }  // namespace deeptide::launch

@@ -8,21 +8,19 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
+#include "base/sha256.h"
 #include "deeptide/discovery.h"
 #include "launch/plan/exports.h"
 #include "launch/plan/host_commands.h"
 #include "launch/system/machine.h"
 #include "launch/system/report.h"
-#include "launch/system/secret.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
 namespace {
 
-using nlohmann::json;
 using std::chrono::seconds;
 
 constexpr seconds kConnectLimit{30};
@@ -80,7 +78,7 @@ void JobAttempt::connect() {
                    link->host().name + " true` work?");
       }
     };
-    prctl(PR_SET_CHILD_SUBREAPER, 1);  // its ssh processes come to us when it ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1);  // we adopt its ssh processes when it ends
     pdsh_ = std::make_unique<PdshHub>(
         options, hosts, [this](size_t index, int socket) { links_[index]->attach(socket); },
         [this](const std::string& line) { context_.output.say(LogLevel::info, line); }, on_end);
@@ -109,7 +107,7 @@ void JobAttempt::serve_once() {
   if (ending_.deadline()) set.wake_by(*ending_.deadline());
   set.wait();
   for (const auto& link : links_) {
-    if (full) link->forgive_silence();  // we did not listen
+    if (full) link->forgive_silence();  // we did not read
     link->check_time(context_.options.heartbeat_timeout_s);
   }
   context_.watch.check();
@@ -126,12 +124,12 @@ void JobAttempt::on_frame(AgentLink& link, const Frame& frame) {
       return context_.output.feed(frame.rank, Stream::errors, frame.payload);
     case FrameKind::port:
       if (stage_ == Stage::preparing && !ending_.asked() && &link == &first_link())
-        start(json::parse(frame.payload).at("port"));
+        start(decode<PortAnswer>(frame.payload).port);
       return;
     case FrameKind::exited:
-      return on_rank_exit(link, frame.rank, exit_from_text(frame.payload));
+      return on_rank_exit(link, frame.rank, decode<RankExit>(frame.payload));
     case FrameKind::late:
-      return context_.watch.on_late(index_of(link), json::parse(frame.payload).at("waited"));
+      return context_.watch.on_late(index_of(link), decode<Late>(frame.payload).waited_s);
     case FrameKind::states:
       return context_.watch.on_answer(index_of(link), frame.payload);
     case FrameKind::done:
@@ -146,7 +144,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   context_.output.say(LogLevel::debug,
                       "rank " + std::to_string(rank) + " on " + link.host().name + " " + exit.status.text());
   if (stop_signal_) return;
-  // An agent asks its own ranks to end when one of them failed, and all when we say so: those are no failures.
+  // An agent asks its ranks to end when one of them fails, or when we ask for it: those ends are no failures.
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
   failures_.on_exit(rank, link.host().name, exit.status, num_running());
@@ -171,10 +169,10 @@ void JobAttempt::on_changed(AgentLink& link) {
 }
 
 void JobAttempt::on_signal(int signal) {
-  if (signal == SIGCHLD) return;  // an ssh that ended: its pipes say so
+  if (signal == SIGCHLD) return;  // an ssh that ended: its pipes close
   if (signal == SIGTSTP) {
     for (const auto& link : links_) link->send(FrameKind::suspend);
-    serve_once();  // the word must be out before we stop
+    serve_once();  // the frames must be out before we stop
     raise(SIGSTOP);
     for (const auto& link : links_) {
       link->send(FrameKind::resume);
@@ -233,7 +231,8 @@ void JobAttempt::prepare() {
   stage_ = Stage::preparing;
   deadline_ = Clock::now() + kPrepareLimit;
   const int wanted = context_.options.master_port;
-  first_link().send(FrameKind::prepare, json{{"port", wanted ? wanted : kDefaultPort}, {"fixed", wanted != 0}}.dump());
+  first_link().send(FrameKind::prepare,
+                    encode(PortRequest{.port = wanted ? wanted : kDefaultPort, .fixed = wanted != 0}));
 }
 
 void JobAttempt::start(int master_port) {
@@ -244,14 +243,9 @@ void JobAttempt::start(int master_port) {
   if (address.empty()) {
     return first_link().lose("has no address but loopback: give --master_addr");
   }
-  AgentJob job{options,
-               {},
-               std::filesystem::current_path(),
-               options.failure_grace_s(),
-               options.heartbeat_timeout_s,
-               options.hang_timeout_s};
+  AgentJob job{.options = options, .place = {}, .folder = std::filesystem::current_path()};
   Environment environment = exported_environment();
-  environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
+  environment["DEEPTIDE_JOB_TOKEN"] = random_hex(16);
   environment["DEEPTIDE_RESTART_COUNT"] = std::to_string(context_.restarts);
   for (AgentLink* link : used_) {
     link->place.master_addr = address;
@@ -263,7 +257,7 @@ void JobAttempt::start(int master_port) {
     }
     job.place = link->place;
     link->num_running = link->place.num_ranks;
-    link->send(FrameKind::start, to_text(job));
+    link->send(FrameKind::start, encode(job));
     link->set_state(AgentLink::State::running);
   }
   stage_ = Stage::running;
@@ -277,7 +271,7 @@ void JobAttempt::start_watch() {
   std::vector<HangWatch::Host> hosts;
   for (AgentLink* link : used_) {
     hosts.push_back({link->host().name, link->place.first_rank, link->place.num_ranks,
-                     [link](const StateQuestion& question) { link->send(FrameKind::ask, to_text(question)); }});
+                     [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
   }
   context_.watch.watch(std::move(hosts), first_link().place.world_size);
 }
@@ -291,7 +285,7 @@ void JobAttempt::stop(int signal, double grace_s) {
 }
 
 void JobAttempt::ask_to_end() {
-  const std::string how = json{{"signal", ending_.request().signal}, {"grace", ending_.request().grace_s}}.dump();
+  const std::string how = encode(ending_.request());
   for (const auto& link : links_) {
     if (link->state() == AgentLink::State::connecting) {
       link->lose("was not needed any more");

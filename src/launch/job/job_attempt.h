@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job over several hosts, from the first connection to the last word of the last agent; elastic jobs have several.
+// One attempt at a job over several hosts, from the first connection to the end of the last agent. Elastic jobs may
+// need several.
 #pragma once
 
 #include <functional>
@@ -20,7 +21,7 @@
 
 namespace deeptide::launch {
 
-/// What an attempt needs from outside; it outlives the attempt.
+/// What an attempt uses; must outlive it.
 struct AttemptContext {
   const Options& options;
   const SignalFile& signals;
@@ -34,7 +35,7 @@ struct AttemptContext {
 
 struct AttemptResult {
   int exit_code = 0;
-  bool restartable = false;  // a rank or a host failed, nobody asked for the end
+  bool restartable = false;  // a rank or a host failed, and the user did not stop the job
 };
 
 class JobAttempt {

@@ -1,22 +1,18 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Jobs through mpirun or srun: the rendezvous decided here, the rest told by the starter to each rank.
+// Jobs through mpirun or srun: decides the rendezvous; the starter provides each rank with the rest.
 #include "launch/job/starter.h"
-
-#include <poll.h>
-#include <unistd.h>
 
 #include <cstdlib>
 #include <sstream>
 
+#include "base/sha256.h"
 #include "base/slurm_lists.h"
 #include "deeptide/discovery.h"
 #include "launch/job/supervisor.h"
 #include "launch/plan/host_commands.h"
-#include "launch/process/rank_process.h"
+#include "launch/system/child_output.h"
 #include "launch/system/machine.h"
-#include "launch/system/poll_set.h"
-#include "launch/system/secret.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"
 #include "launch/wire/rank_hub.h"
@@ -24,27 +20,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr std::chrono::seconds kAnswerLimit{15};
-
-// Standard output of a program that ends soon; empty if it does not.
-std::string answer_of(std::vector<std::string> command) {
-  RankPlan plan;
-  plan.command = std::move(command);
-  Terminal terminal;
-  terminal.errors = true;  // the reason, if there is no answer
-  RankProcess process(plan, terminal);
-  std::string answer;
-  const auto limit = Clock::now() + kAnswerLimit;
-  while (process.output_fd() >= 0 && Clock::now() < limit) {
-    pollfd ready{process.output_fd(), POLLIN, 0};
-    if (poll(&ready, 1, 100) <= 0) continue;
-    char buffer[4096];
-    const ssize_t got = read(process.output_fd(), buffer, sizeof(buffer));
-    if (got > 0) answer.append(buffer, got);
-    if (got == 0) process.close_output();
-  }
-  return answer;
-}
+constexpr double kAnswerLimit_s = 15.0;
 
 std::string master_address(const Options& options, const std::vector<Host>& hosts, bool look) {
   if (!options.master_addr.empty()) return options.master_addr;
@@ -62,10 +38,11 @@ std::string master_address(const Options& options, const std::vector<Host>& host
   plain.launcher_args.clear();  // they are the starter's
   auto command = ssh_command(plain, first, "hostname -I");
   command[0] = require_program("ssh", "ssh");
-  std::istringstream answer(answer_of(command));
+  // Errors go to the terminal: they explain a missing answer.
+  std::istringstream answer(run_child(command, kAnswerLimit_s, ChildErrors::inherited).text);
   std::string address;
   if (answer >> address) return address;
-  throw UsageError("host " + first + " did not tell its address (ssh " + first + " hostname -I); give --master_addr");
+  throw UsageError("host " + first + " did not report its address (ssh " + first + " hostname -I); give --master_addr");
 }
 
 std::string program_of(Transport transport) { return transport == Transport::slurm ? "srun" : "mpirun"; }
@@ -86,7 +63,7 @@ const char* name_of(Transport transport) {
 }  // namespace
 
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub) {
-  starter_command(options, hosts, {});  // mistakes are told before anybody is asked
+  starter_command(options, hosts, {});  // reports mistakes before any host is asked
   Starter starter;
   Environment& environment = starter.environment;
   environment = exported_environment();
@@ -95,7 +72,7 @@ Starter make_starter(const Options& options, const std::vector<Host>& hosts, boo
   const bool here = address == "127.0.0.1";
   environment["MASTER_PORT"] =
       std::to_string(options.master_port ? options.master_port : (here ? next_free_port(kDefaultPort) : kDefaultPort));
-  if (look) environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
+  if (look) environment["DEEPTIDE_JOB_TOKEN"] = random_hex(16);
   if (!hub.empty()) environment[kHubVariable] = hub;
   std::vector<std::string> exported;
   for (const auto& [name, value] : environment) exported.push_back(name);
@@ -110,12 +87,11 @@ int run_starter(const Options& options, const std::vector<Host>& hosts) {
   const std::string program = require_program(program_of(transport), name_of(transport));
   RankHub hub(hosts);
   const Starter starter = make_starter(options, hosts, true, hub.address());
-  RankPlan plan{0, starter.command, starter.environment, {}};
-  plan.command[0] = program;
-  plan.starts_ranks = true;
+  Command command{.words = starter.command, .environment = starter.environment, .starts_ranks = true};
+  command.words[0] = program;
   Options own = options;
   own.log_dir.clear();  // each rank's log is written where the rank runs
-  return Supervisor(own).run_program(plan, program_of(transport), hub);
+  return Supervisor(own).run_program(command, program_of(transport), hub);
 }
 
 }  // namespace deeptide::launch

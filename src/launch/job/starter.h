@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Jobs whose ranks mpirun or srun starts; this process watches over the starter, each `deeptide rank` over its rank.
+// Jobs whose ranks mpirun or srun starts: this process supervises the starter, and each `deeptide rank` its rank.
 #pragma once
 
 #include <string>
@@ -17,8 +17,8 @@ struct Starter {
   Environment environment;  // for the starter, which passes the exported part on by name
 };
 
-/// With `look`, the first host is asked for its address where --master_addr is not given. `hub`: where ranks find the
-/// launcher (see kHubVariable); empty: nowhere.
+/// `look`: ask the first host for its address if --master_addr is not given. `hub`: where ranks find the launcher (see
+/// kHubVariable); empty: they do not.
 /// Errors: UsageError if the starter is missing or cannot do what the options ask, or the host does not answer.
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub = {});
 

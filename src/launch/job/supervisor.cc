@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 namespace deeptide::launch {
 
@@ -24,7 +23,7 @@ Supervisor::Supervisor(const Options& options, pid_t keeper)
       keeper_(keeper),
       signals_(keeper),
       output_(options),
-      ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.rank, stream, bytes); },
+      ranks_({[this](const auto& member, Stream stream, auto bytes) { output_.feed(member.id, stream, bytes); },
               [this](const auto& member) { on_exit(member); }}),
       host_watch_(ranks_, options.hang_timeout_s, [this](double waited_s) { on_late(waited_s); }),
       watch_(options, keeper != 0 ? keeper : getpid(),
@@ -36,23 +35,23 @@ Supervisor::Supervisor(const Options& options, pid_t keeper)
 
 int Supervisor::run(const std::vector<RankPlan>& plans, const std::string& what) {
   if (!what.empty()) output_.say(LogLevel::info, what);
-  for (const RankPlan& plan : plans) start(plan);
-  if (program_.empty()) {
-    watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
-                   [this](const StateQuestion& question) {
-                     host_watch_.ask(question, [this](const std::string& answer) { watch_.on_answer(0, answer); });
-                   }}},
-                 std::stoi(plans.front().environment.at("WORLD_SIZE")));
-  }
+  for (const RankPlan& plan : plans) ranks_.start(plan, add_output(plan.rank, rank_prefix(plan.rank)));
+  watch_.watch({{"", plans.front().rank, static_cast<int>(plans.size()),
+                 [this](const StateQuestion& question) {
+                   host_watch_.ask(question, [this](const std::string& answer) { watch_.on_answer(0, answer); });
+                 }}},
+               std::stoi(plans.front().command.environment.at("WORLD_SIZE")));
   supervise();
   return finish();
 }
 
-int Supervisor::run_program(const RankPlan& plan, const std::string& name, RankHub& hub) {
+int Supervisor::run_program(const Command& command, const std::string& name, RankHub& hub) {
   program_ = name;
-  hub.serve(plan.environment.at("DEEPTIDE_JOB_TOKEN"), watch_);
+  hub.serve(command.environment.at("DEEPTIDE_JOB_TOKEN"), watch_);
   hub_ = &hub;
-  return run({plan}, "");
+  ranks_.start_program(0, command, add_output(0, ""));
+  supervise();
+  return finish();
 }
 
 void Supervisor::report_to(const std::string& hub, const std::string& token, const std::string& hello) {
@@ -67,11 +66,11 @@ void Supervisor::report_to(const std::string& hub, const std::string& token, con
 void Supervisor::on_late(double waited_s) {
   late_s_ = waited_s;
   if (!link_ || !link_->up()) return watch_.on_late(0, waited_s);
-  link_->send(FrameKind::late, nlohmann::json{{"waited", waited_s}}.dump());
+  link_->send(FrameKind::late, encode(Late{waited_s}));
 }
 
 void Supervisor::on_link_changed() {
-  if (link_->up()) watch_.on_late(0, 0.0);  // from now on the launcher reports
+  if (link_->up()) watch_.on_late(0, 0.0);  // the launcher reports now
   if (late_s_ > 0) on_late(late_s_);
 }
 
@@ -88,14 +87,11 @@ int Supervisor::finish() {
   return output_.output_closed() ? 128 + SIGPIPE : 0;
 }
 
-void Supervisor::start(const RankPlan& plan) {
-  const bool direct = ranks_.members().empty();
-  Terminal terminal;
-  terminal.input = direct && terminal_.input;
-  terminal.output = direct && terminal_.output;
-  terminal.errors = direct && terminal_.errors;
-  output_.add_rank(plan.rank, program_.empty() ? rank_prefix(plan.rank) : "", terminal_.output && terminal_.errors);
-  ranks_.start(plan, terminal);
+/// Prepares the output of the next process; the first one uses the terminal directly where that is allowed.
+Terminal Supervisor::add_output(int id, const std::string& prefix) {
+  const Terminal terminal = ranks_.members().empty() ? terminal_ : Terminal{};
+  output_.add_rank(id, prefix, terminal_.output && terminal_.errors);
+  return terminal;
 }
 
 void Supervisor::supervise() {
@@ -132,7 +128,7 @@ void Supervisor::on_signal(int signal) {
   if (stop_signal_ && program_.empty()) return ranks_.kill();
   if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
   stop_signal_ = signal;
-  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // it was killed: nobody waits for us
+  if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // the keeper was killed
   if (ranks_.asked_to_end()) return;
   if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
   // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
@@ -140,19 +136,19 @@ void Supervisor::on_signal(int signal) {
   ranks_.stop(softly ? SIGINT : SIGTERM, options_.stop_grace_s());
 }
 
-void Supervisor::on_exit(const RankGroup::Member& member) {
+void Supervisor::on_exit(const ProcessGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
-  // After a failure only what ended by itself counts: not those that we asked to end.
+  // After a failure only ranks that ended by themselves count, not those that we asked to end.
   const ExitStatus& status = *member.process.status();
   if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
-  failures_.on_exit(member.rank, "", status, num_running());
+  failures_.on_exit(member.id, "", status, num_running());
   if (failures_.failed() && !ranks_.asked_to_end()) {
     ranks_.stop_soon(SIGTERM, options_.failure_grace_s());
   }
 }
 
-// srun's SIGTERM may go to our rank as well: its end may come before our own signal.
+// srun may send SIGTERM to our rank as well: the rank may end before we receive our own signal.
 bool Supervisor::is_asked_to_end() {
   pollfd ready{signals_.fd(), POLLIN, 0};
   const auto limit = Clock::now() + kSignalLimit;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job on this machine: carries its ranks' output, and ends them all when one fails or the user says so.
+// A job on this machine: carries its ranks' output, and ends all ranks when one fails or the user stops the job.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 #include "launch/output/job_output.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/system/signal_file.h"
 #include "launch/watch/hang_watch.h"
 #include "launch/watch/host_watch.h"
@@ -26,27 +26,27 @@ class Supervisor {
   explicit Supervisor(const Options& options, pid_t keeper = 0);
 
   /// Runs all plans to their end; `what` names the job in its first line. Returns the exit code to pass on: that of the
-  /// first rank that failed, 128 + signal if the launcher was told to stop, 0 if all ranks succeeded.
+  /// first rank that failed, 128 + signal if a signal stopped the launcher, 0 if all ranks succeeded.
   /// Errors: std::system_error if a rank cannot be started; none is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
-  /// The same for one program that is no rank: a starter of ranks, named `name` in reports, which connect to `hub`.
-  int run_program(const RankPlan& plan, const std::string& name, RankHub& hub);
+  /// The same for a starter of ranks, named `name` in reports; its ranks connect to `hub`.
+  int run_program(const Command& command, const std::string& name, RankHub& hub);
 
-  /// Hangs are the launcher's to report, at `hub` (see kHubVariable), as long as there is a connection to it.
+  /// Leaves the report of hangs to the launcher at `hub` (see kHubVariable) while there is a connection to it.
   void report_to(const std::string& hub, const std::string& token, const std::string& hello);
 
-  /// The signal that told this process to stop, if one did.
+  /// The signal that asked this process to stop, if one did.
   const std::optional<int>& stop_signal() const { return stop_signal_; }
 
  private:
-  void start(const RankPlan& plan);
+  Terminal add_output(int id, const std::string& prefix);
   int finish();
   void supervise();
   void on_signal(int signal);
   void on_late(double waited_s);
   void on_link_changed();
-  void on_exit(const RankGroup::Member& member);
+  void on_exit(const ProcessGroup::Member& member);
   bool is_asked_to_end();
   size_t num_running() const;
 
@@ -56,7 +56,7 @@ class Supervisor {
   Terminal terminal_;
   JobOutput output_;
   FailureReport failures_;
-  RankGroup ranks_;
+  ProcessGroup ranks_;
   HostWatch host_watch_;
   HangWatch watch_;
   std::string program_;             // empty: ranks

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The end of a failed job, told so that the cause comes last and stands alone.
+// Prints the end of a failed job so that the cause stands last and alone.
 #include "launch/output/failure_report.h"
 
 #include <signal.h>
@@ -12,11 +12,11 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int kExitLostHost = 255;  // as ssh says that a connection failed
+constexpr int kExitLostHost = 255;  // as ssh reports a failed connection
 constexpr size_t kLongestError = 300;
 constexpr std::chrono::seconds kSettleTime{1};  // ends of the same moment may be heard of in any order
 
-// Died by itself of what no peer's end brings about; an abort may be the answer to a broken connection.
+// Killed by a signal that a lost peer does not cause; an abort may be the reaction to a broken connection.
 bool is_cause(const ExitStatus& status) {
   constexpr int kCauses[] = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
   return std::find(std::begin(kCauses), std::end(kCauses), status.signal) != std::end(kCauses);
@@ -48,7 +48,7 @@ std::string named(int rank, const std::string& host) {
   return "rank " + std::to_string(rank) + (host.empty() ? "" : " on " + host);
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
+std::string named_ranks(const std::vector<int>& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + join_ranges(ranks);
 }
 
@@ -91,7 +91,7 @@ std::string FailureReport::verdict() const {
                                         : "host " + lost_host_ + " " + lost_text_;
   if (!lost_host_.empty() || first_->others_running) text += "; the others were stopped";
   if (!ended_early_.empty()) {
-    text += " (" + ranks_text(ended_early_) + " had ended before, with code 0)";
+    text += " (" + named_ranks(ended_early_) + " had ended before, with code 0)";
   }
   return text;
 }
@@ -104,8 +104,8 @@ void FailureReport::print(JobOutput& output) const {
   }
   if (lost_host_.empty()) print_tail(output, first_->rank);
   for (const SameError& same : group_errors(errors)) {
-    if (errors.size() == 1 && lost_host_.empty() && failed_.size() == 1) break;  // the lines above say so
-    output.say(LogLevel::error, ranks_text(same.ranks) + (same.ranks.size() > 1 ? " say: " : " says: ") + same.text);
+    if (errors.size() == 1 && lost_host_.empty() && failed_.size() == 1) break;  // the lines above show it
+    output.say(LogLevel::error, named_ranks(same.ranks) + (same.ranks.size() > 1 ? " say: " : " says: ") + same.text);
   }
   output.say(LogLevel::critical, verdict());
 }
@@ -117,7 +117,7 @@ std::optional<std::string> last_error(const std::deque<std::string>& lines) {
     if (line.compare(0, kWhat.size(), kWhat) == 0) return line.substr(kWhat.size(), kLongestError);
     constexpr std::string_view kTerminate = "terminate called ";
     if (line.compare(0, kTerminate.size(), kTerminate) == 0) return line.substr(0, kLongestError);
-    // The exception of a traceback comes after an indented line of source, or of its caret marks.
+    // The exception of a traceback follows an indented line of source, or of caret marks.
     if (is_exception_line(line) && i > 0 && lines[i - 1].compare(0, 4, "    ") == 0) {
       return line.substr(0, kLongestError);
     }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Who failed first, how, and with which words; ranks that say the same are told once.
+// Which rank failed first, how, and with which last words; equal errors of several ranks are printed once.
 #pragma once
 
 #include <deque>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "launch/output/job_output.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 
 namespace deeptide::launch {
 
@@ -19,15 +19,15 @@ class FailureReport {
  public:
   /// A rank that ended before it was asked to. `host`: empty on this machine.
   void on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running);
-  /// A host that was lost with all its ranks; `text` says how.
+  /// A host that was lost with all its ranks; `text` is the reason.
   void on_lost_host(const std::string& host, const std::string& text);
 
   bool failed() const { return first_ || !lost_host_.empty(); }
-  /// Of the first failure. A process that a signal killed explains those that fail for want of it, even if their ends
-  /// were heard of first.
+  /// The code of the first failure. A process killed by a signal explains others that fail because it is gone, even if
+  /// their ends were reported earlier.
   int exit_code() const;
 
-  /// The last lines of the rank that failed, what the others said, the verdict.
+  /// Prints the last lines of the rank that failed, the errors of the others, and the verdict.
   void print(JobOutput& output) const;
 
  private:
@@ -47,10 +47,10 @@ class FailureReport {
   std::vector<int> failed_;
 };
 
-/// The line that says what went wrong: the exception of a Python traceback, or what C++'s terminate() printed.
+/// The line that names the error: the exception of a Python traceback, or what C++'s terminate() printed.
 std::optional<std::string> last_error(const std::deque<std::string>& lines);
 
-/// Ranks by what they said, numbers within the text aside; the text is the first rank's.
+/// Groups ranks by their error, ignoring numbers within it; the text is the first rank's.
 struct SameError {
   std::string text;
   std::vector<int> ranks;

@@ -17,8 +17,8 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr std::chrono::milliseconds kFlushLimit{5000};
-// On a terminal, what a progress bar of rank 0 left on the line goes away before another rank's line.
+constexpr std::chrono::milliseconds kJobFlushLimit{5000};
+// On a terminal, clears what a progress bar of rank 0 left on the line before another rank's line.
 constexpr const char* kClearLine = "\r\033[K";
 
 bool same_file(int a, int b) {
@@ -102,7 +102,7 @@ void JobOutput::forget_ranks() {
   finish();
   ranks_.clear();
   while (sinks_.back()->fd() > STDERR_FILENO) {
-    sinks_.back()->flush(Clock::now() + kFlushLimit);
+    sinks_.back()->flush(Clock::now() + kJobFlushLimit);
     close(sinks_.back()->fd());
     sinks_.pop_back();
   }
@@ -130,7 +130,7 @@ bool JobOutput::full() const {
 }
 
 void JobOutput::flush() {
-  for (const auto& sink : sinks_) sink->flush(Clock::now() + kFlushLimit);
+  for (const auto& sink : sinks_) sink->flush(Clock::now() + kJobFlushLimit);
 }
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// All that a job prints: its ranks' lines to the terminal or to log files, the launcher's own words, the last report.
+// Everything that a job prints: its ranks' lines to the terminal or to log files, the launcher's messages, the report.
 #pragma once
 
 #include <deque>
@@ -12,8 +12,8 @@
 
 #include "launch/output/line_splitter.h"
 #include "launch/plan/options.h"
-#include "launch/process/rank_group.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
+#include "launch/process/process_group.h"
 #include "launch/system/poll_set.h"
 
 namespace deeptide::launch {
@@ -28,8 +28,8 @@ class JobOutput {
   JobOutput(const JobOutput&) = delete;
   JobOutput& operator=(const JobOutput&) = delete;
 
-  /// Opens the rank's log if there are logs, else its lines begin with `prefix`, if they shall. `clear_line`: another
-  /// rank draws on the same terminal. Errors: UsageError if the log cannot be written.
+  /// Opens the rank's log, or, without logs, prefixes its lines with `prefix` unless --no_rank_prefix is given.
+  /// `clear_line`: another rank draws on the same terminal. Errors: UsageError if the log cannot be written.
   void add_rank(int rank, std::string prefix, bool clear_line);
   /// Empty `bytes`: the stream's end.
   void feed(int rank, Stream stream, std::string_view bytes);
@@ -38,7 +38,7 @@ class JobOutput {
   /// Forgets the ranks, for a restart; logs go on in new files.
   void forget_ranks();
 
-  /// The launcher's own words, if `level` is at least what the user wants to hear.
+  /// Prints a message of the launcher if its level is at least --log_level.
   void say(LogLevel level, const std::string& text);
   void print(const std::string& line) { errors_->push(line + "\n"); }
 
@@ -49,7 +49,7 @@ class JobOutput {
   size_t num_ranks() const { return ranks_.size(); }
 
   void add_to(PollSet& set);
-  bool full() const;  // the ranks wait until what they wrote is taken
+  bool full() const;  // the ranks block until their output is taken
   bool closed() const { return output_->closed() || errors_->closed(); }
   bool output_closed() const { return output_->closed(); }
   void flush();

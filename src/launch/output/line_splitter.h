@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 
 /// Cuts one stream of a rank into lines, each written with its prefix once it is complete.
-/// A line redrawn with '\\r' (a progress bar) shows its last state, and what it shows meanwhile every ten seconds.
+/// Of a line redrawn with '\\r' (a progress bar) it writes the last state, and an intermediate one every ten seconds.
 class LineSplitter {
  public:
   LineSplitter(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(sink) {}

@@ -29,9 +29,9 @@ std::vector<Host> elastic_hosts(const Options& options, std::vector<Host> reache
   const std::string path = config_argument(options.command);
   if (path.empty() || !std::filesystem::exists(path)) return reached;
   const Config config = Config::from_file(path);
-  if (!config.elasticity.enabled) return reached;
+  if (!config.elasticity().enabled) return reached;
   const int slots = num_slots(reached);
-  const auto worlds = config::elastic_batch_unchecked(config.elasticity, slots).valid_worlds;
+  const auto worlds = config::elastic_batch_unchecked(config.elasticity(), slots).valid_worlds;
   const auto above = std::upper_bound(worlds.begin(), worlds.end(), slots);
   return above == worlds.begin() ? std::vector<Host>{} : first_slots(std::move(reached), static_cast<int>(above[-1]));
 }

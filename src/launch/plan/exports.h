@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which of this machine's variables go to other hosts: a short list of prefixes, and what the user's files say.
+// Which of this machine's variables go to other hosts: those with certain prefixes, and those in the user's files.
 #pragma once
 
 #include <map>
@@ -18,7 +18,7 @@ bool is_exported(std::string_view name);
 /// True if the name says that the value is a secret: it is exported, but never printed.
 bool is_secret(std::string_view name);
 
-/// Lines NAME=VALUE, `#` comments and empty lines; a value is taken as it stands, but for quotes around all of it.
+/// Lines NAME=VALUE, `#` comments and empty lines; a value is taken literally, except for quotes around all of it.
 /// Errors: UsageError with `source` and the line's number.
 Environment parse_env_file(std::string_view text, const std::string& source);
 

@@ -26,7 +26,7 @@ std::string join(const Words& words, const char* separator) {
   return joined;
 }
 
-Words names_of(const std::vector<Host>& hosts) {
+Words host_names(const std::vector<Host>& hosts) {
   Words names;
   for (const Host& host : hosts) names.push_back(host.name);
   return names;
@@ -35,21 +35,7 @@ Words names_of(const std::vector<Host>& hosts) {
 // `deeptide rank [options] script args`: the ranks' own options, then the user's command.
 Words rank_command(const Options& options) {
   Words words = {own_path(), "rank"};
-  if (options.module) words.push_back("--module");
-  if (options.no_python) words.push_back("--no_python");
-  if (options.pass_local_rank) words.push_back("--local_rank");
-  if (options.no_local_rank) words.push_back("--no_local_rank");
-  if (options.bind_cores) words.push_back("--bind_cores_to_rank");
-  if (!options.bind_core_list.empty()) append(words, {"--bind_core_list", options.bind_core_list});
-  if (!options.python.empty()) append(words, {"--python", options.python});
-  if (!options.log_dir.empty()) append(words, {"--enable_each_rank_log", options.log_dir});
-  if (!options.rank_prefix) words.push_back("--no_rank_prefix");
-  if (options.grace_s) append(words, {"--grace", std::to_string(*options.grace_s)});
-  if (options.hang_timeout_s != Options{}.hang_timeout_s) {
-    append(words, {"--hang_timeout", std::to_string(options.hang_timeout_s)});
-  }
-  words.push_back("--quiet");
-  append(words, options.command);
+  append(words, to_words(options, {"--quiet"}));
   if (options.venv_script.empty()) return words;
   return {"bash", "-c", ". " + shell_quote(options.venv_script) + " && exec " + shell_join(words)};
 }
@@ -63,7 +49,7 @@ void require_equal_slots(const std::vector<Host>& hosts, const std::string& name
   }
 }
 
-// Starters number the slots themselves: a choice of particular ones would be lost in silence.
+// Starters number the slots themselves: they would silently ignore a choice of particular ones.
 void require_first_slots(const std::vector<Host>& hosts, const std::string& name) {
   for (const Host& host : hosts) {
     if (host.slots.empty() || host.slots.back() == static_cast<int>(host.slots.size()) - 1) continue;
@@ -82,7 +68,7 @@ Words openmpi_command(const Options& options, const std::vector<Host>& hosts, co
   return words;
 }
 
-// MPICH's and Intel's Hydra take the same words.
+// MPICH's and Intel's Hydra take the same options.
 Words hydra_command(const Options& options, const std::vector<Host>& hosts, const Words& exported,
                     const std::string& name) {
   require_equal_slots(hosts, name);
@@ -92,7 +78,7 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
                  "-ppn",
                  std::to_string(hosts[0].slots.size()),
                  "-hosts",
-                 join(names_of(hosts), ",")};
+                 join(host_names(hosts), ",")};
   if (name == "impi") append(words, {"-genv", "I_MPI_PIN", "0"});  // binding is the ranks' own matter
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   if (!exported.empty()) append(words, {"-genvlist", join(exported, ",")});
@@ -100,14 +86,14 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
 }
 
 Words slurm_command(const Options& options, const std::vector<Host>& hosts, const Words& exported) {
-  // Without --disable-status a first ^C would only make srun say what runs.
+  // Without --disable-status a first ^C would only make srun print its status.
   Words words = {"srun", "--kill-on-bad-exit=1", "--disable-status"};
-  // Of an allocation's options, srun takes all but this one over.
+  // srun inherits all options of an allocation except this one.
   if (const char* cores = std::getenv("SLURM_CPUS_PER_TASK")) words.push_back(std::string("--cpus-per-task=") + cores);
   if (!hosts.empty()) {
     require_equal_slots(hosts, "slurm");
     append(words, {"-n", std::to_string(num_slots(hosts)), "--nodes", std::to_string(hosts.size()), "--ntasks-per-node",
-                   std::to_string(hosts[0].slots.size()), "--nodelist", join(names_of(hosts), ",")});
+                   std::to_string(hosts[0].slots.size()), "--nodelist", join(host_names(hosts), ",")});
   } else {
     if (options.filter.num_nodes > 0) append(words, {"--nodes", std::to_string(options.filter.num_nodes)});
     if (options.num_ranks > 0) append(words, {"--ntasks-per-node", std::to_string(options.num_ranks)});
@@ -156,7 +142,7 @@ Words agent_command(const Options& options, const std::string& host) {
 }
 
 Words pdsh_command(const Options& options, const std::vector<Host>& hosts, int port) {
-  Words words = {"pdsh", "-S", "-f", "1024", "-R", "ssh", "-w", join(names_of(hosts), ",")};
+  Words words = {"pdsh", "-S", "-f", "1024", "-R", "ssh", "-w", join(host_names(hosts), ",")};
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   // pdsh replaces %n by the host's place in its list, from 0.
   words.push_back(remote_line(options, "agent --connect " + std::to_string(port) + " --host-index %n"));
@@ -187,7 +173,7 @@ Words starter_command(const Options& options, const std::vector<Host>& hosts, co
 
 namespace {
 
-// A variable that holds ssh's options, with the user's words in it before ours.
+// Appends our port to a variable that holds ssh's options.
 void add_ssh_port(Environment& environment, const char* name, int port) {
   if (port == 0) return;
   const char* users = std::getenv(name);

@@ -29,7 +29,7 @@ int to_number(std::string_view text, int most) {
   return digits && error == std::errc() && end == text.data() + text.size() && value <= most ? value : -1;
 }
 
-// A name goes to ssh's command line: nothing that it could take for an option, or a shell for more than a word.
+// A name goes to ssh's command line: it must not look like an option to ssh, or like several words to a shell.
 bool is_host_name(const std::string& name) {
   constexpr std::string_view kAllowed = "-_.:%@[]";
   return !name.empty() && name[0] != '-' && std::all_of(name.begin(), name.end(), [&](unsigned char c) {
@@ -71,7 +71,7 @@ std::string names_of(const std::vector<Host>& hosts) {
 // One NODE_SPEC of --include or --exclude: a host, and the slots named (none: all of it).
 Host parse_spec(const std::string& spec, const std::vector<Host>& hosts, const std::string& option) {
   const std::string where = option + ": '" + spec + "'";
-  // IPv6 addresses hold colons themselves: a known host's name comes first.
+  // IPv6 addresses contain colons: look for a known host's name first.
   const auto is_named = [&](const std::string& name) {
     return std::find_if(hosts.begin(), hosts.end(), [&](const Host& host) { return host.name == name; });
   };
@@ -94,7 +94,7 @@ Host parse_spec(const std::string& spec, const std::vector<Host>& hosts, const s
   return named;
 }
 
-// What `text` names of each host; parallel to `hosts`.
+// The slots that `text` names, per host; parallel to `hosts`.
 std::vector<std::set<int>> named_slots(const std::vector<Host>& hosts, const std::string& text,
                                        const std::string& option) {
   std::vector<std::set<int>> named(hosts.size());

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The hosts of a job and the slots used on each: the hostfile, then what --include and its kin leave of it.
+// The hosts of a job and the slots used on each: the hostfile, narrowed by --include, --exclude and counts.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct Host {
   bool operator==(const Host&) const = default;
 };
 
-/// What the user asked of the hosts; empty or -1: not given.
+/// The user's choice of hosts; empty or -1: not given.
 struct HostFilter {
   std::string include;  // "worker-1@worker-2:0,2-3": these hosts, or these slots of them
   std::string exclude;  // the same form: all but these

@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <numeric>
 
+#include "base/sha256.h"
 #include "deeptide/discovery.h"
 #include "launch/system/machine.h"
-#include "launch/system/secret.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {
@@ -119,7 +119,7 @@ JobHosts find_hosts(const Options& options) {
     job.place.devices = job.hosts[0].slots;
   }
   if (job.way == JobHosts::Way::here && !options.no_ssh) {
-    job.place.environment["DEEPTIDE_JOB_TOKEN"] = make_secret(32);
+    job.place.environment["DEEPTIDE_JOB_TOKEN"] = random_hex(16);
     job.place.environment["DEEPTIDE_RESTART_COUNT"] = "0";
   }
   if (job.way == JobHosts::Way::here) {

@@ -21,12 +21,12 @@ struct JobHosts {
   };
 
   Way way = Way::here;
-  std::vector<Host> hosts;  // agents, starter; may be empty for srun, which knows its own
+  std::vector<Host> hosts;  // for agents and starter; may be empty for srun, which has its own list
   HostPlace place;          // here
   std::vector<std::string> warnings;
 };
 
-/// A hostfile is named, or lies where it is looked for.
+/// True if a hostfile is given, or exists at the default path.
 bool has_hostfile(const Options& options);
 
 /// Errors: UsageError for a bad hostfile, unknown hosts or slots, options that do not go together.

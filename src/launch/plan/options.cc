@@ -6,6 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <map>
+#include <type_traits>
+#include <variant>
 
 #include "deeptide/discovery.h"
 #include "launch/system/command_line.h"
@@ -43,7 +45,7 @@ const std::map<std::string, LogLevel> kLogLevels = {{"debug", LogLevel::debug},
                                                     {"error", LogLevel::error},
                                                     {"critical", LogLevel::critical}};
 
-// The value of a table, or an error that lists what there is.
+// Looks a name up in a table; the error lists the table's names.
 template <typename Value>
 Value one_of(const std::map<std::string, Value>& table, const std::string& name, const std::string& option) {
   const auto found = table.find(name);
@@ -95,51 +97,41 @@ void declare_hosts(CLI::App& app, Options& options) {
   for (CLI::Option* option : app.get_options()) option->group(option == app.get_help_ptr() ? "Options" : kHosts);
 }
 
-void declare_ranks(CLI::App& app, Options& options) {
-  std::vector<CLI::Option*> declared;
-  declared.push_back(app.add_option("--num_gpus,--num_ranks,--num_accelerators", options.num_ranks,
-                                    "Ranks on each host (default: its slots; here one per visible GPU, else 1)")
-                         ->type_name("N"));
-  declared.push_back(app.add_flag("--module", options.module, "Run the script as a Python module (python3 -m)"));
-  declared.push_back(app.add_flag("--no_python", options.no_python, "Run the script itself, even if it is named *.py"));
-  declared.push_back(app.add_option("--python", options.python, "The Python interpreter to use")->type_name("PATH"));
-  auto* local_rank =
-      app.add_flag("--local_rank", options.pass_local_rank, "Append --local_rank=N to the script's arguments");
-  declared.push_back(local_rank);
-  declared.push_back(app.add_flag("--no_local_rank", options.no_local_rank, "Never append it")->excludes(local_rank));
-  declared.push_back(app.add_flag("--bind_cores_to_rank", options.bind_cores,
-                                  "Give each rank its own share of the processor's cores"));
-  declared.push_back(app.add_option("--bind_core_list", options.bind_core_list, "Share these cores only, as 0,2-5")
-                         ->type_name("LIST"));
-  for (CLI::Option* option : declared) option->group(kRanks);
+CLI::Option* declare(CLI::App& app, const RankOption& option, RankOptions& options) {
+  return std::visit(
+      [&](auto member) -> CLI::Option* {
+        auto& value = options.*member;
+        if constexpr (std::is_same_v<decltype(value), bool&>) {
+          return app.add_flag((value ? "!" : "") + std::string(option.flag), value, option.help);
+        } else {
+          CLI::Option* declared = app.add_option(option.flag, value, option.help)->type_name(option.value);
+          if constexpr (std::is_same_v<decltype(value), double&>) declared->capture_default_str();
+          return declared;
+        }
+      },
+      option.member);
+}
+
+void declare_rank_options(CLI::App& app, Options& options) {
+  app.add_option("--num_gpus,--num_ranks,--num_accelerators", options.num_ranks,
+                 "Ranks on each host (default: its slots; here one per visible GPU, else 1)")
+      ->type_name("N")
+      ->group(kRanks);
+  for (const RankOption& option : rank_options()) {
+    declare(app, option, options)->group(option.group == RankOption::Group::ranks ? kRanks : kEnding);
+  }
+  app.get_option("--no_local_rank")->excludes(app.get_option("--local_rank"));
 }
 
 void declare_ending(CLI::App& app, Options& options) {
   std::vector<CLI::Option*> declared;
-  declared.push_back(
-      app.add_option("--enable_each_rank_log", options.log_dir, "Write each rank's output to a file in DIR instead")
-          ->type_name("DIR"));
-  declared.push_back(app.add_flag("!--no_rank_prefix", options.rank_prefix,
-                                  "Print the ranks' lines as they are, without '[rank N] '"));
-  declared.push_back(app.add_option("--grace", options.grace_s,
-                                    "Seconds between asking a rank to stop and killing it (default: 30; after a "
-                                    "failure 5)")
-                         ->type_name("SECONDS"));
-  declared.push_back(app.add_option("--hang_timeout", options.hang_timeout_s,
-                                    "Seconds that a rank may wait for a collective before a report; 0: no reports")
-                         ->type_name("SECONDS")
-                         ->capture_default_str());
-  declared.push_back(app.add_option("--heartbeat_timeout", options.heartbeat_timeout_s,
-                                    "Seconds without a word after which a host counts as lost")
-                         ->type_name("SECONDS")
-                         ->capture_default_str());
   declared.push_back(app.add_flag("--save_pid", options.save_pid,
                                   "Write the launcher's process id to PID.deepspeed in the temporary folder"));
   declared.push_back(
       app.add_option_function<std::string>(
              "--log_level",
              [&options](const std::string& name) { options.log_level = one_of(kLogLevels, name, "--log_level"); },
-             "What the launcher says: debug, info (default), warning, error, critical")
+             "What the launcher prints: debug, info (default), warning, error, critical")
           ->type_name("LEVEL"));
   declared.push_back(app.add_flag("-q,--quiet", options.quiet, "Print only failures"));
   declared.push_back(app.add_flag("--dry-run", options.dry_run,
@@ -151,7 +143,7 @@ void declare(CLI::App& app, Options& options) {
   app.prefix_command();
   set_usage(app, "deeptide [OPTIONS] script [arguments of the script...]");
   declare_hosts(app, options);
-  declare_ranks(app, options);
+  declare_rank_options(app, options);
   declare_ending(app, options);
   app.set_version_flag("--version", "deeptide " DEEPTIDE_VERSION);
   app.footer(kFooter);
@@ -161,7 +153,8 @@ void declare(CLI::App& app, Options& options) {
   const std::string name = argument.substr(0, argument.find('='));
   if (name == "--autotuning") throw UsageError("option '--autotuning' is not supported yet");
   if (name == "--world_info") {
-    throw UsageError("option '--world_info' is of DeepSpeed's inner launcher; give the hosts with -H and --include");
+    throw UsageError(
+        "option '--world_info' belongs to DeepSpeed's inner launcher; give the hosts with -H and --include");
   }
   throw UsageError("unknown option '" + name +
                    "'; options of the launcher come before the script, 'deeptide --help' lists them");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "launch/plan/hostfile.h"
+#include "launch/plan/rank_options.h"
 
 namespace deeptide::launch {
 
@@ -17,18 +18,7 @@ enum class Transport : uint8_t { ssh, pdsh, openmpi, mpich, impi, slurm };
 
 enum class LogLevel : uint8_t { debug, info, warning, error, critical };
 
-/// What a host must know to start its ranks; the same on all hosts.
-struct RankOptions {
-  bool module = false;
-  bool no_python = false;
-  bool pass_local_rank = false;  // else: where a Python script names the option --local_rank
-  bool no_local_rank = false;
-  bool bind_cores = false;
-  std::string bind_core_list;        // "0,2-5"; empty: all usable cores
-  std::string python;                // empty: the virtual environment's, else PATH's python3
-  std::vector<std::string> command;  // the script or program and its arguments, untouched
-};
-
+/// All options; those of RankOptions go to every host.
 struct Options : RankOptions {
   std::string hostfile;  // empty: /job/hostfile if it is there
   HostFilter filter;
@@ -48,23 +38,15 @@ struct Options : RankOptions {
   int min_elastic_nodes = -1;
   int max_elastic_nodes = -1;
   int max_restarts = 10;
-  std::optional<double> grace_s;  // empty: 30 when the user stops the job, 5 after a failure
-  double heartbeat_timeout_s = 5.0;
-  double hang_timeout_s = 300.0;  // of a wait for a collective, before a report; 0: no reports
   LogLevel log_level = LogLevel::info;
   bool quiet = false;  // as log_level error
   bool dry_run = false;
   bool share_terminal = true;  // rank 0 may write to the terminal directly
-  bool rank_prefix = true;     // ranks' lines begin with "[rank 3] "
   bool under_starter = false;  // mpirun or srun, which asks the other ranks' supervisors to end when one fails
-  std::string log_dir;         // empty: ranks write to the launcher's output
-
-  double stop_grace_s() const { return grace_s.value_or(30.0); }    // enough to finish a checkpoint
-  double failure_grace_s() const { return grace_s.value_or(5.0); }  // the job is lost: enough to say why
 };
 
-/// Parses `arguments` (without the program's name). Returns the options, or nothing when --help or --version was
-/// answered on standard output. Errors: UsageError.
+/// Parses `arguments` (without the program's name). Returns the options, or nothing after printing the answer to --help
+/// or --version. Errors: UsageError.
 std::optional<Options> parse_options(std::vector<std::string> arguments);
 
 }  // namespace deeptide::launch

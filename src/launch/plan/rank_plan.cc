@@ -106,7 +106,7 @@ Environment shared_environment(const RankOptions& options, const HostPlace& plac
   };
   if (here) set_default("OMP_NUM_THREADS", std::to_string(std::max<size_t>(1, num_cores / place.num_ranks)));
   set_default("PYTHONUNBUFFERED", "1");
-  // Gloo tells its peers the address of the machine's name, which many systems map to loopback.
+  // Gloo announces the address of the machine's name to its peers, and many systems map that name to loopback.
   if (here && place.num_nodes > 1 && own_name_is_local()) {
     const std::string interface = interface_towards(place.master_addr);
     if (!interface.empty()) set_default("GLOO_SOCKET_IFNAME", interface);
@@ -135,18 +135,19 @@ std::vector<int> cores_to_share(const RankOptions& options, int num_ranks) {
 }  // namespace
 
 std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& place, bool here) {
-  const std::vector<std::string> command = base_command(options, here);
+  const std::vector<std::string> words = base_command(options, here);
   const bool local_rank = wants_local_rank(options);
   const std::vector<int> cores = here ? cores_to_share(options, place.num_ranks) : std::vector<int>{};
   if (here) check_devices(place);
   const Environment shared = shared_environment(options, place, cores.size(), here);
   std::vector<RankPlan> plans;
   for (int local = 0; local < place.num_ranks; ++local) {
-    RankPlan plan{place.first_rank + local, command, shared, {}};
-    plan.environment["RANK"] = std::to_string(plan.rank);
-    plan.environment["LOCAL_RANK"] = std::to_string(local);
-    if (local_rank) plan.command.push_back("--local_rank=" + std::to_string(local));
-    if (here && options.bind_cores) plan.cores = share_of_cores(cores, local, place.num_ranks);
+    RankPlan plan{.rank = place.first_rank + local, .command = {.words = words, .environment = shared}};
+    Command& command = plan.command;
+    command.environment["RANK"] = std::to_string(plan.rank);
+    command.environment["LOCAL_RANK"] = std::to_string(local);
+    if (local_rank) command.words.push_back("--local_rank=" + std::to_string(local));
+    if (here && options.bind_cores) command.cores = share_of_cores(cores, local, place.num_ranks);
     plans.push_back(std::move(plan));
   }
   return plans;
@@ -164,12 +165,12 @@ bool runs_python(const RankOptions& options) {
   return options.module || (!options.no_python && is_python_script(options.command[0]));
 }
 
-std::string to_shell(const RankPlan& plan) {
+std::string to_shell(const Command& command) {
   std::string line;
-  for (const auto& [name, value] : plan.environment) {
+  for (const auto& [name, value] : command.environment) {
     if (!is_secret(name)) line += name + "=" + shell_quote(value) + " ";
   }
-  return line + shell_join(plan.command);
+  return line + shell_join(command.words);
 }
 
 }  // namespace deeptide::launch

@@ -1,23 +1,19 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What each rank of one host runs: command, environment and cores, decided before anything starts.
+// The command, environment and cores of each rank of one host, decided before any rank starts.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "launch/plan/exports.h"
+#include "launch/plan/command.h"
 #include "launch/plan/options.h"
 
 namespace deeptide::launch {
 
 struct RankPlan {
   int rank = 0;
-  std::vector<std::string> command;  // the first is the path of the executable
-  Environment environment;           // set on top of the process's own
-  std::vector<int> cores;            // bound to these; empty: unbound
-  std::vector<int> inherited;        // descriptors that stay open in it
-  bool starts_ranks = false;         // mpirun, srun: asked to end before it is killed, it ends its ranks elsewhere
+  Command command;
 };
 
 /// One host's place in a job.
@@ -33,16 +29,13 @@ struct HostPlace {
   Environment environment;   // for each rank: what is exported, the job's token
 };
 
-/// One plan a rank. On the host itself (`here`) the interpreter, the script and the cores are looked up; for a printed
-/// plan they are left as they are.
-/// Errors: UsageError if the script or program does not exist, or there are fewer cores than ranks to bind them to.
+/// One plan per rank. On the host itself (`here`) the interpreter, the script and the cores are looked up; for a
+/// printed plan they are left as they are. Errors: UsageError if the script or program does not exist, or there are
+/// fewer cores than ranks to bind them to.
 std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& place, bool here = true);
 
 /// The job's single host where there is no hostfile: number of ranks and a port resolved.
 HostPlace local_place(const Options& options);
-
-/// The plan as a line that a shell would run. Values whose names say that they are secret are left out.
-std::string to_shell(const RankPlan& plan);
 
 /// True if Python runs the script.
 bool runs_python(const RankOptions& options);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The keeper: a subreaper, so that orphans come to it instead of going to init.
+// The keeper is a subreaper: it adopts orphans instead of init.
 #include "launch/process/keeper.h"
 
 #include <fcntl.h>
@@ -97,7 +97,7 @@ void kill_children(const std::function<bool(int pid)>& spared) {
       if (spared(pid)) continue;
       found = true;
       kill(pid, SIGKILL);
-      waitpid(pid, nullptr, 0);  // its own children come to us, for the next round
+      waitpid(pid, nullptr, 0);  // we adopt its children and kill them in the next round
     }
   }
 }

@@ -17,7 +17,7 @@ class OrphanGuard {
   OrphanGuard& operator=(const OrphanGuard&) = delete;
 
   pid_t pid() const { return pid_; }
-  /// With a grace, the group gets it to end by itself before it is killed.
+  /// `grace`: the group gets time to end by itself before it is killed.
   void watch(pid_t group, bool grace = false);
   void release(pid_t group);
 

@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int kBacklog = 1024;  // all ranks of a large job come at once
+constexpr int kBacklog = 1024;  // all ranks of a large job connect at once
 
 // The port; 0 if it cannot be had.
 int listen_at(int listener, const sockaddr* any, socklen_t length) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What this machine offers to a job, from /dev, the scheduler and the socket layer.
+// This machine's resources, read from /dev, the scheduler and the socket layer.
 #include "launch/system/machine.h"
 
 #include <arpa/inet.h>

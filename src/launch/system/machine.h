@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What this machine offers to a job: devices, cores, ports, a Python interpreter.
+// This machine's resources for a job: devices, cores, ports, addresses, a Python interpreter.
 #pragma once
 
 #include <string>

@@ -10,7 +10,7 @@ namespace deeptide::launch {
 /// True if this machine's own name resolves to a loopback address or not at all: peers cannot connect to that.
 bool own_name_is_local();
 
-/// The interface whose address connections to `address` come from; empty if that cannot be told.
+/// The interface whose address connections to `address` come from; empty if it cannot be determined.
 std::string interface_towards(const std::string& address);
 
 }  // namespace deeptide::launch

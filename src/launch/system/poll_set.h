@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One round of poll(2): descriptors, each with what to do when it is ready.
+// One round of poll(2): descriptors, each with a handler.
 #pragma once
 
 #include <poll.h>

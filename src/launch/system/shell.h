@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Words and lines of a POSIX shell: quoted so that every shell gives back what went in.
+// Words and lines of a POSIX shell, quoted so that every shell restores them exactly.
 #pragma once
 
 #include <string>

@@ -10,12 +10,12 @@
 
 namespace deeptide::launch {
 
-/// With this a keeper passes a request on, its number as the value. A signal of the same number could be lost: the
-/// kernel keeps one of a kind, and the terminal's, which went to both, may not have been read yet.
+/// A keeper passes requests on with this signal, the request's number as its value. A signal of the same number could
+/// be lost: the kernel keeps one per number, and the terminal's own, sent to both processes, may still be pending.
 inline int passed_on_signal() { return SIGRTMIN; }
 
 /// Blocks SIGCHLD, passed_on_signal() and those that ask to stop or to pause or are the user's own; returns them.
-/// SIGHUP is left out where it is ignored, as nohup has it: blocked, it would come nevertheless.
+/// Leaves SIGHUP out if it is ignored, as under nohup: blocked, it would be delivered nevertheless.
 sigset_t block_job_signals();
 
 /// Blocks the job's signals and delivers them through a descriptor. SIGPIPE is ignored.
@@ -28,7 +28,7 @@ class SignalFile {
   SignalFile& operator=(const SignalFile&) = delete;
 
   int fd() const { return fd_; }
-  /// What has arrived, in order.
+  /// The signals that have arrived, in order.
   std::vector<int> read() const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Who is late and who waits for it, in one line for each group of ranks that are in the same place.
+// Names the late ranks and those that wait for them, one line per group of ranks in the same place.
 #pragma once
 
 #include <string>
@@ -14,14 +14,13 @@ namespace deeptide::launch {
 /// collective of its own, does not count: long is not late.
 double longest_wait(const std::vector<RankState>& states);
 
-/// Ranks that need their stacks shown: those that are late (at most 8), and one of each of the first groups that wait.
+/// Ranks whose stacks the report needs: those that are late (at most 8), and one of each of the first waiting groups.
 std::vector<int> ranks_to_show(const std::vector<RankState>& states);
 
-/// The report, a line a group: the late first, then those that wait; each with the stacks that its states hold.
+/// The report, one line per group: late ranks first, then waiting ones, each with the stacks in its states.
 /// "rank 5 on worker-2 is in backward of h.12.mlp at step 7; its last in 'reductions' is reduce-scatter 310; the others
-/// are at 314". Late is who has not issued the collective that has been waited for longest, or is stopped meanwhile;
-/// and, where the late wait themselves, whom they wait for.
-/// `complete`: these are all ranks that there are.
+/// are at 314". A rank is late if it has not issued the collective that has been waited for longest, or is stopped; if
+/// a late rank waits itself, so are the ranks that it waits for. `complete`: `states` holds all ranks of the job.
 std::string hang_report(const std::vector<RankState>& states, bool complete = true);
 
 /// "0-4, 6".

@@ -69,9 +69,9 @@ void HangWatch::on_late(size_t host, double waited_s) {
 
 void HangWatch::on_answer(size_t host, const std::string& text) {
   if (host >= hosts_.size()) return;
-  const StateAnswer answer = answer_from_text(text);
+  const StateAnswer answer = decode<StateAnswer>(text);
   const auto round = std::find_if(rounds_.begin(), rounds_.end(), [&](const Round& r) { return r.id == answer.id; });
-  if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // it came too late
+  if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // the answer is too late
   for (RankState state : answer.states) {
     state.host = hosts_[host].host.name;
     const auto known = std::find_if(round->states.begin(), round->states.end(),
@@ -134,7 +134,7 @@ bool HangWatch::advance(Round& round) {
   return false;
 }
 
-/// False if there is nobody to ask.
+/// False if no host is left to query.
 bool HangWatch::ask_stacks(Round& round) {
   if (round.purpose == Purpose::ps) return false;
   if (round.purpose == Purpose::hang && round.silent.empty() && longest_wait(round.states) < timeout_s_) return false;
@@ -155,7 +155,7 @@ bool HangWatch::ask_stacks(Round& round) {
 void HangWatch::close(Round& round) {
   if (round.purpose == Purpose::ps) return round.caller->answer(ps_line(round));
   if (round.purpose == Purpose::stacks) return round.caller->answer(report_of(round));
-  if (!round.asked_stacks) return;  // somebody has moved on meanwhile
+  if (!round.asked_stacks) return;  // a rank has moved on meanwhile
   reported_ = true;
   double waited = longest_wait(round.states);
   for (const Watched& watched : hosts_) waited = std::max(waited, watched.late_s);
@@ -179,7 +179,9 @@ std::string HangWatch::ranks_by_host(const std::string& what, const std::functio
 }
 
 std::string HangWatch::report_of(const Round& round) const {
-  if (hosts_.empty()) return "no rank has come up, or none under mpirun or srun could connect: ask on its own host\n";
+  if (hosts_.empty())
+    return "no rank has started, or no rank under mpirun or srun could connect: run `deeptide stacks` on its own "
+           "host\n";
   std::string report = ranks_by_host("ended", [this](size_t host) { return hosts_[host].over; });
   report += ranks_by_host("no answer from their host", [&](size_t host) { return round.silent.count(host) > 0; });
   std::set<int> strangers;

@@ -17,47 +17,47 @@
 
 namespace deeptide::launch {
 
-/// Nothing travels while no wait lasts: hosts say when one does, and are asked then. A host that gives no answer in
-/// time is named, and holds the report up no longer.
+/// No traffic while nothing is late: a host announces a long wait, and only then are all hosts queried. A host that
+/// does not answer in time is named in the report, which then no longer waits for it.
 class HangWatch {
  public:
   struct Host {
     std::string name;  // empty: this machine
     int first_rank = 0;
     int num_ranks = 0;
-    std::function<void(const StateQuestion&)> ask;  // its answer comes to on_answer
+    std::function<void(const StateQuestion&)> ask;  // answered through on_answer
   };
 
-  /// `say` gets the reports; `job`: the process that `deeptide ps` names.
+  /// `say` receives the reports; `job`: the process that `deeptide ps` names.
   HangWatch(const Options& options, pid_t job, std::function<void(const std::string&)> say);
 
-  /// From now on these; their numbers in the list are the `host` below. Whoever `ask` refers to must outlive it, or be
-  /// replaced by another list. Other numbers are no hosts of this watch: nothing happens. `world_size`: where these are
-  /// a part of the job (each host or rank has a launcher of its own), nothing can be said of all.
+  /// Replaces the watched hosts; the methods below identify a host by its index in this list and ignore other numbers.
+  /// The targets of `ask` must outlive the list. `world_size`: if it exceeds the ranks of these hosts (each host or
+  /// rank has a launcher of its own), the reports make no statement about all ranks.
   void watch(std::vector<Host> hosts, int world_size);
-  /// One more of them, while rounds go on; returns its number.
+  /// Adds a host, also during a round; returns its index.
   size_t add(Host host);
-  /// The host's longest wait when that has reached the timeout, and 0 when it is over.
+  /// Records the host's longest wait once it has reached the timeout; 0 when that wait is over.
   void on_late(size_t host, double waited_s);
   void on_answer(size_t host, const std::string& answer);
-  /// All its ranks have ended, or it was lost.
+  /// Records that all ranks of the host have ended, or that the host was lost.
   void on_over(size_t host);
 
   void add_to(PollSet& set);
-  /// To be called when the poll set has woken.
+  /// Call after the poll set has woken.
   void check();
 
  private:
   enum class Purpose : uint8_t { hang, stacks, ps };
 
-  /// A question to all hosts: first where their ranks are, then the stacks of some.
+  /// A query of all hosts: first where their ranks are, then the stacks of some.
   struct Round {
     Purpose purpose;
     std::optional<Caller> caller;
     uint64_t id = 0;
     bool asked_stacks = false;
     std::set<size_t> pending;  // hosts that have not answered
-    std::set<size_t> silent;   // those that did not in time
+    std::set<size_t> silent;   // those that did not answer in time
     Clock::time_point deadline;
     std::vector<RankState> states;
   };
@@ -87,7 +87,7 @@ class HangWatch {
   std::list<Round> rounds_;
   uint64_t last_id_ = 0;
   Clock::time_point started_ = Clock::now();
-  bool grows_ = false;     // hosts come one by one: some may never
+  bool grows_ = false;     // hosts are added one by one; some may never be
   bool due_ = false;       // a host has become late
   bool reported_ = false;  // until no host is late any more
 };

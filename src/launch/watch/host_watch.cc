@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Looking into the rings now and then, which costs the ranks nothing.
+// Reads the rings periodically, which costs the ranks nothing.
 #include "launch/watch/host_watch.h"
 
 #include <algorithm>
@@ -18,19 +18,20 @@ Clock::duration pause_of(double timeout_s) {
   return std::chrono::duration_cast<Clock::duration>(duration<double>(std::clamp(timeout_s / 10, 0.05, 10.0)));
 }
 
-/// Of all ranks, those too that have ended: others may wait for them.
-std::vector<RankState> read_states(const RankGroup& ranks) {
+/// Includes ranks that have ended: others may wait for them.
+std::vector<RankState> read_states(const ProcessGroup& ranks) {
   std::vector<RankState> states;
   for (const auto& member : ranks.members()) {
-    states.push_back(read_state(member->rank, member->process.pid(), member->flight));
-    if (member->process.status()) states.back().process = 'Z';  // its number may be another's by now
+    if (!member->flight) continue;
+    states.push_back(read_state(member->id, member->process.pid(), *member->flight));
+    if (member->process.status()) states.back().process = 'Z';  // its process id may be reused by now
   }
   return states;
 }
 
 }  // namespace
 
-HostWatch::HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late)
+HostWatch::HostWatch(const ProcessGroup& ranks, double timeout_s, OnLate on_late)
     : ranks_(ranks), timeout_s_(timeout_s), on_late_(std::move(on_late)) {}
 
 void HostWatch::add_to(PollSet& set) {
@@ -49,7 +50,7 @@ void HostWatch::check() {
 }
 
 void HostWatch::ask(const StateQuestion& question, OnAnswer on_answer) {
-  if (question.stacks_of.empty()) return on_answer(to_text(StateAnswer{question.id, read_states(ranks_)}));
+  if (question.stacks_of.empty()) return on_answer(encode(StateAnswer{question.id, read_states(ranks_)}));
   questions_.push_back({question, std::move(on_answer)});
   collect();
 }
@@ -58,7 +59,7 @@ void HostWatch::collect() {
   while (!collector_ && !questions_.empty()) {
     try {
       collector_ = std::make_unique<StackCollector>(ranks_, questions_.front().question);
-    } catch (const std::system_error&) {  // no process or descriptor to be had: stacks less, never a job less
+    } catch (const std::system_error&) {  // out of processes or descriptors: the report lacks stacks, the job goes on
       answer_first("");
     }
   }
@@ -71,11 +72,11 @@ void HostWatch::check_collector() {
   collect();
 }
 
-/// Empty: it could not be asked, or was killed.
+/// An empty `answer` means that the collector could not start, or was killed.
 void HostWatch::answer_first(const std::string& answer) {
   const Asked asked = std::move(questions_.front());
   questions_.pop_front();
-  asked.on_answer(answer.empty() ? to_text(StateAnswer{asked.question.id, {}}) : answer);
+  asked.on_answer(answer.empty() ? encode(StateAnswer{asked.question.id, {}}) : answer);
 }
 
 }  // namespace deeptide::launch

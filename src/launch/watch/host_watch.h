@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One host's part of the hang watch: looks into the rings of its ranks, says when a wait lasts, answers questions.
+// One host's part of the hang watch: reads the rings of its ranks, announces long waits, answers queries.
 #pragma once
 
 #include <deque>
@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "launch/process/rank_group.h"
+#include "launch/process/process_group.h"
 #include "launch/watch/stack_collector.h"
 #include "launch/watch/state_exchange.h"
 
@@ -16,18 +16,18 @@ namespace deeptide::launch {
 
 class HostWatch {
  public:
-  using OnLate = std::function<void(double waited_s)>;       // a wait has reached the timeout; 0: none has any more
-  using OnAnswer = std::function<void(const std::string&)>;  // a StateAnswer as text
+  using OnLate = std::function<void(double waited_s)>;       // a wait has reached the timeout; 0: no longer
+  using OnAnswer = std::function<void(const std::string&)>;  // an encoded StateAnswer
 
   /// `timeout_s` 0: never late.
-  HostWatch(const RankGroup& ranks, double timeout_s, OnLate on_late);
+  HostWatch(const ProcessGroup& ranks, double timeout_s, OnLate on_late);
 
   void add_to(PollSet& set);
-  /// To be called when the poll set has woken.
+  /// Call after the poll set has woken.
   void check();
-  /// States are answered at once, stacks later, one question after the other.
+  /// Answers states at once, and stacks later, one query after the other.
   void ask(const StateQuestion& question, OnAnswer on_answer);
-  /// The ranks were stopped until now: that was no wait.
+  /// Discounts all waits so far: the ranks were stopped.
   void forgive() { forgiven_ = Clock::now(); }
 
  private:
@@ -40,7 +40,7 @@ class HostWatch {
   void check_collector();
   void answer_first(const std::string& answer);
 
-  const RankGroup& ranks_;
+  const ProcessGroup& ranks_;
   double timeout_s_;
   OnLate on_late_;
   Clock::time_point next_check_ = Clock::now();

@@ -17,7 +17,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int kQuestionMs = 200;  // a caller that says nothing must not hold the launcher up
+constexpr int kQuestionMs = 200;  // a silent caller must not hold up the launcher
 
 struct Address {
   sockaddr_un value{};

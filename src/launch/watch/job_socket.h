@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How `deeptide ps` and `deeptide stacks` find a live launcher: a socket whose name is the registry, gone with it.
+// How `deeptide ps` and `deeptide stacks` find a live launcher: the name of its socket is the registry entry, and goes
+// with it.
 #pragma once
 
 #include <sys/types.h>
@@ -13,7 +14,7 @@
 
 namespace deeptide::launch {
 
-/// Somebody who has asked, and waits for one answer; gets none if this goes.
+/// A connected caller that waits for one answer; it gets none if this is destroyed first.
 class Caller {
  public:
   explicit Caller(int fd) : fd_(fd) {}
@@ -53,10 +54,10 @@ struct LiveJob {
   std::string socket;  // its name
 };
 
-/// This user's jobs on this machine; for root, everybody's.
+/// This user's jobs on this machine; for root, all users' jobs.
 std::vector<LiveJob> live_jobs();
 
-/// What the launcher answers; empty if it has ended, or says nothing within `timeout_s`.
+/// The launcher's answer; empty if it has ended, or sends none within `timeout_s`.
 std::string ask(const LiveJob& job, const std::string& request, int timeout_s);
 
 }  // namespace deeptide::launch

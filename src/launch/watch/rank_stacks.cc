@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Signals to those who catch them, and patience with their answers.
+// Signals processes that catch the signal, and waits for their answers.
 #include "launch/watch/rank_stacks.h"
 
 #include <cxxabi.h>
@@ -67,7 +67,7 @@ bool is_stopped(pid_t pid) {
   return std::string("TtZX").find(line[name_end + 2]) != std::string::npos;
 }
 
-/// What comes into the file until `complete`, or until patience ends.
+/// What is written to the file until `complete`, or until the time limit.
 std::string answer(const FlightFiles& files, const std::function<bool(const std::string&)>& complete) {
   const auto limit = Clock::now() + kPatience;
   while (true) {
@@ -81,7 +81,7 @@ std::string python_stacks(pid_t pid, const FlightFiles& files) {
   if (!catches(pid, trace::python_stacks_signal())) return "";
   files.clear_stacks();
   if (::kill(pid, trace::python_stacks_signal()) != 0) return "";
-  // faulthandler has no closing mark: it is complete when nothing more comes.
+  // faulthandler writes no closing mark: its output is complete when it stops growing.
   std::string last;
   return answer(files, [&last](const std::string& text) {
     const bool same = !text.empty() && text == last;
@@ -152,7 +152,7 @@ std::string native_stacks(pid_t pid, const FlightFiles& files) {
 }
 
 std::string kernel_facts(pid_t pid) {
-  std::string text = "it cannot answer (stopped, ended, or without Deeptide); the kernel says:\n";
+  std::string text = "it cannot answer (stopped, ended, or without Deeptide); the kernel reports:\n";
   for (const pid_t thread : threads_of(pid)) {
     const std::string task = "task/" + std::to_string(thread) + "/";
     std::string stack;

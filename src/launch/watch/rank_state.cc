@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Reading a ring that another process writes, and the kernel's word on the process.
+// Reads a ring that another process writes, and the kernel's state of that process.
 #include "launch/watch/rank_state.h"
 
 #include <time.h>
@@ -43,7 +43,7 @@ void read_place(const FlightRing& ring, RankState& state) {
     state.phase = text_of(ring.place.phase);
     state.module = text_of(ring.place.module);
     std::atomic_thread_fence(std::memory_order_acquire);
-    // A rank that was stopped while it wrote stays odd: what there is will do.
+    // A rank stopped in the middle of a write leaves an odd version; use the data anyway.
     if (before % 2 == 0 && ring.place.version.load(std::memory_order_relaxed) == before) return;
   }
 }
@@ -76,7 +76,7 @@ void read_collectives(const FlightRing& ring, RankState& state) {
     Issued& newest = state.newest[read->channel];
     if (read->sequence >= newest.sequence) newest = {read->sequence, read->operation};
     if (read->waited_s > 0 && (!state.waiting || read->waited_s > state.waiting->waited_s)) state.waiting = read;
-    if (state.phase.empty() && number == last) {  // nobody told the place: the last collective's
+    if (state.phase.empty() && number == last) {  // no place was entered: use the last collective's
       state.step = read->step;
       state.phase = read->phase;
       state.module = read->unit;

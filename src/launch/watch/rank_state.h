@@ -30,17 +30,17 @@ struct Issued {
 struct RankState {
   int rank = 0;
   std::string host;    // empty: this one
-  pid_t pid = 0;       // of the process that trains; 0: it has not come up
+  pid_t pid = 0;       // of the process that trains; 0: it has not started
   char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z (ended); X: gone
-  int64_t step = 0;    // where it computes, empty phase: it did not say
+  int64_t step = 0;    // where it computes; empty phase: not entered
   std::string phase, module;
   std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
   std::map<std::string, Issued> newest;    // by channel, the last that it has issued
-  double silent_s = 0.0;                   // since it last issued, ended or entered anything
+  double silent_s = 0.0;                   // since it last issued or ended a collective, or entered a module
   std::string stacks;                      // empty: not asked for
 };
 
-/// Reads ring and process; `pid`: the process that was started, used until a trainer has come up.
+/// Reads ring and process. `pid`: the process that was started; it is used until a trainer has started.
 RankState read_state(int rank, pid_t pid, const FlightFiles& files);
 
 }  // namespace deeptide::launch

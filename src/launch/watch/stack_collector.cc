@@ -20,25 +20,25 @@ namespace {
 
 constexpr unsigned kLimit_s = 10;  // far above the patience with one rank
 
-[[noreturn]] void collect(const RankGroup& ranks, const StateQuestion& question, int pipe) {
+[[noreturn]] void collect(const ProcessGroup& ranks, const StateQuestion& question, int pipe) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   alarm(kLimit_s);
-  std::vector<const RankGroup::Member*> asked;
+  std::vector<const ProcessGroup::Member*> asked;
   for (const auto& member : ranks.members()) {
-    const bool wanted = std::count(question.stacks_of.begin(), question.stacks_of.end(), member->rank) > 0;
-    if (wanted && !member->process.status()) asked.push_back(member.get());
+    const bool wanted = std::count(question.stacks_of.begin(), question.stacks_of.end(), member->id) > 0;
+    if (wanted && member->flight && !member->process.status()) asked.push_back(member.get());
   }
   StateAnswer answer{question.id, std::vector<RankState>(asked.size())};
   {
     std::vector<std::jthread> threads;
     for (size_t i = 0; i < asked.size(); ++i) {
       threads.emplace_back([&state = answer.states[i], member = asked[i]] {
-        state = read_state(member->rank, member->process.pid(), member->flight);
-        state.stacks = collect_stacks(state.pid, member->flight);
+        state = read_state(member->id, member->process.pid(), *member->flight);
+        state.stacks = collect_stacks(state.pid, *member->flight);
       });
     }
   }
-  const std::string text = to_text(answer);
+  const std::string text = encode(answer);
   for (size_t sent = 0; sent < text.size();) {
     const ssize_t now = write(pipe, text.data() + sent, text.size() - sent);
     if (now <= 0) break;
@@ -49,7 +49,7 @@ constexpr unsigned kLimit_s = 10;  // far above the patience with one rank
 
 }  // namespace
 
-StackCollector::StackCollector(const RankGroup& ranks, const StateQuestion& question) {
+StackCollector::StackCollector(const ProcessGroup& ranks, const StateQuestion& question) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
   const pid_t child = fork();

@@ -48,7 +48,7 @@ void from_json(const json& from, Place& place) {
   state.pid = from.value("pid", 0);
 }
 
-// What makes two ranks the same: all but who they are and for how long.
+// Two ranks are the same if they differ only in rank, process and duration.
 std::string key_of(const RankState& state) {
   Place place{{}, state};
   place.state.silent_s = 0.0;
@@ -72,16 +72,24 @@ std::vector<Place> places_of(const std::vector<RankState>& states) {
 
 }  // namespace
 
-std::string to_text(const StateQuestion& question) { return pack(question); }
+template <>
+std::string encode(const StateQuestion& question) {
+  return pack(question);
+}
 
-StateQuestion question_from_text(const std::string& text) { return unpack<StateQuestion>(text); }
+template <>
+StateQuestion decode(const std::string& bytes) {
+  return unpack<StateQuestion>(bytes);
+}
 
-std::string to_text(const StateAnswer& answer) {
+template <>
+std::string encode(const StateAnswer& answer) {
   return pack(json{{"id", answer.id}, {"places", places_of(answer.states)}});
 }
 
-StateAnswer answer_from_text(const std::string& text) {
-  const auto from = unpack<json>(text);
+template <>
+StateAnswer decode(const std::string& bytes) {
+  const auto from = unpack<json>(bytes);
   StateAnswer answer;
   answer.id = from.at("id");
   for (const auto& place : from.at("places").get<std::vector<Place>>()) {

@@ -1,12 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job's question to each of its hosts, and the host's answer: what the ranks there are doing.
+// The query of a job to each of its hosts, and the host's answer: what its ranks are doing.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "launch/system/message.h"
 #include "launch/watch/rank_state.h"
 
 namespace deeptide::launch {
@@ -21,11 +22,16 @@ struct StateAnswer {
   std::vector<RankState> states;
 };
 
-/// As bytes, and back. Ranks of one host in the same place travel as one state with a list of ranks: those lose their
-/// process ids, and take the longest of their waits. Errors of …_from_text: std::exception.
-std::string to_text(const StateQuestion& question);
-StateQuestion question_from_text(const std::string& text);
-std::string to_text(const StateAnswer& answer);
-StateAnswer answer_from_text(const std::string& text);
+template <>
+std::string encode(const StateQuestion& question);
+template <>
+StateQuestion decode(const std::string& bytes);
+
+/// Ranks of one host in the same place travel as one state with a list of ranks: they lose their process ids, and take
+/// the longest of their waits.
+template <>
+std::string encode(const StateAnswer& answer);
+template <>
+StateAnswer decode(const std::string& bytes);
 
 }  // namespace deeptide::launch

@@ -8,22 +8,20 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <nlohmann/json.hpp>
 #include <thread>
 
 namespace deeptide::launch {
 namespace {
 
-using nlohmann::json;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kBeatInterval{500};
+constexpr milliseconds kLinkBeatInterval{500};
 constexpr milliseconds kExitWait{500};
 constexpr size_t kNoiseLines = 20;
 constexpr int kExitNotFound = 127;
 
 // The end of a process that has closed its output: it is about to exit, or has.
-std::optional<int> exit_code(RankProcess& process, Clock::time_point limit) {
+std::optional<int> exit_code(Process& process, Clock::time_point limit) {
   while (!process.status()) {
     int status = 0;
     if (waitpid(process.pid(), &status, WNOHANG) == process.pid()) {
@@ -45,11 +43,7 @@ AgentLink::~AgentLink() {
 }
 
 void AgentLink::connect_by(const std::vector<std::string>& command) {
-  RankPlan plan;
-  plan.command = command;
-  Terminal terminal;
-  terminal.input_pipe = true;
-  process_ = std::make_unique<RankProcess>(plan, terminal);
+  process_ = std::make_unique<Process>(Command{.words = command}, Terminal{.input_pipe = true});
   input_ = process_->output_fd();
   sink_ = std::make_unique<Sink>(process_->input_fd());
   forgive_silence();
@@ -78,7 +72,7 @@ void AgentLink::check_time(double timeout_s) {
                 " s: its network, its agent or the whole host has stopped");
   }
   if (now < next_beat_) return;
-  next_beat_ = now + kBeatInterval;
+  next_beat_ = now + kLinkBeatInterval;
   if (live() && sink_->empty()) send(FrameKind::beat);
 }
 
@@ -112,12 +106,12 @@ void AgentLink::read_frames() {
 
 void AgentLink::handle(const Frame& frame) {
   if (frame.kind == FrameKind::hello) {
-    const json hello = json::parse(frame.payload);
-    if (hello.at("version") != DEEPTIDE_VERSION) {
-      return lose("has deeptide " + hello.at("version").get<std::string>() +
+    const auto hello = decode<AgentHello>(frame.payload);
+    if (hello.version != DEEPTIDE_VERSION) {
+      return lose("has deeptide " + hello.version +
                   ", here is " DEEPTIDE_VERSION "; install the same version on all hosts");
     }
-    addresses = hello.at("addresses").get<std::vector<std::string>>();
+    addresses = hello.addresses;
     state_ = State::ready;
   } else if (frame.kind == FrameKind::refused) {
     state_ = State::refused;

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "launch/plan/hostfile.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 #include "launch/system/poll_set.h"
 #include "launch/system/sink.h"
-#include "launch/wire/agent_job.h"
 #include "launch/wire/frame.h"
+#include "launch/wire/messages.h"
 
 namespace deeptide::launch {
 
@@ -23,15 +23,15 @@ class AgentLink {
  public:
   enum class State : uint8_t {
     connecting,
-    ready,    // the agent has said hello
-    running,  // it was told to start
-    ended,    // it said that all is over, or was never needed
-    refused,  // it said why it does not start
+    ready,    // the agent has sent its hello
+    running,  // it has the order to start
+    ended,    // it reported the end of all ranks, or was never needed
+    refused,  // it reported why it does not start
     lost,     // the connection broke, or was never made
   };
   struct Events {
     std::function<void(AgentLink&, const Frame&)> frame;
-    std::function<void(AgentLink&, const std::string& line)> noise;  // what the connecting program says
+    std::function<void(AgentLink&, const std::string& line)> noise;  // standard error of the connecting program
     std::function<void(AgentLink&)> changed;                         // the state became refused or lost
   };
 
@@ -41,21 +41,21 @@ class AgentLink {
   AgentLink(const AgentLink&) = delete;
   AgentLink& operator=(const AgentLink&) = delete;
 
-  /// Speaks through the standard input and output of `command`, which is started. Errors: as RankProcess.
+  /// Starts `command` and talks through its standard input and output. Errors: as Process.
   void connect_by(const std::vector<std::string>& command);
-  /// Speaks over a connected socket, which it owns from now on.
+  /// Talks over a connected socket and takes ownership of it.
   void attach(int socket);
 
   void add_to(PollSet& set, bool with_output);
-  /// Sends a heartbeat if one is due; declares a connection lost that was silent for `timeout_s`.
+  /// Sends a heartbeat if one is due; declares the connection lost after `timeout_s` of silence.
   void check_time(double timeout_s);
-  /// Nobody read for a while, for want of room: silence until now means nothing.
+  /// Restarts the silence timer: frames were not read for lack of room.
   void forgive_silence() { last_heard_ = Clock::now(); }
   void send(FrameKind kind, std::string payload = {});
   void set_state(State state) { state_ = state; }
-  /// Gives up on it; `why` follows the host's name in reports.
+  /// Gives up the connection; `why` follows the host's name in reports.
   void lose(const std::string& why);
-  /// After the end: writes what is left and lets the connecting program end by itself, until `limit`.
+  /// Call after the end: writes pending output and lets the connecting program end by itself, until `limit`.
   void close(Clock::time_point limit);
 
   const Host& host() const { return host_; }
@@ -65,7 +65,7 @@ class AgentLink {
   const std::string& why() const { return why_; }  // it was lost or refused
 
   HostPlace place;                     // once the world is known
-  std::vector<std::string> addresses;  // that the agent told
+  std::vector<std::string> addresses;  // that the agent reported
   int num_running = 0;                 // ranks
 
  private:
@@ -77,7 +77,7 @@ class AgentLink {
   Host host_;
   const Events& events_;
   State state_ = State::connecting;
-  std::unique_ptr<RankProcess> process_;
+  std::unique_ptr<Process> process_;
   int input_ = -1, socket_ = -1;
   std::unique_ptr<Sink> sink_;
   FrameReader reader_{true};

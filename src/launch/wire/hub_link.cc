@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Connections that nobody waits for.
+// Connects without blocking: the job does not depend on the link.
 #include "launch/wire/hub_link.h"
 
 #include <netdb.h>
@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr std::chrono::seconds kConnectLimit{3};
+constexpr std::chrono::seconds kHubConnectLimit{3};
 
 }  // namespace
 
@@ -42,7 +42,7 @@ void HubLink::try_next() {
     freeaddrinfo(found);
     if (failed) give_up_socket();
   }
-  deadline_ = Clock::now() + kConnectLimit;
+  deadline_ = Clock::now() + kHubConnectLimit;
 }
 
 void HubLink::give_up_socket() {
@@ -62,7 +62,7 @@ void HubLink::on_connected() {
   socklen_t length = sizeof error;
   if (getsockopt(connecting_, SOL_SOCKET, SO_ERROR, &error, &length) != 0 || error != 0) return try_next();
   link_ = std::make_unique<TokenLink>(connecting_, TokenLink::End::rank, token_, [this](const Frame& frame) {
-    if (frame.kind == FrameKind::ask) events_.asked(question_from_text(frame.payload));
+    if (frame.kind == FrameKind::ask) events_.asked(decode<StateQuestion>(frame.payload));
   });
   connecting_ = -1;
 }

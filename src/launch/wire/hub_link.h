@@ -14,22 +14,22 @@
 
 namespace deeptide::launch {
 
-/// Connects in the background; tries each address once, and gives up when none has the launcher.
+/// Connects in the background; tries each address once, and gives up if none reaches the launcher.
 class HubLink {
  public:
   struct Events {
     std::function<void(const StateQuestion&)> asked;
-    std::function<void()> changed;  // it came up, or broke
+    std::function<void()> changed;  // it is up, or broke
   };
 
-  /// `at`: as kHubVariable; `hello`: a RankHello as text.
+  /// `at`: as kHubVariable; `hello`: an encoded RankHello.
   HubLink(const std::string& at, std::string token, std::string hello, Events events);
   ~HubLink();
   HubLink(const HubLink&) = delete;
   HubLink& operator=(const HubLink&) = delete;
 
   void add_to(PollSet& set);
-  /// To be called when the poll set has woken.
+  /// Call after the poll set has woken.
   void check();
   void send(FrameKind kind, std::string payload);
 

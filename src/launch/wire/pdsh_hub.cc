@@ -15,10 +15,10 @@
 #include <stdexcept>
 #include <thread>
 
+#include "base/sha256.h"
 #include "launch/plan/host_commands.h"
 #include "launch/process/keeper.h"
 #include "launch/system/listener.h"
-#include "launch/system/secret.h"
 
 namespace deeptide::launch {
 namespace {
@@ -74,11 +74,9 @@ PdshHub::PdshHub(const Options& options, const std::vector<Host>& hosts, OnConne
       on_end_(std::move(on_end)) {
   int port = 0;
   listener_ = open_listener(port);
-  RankPlan plan;
-  plan.command = pdsh_command(options, hosts, port);
-  plan.command[0] = require_program("pdsh", "pdsh");
-  plan.environment = starter_environment(options);
-  pdsh_ = std::make_unique<RankProcess>(plan, Terminal{});
+  Command command{.words = pdsh_command(options, hosts, port), .environment = starter_environment(options)};
+  command.words[0] = require_program("pdsh", "pdsh");
+  pdsh_ = std::make_unique<Process>(command, Terminal{});
 }
 
 PdshHub::~PdshHub() {
@@ -155,7 +153,7 @@ void PdshHub::match() {
   for (const auto& guest : guests_) {
     if (guest->socket < 0 || guest->said.size() < kHalf) continue;
     for (auto& [index, secret] : secrets_) {
-      if (secret.empty() || !same_secret(guest->said, secret.substr(0, kHalf))) continue;
+      if (secret.empty() || !equal_in_constant_time(guest->said, secret.substr(0, kHalf))) continue;
       const std::string answer = secret.substr(kHalf);
       if (send(guest->socket, answer.data(), answer.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(answer.size())) break;
       on_connected_(index, guest->socket);
@@ -186,7 +184,7 @@ int connect_back(int port, int host_index) {
   const std::string from = session ? session : "";
   const std::string launcher = from.substr(0, from.find(' '));
   if (launcher.empty()) throw std::runtime_error("SSH_CONNECTION is not set: --connect is for agents started over ssh");
-  const std::string secret = make_secret(2 * kHalf);
+  const std::string secret = random_hex(kHalf);
   const std::string line = kMark + std::to_string(host_index) + " " + secret + "\n";
   if (write(STDOUT_FILENO, line.data(), line.size()) != static_cast<ssize_t>(line.size())) {
     throw std::runtime_error("cannot write to the launcher");
@@ -194,8 +192,8 @@ int connect_back(int port, int host_index) {
   const int socket = connect_to(launcher, port);
   const std::string first = secret.substr(0, kHalf);
   if (send(socket, first.data(), first.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(first.size()) ||
-      !same_secret(read_exactly(socket, kHalf), secret.substr(kHalf))) {
-    throw std::runtime_error("who answers at the launcher's port does not know the secret");
+      !equal_in_constant_time(read_exactly(socket, kHalf), secret.substr(kHalf))) {
+    throw std::runtime_error("the program at the launcher's port does not know the secret");
   }
   return socket;
 }

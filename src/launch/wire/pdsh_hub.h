@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Agents started by pdsh, which forwards no input: they connect back, and prove themselves by what only they and we
-// read.
+// Agents started by pdsh, which forwards no input: they connect back and authenticate with a secret sent over ssh.
 #pragma once
 
 #include <functional>
@@ -11,12 +10,12 @@
 #include <vector>
 
 #include "launch/plan/options.h"
-#include "launch/process/rank_process.h"
+#include "launch/process/process.h"
 #include "launch/system/poll_set.h"
 
 namespace deeptide::launch {
 
-/// One pdsh and a port that is open until all agents have come. Each agent prints a secret to its standard output,
+/// One pdsh and a port that is open until all agents have connected. Each agent prints a secret to its standard output,
 /// which reaches us through ssh, then connects and shows its first half; we answer with the second.
 class PdshHub {
  public:
@@ -46,18 +45,18 @@ class PdshHub {
   void listen_to(Guest& guest);
   void match();
 
-  std::map<size_t, std::string> secrets_;  // by the host's index, as pdsh's output told
+  std::map<size_t, std::string> secrets_;  // by the host's index, from pdsh's output
   size_t num_expected_;
   OnConnected on_connected_;
   OnLine on_line_;
   OnEnd on_end_;
   int listener_ = -1;
-  std::unique_ptr<RankProcess> pdsh_;
+  std::unique_ptr<Process> pdsh_;
   std::string output_, errors_;  // unfinished lines
   std::vector<std::unique_ptr<Guest>> guests_;
 };
 
-/// The agent's side: prints the secret, connects, proves itself. Returns the socket.
+/// The agent's side: prints the secret, connects, authenticates. Returns the socket.
 /// Errors: std::runtime_error.
 int connect_back(int port, int host_index);
 

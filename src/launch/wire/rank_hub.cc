@@ -14,15 +14,12 @@
 
 #include "launch/system/listener.h"
 #include "launch/system/machine.h"
-#include "launch/system/payload.h"
 
 namespace deeptide::launch {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankHello, version, rank, world_size, node_rank, host)
-
 namespace {
 
-constexpr size_t kMaxStrangers = 256;  // who has not proved itself; the others wait in the kernel
+constexpr size_t kMaxStrangers = 256;  // without a proof yet; further ones wait in the kernel
 constexpr size_t kReserve = 64;        // descriptors
 constexpr std::chrono::seconds kDoorPause{1};
 
@@ -37,8 +34,6 @@ size_t room_for(size_t wanted) {
 }
 
 }  // namespace
-
-std::string to_text(const RankHello& hello) { return pack(hello); }
 
 RankHub::RankHub(std::vector<Host> hosts) : hosts_(std::move(hosts)), max_guests_(room_for(0)) {
   int port = 0;
@@ -75,7 +70,7 @@ void RankHub::add_to(PollSet& set) {
 void RankHub::accept_one() {
   const int socket = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (socket < 0) {
-    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // it went before we came
+    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // the peer has left
     if (!again) closed_until_ = Clock::now() + kDoorPause;
     return;
   }
@@ -93,10 +88,10 @@ void RankHub::check() {
 }
 
 void RankHub::on_frame(Guest& guest, const Frame& frame) {
-  if (frame.kind == FrameKind::hello) return on_hello(guest, unpack<RankHello>(frame.payload));
+  if (frame.kind == FrameKind::hello) return on_hello(guest, decode<RankHello>(frame.payload));
   if (!guest.number) throw std::runtime_error("no hello first");
   if (frame.kind == FrameKind::late) {
-    watch_->on_late(*guest.number, nlohmann::json::parse(frame.payload).at("waited"));
+    watch_->on_late(*guest.number, decode<Late>(frame.payload).waited_s);
   } else if (frame.kind == FrameKind::states) {
     watch_->on_answer(*guest.number, frame.payload);
   }
@@ -112,13 +107,12 @@ void RankHub::on_hello(Guest& guest, const RankHello& hello) {
   if (first) watch_->watch({}, world_size_);
   if (first) max_guests_ = room_for(hello.world_size + kMaxStrangers);
   TokenLink* link = guest.link.get();
-  guest.number = watch_->add({name_of(hello), hello.rank, 1, [link](const StateQuestion& question) {
-                                link->send(FrameKind::ask, to_text(question));
-                              }});
+  guest.number = watch_->add({name_of(hello), hello.rank, 1,
+                              [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
 }
 
-// The hostfile's name of a host may not be its own: an address, an alias. Its place tells then, as starters fill hosts
-// in the hostfile's order.
+// The hostfile may name a host by an address or an alias. Its index then identifies it, as starters fill hosts in the
+// hostfile's order.
 std::string RankHub::name_of(const RankHello& hello) const {
   const std::string brief = hello.host.substr(0, hello.host.find('.'));
   for (const Host& host : hosts_) {

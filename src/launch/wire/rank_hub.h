@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's end of its links to ranks that mpirun or srun started: each is a host of one rank to the hang watch.
+// The launcher's end of the links to ranks that mpirun or srun started; to the hang watch each is a host of one rank.
 #pragma once
 
 #include <memory>
@@ -12,6 +12,7 @@
 #include "launch/plan/hostfile.h"
 #include "launch/system/poll_set.h"
 #include "launch/watch/hang_watch.h"
+#include "launch/wire/messages.h"
 #include "launch/wire/token_link.h"
 
 namespace deeptide::launch {
@@ -19,18 +20,7 @@ namespace deeptide::launch {
 /// Tells `deeptide rank` where the hub is: a port, then addresses to try in turn, separated by commas.
 constexpr const char* kHubVariable = "DEEPTIDE_HUB";
 
-/// A rank's first word.
-struct RankHello {
-  std::string version;
-  int rank = 0;
-  int world_size = 1;
-  int node_rank = 0;
-  std::string host;  // as it calls itself
-};
-
-std::string to_text(const RankHello& hello);
-
-/// Nobody waits for it: where it cannot listen, or a rank cannot come, that rank reports by itself.
+/// Optional: if it cannot listen, or a rank cannot connect, that rank reports by itself.
 class RankHub {
  public:
   /// `hosts`: the hostfile's, whose names are the ones that the user knows.
@@ -41,10 +31,10 @@ class RankHub {
 
   /// Value of kHubVariable; empty: it does not listen.
   const std::string& address() const { return address_; }
-  /// Takes ranks that know `token` into `watch` as they come. This hub outlives the watch.
+  /// Adds ranks that know `token` to `watch` as they connect. This hub outlives the watch.
   void serve(const std::string& token, HangWatch& watch);
   void add_to(PollSet& set);
-  /// To be called when the poll set has woken.
+  /// Call after the poll set has woken.
   void check();
 
  private:
@@ -65,8 +55,8 @@ class RankHub {
   size_t max_guests_;                 // descriptors are left for other things
   Clock::time_point closed_until_{};  // the door: accepting failed
   std::vector<std::unique_ptr<Guest>> guests_;
-  std::set<int> ranks_;  // that have said hello
-  int world_size_ = 0;   // as the first of them told
+  std::set<int> ranks_;  // that have sent their hello
+  int world_size_ = 0;   // as the first of them reported
 };
 
 }  // namespace deeptide::launch

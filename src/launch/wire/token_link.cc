@@ -97,7 +97,7 @@ void TokenLink::prove() {
   if (!proved_) close();
 }
 
-// With the role in it, nobody can give our own answer back to us.
+// The role prevents an attacker from returning our own answer to us.
 std::string TokenLink::proof_of(End end, const std::string& own_nonce, const std::string& other_nonce) const {
   const std::string role = end == End::launcher ? "launcher" : "rank";
   return hmac_sha256_hex(token_, "deeptide hang link, " + role + ": " + own_nonce + other_nonce);

@@ -14,7 +14,7 @@
 namespace deeptide::launch {
 
 /// Both ends send a nonce, and answer the other's with an HMAC under the token over both nonces and their own role.
-/// Who does not prove itself within five seconds, or says what is no frame, is cut off.
+/// Cuts off an end that gives no proof within five seconds, or sends something that is no frame.
 class TokenLink {
  public:
   enum class End : uint8_t { launcher, rank };
@@ -26,12 +26,12 @@ class TokenLink {
   TokenLink& operator=(const TokenLink&) = delete;
 
   void add_to(PollSet& set);
-  /// To be called when the poll set has woken.
+  /// Call after the poll set has woken.
   void check();
   /// Cuts the link if the other end does not read.
   void send(FrameKind kind, std::string payload);
 
-  bool proved() const { return proved_; }  // the other end; ours may still be under way
+  bool proved() const { return proved_; }  // the other end; our own proof may still be under way
   bool closed() const { return socket_ < 0; }
 
  private:
@@ -46,7 +46,7 @@ class TokenLink {
   std::string token_;
   std::function<void(const Frame&)> on_frame_;
   std::string nonce_;
-  std::string said_;  // the other end's nonce and proof, as far as they came
+  std::string said_;  // the other end's nonce and proof, as far as received
   bool answered_ = false;
   bool proved_ = false;
   Clock::time_point deadline_;  // of the proof

@@ -1,0 +1,16 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Reads what a saved region and a wanted one share, from a file into a piece's data.
+#pragma once
+
+#include "checkpoint/file_io.h"
+#include "checkpoint/piece.h"
+#include "checkpoint/piece_table.h"
+
+namespace deeptide::checkpoint {
+
+/// Fills the elements of `wanted` that `extent` of `saved` holds in `file`, casting when dtypes differ. Runs that lie
+/// close together in the file are read at once.
+void transfer(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted);
+
+}  // namespace deeptide::checkpoint

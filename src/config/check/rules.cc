@@ -1,0 +1,97 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Rules between keys, which the table of single keys cannot express.
+#include "config/check/rules.h"
+
+namespace deeptide::config {
+namespace {
+
+const std::string kParams = "optimizer.params.";
+
+void blame(const Values& values, const std::string& path, const std::string& what, Problems& problems) {
+  const Entry& entry = values.at(path);
+  problems.add(entry.line, entry.shown, what);
+}
+
+void check_precision(const Values& values, Problems& problems) {
+  if (values.flag("fp16.enabled") && values.flag("bf16.enabled")) {
+    blame(values, "bf16.enabled",
+          "bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16.enabled or bf16.enabled to false",
+          problems);
+  }
+}
+
+void check_reduction(const Values& values, Problems& problems) {
+  if (values.word("gradient_allreduce_op") == "sum" && values.integer("zero_optimization.stage") == 3) {
+    blame(values, "gradient_allreduce_op",
+          "\"sum\" is not supported with ZeRO stage 3; use \"mean\" or a stage from 0 to 2", problems);
+  }
+}
+
+void check_optimizer(const Values& values, Problems& problems) {
+  const std::string type = values.word("optimizer.type");
+  if (type == "AdamW" && values.given(kParams + "adam_w_mode") && !values.flag(kParams + "adam_w_mode")) {
+    blame(values, kParams + "adam_w_mode",
+          "false has no effect here because type AdamW always decouples the decay; choose type \"Adam\" for L2 decay",
+          problems);
+  }
+  if (type == "SGD" && values.flag(kParams + "nesterov") &&
+      (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
+    blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
+  }
+}
+
+void check_elasticity(const Values& values, Problems& problems) {
+  if (!values.flag("elasticity.enabled")) return;
+  if (values.flag("elasticity.ignore_non_elastic_batch_info")) return;
+  for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+    if (!values.given(key)) continue;
+    blame(values, key,
+          "has no effect because elastic training is enabled and determines the batch sizes; leave it out, or "
+          "set elasticity.ignore_non_elastic_batch_info to true",
+          problems);
+  }
+}
+
+void note_optimizer(const Values& values, std::vector<std::string>& decisions) {
+  if (values.word("optimizer.type") != "Adam") return;
+  decisions.push_back(values.flag(kParams + "adam_w_mode")
+                          ? "optimizer.type: \"Adam\" decouples weight decay (AdamW); adam_w_mode: false is L2 decay"
+                          : "optimizer.type: \"Adam\" with adam_w_mode: false adds L2 decay to the gradient");
+}
+
+void note_schedule(const Values& values, std::vector<std::string>& decisions) {
+  const std::string type = values.word("scheduler.type");
+  if (type != "WarmupDecayLR" && type != "WarmupCosineLR") return;
+  const int64_t total = values.integer("scheduler.params.total_num_steps");
+  const int64_t warmup = values.integer("scheduler.params.warmup_num_steps");
+  if (total < warmup) {
+    decisions.push_back("scheduler.params: total_num_steps " + std::to_string(total) +
+                        " is less than warmup_num_steps " + std::to_string(warmup) + ", so the warm-up will not end");
+  }
+}
+
+}  // namespace
+
+void check_rules(const Values& values, Problems& problems) {
+  check_precision(values, problems);
+  check_reduction(values, problems);
+  check_elasticity(values, problems);
+  // After other problems the optimizer's parameters may be unknown.
+  if (problems.empty()) check_optimizer(values, problems);
+}
+
+void note_decisions(const Values& values, std::vector<std::string>& decisions) {
+  note_optimizer(values, decisions);
+  note_schedule(values, decisions);
+  if (!values.at("gradient_clipping").automatic && !values.given("gradient_clipping")) {
+    decisions.push_back("gradient_clipping: not given, so 1 as in DeepSpeed; 0 turns clipping off");
+  }
+  const auto vocabulary = values.maybe_integer("vocabulary_size");
+  if (vocabulary && *vocabulary % 8 != 0) {
+    decisions.push_back("vocabulary_size: " + std::to_string(*vocabulary) +
+                        " is not a multiple of 8, which may slow matrix products down");
+  }
+}
+
+}  // namespace deeptide::config

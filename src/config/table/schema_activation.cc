@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The table's activations and attention: activation_checkpointing, sparse_attention, aio.
+#include "config/table/schema_sections.h"
+
+namespace deeptide::config {
+namespace {
+
+Key activation_checkpointing_section() {
+  return section("activation_checkpointing", "Options of DeepSpeed's checkpoint function.",
+                 {
+                     flag("partition_activations", false, "Share kept activations out to model-parallel ranks."),
+                     integer("number_checkpoints", {}, "Kept activations.").at_least(1),
+                     flag("contiguous_memory_optimization", false, "Keep them in one buffer."),
+                     flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each."),
+                     flag("profile", false, "Time each."),
+                     flag("cpu_checkpointing", false, "Keep them in CPU memory."),
+                 })
+      .later("torch.utils.checkpoint works as it is");
+}
+
+Key sparse_attention_section() {
+  return section(
+             "sparse_attention", "Block-sparse attention.",
+             {
+                 choice("mode", "fixed", {"dense", "fixed", "variable", "bigbird", "bslongformer"}, "Layout."),
+                 integer("block", 16, "Elements of a block's side.").at_least(1),
+                 flag("different_layout_per_head", false, "One layout per head."),
+                 integer("num_local_blocks", 4, "Blocks of the local window.").at_least(0),
+                 integer("num_global_blocks", 1, "Global blocks.").at_least(0),
+                 choice("attention", "bidirectional", {"bidirectional", "unidirectional"}, "Direction."),
+                 flag("horizontal_global_attention", false, "Global blocks attend to all."),
+                 integer("num_different_global_patterns", 1, "Patterns over the heads.").at_least(1),
+                 integer("num_random_blocks", 0, "Random blocks.").at_least(0),
+                 list("local_window_blocks", Kind::integer, std::vector<JsonValue>{JsonValue(int64_t{4})}, "Windows."),
+                 list("global_block_indices", Kind::integer, std::vector<JsonValue>{JsonValue(int64_t{0})},
+                      "Global blocks by index."),
+                 list("global_block_end_indices", Kind::integer, {}, "Their ends."),
+                 integer("num_sliding_window_blocks", 3, "Blocks of the sliding window.").at_least(1),
+             })
+      .when_present()
+      .later();
+}
+
+Key aio_section() {
+  return section("aio", "Input and output for offloading to NVMe.",
+                 {
+                     integer("block_size", 1'048'576, "Bytes of one request.").at_least(1),
+                     integer("queue_depth", 8, "Requests in flight.").at_least(1),
+                     integer("intra_op_parallelism", 1, "Threads per request.").at_least(1).alias("thread_count"),
+                     flag("single_submit", false, "Submit requests one by one."),
+                     flag("overlap_events", true, "Submit while waiting."),
+                     flag("use_gds", false, "GPUDirect storage."),
+                 })
+      .later("there is no offloading to NVMe");
+}
+
+}  // namespace
+
+std::vector<Key> activation_sections() {
+  return {activation_checkpointing_section(), sparse_attention_section(), aio_section()};
+}
+
+}  // namespace deeptide::config

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The table's placement of states: offload_param, offload_optimizer, zenflow.
+#include "config/table/schema_sections.h"
+
+namespace deeptide::config {
+namespace {
+
+const JsonValue kNone(std::string_view("none"));
+
+Key device() { return choice("device", "none", {"none", "cpu", "nvme"}, "Where to."); }
+
+Key nvme_path() { return word("nvme_path", {}, "Folder on the NVMe drive."); }
+
+Key pin_memory() { return flag("pin_memory", true, "Page-locked buffers."); }
+
+}  // namespace
+
+Key offload_param_section() {
+  return section("offload_param", "Keep parameters off the device (stage 3).",
+                 {
+                     device(),
+                     nvme_path(),
+                     integer("buffer_count", 5, "Buffers.").at_least(1),
+                     integer("buffer_size", 100'000'000, "Elements of a buffer.").at_least(1),
+                     integer("max_in_cpu", 1'000'000'000, "Elements kept in CPU memory.").at_least(0),
+                     pin_memory(),
+                 })
+      .switched_by("device", kNone)
+      .later();
+}
+
+Key offload_optimizer_section() {
+  return section("offload_optimizer", "Keep optimizer states off the device.",
+                 {
+                     device(),
+                     nvme_path(),
+                     integer("buffer_count", 4, "Buffers.").at_least(1),
+                     pin_memory(),
+                     flag("pipeline_read", false, "Read ahead."),
+                     flag("pipeline_write", false, "Write behind."),
+                     flag("fast_init", false, "Initialise by files."),
+                     number("ratio", 1.0, "Share of the states kept off the device.").between(0, 1),
+                     flag("super_offload", false, "SuperOffload."),
+                     number("cpuadam_cores_perc", 0.8, "Share of the cores for CPU Adam.").between(0, 1),
+                 })
+      .switched_by("device", kNone)
+      .later();
+}
+
+Key zenflow_section() {
+  return section("zenflow", "Update the important columns at once and the rest on the CPU.",
+                 {
+                     number("topk_ratio", 0.1, "Share of important columns.").between(0, 1),
+                     choice("select_strategy", {}, {"step", "epoch"}, "When to choose them anew."),
+                     integer("select_interval", {}, "How often.").at_least(1),
+                     integer("update_interval", {}, "How often the rest is updated.").at_least(1),
+                     flag("overlap_step", false, "Update in another process."),
+                     flag("offload", false, "Keep the chosen states on the CPU."),
+                     number("auto_ratio", 0.99, "Share that decides an automatic interval.").between(0, 1),
+                     integer("full_warm_up_rounds", 0, "Rounds of full updates first.").at_least(0),
+                     number("pt_reserved_cores_perc", 0.5, "Share of the cores left to torch.").between(0, 1),
+                     integer("steps_per_epoch", {}, "Internal.").at_least(1),
+                 })
+      .when_present()
+      .later();
+}
+
+}  // namespace deeptide::config

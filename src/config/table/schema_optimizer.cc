@@ -1,0 +1,173 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The table's "optimizer" section; its params depend on the type.
+#include "config/table/schema_sections.h"
+
+namespace deeptide::config {
+namespace {
+
+Key learning_rate(double fallback = 1e-3) { return number("lr", fallback, "Learning rate.").at_least(0); }
+
+Key weight_decay() { return number("weight_decay", 0.0, "Weight decay.").at_least(0); }
+
+Key eps(double fallback = 1e-8) { return number("eps", fallback, "Added to the denominator.").at_least(0); }
+
+Key betas() {
+  Key key = list("betas", Kind::number, numbers({0.9, 0.999}), "Decay rates of the two moments.").below_one();
+  key.length = 2;
+  return key;
+}
+
+Key bias_correction() { return flag("bias_correction", true, "Correct the moments for their start at zero."); }
+
+Key max_grad_norm() {
+  return number("max_grad_norm", {}, "Clipping inside the optimizer.")
+      .never("please switch to using the deepspeed parameter 'gradient_clipping' (top level)");
+}
+
+std::vector<Key> operator+(std::vector<Key> a, const std::vector<Key>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+std::vector<Key> adam_keys() {
+  return {
+      learning_rate(),
+      betas(),
+      eps(),
+      weight_decay(),
+      bias_correction(),
+      flag("adam_w_mode", true, "Decoupled decay (AdamW), also for type Adam; false: L2 added to the gradient.")
+          .in_torch("decoupled_weight_decay"),
+      flag("torch_adam", false, "Use torch's own Adam.")
+          .never("one fused kernel with torch's formulas runs on every device"),
+      flag("amsgrad", false, "The AMSGrad variant.").later(),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> sgd_keys() {
+  return {
+      learning_rate(),
+      number("momentum", 0.0, "Momentum.").at_least(0),
+      number("dampening", 0.0, "Dampening of the momentum."),
+      weight_decay(),
+      flag("nesterov", false, "Nesterov's momentum; needs a momentum and no dampening."),
+      flag("maximize", false, "Ascend instead of descend.").later(),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> adagrad_keys() {
+  return {
+      learning_rate(1e-2),
+      number("lr_decay", 0.0, "Decay of the learning rate per step.").at_least(0),
+      eps(1e-10),
+      weight_decay(),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> lion_keys() {
+  Key rates = betas();
+  rates.doc = "Weights of the momentum in the step's direction, and in the momentum kept.";
+  return {
+      learning_rate(), std::move(rates),
+      weight_decay(),  flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> lamb_bounds(double max_coeff) {
+  return {number("max_coeff", max_coeff, "Upper bound of the trust ratio."),
+          number("min_coeff", 0.01, "Lower bound of the trust ratio.")};
+}
+
+std::vector<Key> one_bit_keys() {
+  return {learning_rate(),
+          integer("freeze_step", 100'000, "Steps before compression begins."),
+          bias_correction(),
+          betas(),
+          eps(),
+          flag("eps_inside_sqrt", false, "Add eps inside the root."),
+          weight_decay(),
+          flag("cuda_aware", false, "The MPI library reads device memory."),
+          choice("comm_backend_name", "nccl", {"nccl", "mpi", "hccl", "compressed"}, "Transport.")};
+}
+
+std::vector<Key> lamb_keys() {
+  return std::vector<Key>{learning_rate(),
+                          bias_correction(),
+                          betas(),
+                          eps(),
+                          flag("eps_inside_sqrt", false, "Add eps inside the root."),
+                          weight_decay(),
+                          number("max_grad_norm", 0.0, "Clipping inside the optimizer.")} +
+         lamb_bounds(10.0);
+}
+
+std::vector<Key> zero_one_keys() {
+  return one_bit_keys() + std::vector<Key>{integer("var_freeze_step", 100'000, "Steps before the variance freezes."),
+                                           integer("var_update_scaler", 16, "Interval of variance updates."),
+                                           integer("local_step_scaler", 32'678, "Growth of local steps."),
+                                           integer("local_step_clipper", 16, "Most local steps.")};
+}
+
+std::vector<Key> one_bit_lamb_keys() {
+  return one_bit_keys() + lamb_bounds(10.0) +
+         std::vector<Key>{number("coeff_beta", 0.9, "Decay rate of the trust ratio."),
+                          number("factor_max", 4.0, "Upper bound of the factor."),
+                          number("factor_min", 0.5, "Lower bound of the factor."),
+                          number("factor_threshold", 0.1, "Largest change of the factor in a step.")};
+}
+
+std::vector<Key> muon_keys() {
+  return {learning_rate(),
+          number("momentum", 0.95, "Momentum."),
+          weight_decay(),
+          number("muon_lr", {}, "Learning rate of matrices.").derives("lr"),
+          number("adam_lr", {}, "Learning rate of the rest.").derives("lr"),
+          betas(),
+          eps(),
+          word("ns_method", "gram", "How Newton-Schulz is iterated.")};
+}
+
+/// A row per optimizer: the names of its type, then its hyper-parameters.
+std::vector<Variant> params_by_type() {
+  return {
+      {.types = {"Adam", "AdamW"}, .keys = adam_keys()},
+      {.types = {"SGD"}, .keys = sgd_keys()},
+      {.types = {"Lion"}, .keys = lion_keys()},
+      {.types = {"Adagrad"}, .keys = adagrad_keys()},
+      {.types = {"Lamb"}, .keys = lamb_keys(), .later = true},
+      {.types = {"OneBitAdam"}, .keys = one_bit_keys(), .later = true},
+      {.types = {"ZeroOneAdam"}, .keys = zero_one_keys(), .later = true},
+      {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
+      {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},
+      {.types = {"Muon"}, .keys = muon_keys(), .later = true},
+  };
+}
+
+}  // namespace
+
+std::vector<Key> optimizer_sections() {
+  std::vector<std::string> types, later;
+  for (const Variant& variant : params_by_type()) {
+    types.insert(types.end(), variant.types.begin(), variant.types.end());
+    if (variant.later) later.insert(later.end(), variant.types.begin(), variant.types.end());
+  }
+  return {section("optimizer", "The optimizer, when the program hands over none.",
+                  {
+                      choice("type", {}, types, "Which optimizer.")
+                          .ignoring_case()
+                          .not_yet(later)
+                          .derives("no optimizer of the configuration's own"),
+                      section("params", "Its hyper-parameters.", {}).by_type(params_by_type()),
+                      flag("legacy_fusion", false, "DeepSpeed's older fused optimizers.").later(),
+                  })
+              .read_by("config::optimizer_config")};
+}
+
+}  // namespace deeptide::config

@@ -1,0 +1,101 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The table's parallelism: pipeline, tensor_parallel, expert_parallel.
+#include "config/table/schema_sections.h"
+
+namespace deeptide::config {
+namespace {
+
+Key pipeline_section() {
+  return section("pipeline", "Pipeline parallelism.",
+                 {
+                     integer("stages", {}, "Stages.").at_least(1),
+                     word("partition", "best", "How layers are shared out."),
+                     flag("seed_layers", false, "Seed each layer by its number."),
+                     integer("activation_checkpoint_interval", 0, "Layers between checkpoints.").at_least(0),
+                     flag("pipe_partitioned", true, "Share out activations between stages."),
+                     flag("grad_partitioned", true, "Share out gradients between stages."),
+                     flag("use_reentrant", true, "Reentrant checkpoints."),
+                 })
+      .later();
+}
+
+Key layer_specs() {
+  return list("layer_specs", Kind::anything, std::vector<JsonValue>{},
+              "Objects of patterns, partition_type, shape, partition_dim, model_types, gather_output, grad_allreduce.");
+}
+
+Key tensor_parallel_section() {
+  return section("tensor_parallel", "Tensor parallelism by DeepSpeed's AutoTP.",
+                 {
+                     choice("dtype", "fp16", {"fp32", "fp16", "bf16"}, "Data type."),
+                     integer("autotp_size", 0, "Ranks that share a layer; 0: off.").at_least(0),
+                     flag("tp_overlap_comm", false, "Overlap its communication."),
+                     section("tensor_parallel", "Its group.",
+                             {integer("tp_size", 1, "Ranks.").at_least(1),
+                              integer("tp_grain_size", 1, "Smallest share.").at_least(1),
+                              anything("mpu", "An object of the program."),
+                              anything("tp_group", "An object of the program.")})
+                         .alias("tp"),
+                     anything("injection_policy_tuple", "Layers by hand."),
+                     section("partition_config", "Layers by pattern.",
+                             {flag("use_default_specs", true, "Begin with the built-in ones."), layer_specs()}),
+                     choice("preset_model", {},
+                            {"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"}, "Known model."),
+                     flag("keep_module_on_host", false, "Keep the module in CPU memory."),
+                     flag("replace_with_kernel_inject", false, "Inject inference kernels.").alias("kernel_inject"),
+                 })
+      .switched_by("autotp_size", JsonValue(int64_t{0}))
+      .later();
+}
+
+std::vector<Key> router_keys() {
+  return {
+      word("moe_layer_pattern", {}, "Names of MoE layers."),
+      word("router_pattern", {}, "Names of routers."),
+      word("expert_pattern", {}, "Names of experts."),
+      word("score_func", {}, "Scores of the router."),
+      word("score_apply", {}, "Where scores apply."),
+      flag("route_norm", {}, "Normalise the scores."),
+      number("route_scale", 1.0, "Scale of the scores."),
+      integer("top_k", {}, "Experts per token.").at_least(1),
+      number("routed_scaling_factor", {}, "Scale of routed outputs."),
+      integer("num_expert_groups", {}, "Groups of experts.").at_least(1),
+      integer("num_limited_groups", {}, "Groups that one token may use.").at_least(1),
+      number("load_balance_coeff", {}, "Load balancing."),
+      word("expert_w1", {}, "First weight."),
+      word("expert_w2", {}, "Second weight."),
+      word("expert_w3", {}, "Third weight."),
+      word("num_experts_attr", {}, "Attribute with the number of experts."),
+      word("top_k_attr", {}, "Attribute with top_k."),
+      flag("has_shared_experts", {}, "Shared experts."),
+      word("shared_experts_pattern", {}, "Their names."),
+      word("shared_experts_gate_pattern", {}, "Names of their gates."),
+  };
+}
+
+Key expert_parallel_section() {
+  std::vector<Key> keys = {
+      flag("enabled", false, "Use it."),
+      integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
+      integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
+      choice("preset_model", {}, {"mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"}, "Known model."),
+      flag("use_grouped_mm", true, "Grouped matrix products."),
+      flag("disable_triton_grouped_mm", false, "Not by Triton."),
+      word("combine_impl", {}, "How outputs are combined."),
+      flag("validate_folding_routing", false, "Check the routing."),
+  };
+  const std::vector<Key> router = router_keys();
+  keys.insert(keys.end(), router.begin(), router.end());
+  return section("expert_parallel", "Expert parallelism by DeepSpeed's AutoEP.", std::move(keys))
+      .switched_by("enabled")
+      .later();
+}
+
+}  // namespace
+
+std::vector<Key> parallel_sections() {
+  return {pipeline_section(), tensor_parallel_section(), expert_parallel_section()};
+}
+
+}  // namespace deeptide::config

@@ -1,0 +1,85 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The table's data types: fp16, bf16, torch_autocast, amp, data_types.
+#include "config/table/binding.h"
+#include "config/table/schema_sections.h"
+
+namespace deeptide::config {
+namespace {
+
+Key fp16_section() {
+  return section("fp16", "Half precision with loss scaling.",
+                 {
+                     flag("enabled", false, "Compute in fp16.").into(&PrecisionConfig::fp16),
+                     flag("auto_cast", false, "Cast floating inputs to half."),
+                     number("loss_scale", 0.0, "A fixed scale; 0: dynamic.").at_least(0),
+                     integer("initial_scale_power", 16, "The dynamic scale starts at 2 to this power.").at_least(0),
+                     integer("loss_scale_window", 1000, "Good steps before the scale doubles.").at_least(1),
+                     integer("hysteresis", 2, "Overflows before the scale is halved.").at_least(1),
+                     flag("consecutive_hysteresis", false, "Any good step restores the hysteresis."),
+                     integer("min_loss_scale", 1, "The scale's lower bound.").at_least(1),
+                     flag("fp16_master_weights_and_grads", false, "Masters and gradients in fp16."),
+                 })
+      .switched_by("enabled")
+      .later("it needs loss scaling, which is not there yet; bf16 does not");
+}
+
+Key bf16_section() {
+  return section("bf16", "bfloat16 parameters and activations with fp32 masters.",
+                 {
+                     flag("enabled", false, "Compute in bf16.").into(&PrecisionConfig::bf16),
+                     flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.").later(),
+                     flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
+                         .never("the pass that computes the norm always checks for NaN and Inf"),
+                     flag("bf16_master_weights_and_grads", false, "Masters and gradients in bf16.").later(),
+                     flag("bf16_optimizer_states", false, "Moments in bf16.").later(),
+                 })
+      .alias("bfloat16")
+      .switched_by("enabled");
+}
+
+Key torch_autocast_section() {
+  return section("torch_autocast", "torch.autocast around the forward pass.",
+                 {
+                     flag("enabled", false, "Use it."),
+                     choice("dtype", {}, {"bfloat16", "float16"}, "Its lower type."),
+                     list("lower_precision_safe_modules", Kind::word,
+                          words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
+                          "Modules whose parameters are communicated in the lower type."),
+                 })
+      .switched_by("enabled")
+      .later("torch.autocast in the training loop works");
+}
+
+Key data_types_section() {
+  const std::vector<std::string> types = {"fp32", "fp16", "bf16"};
+  return section("data_types", "Data types of single roles.",
+                 {
+                     choice<DataType>("grad_accum_dtype", {}, data_types(), "Data type in which gradients accumulate.")
+                         .not_yet({"fp16", "bf16"})
+                         .derives("fp32")
+                         .into(&PrecisionConfig::gradient_accumulation_dtype),
+                     choice("param_dtype", {}, types, "Data type of parameters.").later().derives("the compute type"),
+                     choice("buffer_dtype", {}, types, "Data type of buffers.")
+                         .later("buffers keep their own type")
+                         .derives("unchanged"),
+                 });
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string_view, DataType>> data_types() {
+  return {{"fp32", DataType::fp32}, {"fp16", DataType::fp16}, {"bf16", DataType::bf16}};
+}
+
+std::vector<Key> precision_sections() {
+  return {fp16_section(), bf16_section(), torch_autocast_section(),
+          section("amp", "NVIDIA apex; the other keys go to apex.amp.initialize.",
+                  {flag("enabled", false, "Use it."), choice("opt_level", {}, {"O0", "O1", "O2", "O3"}, "Its level.")})
+              .leaves_open()
+              .switched_by("enabled")
+              .later("apex.amp is superseded by bf16"),
+          data_types_section()};
+}
+
+}  // namespace deeptide::config
