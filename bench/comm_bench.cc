@@ -20,9 +20,9 @@
 #include "deeptide/allocator.h"
 #include "deeptide/world.h"
 #include "device/memory.h"
-#include "gradients/ordered_sum.h"
 #include "host/exchange.h"
 #include "host/transfer.h"
+#include "numerics/ordered_sum.h"
 #include "world/failure_board.h"
 
 namespace deeptide {
@@ -126,7 +126,7 @@ void reduce_scatter_ordered(Bench& b, int64_t n) {
   const Tensor received = in_output(b, n);
   auto pending = b.gloo.all_to_all(received, b.input.narrow(0, 0, n));
   b.gloo.wait(pending, kSite);
-  gradients::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
+  numerics::ordered_sum(received.chunk(b.world.size), 1.0, true, own(b, in_results(b, n)), b.squares);
 }
 
 /// A slice is written once, where all read it.
@@ -150,7 +150,7 @@ void sum_in_place(Bench& b, int64_t n, const Tensor& sum) {
   auto pending = b.control.track(offer.operation, "reduce-scatter", n * 4);
   b.control.wait(pending, kSite);
   const auto rows = b.exchange->rows(offer.number, b.world.rank * sum.numel(), sum.numel(), at::kFloat);
-  gradients::ordered_sum(rows, 1.0, true, sum, b.squares);
+  numerics::ordered_sum(rows, 1.0, true, sum, b.squares);
   b.exchange->set_read(offer.number);
 }
 

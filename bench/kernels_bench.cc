@@ -16,8 +16,8 @@
 #include <cstring>
 #include <vector>
 
-#include "gradients/ordered_sum.h"
-#include "optim/kernels.h"
+#include "numerics/ordered_sum.h"
+#include "optim/rule.h"
 
 using at::Tensor;
 
@@ -83,23 +83,29 @@ void seven_streams(benchmark::State& state) {
   count_bytes(state, 28);
 }
 
-void adam_step(benchmark::State& state) {
+/// The steps of a rule with the table's hyper-parameters; an undefined `param` is fp32 training.
+void run_steps(benchmark::State& state, const char* type, const std::vector<Tensor>& states, const Tensor& param) {
   const AdamBuffers& b = adam_buffers();
+  const deeptide::optim::Rule& rule = deeptide::optim::find_rule(type);
+  const deeptide::Hyperparameters defaults(type);
   int64_t t = 0;
-  for (auto step : state) {
-    deeptide::optim::adam_step({b.master, b.exp_avg, b.exp_avg_sq, b.gradient, Tensor()}, {}, ++t, 1.0);
-  }
-  count_bytes(state, 28);
+  for (auto step : state) rule.step({b.master, states, b.gradient, param}, defaults, {++t, 1.0});
+  const int64_t streams =
+      3 + 2 * static_cast<int64_t>(states.size());  // the master and each state are read and written
+  count_bytes(state, 4 * streams + (param.defined() ? 2 : 0));
 }
 
+void adam_step(benchmark::State& state) {
+  run_steps(state, "AdamW", {adam_buffers().exp_avg, adam_buffers().exp_avg_sq}, Tensor());
+}
+
+void lion_step(benchmark::State& state) { run_steps(state, "Lion", {adam_buffers().exp_avg}, Tensor()); }
+
+void adagrad_step(benchmark::State& state) { run_steps(state, "Adagrad", {adam_buffers().exp_avg_sq}, Tensor()); }
+
 void adam_step_bf16(benchmark::State& state) {
-  const AdamBuffers& b = adam_buffers();
   static const Tensor param = on_large_pages(kNumel, at::kBFloat16, 0);
-  int64_t t = 0;
-  for (auto step : state) {
-    deeptide::optim::adam_step({b.master, b.exp_avg, b.exp_avg_sq, b.gradient, param}, {}, ++t, 1.0);
-  }
-  count_bytes(state, 30);
+  run_steps(state, "AdamW", {adam_buffers().exp_avg, adam_buffers().exp_avg_sq}, param);
 }
 
 void torch_fused_adamw(benchmark::State& state) {
@@ -118,7 +124,7 @@ void ordered_sum(benchmark::State& state, at::ScalarType dtype) {
   const Tensor rows = on_large_pages(2 * kNumel, dtype, 0.5).view({2, kNumel});
   const Tensor accumulator = adam_buffers().master, squares = at::zeros({1}, at::kDouble);
   const auto by_rank = rows.unbind(0);
-  for (auto step : state) deeptide::gradients::ordered_sum(by_rank, 0.5, true, accumulator, squares);
+  for (auto step : state) deeptide::numerics::ordered_sum(by_rank, 0.5, true, accumulator, squares);
   count_bytes(state, 4 + 2 * static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
@@ -134,6 +140,8 @@ BENCHMARK(triad)->Unit(benchmark::kMillisecond);
 BENCHMARK(seven_streams)->Unit(benchmark::kMillisecond);
 BENCHMARK(adam_step)->Unit(benchmark::kMillisecond);
 BENCHMARK(adam_step_bf16)->Unit(benchmark::kMillisecond);
+BENCHMARK(lion_step)->Unit(benchmark::kMillisecond);
+BENCHMARK(adagrad_step)->Unit(benchmark::kMillisecond);
 BENCHMARK(torch_fused_adamw)->Unit(benchmark::kMillisecond);
 BENCHMARK(copy)->Unit(benchmark::kMillisecond);
 BENCHMARK_CAPTURE(ordered_sum, fp32, at::kFloat)->Unit(benchmark::kMillisecond);

@@ -5,8 +5,8 @@
 #include <torch/library.h>
 
 #include "device/parallel.h"
-#include "gradients/ordered_sum.h"
-#include "optim/kernels.h"
+#include "numerics/ordered_sum.h"
+#include "optim/rule.h"
 
 namespace {
 
@@ -14,13 +14,14 @@ using at::Tensor;
 
 /// The norm of a gradient that came as one row: a world of one, or a sum that the transport took.
 void squares(const Tensor& gradient, const Tensor& sum_of_squares) {
-  deeptide::gradients::ordered_squares({gradient}, sum_of_squares);
+  deeptide::numerics::ordered_squares({gradient}, sum_of_squares);
 }
 
 void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& gradient,
                const std::optional<Tensor>& param, int64_t step, double gradient_scale) {
-  deeptide::optim::adam_step({master, exp_avg, exp_avg_sq, gradient, param.value_or(Tensor())}, {}, step,
-                             gradient_scale);
+  static const deeptide::optim::Rule& adam = deeptide::optim::find_rule("AdamW");
+  static const deeptide::Hyperparameters defaults("AdamW");
+  adam.step({master, {exp_avg, exp_avg_sq}, gradient, param.value_or(Tensor())}, defaults, {step, gradient_scale});
 }
 
 /// Compiled once for each instruction set, chosen when the library is loaded.

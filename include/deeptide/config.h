@@ -11,6 +11,8 @@
 #include <variant>
 #include <vector>
 
+#include "deeptide/hyperparameters.h"
+
 namespace deeptide {
 
 // The table in src/config/table fills the fields of the sections below: their defaults, ranges and spellings stand
@@ -33,26 +35,9 @@ struct BatchSizes {
   int64_t accumulation = 1;
 };
 
-enum class OptimizerKind : uint8_t { none, adam, sgd };
-
-/// Hyper-parameters of one parameter group; Adam reads all but momentum's, SGD all but Adam's.
-struct Hyperparameters {
-  double lr = 1e-3;
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0.0;
-  bool decoupled_decay = true;  // AdamW; false: L2 added to the gradient
-  bool bias_correction = true;
-  double momentum = 0.0;
-  double dampening = 0.0;
-  bool nesterov = false;
-};
-
 struct OptimizerConfig {
-  OptimizerKind kind = OptimizerKind::none;  // none: the section is absent
-  std::string type;                          // as written: "AdamW"
-  Hyperparameters defaults;
+  std::string type;          // as written: "AdamW"; empty: the section is absent
+  Hyperparameters defaults;  // empty likewise
 };
 
 /// Parameters of the schedule "LRRangeTest".

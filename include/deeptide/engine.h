@@ -38,16 +38,16 @@ struct ModelDescription {
   std::vector<ModuleInfo> modules;  // pre-order
 };
 
-/// One optimizer group: names from ModelDescription::parameters and their hyper-parameters.
+/// One optimizer group: names from ModelDescription::parameters and their hyper-parameters, of the engine's optimizer.
 struct ParameterGroup {
   std::vector<std::string> parameters;
   Hyperparameters hyperparameters;
 };
 
 struct InitOptions {
-  std::optional<World> world;              // absent: init_distributed()
-  std::vector<ParameterGroup> groups;      // empty: one group of all trainable parameters
-  std::optional<OptimizerKind> optimizer;  // absent: the configuration's
+  std::optional<World> world;            // absent: init_distributed()
+  std::vector<ParameterGroup> groups;    // empty: one group of all trainable parameters
+  std::optional<std::string> optimizer;  // its type, "AdamW"; "": none; absent: the configuration's
 };
 
 /// What a call of Engine::step() did.
@@ -117,8 +117,10 @@ class DEEPTIDE_API Engine {
   const Config& config() const;
   at::Device device() const;
 
+  /// Optimizer groups; 0 without an optimizer.
   int64_t num_groups() const;
   Hyperparameters hyperparameters(int64_t group) const;
+  /// Errors: ValueError when the hyper-parameters are another optimizer's.
   void set_hyperparameters(int64_t group, const Hyperparameters& value);
   std::vector<std::string> group_parameters(int64_t group) const;
 
@@ -131,8 +133,8 @@ class DEEPTIDE_API Engine {
                                                   const LoadOptions& options = {});
   /// Collective. Returns whole parameters (compute type) and buffers by name, on this rank, on the CPU.
   std::vector<NamedTensor> module_state_dict();
-  /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "exp_avg",
-  /// "exp_avg_sq", "momentum", "gradient". Undefined if the parameter has none.
+  /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one of
+  /// the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);
   /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();

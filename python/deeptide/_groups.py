@@ -1,80 +1,73 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are optimized, by which kernel, with which hyper-parameters: from what the caller gave."""
+"""Which parameters are optimized, by which optimizer, with which hyper-parameters: from what the caller gave."""
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 
 from deeptide import _C
-from deeptide._C import ConfigError, Hyperparameters, OptimizerKind
+from deeptide._C import ConfigError, Hyperparameters
 
-# Each kind's keys in a torch param group, and how our hyper-parameters spell them.
-_KEYS = {
-    OptimizerKind.adam: {
-        "lr": "lr",
-        "eps": "eps",
-        "weight_decay": "weight_decay",
-        "bias_correction": "bias_correction",
-        "decoupled_weight_decay": "decoupled_decay",
-    },
-    OptimizerKind.sgd: {
-        "lr": "lr",
-        "momentum": "momentum",
-        "dampening": "dampening",
-        "weight_decay": "weight_decay",
-        "nesterov": "nesterov",
-    },
-}
-_FLAGS = ("bias_correction", "decoupled_weight_decay", "nesterov")
 # Keys that say how torch would compute, not what; ours replaces that. "initial_lr" is a torch scheduler's.
 _HARMLESS = {"params", "param_names", "name", "initial_lr", "foreach", "fused", "capturable"}
-_CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable")
-_CLASSES = {
-    torch.optim.Adam: OptimizerKind.adam,
-    torch.optim.AdamW: OptimizerKind.adam,
-    torch.optim.SGD: OptimizerKind.sgd,
-}
+_CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
 @dataclass
 class OptimizerPlan:
-    """The kernel, the live param groups, and for each group of the core: its index there and its parameters' names."""
+    """The optimizer, the live param groups, and per group of the core its index there and its parameters' names."""
 
-    kind: OptimizerKind
+    info: _C.OptimizerInfo
     param_groups: list
     names: list = field(default_factory=list)  # [(index in param_groups, [name, ...])]; empty groups are left out
-    override: OptimizerKind | None = None  # the kind when it is not the configuration's
+    override: str | None = None  # the optimizer's type when it is not the configuration's
 
     def core_groups(self, defaults):
         """The same for the core."""
         return [
-            _C.ParameterGroup(names, read_group(self.param_groups[index], self.kind, defaults))
+            _C.ParameterGroup(names, read_group(self.param_groups[index], self.info, defaults))
             for index, names in self.names
         ]
 
 
-def read_group(group, kind, defaults):
-    """A live group as Hyperparameters; what the group does not say is the default's."""
-    values = Hyperparameters(defaults)
-    for key, attribute in _KEYS[kind].items():
-        if key in group:
-            setattr(values, attribute, bool(group[key]) if key in _FLAGS else float(group[key]))
-    if kind == OptimizerKind.adam and "betas" in group:
-        values.beta1, values.beta2 = (float(beta) for beta in group["betas"])
+@functools.cache
+def _keys_of(name):
+    """{key of a torch param group: its numbers}, from the configuration's table; several numbers are a tuple there."""
+    keys = {}
+    for number in _C.find_optimizer(name).hyperparameters:
+        keys.setdefault(number.group_key, []).append(number)
+    return keys
+
+
+def _values_of(key, numbers, group):
+    """A group's value of `key`, one entry per number."""
+    values = group[key] if numbers[0].element >= 0 else (group[key],)
+    if len(values) != len(numbers):
+        raise ConfigError(f"optimizer group: {key}={group[key]!r}, expected {len(numbers)} numbers")
     return values
 
 
-def write_group(group, kind, values):
+def read_group(group, info, defaults):
+    """A live group as Hyperparameters; what the group does not say is the default's, if those are this optimizer's."""
+    same = defaults.optimizer is not None and defaults.optimizer.name == info.name
+    values = Hyperparameters(defaults) if same else Hyperparameters(info.name)
+    for key, numbers in _keys_of(info.name).items():
+        if key in group:
+            for number, value in zip(numbers, _values_of(key, numbers, group), strict=True):
+                values[number.name] = float(bool(value)) if number.flag else float(value)
+    return values
+
+
+def write_group(group, info, values):
     """The core's hyper-parameters into a live group; an lr that is a tensor stays that tensor."""
-    for key, attribute in _KEYS[kind].items():
-        value = getattr(values, attribute)
+    for key, numbers in _keys_of(info.name).items():
+        held = [bool(values[number.name]) if number.flag else values[number.name] for number in numbers]
         if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)
+            group[key].fill_(held[0])
         else:
-            group[key] = value
-    if kind == OptimizerKind.adam:
-        group["betas"] = (values.beta1, values.beta2)
+            group[key] = held[0] if numbers[0].element < 0 else tuple(held)
 
 
 def _plain_groups(parameters):
@@ -96,10 +89,8 @@ def _plain_groups(parameters):
     return groups
 
 
-def _check_keys(groups, kind):
-    known = {*_KEYS[kind], *_HARMLESS, *_CHANGES_THE_MATH}
-    if kind == OptimizerKind.adam:
-        known.add("betas")
+def _check_keys(groups, info):
+    known = {*_keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH}
     for number, group in enumerate(groups):
         for key in _CHANGES_THE_MATH:
             if group.get(key):
@@ -107,19 +98,33 @@ def _check_keys(groups, kind):
         for key in group:
             if key not in known:
                 raise ConfigError(
-                    f"optimizer group {number}: unknown key {key!r}; {kind.name} knows {', '.join(sorted(known))}"
+                    f"optimizer group {number}: unknown key {key!r}; {info.name} knows {', '.join(sorted(known))}"
                 )
 
 
-def _check_numbers(groups):
-    for number, group in enumerate(groups):
-        for key in ("lr", "eps", "weight_decay", "momentum"):
-            value = group.get(key)
-            if value is not None and not float(value) >= 0.0:
-                raise ConfigError(f"optimizer group {number}: {key}={value!r}, expected a number of at least 0")
-        for beta in group.get("betas", ()):
-            if not 0.0 <= float(beta) < 1.0:
-                raise ConfigError(f"optimizer group {number}: betas={group['betas']!r}, expected both in [0, 1)")
+def _fits(value, number):
+    above = number.lowest is None or float(value) >= number.lowest
+    if number.highest is None:
+        return above
+    return above and (float(value) < number.highest if number.highest_excluded else float(value) <= number.highest)
+
+
+def _range_text(numbers):
+    first = numbers[0]
+    if first.highest is None:
+        return f"a number of at least {first.lowest:g}"
+    interval = f"[{first.lowest:g}, {first.highest:g}{')' if first.highest_excluded else ']'}"
+    return f"both in {interval}" if len(numbers) == 2 else f"all in {interval}" if first.element >= 0 else interval
+
+
+def _check_numbers(groups, info):
+    for position, group in enumerate(groups):
+        for key, numbers in _keys_of(info.name).items():
+            if group.get(key) is None:
+                continue
+            values = _values_of(key, numbers, group)
+            if not all(_fits(value, number) for value, number in zip(values, numbers, strict=True)):
+                raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
 
 def _name_groups(groups, model_names):
@@ -151,25 +156,39 @@ def _name_groups(groups, model_names):
     return named
 
 
+def _info_of_instance(optimizer):
+    """The table's optimizer of the same name, for one of torch's own classes."""
+    taken = {}
+    for info in _C.optimizers():
+        taken.update({getattr(torch.optim, type): info for type in info.types if hasattr(torch.optim, type)})
+    if type(optimizer) in taken:
+        return taken[type(optimizer)]
+    names = [kind.__name__ for kind in taken]
+    raise ConfigError(
+        f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet; "
+        f'expected torch.optim.{", ".join(names[:-1])} or {names[-1]}, or the configuration\'s "optimizer" section'
+    )
+
+
+def _has_stepped(optimizer):
+    """Adagrad has its state from the start, at step 0."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
+
+
 def _plan_of_instance(optimizer, model_names):
-    kind = _CLASSES.get(type(optimizer))
-    if kind is None:
-        raise ConfigError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet; "
-            'expected torch.optim.Adam, AdamW or SGD, or the configuration\'s "optimizer" section'
-        )
-    if optimizer.state:
+    info = _info_of_instance(optimizer)
+    if _has_stepped(optimizer):
         raise ConfigError(
             "the optimizer has already stepped, and its moments would be lost; "
             "give a fresh one and load its state from a checkpoint"
         )
     groups = optimizer.param_groups
-    _check_keys(groups, kind)
-    _check_numbers(groups)
+    _check_keys(groups, info)
+    _check_numbers(groups, info)
     for group in groups:
-        if kind == OptimizerKind.adam:
+        if "decoupled_weight_decay" in _keys_of(info.name):
             group.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-    return OptimizerPlan(kind, groups, _name_groups(groups, model_names), override=kind)
+    return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
 
 
 def plan_optimizer(model, model_names, config, optimizer=None, model_parameters=None):
@@ -186,13 +205,13 @@ def plan_optimizer(model, model_names, config, optimizer=None, model_parameters=
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
             "or a function that makes one from parameters"
         )
-    kind = config.optimizer.kind
-    if kind == OptimizerKind.none:
+    info = config.optimizer.defaults.optimizer
+    if info is None:
         return None
     groups = model_parameters or [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    _check_keys(groups, kind)
-    _check_numbers(groups)
-    plan = OptimizerPlan(kind, groups, _name_groups(groups, model_names))
+    _check_keys(groups, info)
+    _check_numbers(groups, info)
+    plan = OptimizerPlan(info, groups, _name_groups(groups, model_names))
     for group in groups:
-        write_group(group, kind, read_group(group, kind, config.optimizer.defaults))
+        write_group(group, info, read_group(group, info, config.optimizer.defaults))
     return plan

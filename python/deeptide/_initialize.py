@@ -5,7 +5,7 @@
 import torch.distributed as dist
 
 from deeptide import _C
-from deeptide._C import ConfigError, OptimizerKind
+from deeptide._C import ConfigError
 from deeptide._groups import plan_optimizer
 from deeptide._model import check_model, describe, device_of, parameter_names
 from deeptide._world import find_world
@@ -50,7 +50,7 @@ def initialize(
     """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
 
     config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
-    optimizer: torch's Adam, AdamW or SGD, or a function of parameters; else the configuration's.
+    optimizer: torch's Adam, AdamW, SGD or Adagrad, or a function of parameters; else the configuration's.
     model_parameters: parameters or param groups; else all that require a gradient.
     training_data: a dataset; each rank gets its part. lr_scheduler: an instance or a function of the optimizer.
     world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
@@ -68,10 +68,10 @@ def initialize(
     loader = _loader(training_data, collate_fn, config, world)
     defaults = config.optimizer.defaults
     groups = plan.core_groups(defaults) if plan is not None else []
-    kind = plan.override if plan is not None else OptimizerKind.none
+    optimizer_type = plan.override if plan is not None else ""
     core = None
     try:
-        core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, kind))
+        core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, optimizer_type))
         ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deeptide import _checkpoint, schedule, utils
-from deeptide._C import ConfigError, OptimizerKind
+from deeptide._C import ConfigError
 from deeptide._log import say
 
 
@@ -72,37 +72,40 @@ class Engine:
 
         Returns a StepOutcome, true when the step was applied.
         """
-        if self.optimizer is not None:
-            self.optimizer.push(self._core)
-        at_boundary = self._core.is_gradient_accumulation_boundary()
-        self._outcome = self._core.step()
-        if at_boundary:
-            self._end_step(lr_kwargs)
+        self._step(self._core.step, lr_kwargs)
         return self._outcome
 
-    def _end_step(self, lr_kwargs):
-        self._norm = self._outcome.grad_norm
-        if self.optimizer is not None:
-            self.optimizer.pull(self._core)
-        if self._outcome.applied:
+    def _step(self, take, lr_kwargs):
+        """Ends a micro-batch by `take()`; False when that returns None, since all ranks have joined."""
+        at_boundary = self._core.is_gradient_accumulation_boundary()
+        with self._synced():
+            outcome = take()
+        if outcome is None:
+            return False
+        self._outcome = outcome
+        if at_boundary:
+            self._norm = outcome.grad_norm
+        if outcome.applied:
             schedule.advance(self.lr_scheduler, lr_kwargs)
+        return True
+
+    def _synced(self):
+        """Inside, the core has the hyper-parameters of the live groups; afterwards the groups have the core's."""
+        return contextlib.nullcontext() if self.optimizer is None else self.optimizer.synced(self._core)
 
     def zero_grad(self, set_to_none=True):
-        """Drops the gradients accumulated so far. Collective."""
+        """Drops the gradients accumulated so far. Collective. Each parameter's .grad is None before and after."""
+        if not set_to_none:
+            raise ConfigError(
+                "zero_grad(set_to_none=False): the engine holds gradients in buckets and leaves .grad None; "
+                "leave the argument out"
+            )
         self._core.zero_grad()
 
     def join(self):
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
-        while True:
-            if self.optimizer is not None:
-                self.optimizer.push(self._core)
-            at_boundary = self._core.is_gradient_accumulation_boundary()
-            outcome = self._core.join_step()
-            if outcome is None:
-                return
-            self._outcome = outcome
-            if at_boundary:
-                self._end_step(None)
+        while self._step(self._core.join_step, None):
+            pass
 
     def train(self, mode=True):
         """The model's train(); returns the engine."""
@@ -232,14 +235,17 @@ class Engine:
 
     def get_lr(self):
         """Each group's learning rate."""
-        return [self._core.hyperparameters(group).lr for group in range(self._core.num_groups())]
+        return [values["lr"] for values in self._hyperparameters()]
 
     def get_mom(self):
-        """Each group's momentum, or its two betas."""
-        groups = [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
-        if self.optimizer is not None and self.optimizer.kind == OptimizerKind.sgd:
-            return [group.momentum for group in groups]
-        return [(group.beta1, group.beta2) for group in groups]
+        """Each group's two betas, or its momentum; 0 for an optimizer with neither."""
+        return [
+            (values["beta1"], values["beta2"]) if "beta1" in values else values.get("momentum", 0.0)
+            for values in self._hyperparameters()
+        ]
+
+    def _hyperparameters(self):
+        return [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
 
     def get_global_grad_norm(self):
         """The last step's gradient norm before clipping; None before the first."""
@@ -265,10 +271,9 @@ class Engine:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
         if exclude_frozen_parameters:
             raise ConfigError("save_checkpoint: exclude_frozen_parameters is not supported yet; leave it out")
-        if self.optimizer is not None:
-            self.optimizer.push(self._core)
         text = _checkpoint.pack_client_state(client_state, self)
-        return self._core.save_checkpoint(os.fspath(save_dir), "" if tag is None else str(tag), text, save_latest)
+        with self._synced():
+            return self._core.save_checkpoint(os.fspath(save_dir), "" if tag is None else str(tag), text, save_latest)
 
     def load_checkpoint(
         self,
@@ -285,18 +290,17 @@ class Engine:
             raise ConfigError(f"load_checkpoint: load_dir is {load_dir!r}, expected a directory")
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not supported yet; leave it out")
-        loaded = self._core.load_checkpoint(
-            os.fspath(load_dir),
-            "" if tag is None else str(tag),
-            strict=load_module_strict,
-            optimizer_states=load_optimizer_states,
-            lr_scheduler_states=load_lr_scheduler_states,
-            module_only=load_module_only,
-        )
+        with self._synced():
+            loaded = self._core.load_checkpoint(
+                os.fspath(load_dir),
+                "" if tag is None else str(tag),
+                strict=load_module_strict,
+                optimizer_states=load_optimizer_states,
+                lr_scheduler_states=load_lr_scheduler_states,
+                module_only=load_module_only,
+            )
         if loaded is None:
             return None, None
-        if self.optimizer is not None:
-            self.optimizer.pull(self._core)
         path, text = loaded
         return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
 

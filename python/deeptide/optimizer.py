@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer that `initialize` returns: torch's interface over the engine's own kernels."""
 
+import contextlib
 import weakref
 
 import torch
@@ -20,35 +21,34 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": group["params"]} for group in plan.param_groups], {})
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
-        self.kind = plan.kind
+        self.info = plan.info
         self._defaults = _C.Hyperparameters(defaults)
         self._core_groups = [index for index, _ in plan.names]
         self._pushed = [None] * len(self._core_groups)
         self._engine = None
-        self.pull(core)
+        self._pull(core)
 
     def attach(self, engine):
         """The engine whose step() this steps. Weakly: deleting the engine must free it."""
         self._engine = weakref.ref(engine)
 
-    def _values(self, index):
-        values = read_group(self.param_groups[index], self.kind, self._defaults)
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_decay", "bias_correction")
-        return values, tuple(getattr(values, name) for name in (*names, "momentum", "dampening", "nesterov"))
-
-    def push(self, core):
-        """Hands changed hyper-parameters to the core."""
+    @contextlib.contextmanager
+    def synced(self, core):
+        """Inside, the core has what the groups say; afterwards they have what its schedule or a checkpoint set."""
         for number, index in enumerate(self._core_groups):
-            values, key = self._values(index)
-            if key != self._pushed[number]:
+            values = read_group(self.param_groups[index], self.info, self._defaults)
+            if values != self._pushed[number]:
                 core.set_hyperparameters(number, values)
-                self._pushed[number] = key
+                self._pushed[number] = values
+        yield
+        self._pull(core)
 
-    def pull(self, core):
-        """Takes the core's hyper-parameters, e.g. after its schedule has moved or a checkpoint was loaded."""
+    def _pull(self, core):
         for number, index in enumerate(self._core_groups):
-            write_group(self.param_groups[index], self.kind, core.hyperparameters(number))
-            self._pushed[number] = self._values(index)[1]
+            values = core.hyperparameters(number)
+            if values != self._pushed[number]:
+                write_group(self.param_groups[index], self.info, values)
+                self._pushed[number] = read_group(self.param_groups[index], self.info, self._defaults)
 
     def _live_engine(self):
         engine = self._engine() if self._engine is not None else None
@@ -64,7 +64,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         """engine.zero_grad()."""
-        self._live_engine().zero_grad()
+        self._live_engine().zero_grad(set_to_none)
 
     def add_param_group(self, param_group):
         """Only while the optimizer is made."""

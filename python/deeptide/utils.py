@@ -6,6 +6,7 @@ import weakref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.data import RepeatingLoader
 
@@ -15,10 +16,8 @@ __all__ = ["RepeatingLoader", "safe_get_full_fp32_param", "safe_get_full_grad", 
 _owners = WeakIdKeyDictionary()
 _ROLES = {
     "fp32": "master",
-    "exp_avg": "exp_avg",
-    "exp_avg_sq": "exp_avg_sq",
-    "momentum_buffer": "momentum",
-    "momentum": "momentum",
+    **{role: role for info in _C.optimizers() for role in info.state_roles()},
+    "momentum_buffer": "momentum",  # torch's name for it
 }
 
 
@@ -48,7 +47,7 @@ def safe_get_full_grad(param):
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    """A whole optimizer state: "exp_avg", "exp_avg_sq" or "momentum_buffer"; None when there is none. Collective."""
+    """A whole optimizer state, such as "exp_avg" or "momentum_buffer"; None when there is none. Collective."""
     if optim_state_key not in _ROLES:
         raise ConfigError(f"optimizer state: got {optim_state_key!r}, expected one of {', '.join(_ROLES)}")
     return _full_state(param, _ROLES[optim_state_key])

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Config and its sections, read-only in Python except for hyper-parameters.
+// Config and its sections, read-only in Python.
 #include "bindings.h"
 #include "config/elasticity.h"
 #include "config/table/schema.h"
@@ -37,26 +37,6 @@ void bind_enums(py::module_& module) {
       .value("fp32", DataType::fp32)
       .value("fp16", DataType::fp16)
       .value("bf16", DataType::bf16);
-  py::enum_<OptimizerKind>(module, "OptimizerKind")
-      .value("none", OptimizerKind::none)
-      .value("adam", OptimizerKind::adam)
-      .value("sgd", OptimizerKind::sgd);
-}
-
-void bind_hyperparameters(py::module_& module) {
-  py::class_<Hyperparameters>(module, "Hyperparameters")
-      .def(py::init<>())
-      .def(py::init<const Hyperparameters&>())
-      .def_readwrite("lr", &Hyperparameters::lr)
-      .def_readwrite("beta1", &Hyperparameters::beta1)
-      .def_readwrite("beta2", &Hyperparameters::beta2)
-      .def_readwrite("eps", &Hyperparameters::eps)
-      .def_readwrite("weight_decay", &Hyperparameters::weight_decay)
-      .def_readwrite("decoupled_decay", &Hyperparameters::decoupled_decay)
-      .def_readwrite("bias_correction", &Hyperparameters::bias_correction)
-      .def_readwrite("momentum", &Hyperparameters::momentum)
-      .def_readwrite("dampening", &Hyperparameters::dampening)
-      .def_readwrite("nesterov", &Hyperparameters::nesterov);
 }
 
 void bind_sections(py::module_& module) {
@@ -65,7 +45,6 @@ void bind_sections(py::module_& module) {
       .def_readonly("micro", &BatchSizes::micro)
       .def_readonly("accumulation", &BatchSizes::accumulation);
   py::class_<OptimizerConfig>(module, "OptimizerConfig")
-      .def_readonly("kind", &OptimizerConfig::kind)
       .def_readonly("type", &OptimizerConfig::type)
       .def_readonly("defaults", &OptimizerConfig::defaults);
   py::class_<Scheduler>(module, "SchedulerConfig")
@@ -94,7 +73,6 @@ py::tuple elastic_batch(const Config& config, int64_t world_size) {
 
 void bind_config(py::module_& module) {
   bind_enums(module);
-  bind_hyperparameters(module);
   bind_sections(module);
   module.def("elastic_batch", &elastic_batch, py::arg("config"), py::arg("world_size"));
   py::class_<Config>(module, "Config", "A parsed and validated ds_config.json.")

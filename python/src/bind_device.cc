@@ -3,9 +3,9 @@
 // What the CPU allocator holds, for those who weigh a process; and what the kernels run on.
 #include "bindings.h"
 #include "deeptide/allocator.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 #include "ops/kernels.h"
-#include "optim/kernels.h"
+#include "optim/rule.h"
 
 namespace deeptide::python {
 
@@ -14,7 +14,7 @@ namespace {
 py::dict kernel_targets() {
   py::dict targets;
   targets["optimizer"] = optim::kernel_target();
-  targets["gradient sums"] = gradients::kernel_target();
+  targets["gradient sums"] = numerics::kernel_target();
   targets["operators"] = ops::kernel_target();
   return targets;
 }

@@ -89,9 +89,9 @@ void bind_model(py::module_& module) {
       .def_readonly("hyperparameters", &ParameterGroup::hyperparameters);
   py::class_<InitOptions, std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>>(module, "InitOptions")
       .def(py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
-                       std::optional<OptimizerKind> optimizer) {
+                       std::optional<std::string> optimizer) {
              return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(
-                 new InitOptions{std::move(world), std::move(groups), optimizer});
+                 new InitOptions{std::move(world), std::move(groups), std::move(optimizer)});
            }),
            py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
            py::arg("optimizer") = std::nullopt);

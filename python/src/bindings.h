@@ -22,6 +22,7 @@ void bind_world(py::module_& module);
 void bind_data(py::module_& module);
 void bind_bench(py::module_& module);
 void bind_device(py::module_& module);
+void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
 

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   // torch registers the types of tensors, devices and stores that our signatures name.
   py::module_::import("torch");
   deeptide::python::bind_errors(module);
+  deeptide::python::bind_optimizer(module);
   deeptide::python::bind_config(module);
   deeptide::python::bind_world(module);
   deeptide::python::bind_bench(module);

@@ -14,6 +14,7 @@
 #include "config/check/rules.h"
 #include "config/check/validate.h"
 #include "config/elasticity.h"
+#include "config/optimizer_table.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {
@@ -21,43 +22,13 @@ namespace {
 
 using config::Values;
 
-const std::string kOptimizerParams = "optimizer.params.";
-
-void fill_adam(const Values& values, OptimizerConfig& optimizer) {
-  const std::vector<JsonValue>& betas = values.value(kOptimizerParams + "betas").items;
-  optimizer.kind = OptimizerKind::adam;
-  optimizer.defaults.beta1 = betas[0].number;
-  optimizer.defaults.beta2 = betas[1].number;
-  optimizer.defaults.eps = values.number(kOptimizerParams + "eps");
-  optimizer.defaults.bias_correction = values.flag(kOptimizerParams + "bias_correction");
-  optimizer.defaults.decoupled_decay = values.flag(kOptimizerParams + "adam_w_mode");
-}
-
-void fill_sgd(const Values& values, OptimizerConfig& optimizer) {
-  optimizer.kind = OptimizerKind::sgd;
-  optimizer.defaults.decoupled_decay = false;
-  optimizer.defaults.momentum = values.number(kOptimizerParams + "momentum");
-  optimizer.defaults.dampening = values.number(kOptimizerParams + "dampening");
-  optimizer.defaults.nesterov = values.flag(kOptimizerParams + "nesterov");
-}
-
-// The optimizer's section stays filled by hand: its fields are shared by types whose keys differ.
-void fill_optimizer(const Values& values, OptimizerConfig& optimizer) {
-  const std::string type = values.word("optimizer.type");
-  if (type.empty()) return;
-  optimizer.type = values.value("optimizer.type").string;
-  optimizer.defaults.lr = values.number(kOptimizerParams + "lr");
-  optimizer.defaults.weight_decay = values.number(kOptimizerParams + "weight_decay");
-  type == "SGD" ? fill_sgd(values, optimizer) : fill_adam(values, optimizer);
-}
-
 // Every key that is bound fills its field; a section that is off fills its fields as well.
 void fill(const Values& values, Config::Sections& sections) {
   for (const auto& [path, entry] : values.entries()) {
     const config::Key& key = *entry.key;
     if (key.binding) key.binding->fill(key, values.value(path), sections);
   }
-  fill_optimizer(values, std::get<OptimizerConfig>(sections));
+  std::get<OptimizerConfig>(sections) = config::optimizer_config(values);
   auto& elasticity = std::get<ElasticityConfig>(sections);
   elasticity.sizes_given =
       values.given("elasticity.max_train_batch_size") && values.given("elasticity.micro_batch_sizes");

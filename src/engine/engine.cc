@@ -35,10 +35,12 @@ const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
-int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->groups.size()); }
+int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->progress.hyperparameters.size()); }
 Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->progress.hyperparameters.at(group); }
 void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {
-  impl_->progress.hyperparameters.at(group) = value;
+  Hyperparameters& own = impl_->progress.hyperparameters.at(group);
+  check_optimizer(value, own.optimizer());
+  own = value;
 }
 
 std::vector<std::string> Engine::group_parameters(int64_t group) const {

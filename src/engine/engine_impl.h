@@ -17,6 +17,7 @@
 #include "engine/stepper.h"
 #include "gradients/hooks.h"
 #include "gradients/reducer.h"
+#include "optim/rule.h"
 #include "sharding/residency.h"
 #include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
@@ -25,6 +26,8 @@ namespace deeptide {
 
 /// The data type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
+/// Errors: ValueError when `hyper` is not of `optimizer`.
+void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer);
 
 /// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
 /// they are methods here: one file each.
@@ -49,7 +52,7 @@ struct Engine::Impl {
   engine::Channels channels;
   engine::InitFailureNotice notice;
   const BatchSizes batch;
-  const OptimizerKind optimizer_kind;
+  const optim::Rule* const rule;  // null: no optimizer
   zero::StagePolicy policy;
   engine::BoundModel model;
   std::unique_ptr<sharding::Residency> residency;

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -59,8 +60,33 @@ void add_buffers(const engine::BoundModel& model, const Coordinates& coordinates
   }
 }
 
-/// What this load leaves out on purpose: buffers as other ranks saved them, and moments if they are not wanted.
-std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::vector<Piece>& wanted) {
+/// Roles of the rule that the engine's groups do not need, such as the momentum of an SGD without one.
+std::set<std::string> unkept_roles(const zero::ShardedOptimizer* optimizer) {
+  std::set<std::string> roles;
+  if (!optimizer) return roles;
+  for (size_t role = 0; role < optimizer->rule().roles().size(); ++role) {
+    if (!optimizer->keeps(role)) roles.insert(optimizer->rule().roles()[role].name);
+  }
+  return roles;
+}
+
+/// Takes out of `wanted` the states that this engine keeps but the groups saved did not: they start anew, as zeros.
+std::set<std::string> take_fresh_roles(const checkpoint::Reader& reader, const optim::Rule& rule,
+                                       const std::vector<Hyperparameters>& saved, std::vector<Piece>& wanted) {
+  std::set<std::string> fresh;
+  for (size_t role = 0; role < rule.roles().size() && !saved.empty(); ++role) {
+    const auto keeps = [&](const Hyperparameters& hyper) { return rule.keeps(role, hyper); };
+    if (std::none_of(saved.begin(), saved.end(), keeps)) fresh.insert(rule.roles()[role].name);
+  }
+  for (const Piece& piece : reader.table()) fresh.erase(piece.role.moment_name());
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role.moment_name()); });
+  return fresh;
+}
+
+/// What this load leaves out on purpose: buffers as other ranks saved them, moments if they are not wanted, and moments
+/// that this engine does not keep.
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
+                                   const std::vector<Piece>& wanted) {
   std::set<std::string> buffers;
   for (const Piece& piece : wanted) {
     if (piece.role.is_buffer()) buffers.insert(piece.name);
@@ -68,7 +94,8 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   std::set<TensorId> ignored;
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
-    if (of_another_rank || (piece.role.is_moment() && !moments)) ignored.insert({piece.name, piece.role});
+    const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(piece.role.moment_name()));
+    if (of_another_rank || unkept_moment) ignored.insert({piece.name, piece.role});
   }
   return ignored;
 }
@@ -113,22 +140,26 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::vector<Tensor> staged;
   Progress saved;
   engine::Generators generators;
+  std::set<std::string> fresh;
   boundary->together("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json));
+    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress.hyperparameters);
     generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
+    const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
+    if (moments && differences.empty()) optimizer->keep_states(saved.hyperparameters);
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
+    if (moments && differences.empty()) fresh = take_fresh_roles(*reader, *rule, saved.hyperparameters, wanted);
     translate_roles(*reader, wanted);
     add_buffers(model, coordinates, *reader, wanted, staged);
-    auto lines = reader->check(wanted, options.strict, ignored_tensors(*reader, moments, wanted));
-    if (moments) {
-      for (auto& line : engine::mismatches(saved, progress)) lines.push_back(std::move(line));
-    }
+    const auto ignored = ignored_tensors(*reader, moments, unkept_roles(optimizer.get()), wanted);
+    auto lines = reader->check(wanted, options.strict, ignored);
+    lines.insert(lines.end(), differences.begin(), differences.end());
     if (lines.empty()) return;
     throw CheckpointError("checkpoint " + directory + "/" + tag +
                           " does not fit the model (nothing was changed):" + joined(lines, 20));
   });
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
+  if (!fresh.empty()) optimizer->zero_states(fresh);
   for (size_t i = 0; i < staged.size(); ++i) {
     Tensor buffer = model.buffers()[i].tensor;
     buffer.copy_(staged[i].view(buffer.sizes()));

@@ -35,32 +35,28 @@ Tensor from_hex(const std::string& text) {
   return bytes;
 }
 
-json hyper_to_json(const Hyperparameters& h) {
-  return {{"lr", h.lr},
-          {"beta1", h.beta1},
-          {"beta2", h.beta2},
-          {"eps", h.eps},
-          {"weight_decay", h.weight_decay},
-          {"decoupled_decay", h.decoupled_decay},
-          {"bias_correction", h.bias_correction},
-          {"momentum", h.momentum},
-          {"dampening", h.dampening},
-          {"nesterov", h.nesterov}};
+json hyper_to_json(const Hyperparameters& hyper) {
+  json saved = json::object();
+  for (const HyperparameterInfo& info : hyper.optimizer()->hyperparameters) {
+    const double value = hyper.get(info.name);
+    saved[info.name] = info.flag ? json(value != 0.0) : json(value);
+  }
+  return saved;
 }
 
-Hyperparameters hyper_from_json(const json& j) {
-  Hyperparameters h;
-  h.lr = j.at("lr");
-  h.beta1 = j.at("beta1");
-  h.beta2 = j.at("beta2");
-  h.eps = j.at("eps");
-  h.weight_decay = j.at("weight_decay");
-  h.decoupled_decay = j.at("decoupled_decay");
-  h.bias_correction = j.at("bias_correction");
-  h.momentum = j.at("momentum");
-  h.dampening = j.at("dampening");
-  h.nesterov = j.at("nesterov");
-  return h;
+/// The name that checkpoints had for a hyper-parameter before it was torch's.
+const char* former_name(const std::string& name) {
+  return name == "decoupled_weight_decay" ? "decoupled_decay" : name.c_str();
+}
+
+Hyperparameters hyper_from_json(const json& saved, Hyperparameters hyper) {
+  if (!hyper.optimizer()) return hyper;
+  for (const HyperparameterInfo& info : hyper.optimizer()->hyperparameters) {
+    const auto found = saved.contains(info.name) ? saved.find(info.name) : saved.find(former_name(info.name));
+    if (found == saved.end()) continue;
+    hyper.set(info.name, info.flag ? static_cast<double>(found->get<bool>()) : found->get<double>());
+  }
+  return hyper;
 }
 
 /// A counter: its name in a checkpoint, and its field.
@@ -80,14 +76,18 @@ constexpr Counter kCounters[] = {{"global_steps", &Progress::global_steps},
 json to_json(const Progress& progress) {
   json state = json::object();
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
+  state["groups"] = json::array();
   for (const Hyperparameters& group : progress.hyperparameters) state["groups"].push_back(hyper_to_json(group));
   return state;
 }
 
-Progress progress_from_json(const json& state) {
+Progress progress_from_json(const json& state, const std::vector<Hyperparameters>& own) {
   Progress progress;
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
-  for (const json& group : state.at("groups")) progress.hyperparameters.push_back(hyper_from_json(group));
+  for (const json& group : state.at("groups")) {
+    const size_t i = progress.hyperparameters.size();
+    progress.hyperparameters.push_back(hyper_from_json(group, i < own.size() ? own[i] : Hyperparameters()));
+  }
   return progress;
 }
 

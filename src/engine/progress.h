@@ -21,12 +21,13 @@ struct Progress {
   int64_t micro_steps = 0;
   int64_t optimizer_steps = 0;                   // applied
   int64_t schedule_iteration = -1;               // -1: before the first step
-  std::vector<Hyperparameters> hyperparameters;  // live, by parameter group
+  std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer
 };
 
 nlohmann::json to_json(const Progress& progress);
+/// `own`: this engine's groups. A hyper-parameter that the checkpoint lacks keeps its value from there.
 /// Errors: nlohmann::json::exception naming a field that is missing or has another type.
-Progress progress_from_json(const nlohmann::json& state);
+Progress progress_from_json(const nlohmann::json& state, const std::vector<Hyperparameters>& own);
 
 /// Lists where a checkpoint and this engine disagree, one line each: such values would be lost silently. Empty: none.
 std::vector<std::string> mismatches(const Progress& saved, const Progress& own);

@@ -24,7 +24,12 @@ std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& o
   return {ParameterGroup{{}, config.optimizer().defaults}};
 }
 
-engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, OptimizerKind optimizer) {
+const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
+  const std::string type = options.optimizer.value_or(config.optimizer().type);
+  return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, bool trains) {
   engine::BindOptions options;
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -34,7 +39,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   options.max_unit_numel = std::min(config.zero().reduce_bucket_size, config.zero().allgather_bucket_size);
   if (config.runtime().unit_size > 0)
     options.max_unit_numel = std::min(options.max_unit_numel, config.runtime().unit_size);
-  if (optimizer != OptimizerKind::none) options.trained_by = config.origin();
+  if (trains) options.trained_by = config.origin();
   return options;
 }
 
@@ -88,15 +93,21 @@ at::ScalarType reduce_type(const Config& config) {
   return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
 }
 
+void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer) {
+  const auto name = [](const OptimizerInfo* info) { return info ? info->name : "no optimizer"; };
+  TORCH_CHECK_VALUE(hyper.optimizer() == optimizer, "hyper-parameters of a group: got ", name(hyper.optimizer()),
+                    "'s, expected ", name(optimizer), "'s as the engine's optimizer is");
+}
+
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
       ledger(std::make_shared<device::Ledger>()),
       channels(options.world, config),
       notice(channels.board()),
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
-      optimizer_kind(options.optimizer.value_or(config.optimizer().kind)),
+      rule(rule_of(config, options)),
       policy(zero::kStages.at(config.zero().stage)),
-      model(description, options.groups, bind_options(config, policy, optimizer_kind), *channels.host(),
+      model(description, options.groups, bind_options(config, policy, rule != nullptr), *channels.host(),
             channels.gathers(), ledger),
       groups(groups_of(config, options)) {
   if (model.arena()) policy = zero::on_one_host(policy);
@@ -104,8 +115,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), residency_limits(config, model));
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
-  for (const ParameterGroup& group : groups) progress.hyperparameters.push_back(group.hyperparameters);
-  if (optimizer_kind != OptimizerKind::none) make_trainer();
+  if (rule) make_trainer();
   const engine::StepperParts parts{config, batch,      policy,        channels,        *boundary,
                                    model,  *residency, reducer.get(), optimizer.get(), progress};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
@@ -123,6 +133,10 @@ Engine::Impl::~Impl() {
 }
 
 void Engine::Impl::make_trainer() {
+  for (const ParameterGroup& group : groups) {
+    check_optimizer(group.hyperparameters, &rule->info());
+    progress.hyperparameters.push_back(group.hyperparameters);
+  }
   const auto trainable = model.trainable();
   const bool on_cpu = model.device().is_cpu();
   auto how = reducer_options(config, batch, channels.data(), policy);
@@ -133,8 +147,8 @@ void Engine::Impl::make_trainer() {
   auto& reductions = channels.reductions();
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
-  optimizer =
-      std::make_unique<zero::ShardedOptimizer>(trainable, optimizer_kind, policy, ledger, reductions, model.device());
+  optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
+                                                       reductions, model.device());
   install_hooks();
 }
 

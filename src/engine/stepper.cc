@@ -19,6 +19,16 @@ using comm::Call;
 using comm::Close;
 using comm::Verdict;
 
+namespace {
+
+/// An optimizer's betas or its momentum; 0 when it has neither.
+std::string momentum_text(const Hyperparameters& h) {
+  if (h.has("beta1")) return fmt::format("({:.6g}, {:.6g})", h.get("beta1"), h.get("beta2"));
+  return fmt::format("{:.6g}", h.has("momentum") ? h.get("momentum") : 0.0);
+}
+
+}  // namespace
+
 Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
     : parts_(parts), schedule_(std::move(schedule)), base_hyperparameters_(parts.progress.hyperparameters) {
   Progress& progress = parts_.progress;
@@ -115,7 +125,7 @@ std::vector<Verdict> Stepper::judge() {
 StepOutcome Stepper::accumulating() const {
   StepOutcome outcome;
   outcome.step = parts_.progress.global_steps;
-  outcome.lr = parts_.progress.hyperparameters.front().lr;
+  outcome.lr = parts_.progress.hyperparameters.front().lr();
   outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
   const int64_t count = parts_.batch.accumulation;
   outcome.reason =
@@ -129,7 +139,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
-  outcome.lr = progress.hyperparameters.front().lr;
+  outcome.lr = progress.hyperparameters.front().lr();
   outcome.grad_norm = outcome.clipped_norm = std::sqrt(total);
   if (!std::isfinite(total)) {
     skip(outcome, verdicts);
@@ -195,10 +205,8 @@ void Stepper::print(const StepOutcome& outcome) const {
   std::string rates, momenta;
   for (const Hyperparameters& h : progress.hyperparameters) {
     const char* separator = rates.empty() ? "" : ", ";
-    rates += fmt::format("{}{:.6g}", separator, h.lr);
-    momenta += parts_.optimizer->kind() == OptimizerKind::adam
-                   ? fmt::format("{}({:.6g}, {:.6g})", separator, h.beta1, h.beta2)
-                   : fmt::format("{}{:.6g}", separator, h.momentum);
+    rates += fmt::format("{}{:.6g}", separator, h.lr());
+    momenta += separator + momentum_text(h);
   }
   log(LogLevel::info, fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", progress.global_steps,
                                   progress.skipped_steps, rates, momenta, outcome.grad_norm,

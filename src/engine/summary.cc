@@ -58,7 +58,6 @@ std::string Engine::Impl::summary() const {
   }
   std::string parameter_types;
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
-  const char* kinds[] = {"no optimizer", "Adam", "SGD"};
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
   if (num_ranks > 1)
@@ -68,7 +67,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
-                      batch.micro, batch.accumulation, num_ranks, kinds[static_cast<int>(optimizer_kind)],
+                      batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),

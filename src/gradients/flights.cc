@@ -13,12 +13,13 @@
 
 #include "comm/blocking.h"
 #include "device/parallel.h"
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 
 namespace deeptide::gradients {
 
 using at::Tensor;
 using device::Role;
+using numerics::Contributions;
 using sharding::Parameter;
 using sharding::Unit;
 using std::chrono::milliseconds;
@@ -150,7 +151,7 @@ void Flights::sum(Flight& flight) {
 void Flights::keep(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
-  ordered_squares(rows, sums_of_squares_.narrow(0, unit, 1));
+  numerics::ordered_squares(rows, sums_of_squares_.narrow(0, unit, 1));
   accumulated_[unit] = true;
   look_for_bad(unit, rows, {});
   if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));
@@ -170,7 +171,7 @@ void Flights::add(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
   const Tensor total = accumulator(unit);
-  ordered_sum(rows.rows, rows.scale, !accumulated_[unit], total, sums_of_squares_.narrow(0, unit, 1));
+  numerics::ordered_sum(rows.rows, rows.scale, !accumulated_[unit], total, sums_of_squares_.narrow(0, unit, 1));
   accumulated_[unit] = true;
   look_for_bad(unit, rows, total);
   give_back(flight);
@@ -226,7 +227,7 @@ void Flights::reclaim() {
 void Flights::look_for_bad(int unit, const Contributions& contributions, const Tensor& sum) {
   if (bad_ || std::isfinite(sums_of_squares_[unit].item<double>())) return;
   const Unit& u = *units_[unit];
-  const auto found = find_non_finite(contributions.rows, sum.defined() ? sum : contributions.sum());
+  const auto found = numerics::find_non_finite(contributions.rows, sum.defined() ? sum : contributions.sum());
   if (!found) return;
   const int64_t element = u.shard_begin() + found->index;
   bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = options_.ordered ? found->rank : -1};

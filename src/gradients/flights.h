@@ -16,8 +16,8 @@
 
 #include "comm/group.h"
 #include "device/memory.h"
-#include "gradients/ordered_sum.h"
 #include "host/exchange.h"
+#include "numerics/ordered_sum.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {
@@ -66,7 +66,7 @@ class Flights {
   void reclaim();
 
   // Valid after `drain`.
-  Contributions gradient(int unit);
+  numerics::Contributions gradient(int unit);
   double sum_of_squares() const;
   const std::optional<BadGradient>& bad() const { return bad_; }
   bool has_accumulated() const;
@@ -94,9 +94,9 @@ class Flights {
   void accumulate_kept();
   void add(Flight& flight);
   at::Tensor& accumulator(int unit);
-  Contributions contributions(const Flight& flight) const;
+  numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
-  void look_for_bad(int unit, const Contributions& contributions, const at::Tensor& sum);
+  void look_for_bad(int unit, const numerics::Contributions& contributions, const at::Tensor& sum);
   comm::Site site(int unit) const;
   void run_side_thread();
 

@@ -38,7 +38,7 @@ class Reducer {
 
   bool has_gradient() const { return flights_->has_accumulated(); }
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
-  Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
   /// Whether received rows stay unsummed until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.

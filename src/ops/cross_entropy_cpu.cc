@@ -18,7 +18,7 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
-#include "ops/vector.inl"
+#include "numerics/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_OPS_CROSS_ENTROPY_CPU_ONCE
 #define DEEPTIDE_OPS_CROSS_ENTROPY_CPU_ONCE
@@ -36,6 +36,9 @@ struct RowTerms {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {
+using namespace numerics::HWY_NAMESPACE;
+
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 struct RowSummary {
   float max;
@@ -46,24 +49,14 @@ struct RowSummary {
 template <typename T>
 RowSummary summarize(const T* row, size_t count) {
   const D d;
-  const V lowest = hn::Set(d, -std::numeric_limits<float>::infinity());
-  V max = lowest, sum = hn::Zero(d);
+  V max = hn::Set(d, kLowest), sum = hn::Zero(d);
   auto nan = hn::IsNaN(sum);
-  const auto take = [&](V x) {
+  each_vector(0, count, [&](auto part, size_t i) {
+    const V x = part.get(row + i, kLowest);
     max = hn::Max(max, x);
     nan = hn::Or(nan, hn::IsNaN(x));
-  };
-  for_vectors(
-      count,
-      [&](size_t i) {
-        const V x = load(row + i);
-        take(x);
-        sum = hn::Add(sum, x);
-      },
-      [&](size_t i, size_t rest) {
-        take(load_part(row + i, rest, -std::numeric_limits<float>::infinity()));
-        sum = hn::Add(sum, load_part(row + i, rest, 0.0f));
-      });
+    sum = hn::Add(sum, part.keep(x));
+  });
   return {hn::GetLane(hn::MaxOfLanes(d, max)), hn::GetLane(hn::SumOfLanes(d, sum)), !hn::AllFalse(d, nan)};
 }
 
@@ -72,19 +65,11 @@ template <typename T>
 float exponentials_block(const T* row, V max, float* powers, size_t count) {
   const D d;
   V sum = hn::Zero(d);
-  for_vectors(
-      count,
-      [&](size_t i) {
-        const V power = hn::Exp(d, hn::Sub(load(row + i), max));
-        sum = hn::Add(sum, power);
-        if (powers != nullptr) store(power, powers + i);
-      },
-      [&](size_t i, size_t rest) {
-        const V x = load_part(row + i, rest, -std::numeric_limits<float>::infinity());
-        const V power = hn::Exp(d, hn::Sub(x, max));
-        sum = hn::Add(sum, power);
-        if (powers != nullptr) store_part(power, powers + i, rest);
-      });
+  each_vector(0, count, [&](auto part, size_t i) {
+    const V power = hn::Exp(d, hn::Sub(part.get(row + i, kLowest), max));
+    sum = hn::Add(sum, power);
+    if (powers != nullptr) part.put(power, powers + i);
+  });
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
@@ -105,9 +90,7 @@ template <typename T>
 void scale_row(const float* powers, float factor, float offset, T* to, size_t count) {
   const D d;
   const V f = hn::Set(d, factor), o = hn::Set(d, offset);
-  for_vectors(
-      count, [&](size_t i) { store(hn::MulAdd(load(powers + i), f, o), to + i); },
-      [&](size_t i, size_t rest) { store_part(hn::MulAdd(load_part(powers + i, rest, 0.0f), f, o), to + i, rest); });
+  each_vector(0, count, [&](auto part, size_t i) { part.put(hn::MulAdd(part.get(powers + i), f, o), to + i); });
 }
 
 template <typename T>
@@ -122,7 +105,7 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
     }
     return nan;
   }
-  const float chosen = hn::GetLane(load_part(row + terms.target, 1, 0.0f));
+  const float chosen = static_cast<float>(row[terms.target]);
   const float sum = exponentials(row, summary.max, gradient == nullptr ? nullptr : powers, count);
   const double log_sum = static_cast<double>(summary.max) + std::log(static_cast<double>(sum));
   double loss = (1.0 - terms.smoothing) * (log_sum - chosen);
@@ -131,7 +114,7 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
     const float even = terms.smoothing / static_cast<float>(count);
     const float at_target = terms.scale * (powers[terms.target] / sum - (1.0f - terms.smoothing) - even);
     scale_row(powers, terms.scale / sum, -terms.scale * even, gradient, count);
-    store_part(hn::Set(D(), at_target), gradient + terms.target, 1);
+    Part{1}.put(hn::Set(D(), at_target), gradient + terms.target);
   }
   return static_cast<float>(loss);
 }
@@ -140,7 +123,7 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
 float row_fp32(const float* row, float* gradient, float*, const RowTerms& terms) {
   return row_loss(row, gradient, gradient, terms);
 }
-float row_bf16(const uint16_t* row, uint16_t* gradient, float* scratch, const RowTerms& terms) {
+float row_bf16(const c10::BFloat16* row, c10::BFloat16* gradient, float* scratch, const RowTerms& terms) {
   return row_loss(row, gradient, scratch, terms);
 }
 
@@ -194,7 +177,7 @@ void cross_entropy_cpu(const Tensor& logits_NV, const Tensor& targets_N, const C
       each_row(rows, static_cast<const float*>(logits), static_cast<float*>(gradient), begin, end,
                HWY_DYNAMIC_DISPATCH(row_fp32));
     } else {
-      each_row(rows, static_cast<const uint16_t*>(logits), static_cast<uint16_t*>(gradient), begin, end,
+      each_row(rows, static_cast<const c10::BFloat16*>(logits), static_cast<c10::BFloat16*>(gradient), begin, end,
                HWY_DYNAMIC_DISPATCH(row_bf16));
     }
   });

@@ -14,29 +14,30 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
-#include "ops/vector.inl"
+#include "numerics/float_vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {
+using namespace numerics::HWY_NAMESPACE;
 
 constexpr float kScale = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
 constexpr float kLargest = 104.0f;  // its exp() is infinite; exp() allows no larger argument
 
 /// 1 / (1 + exp(-z)) at z = kScale (x + kCubic x^3).
-HWY_INLINE V gate(V x, V x_squared) {
+HWY_INLINE V sigmoid(V x, V x_squared) {
   const D d;
   const V z = hn::Mul(hn::Mul(x, hn::Set(d, kScale)), hn::MulAdd(x_squared, hn::Set(d, kCubic), hn::Set(d, 1.0f)));
   const V one = hn::Set(d, 1.0f);
   return hn::Div(one, hn::Add(one, hn::Exp(d, hn::Min(hn::Neg(z), hn::Set(d, kLargest)))));
 }
 
-HWY_INLINE V gelu(V x) { return hn::Mul(x, gate(x, hn::Mul(x, x))); }
+HWY_INLINE V gelu(V x) { return hn::Mul(x, sigmoid(x, hn::Mul(x, x))); }
 
 HWY_INLINE V gelu_gradient(V gradient, V x) {
   const D d;
   const V x_squared = hn::Mul(x, x);
-  const V s = gate(x, x_squared);
+  const V s = sigmoid(x, x_squared);
   const V slope = hn::Mul(hn::Set(d, kScale), hn::MulAdd(x_squared, hn::Set(d, 3 * kCubic), hn::Set(d, 1.0f)));
   const V bend = hn::Mul(hn::Mul(x, slope), hn::NegMulAdd(s, s, s));  // x z' s (1 - s)
   return hn::Mul(gradient, hn::Add(s, bend));
@@ -44,25 +45,19 @@ HWY_INLINE V gelu_gradient(V gradient, V x) {
 
 template <typename T>
 void gelu_range(const T* x, T* y, size_t count) {
-  for_vectors(
-      count, [&](size_t i) { store(gelu(load(x + i)), y + i); },
-      [&](size_t i, size_t rest) { store_part(gelu(load_part(x + i, rest, 0.0f)), y + i, rest); });
+  each_vector(0, count, [&](auto part, size_t i) { part.put(gelu(part.get(x + i)), y + i); });
 }
 
 template <typename T>
 void gelu_gradient_range(const T* gradient, const T* x, T* to, size_t count) {
-  for_vectors(
-      count, [&](size_t i) { store(gelu_gradient(load(gradient + i), load(x + i)), to + i); },
-      [&](size_t i, size_t rest) {
-        const V part = gelu_gradient(load_part(gradient + i, rest, 0.0f), load_part(x + i, rest, 0.0f));
-        store_part(part, to + i, rest);
-      });
+  each_vector(0, count,
+              [&](auto part, size_t i) { part.put(gelu_gradient(part.get(gradient + i), part.get(x + i)), to + i); });
 }
 
 void gelu_fp32(const float* x, float* y, size_t count) { gelu_range(x, y, count); }
-void gelu_bf16(const uint16_t* x, uint16_t* y, size_t count) { gelu_range(x, y, count); }
+void gelu_bf16(const c10::BFloat16* x, c10::BFloat16* y, size_t count) { gelu_range(x, y, count); }
 void gelu_gradient_fp32(const float* g, const float* x, float* to, size_t n) { gelu_gradient_range(g, x, to, n); }
-void gelu_gradient_bf16(const uint16_t* g, const uint16_t* x, uint16_t* to, size_t n) {
+void gelu_gradient_bf16(const c10::BFloat16* g, const c10::BFloat16* x, c10::BFloat16* to, size_t n) {
   gelu_gradient_range(g, x, to, n);
 }
 
@@ -100,7 +95,7 @@ void gelu_tanh_cpu(const Tensor& x, const Tensor& y) {
       HWY_DYNAMIC_DISPATCH(gelu_fp32)(static_cast<const float*>(from) + begin, static_cast<float*>(to) + begin, count);
     } else {
       HWY_DYNAMIC_DISPATCH(gelu_bf16)
-      (static_cast<const uint16_t*>(from) + begin, static_cast<uint16_t*>(to) + begin, count);
+      (static_cast<const c10::BFloat16*>(from) + begin, static_cast<c10::BFloat16*>(to) + begin, count);
     }
   });
 }
@@ -117,8 +112,8 @@ void gelu_tanh_backward_cpu(const Tensor& gradient, const Tensor& x, const Tenso
        static_cast<float*>(to) + begin, count);
     } else {
       HWY_DYNAMIC_DISPATCH(gelu_gradient_bf16)
-      (static_cast<const uint16_t*>(above) + begin, static_cast<const uint16_t*>(from) + begin,
-       static_cast<uint16_t*>(to) + begin, count);
+      (static_cast<const c10::BFloat16*>(above) + begin, static_cast<const c10::BFloat16*>(from) + begin,
+       static_cast<c10::BFloat16*>(to) + begin, count);
     }
   });
 }

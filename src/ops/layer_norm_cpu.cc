@@ -14,17 +14,17 @@
 #define HWY_TARGET_INCLUDE "ops/layer_norm_cpu.cc"
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
 #include <hwy/foreach_target.h>
-// Must follow foreach_target.h, as Highway requires.
+// After foreach_target.h, as Highway asks.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "ops/vector.inl"
+#include "numerics/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_OPS_LAYER_NORM_CPU_ONCE
 #define DEEPTIDE_OPS_LAYER_NORM_CPU_ONCE
 namespace deeptide::ops {
 
-/// All rows of a forward; T is float, or uint16_t for bf16. `summed` is not written if there is no residual.
+/// All rows of a forward; T is float, or c10::BFloat16 for bf16. Without a residual `summed` is not written.
 template <typename T>
 struct NormRows {
   const T *x, *residual;
@@ -49,43 +49,11 @@ struct NormGradientRows {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {
+using namespace numerics::HWY_NAMESPACE;
 
-constexpr size_t kSumBlock = 1024;  // elements per fp32 sum: a longer row's sum would lose bits, so blocks add in fp64
+constexpr size_t kSumBlock = 1024;  // elements in one fp32 sum: a longer row's would lose bits, blocks add in fp64
 
-/// One body serves whole vectors and the tail: it reads and writes through one of these types.
-struct Whole {
-  template <typename T>
-  HWY_INLINE V get(const T* from) const {
-    return load(from);
-  }
-  template <typename T>
-  HWY_INLINE void put(V x, T* to) const {
-    store(x, to);
-  }
-  HWY_INLINE V keep(V x) const { return x; }
-};
-
-struct Part {
-  size_t rest;
-  template <typename T>
-  HWY_INLINE V get(const T* from) const {
-    return load_part(from, rest, 0.0f);
-  }
-  template <typename T>
-  HWY_INLINE void put(V x, T* to) const {
-    store_part(x, to, rest);
-  }
-  HWY_INLINE V keep(V x) const { return hn::IfThenElseZero(hn::FirstN(D(), rest), x); }
-};
-
-template <typename Body>
-HWY_INLINE void each_vector(size_t begin, size_t end, Body body) {
-  for_vectors(
-      end - begin, [&](size_t i) { body(Whole(), begin + i); },
-      [&](size_t i, size_t rest) { body(Part{rest}, begin + i); });
-}
-
-/// Keeps four sums at once, since each addition waits for the previous one of its sum.
+/// Four sums at once, since each waits for its own last addition.
 template <typename Value>
 HWY_INLINE double sum_row(size_t width, Value value) {
   const D d;
@@ -107,7 +75,7 @@ HWY_INLINE double sum_row(size_t width, Value value) {
   return total;
 }
 
-/// Computes the mean, then the squares around it: two passes over the cached row lose less than sums of squares.
+/// The mean first, then the squares around it: two passes over the cached row lose less than sums of squares.
 template <typename T>
 void normalize_row(const NormRows<T>& rows, size_t n) {
   const D d;
@@ -142,77 +110,80 @@ void normalize_row(const NormRows<T>& rows, size_t n) {
   rows.rstd[n] = rstd;
 }
 
-/// Means over a row of g and of g * normal, where g is gradient * weight.
+/// The means of g and of g xhat in a row, where g is dy weight and xhat the normalized x.
 struct GradientMeans {
-  double g, g_normal;
+  double g, g_xhat;
 };
 
-/// Reads a row of gradients, or two per pass over the sums, and adds what they give to weight's and bias's sums.
+/// Reads a row of gradients, or two for one pass over the sums: adds to weight's and bias's what the rows give them.
+/// Rows are written out, not looped over: their sums stay in registers.
 template <size_t kRows, typename T>
 HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, float* weight_sum, float* bias_sum,
                                   GradientMeans* means) {
   const D d;
-  const size_t width = rows.width, last = n + kRows - 1;
+  const size_t width = rows.width, next = n + kRows - 1;
   const float* weight = rows.weight;
-  const T *above_0 = rows.gradient + n * width, *summed_0 = rows.summed + n * width;
-  const T *above_1 = rows.gradient + last * width, *summed_1 = rows.summed + last * width;
-  const T *to_0 = rows.x_gradient + n * width, *to_1 = rows.x_gradient + last * width;
-  const V center_0 = hn::Set(d, rows.mean[n]), scale_0 = hn::Set(d, rows.rstd[n]);
-  const V center_1 = hn::Set(d, rows.mean[last]), scale_1 = hn::Set(d, rows.rstd[last]);
+  const T *dy = rows.gradient + n * width, *x = rows.summed + n * width;
+  const T *next_dy = rows.gradient + next * width, *next_x = rows.summed + next * width;
+  const T *dx = rows.x_gradient + n * width, *next_dx = rows.x_gradient + next * width;
+  const V mean = hn::Set(d, rows.mean[n]), rstd = hn::Set(d, rows.rstd[n]);
+  const V next_mean = hn::Set(d, rows.mean[next]), next_rstd = hn::Set(d, rows.rstd[next]);
   for (size_t begin = 0; begin < width; begin += kSumBlock) {
-    V sum_0 = hn::Zero(d), products_0 = sum_0, sum_1 = sum_0, products_1 = sum_0;
+    V sum_g = hn::Zero(d), sum_g_xhat = sum_g, next_sum_g = sum_g, next_sum_g_xhat = sum_g;
     each_vector(begin, HWY_MIN(begin + kSumBlock, width), [&](auto part, size_t i) {
-      const V factor = part.get(weight + i);
-      // Prefetches what write_gradient() writes next: large tensors lie in memory, and its stores would wait.
-      __builtin_prefetch(to_0 + i, 1);
-      __builtin_prefetch(to_1 + i, 1);
+      const V w = part.get(weight + i);
+      // What write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
+      __builtin_prefetch(dx + i, 1);
+      __builtin_prefetch(next_dx + i, 1);
       V weight_gradient = part.get(weight_sum + i), bias_gradient = part.get(bias_sum + i);
-      const auto take = [&](V above, V normal, V& sum, V& products) {
-        const V g = hn::Mul(above, factor);
+      const auto add_row = [&](V row_dy, V xhat, V& sum, V& sum_xhat) {
+        const V g = hn::Mul(row_dy, w);
         sum = hn::Add(sum, g);
-        products = hn::MulAdd(g, normal, products);
-        weight_gradient = hn::MulAdd(above, normal, weight_gradient);
-        bias_gradient = hn::Add(bias_gradient, above);
+        sum_xhat = hn::MulAdd(g, xhat, sum_xhat);
+        weight_gradient = hn::MulAdd(row_dy, xhat, weight_gradient);
+        bias_gradient = hn::Add(bias_gradient, row_dy);
       };
-      take(part.get(above_0 + i), hn::Mul(hn::Sub(part.get(summed_0 + i), center_0), scale_0), sum_0, products_0);
+      add_row(part.get(dy + i), hn::Mul(hn::Sub(part.get(x + i), mean), rstd), sum_g, sum_g_xhat);
       if constexpr (kRows == 2) {
-        take(part.get(above_1 + i), hn::Mul(hn::Sub(part.get(summed_1 + i), center_1), scale_1), sum_1, products_1);
+        const V xhat = hn::Mul(hn::Sub(part.get(next_x + i), next_mean), next_rstd);
+        add_row(part.get(next_dy + i), xhat, next_sum_g, next_sum_g_xhat);
       }
       part.put(weight_gradient, weight_sum + i);
       part.put(bias_gradient, bias_sum + i);
     });
-    means[0].g += hn::GetLane(hn::SumOfLanes(d, sum_0)) / static_cast<double>(width);
-    means[0].g_normal += hn::GetLane(hn::SumOfLanes(d, products_0)) / static_cast<double>(width);
+    means[0].g += hn::GetLane(hn::SumOfLanes(d, sum_g)) / static_cast<double>(width);
+    means[0].g_xhat += hn::GetLane(hn::SumOfLanes(d, sum_g_xhat)) / static_cast<double>(width);
     if constexpr (kRows == 2) {
-      means[1].g += hn::GetLane(hn::SumOfLanes(d, sum_1)) / static_cast<double>(width);
-      means[1].g_normal += hn::GetLane(hn::SumOfLanes(d, products_1)) / static_cast<double>(width);
+      means[1].g += hn::GetLane(hn::SumOfLanes(d, next_sum_g)) / static_cast<double>(width);
+      means[1].g_xhat += hn::GetLane(hn::SumOfLanes(d, next_sum_g_xhat)) / static_cast<double>(width);
     }
   }
 }
 
-/// Writes rstd (g - mean(g) - normal mean(g normal)), plus the sum's own gradient.
+/// dx = rstd (g - mean(g) - xhat mean(g xhat)), plus the sum's own gradient.
 template <typename T>
 void write_gradient(const NormGradientRows<T>& rows, size_t n, GradientMeans means) {
   const D d;
   const size_t width = rows.width;
   const float* weight = rows.weight;
-  const T *above = rows.gradient + n * width, *summed = rows.summed + n * width;
-  T* to = rows.x_gradient + n * width;
-  const V center = hn::Set(d, rows.mean[n]), scale = hn::Set(d, rows.rstd[n]);
-  const V even = hn::Set(d, static_cast<float>(means.g)), along = hn::Set(d, static_cast<float>(means.g_normal));
+  const T *dy = rows.gradient + n * width, *x = rows.summed + n * width;
+  T* dx = rows.x_gradient + n * width;
+  const V mean = hn::Set(d, rows.mean[n]), rstd = hn::Set(d, rows.rstd[n]);
+  const V mean_g = hn::Set(d, static_cast<float>(means.g));
+  const V mean_g_xhat = hn::Set(d, static_cast<float>(means.g_xhat));
   const auto gradient = [&](auto part, size_t i) {
-    hwy::Prefetch(above + 2 * width + i);  // of the next two rows, while this row is written
-    hwy::Prefetch(summed + 2 * width + i);
-    const V g = hn::Mul(part.get(above + i), part.get(weight + i));
-    const V normal = hn::Mul(hn::Sub(part.get(summed + i), center), scale);
-    return hn::Mul(scale, hn::NegMulAdd(normal, along, hn::Sub(g, even)));
+    hwy::Prefetch(dy + 2 * width + i);  // of the next two rows, while this one is written
+    hwy::Prefetch(x + 2 * width + i);
+    const V g = hn::Mul(part.get(dy + i), part.get(weight + i));
+    const V xhat = hn::Mul(hn::Sub(part.get(x + i), mean), rstd);
+    return hn::Mul(rstd, hn::NegMulAdd(xhat, mean_g_xhat, hn::Sub(g, mean_g)));
   };
   if (rows.summed_gradient == nullptr) {
-    each_vector(0, width, [&](auto part, size_t i) { part.put(gradient(part, i), to + i); });
+    each_vector(0, width, [&](auto part, size_t i) { part.put(gradient(part, i), dx + i); });
   } else {
     const T* more = rows.summed_gradient + n * width;
     each_vector(0, width,
-                [&](auto part, size_t i) { part.put(hn::Add(gradient(part, i), part.get(more + i)), to + i); });
+                [&](auto part, size_t i) { part.put(hn::Add(gradient(part, i), part.get(more + i)), dx + i); });
   }
 }
 
@@ -239,14 +210,15 @@ void gradient_rows(const NormGradientRows<T>& rows, size_t begin, size_t end, fl
 }
 
 void rows_fp32(const NormRows<float>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
-void rows_bf16(const NormRows<uint16_t>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
+void rows_bf16(const NormRows<c10::BFloat16>& rows, size_t begin, size_t end) { normalize_rows(rows, begin, end); }
 void gradient_rows_fp32(const NormGradientRows<float>& rows, size_t begin, size_t end, float* sums) {
   gradient_rows(rows, begin, end, sums);
 }
-void gradient_rows_bf16(const NormGradientRows<uint16_t>& rows, size_t begin, size_t end, float* sums) {
+void gradient_rows_bf16(const NormGradientRows<c10::BFloat16>& rows, size_t begin, size_t end, float* sums) {
   gradient_rows(rows, begin, end, sums);
 }
 
+/// Adds `from` to `to`.
 void add_to(const float* from, float* to, size_t width) {
   each_vector(0, width, [&](auto part, size_t i) { part.put(hn::Add(part.get(to + i), part.get(from + i)), to + i); });
 }
@@ -267,7 +239,7 @@ HWY_EXPORT(gradient_rows_bf16);
 HWY_EXPORT(add_to);
 
 constexpr int64_t kGrainElements = 16384;
-constexpr int64_t kMinChunk = 16, kMaxChunks = 64;  // in rows, for the sums over them
+constexpr int64_t kMinChunk = 16, kMaxChunks = 64;  // of rows, for the sums over them
 
 template <typename T>
 const T* data_or_null(const Tensor& tensor) {
@@ -302,7 +274,7 @@ void backward(const LayerNormGradients& from, const LayerNormInputGradients& to,
                                  from.weight_D.const_data_ptr<float>(),
                                  static_cast<T*>(to.x.mutable_data_ptr()),
                                  static_cast<size_t>(width)};
-  // The number of rows alone determines the chunks, so that the sums do not depend on the threads.
+  // The number of rows alone says how they are cut, so that the sums do not depend on the threads.
   const int64_t chunk = std::max(kMinChunk, (count + kMaxChunks - 1) / kMaxChunks);
   const int64_t num_chunks = (count + chunk - 1) / chunk;
   const Tensor sums_C2D = at::empty({num_chunks, 2, width}, from.mean_N.options());
@@ -328,7 +300,7 @@ void layer_norm_cpu(const LayerNormInputs& from, const LayerNormResults& to) {
   if (from.x.scalar_type() == at::kFloat) {
     forward<float>(from, to, HWY_DYNAMIC_DISPATCH(rows_fp32));
   } else {
-    forward<uint16_t>(from, to, HWY_DYNAMIC_DISPATCH(rows_bf16));
+    forward<c10::BFloat16>(from, to, HWY_DYNAMIC_DISPATCH(rows_bf16));
   }
 }
 
@@ -336,7 +308,7 @@ void layer_norm_backward_cpu(const LayerNormGradients& from, const LayerNormInpu
   if (from.summed.scalar_type() == at::kFloat) {
     backward<float>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_fp32));
   } else {
-    backward<uint16_t>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_bf16));
+    backward<c10::BFloat16>(from, to, HWY_DYNAMIC_DISPATCH(gradient_rows_bf16));
   }
 }
 

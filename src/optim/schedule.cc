@@ -27,7 +27,7 @@ class LRRangeTest final : public Schedule {
   void apply(int64_t iteration, const Groups&, Groups& groups) const override {
     double interval = static_cast<double>(iteration + 1) / step_size_;
     if (staircase_) interval = std::floor(interval);
-    for (auto& group : groups) group.lr = min_lr_ * (1 + step_rate_ * interval);
+    for (auto& group : groups) group.set("lr", min_lr_ * (1 + step_rate_ * interval));
   }
 
  private:
@@ -57,10 +57,8 @@ class OneCycle final : public Schedule {
       momentum = config_.max_momentum * (1 + config_.decay_momentum_rate * interval);
     }
     for (auto& group : groups) {
-      group.lr = lr;
-      if (!config_.cycle_momentum) continue;
-      group.beta1 = momentum;
-      group.beta2 = 0.99;
+      group.set("lr", lr);
+      if (config_.cycle_momentum && group.has("beta1")) group.set("beta1", momentum).set("beta2", 0.99);
     }
   }
 
@@ -116,7 +114,7 @@ class WarmupLR : public Schedule {
   void apply(int64_t iteration, const Groups& base, Groups& groups) const override {
     const double rise = iteration < 0 ? 0.0 : fraction(iteration);
     for (size_t i = 0; i < groups.size(); ++i) {
-      groups[i].lr = min_lr_ + (max_lr_.value_or(base[i].lr) - min_lr_) * rise;
+      groups[i].set("lr", min_lr_ + (max_lr_.value_or(base[i].lr()) - min_lr_) * rise);
     }
   }
 
@@ -157,7 +155,7 @@ class WarmupCosineLR final : public Schedule {
 
   void apply(int64_t iteration, const Groups& base, Groups& groups) const override {
     const double factor = iteration < 0 ? 0.0 : ratio(iteration);
-    for (size_t i = 0; i < groups.size(); ++i) groups[i].lr = base[i].lr * factor;
+    for (size_t i = 0; i < groups.size(); ++i) groups[i].set("lr", base[i].lr() * factor);
   }
 
  private:

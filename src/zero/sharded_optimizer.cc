@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "optim/kernels.h"
+#include "deeptide/errors.h"
 
 namespace deeptide::zero {
 
@@ -17,30 +17,65 @@ using at::Tensor;
 using device::Role;
 using sharding::Unit;
 
-ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, OptimizerKind kind, const StagePolicy& policy,
+namespace {
+
+void check_reach(const optim::Rule& rule) {
+  if (rule.reach() == optim::Reach::elementwise) return;
+  const char* needs = rule.reach() == optim::Reach::parameter_norms ? "sums over each whole parameter"
+                                                                    : "each whole parameter as a matrix";
+  throw ConfigError("optimizer " + rule.name() + " needs " + needs + ", which shards do not give yet; choose an " +
+                    "optimizer whose step is elementwise, such as AdamW");
+}
+
+}  // namespace
+
+ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
+                                   const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device)
     : units_(std::move(units)),
-      kind_(kind),
+      rule_(rule),
       policy_(policy),
       ledger_(std::move(ledger)),
       group_(group),
-      gradient_pool_(ledger_, Role::communication, device) {
-  if (kind_ == OptimizerKind::none) return;
+      gradient_pool_(ledger_, Role::communication, device),
+      device_(device),
+      kept_(rule.roles().size(), false) {
+  check_reach(rule);
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < units_.size(); ++i) {
     const Tensor parameters = parameters_of(static_cast<int>(i));
-    const auto allocate = [&] {
-      return device::allocate_flat(ledger_, Role::optimizer, parameters.numel(), at::kFloat, device);
-    };
     UnitState state;
     state.aliased = parameters.scalar_type() == at::kFloat;
-    state.master = state.aliased ? parameters : allocate();
-    state.first = allocate();
-    if (kind_ == OptimizerKind::adam) state.second = allocate();
+    state.master = state.aliased ? parameters : allocate(parameters.numel());
+    state.states.resize(kept_.size());
     states_.push_back(std::move(state));
     if (!states_.back().aliased) states_.back().master.copy_(parameters);
   }
+  keep_states(groups);
 }
+
+Tensor ShardedOptimizer::allocate(int64_t numel) {
+  return device::allocate_flat(ledger_, Role::optimizer, numel, at::kFloat, device_);
+}
+
+void ShardedOptimizer::keep_states(const std::vector<Hyperparameters>& groups) {
+  for (size_t role = 0; role < kept_.size(); ++role) {
+    const auto needs = [&](const Hyperparameters& hyper) { return rule_.keeps(role, hyper); };
+    if (kept_[role] || std::none_of(groups.begin(), groups.end(), needs)) continue;
+    for (UnitState& state : states_) state.states[role] = allocate(state.master.numel());
+    kept_[role] = true;
+  }
+}
+
+void ShardedOptimizer::zero_states(const std::set<std::string>& roles) {
+  at::NoGradGuard no_grad;
+  for (size_t role = 0; role < kept_.size(); ++role) {
+    if (!kept_[role] || !roles.contains(rule_.roles()[role].name)) continue;
+    for (UnitState& state : states_) state.states[role].zero_();
+  }
+}
+
+int ShardedOptimizer::num_states() const { return static_cast<int>(std::count(kept_.begin(), kept_.end(), true)); }
 
 /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
 Tensor ShardedOptimizer::parameters_of(int unit) const {
@@ -52,26 +87,25 @@ int64_t ShardedOptimizer::state_begin(int unit) const {
 }
 
 std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
-  if (kind_ == OptimizerKind::none) return {};
   const UnitState& state = states_[unit];
-  if (kind_ == OptimizerKind::adam) {
-    return {{"master", state.master}, {"exp_avg", state.first}, {"exp_avg_sq", state.second}};
+  std::vector<StateTensor> tensors{{"master", state.master}};
+  for (size_t role = 0; role < kept_.size(); ++role) {
+    if (kept_[role]) tensors.push_back({rule_.roles()[role].name, state.states[role]});
   }
-  return {{"master", state.master}, {"momentum", state.first}};
+  return tensors;
 }
 
 int64_t ShardedOptimizer::predicted_bytes() const {
   int64_t elements = 0;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
     const Tensor parameters = parameters_of(i);
-    const int copies = (kind_ == OptimizerKind::adam ? 2 : 1) + (parameters.scalar_type() == at::kFloat ? 0 : 1);
-    elements += copies * parameters.numel();
+    elements += (num_states() + (parameters.scalar_type() == at::kFloat ? 0 : 1)) * parameters.numel();
   }
   return elements * static_cast<int64_t>(sizeof(float));
 }
 
 /// Masters follow what the program has written, element by element: where a parameter still is what its master rounds
-/// to, the master keeps its further bits. So it does not matter how much more than the written elements is reported.
+/// to, the master keeps its extra precision. Over-reporting written elements is therefore harmless.
 void ShardedOptimizer::refresh_masters(int unit) {
   const Tensor parameters = parameters_of(unit);
   const int64_t begin = state_begin(unit), end = begin + parameters.numel();
@@ -89,6 +123,7 @@ void ShardedOptimizer::refresh_masters(int unit) {
 void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
                             const std::vector<Hyperparameters>& groups) {
   at::NoGradGuard no_grad;
+  keep_states(groups);
   ++steps_;
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
@@ -112,7 +147,7 @@ Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
   return whole;
 }
 
-void ShardedOptimizer::step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
+void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                                  const std::vector<Hyperparameters>& groups) {
   UnitState& state = states_[unit];
   const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);
@@ -124,15 +159,12 @@ void ShardedOptimizer::step_unit(int unit, const gradients::Contributions& gradi
     if (count <= 0) continue;
     const auto cut = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first - begin, count) : Tensor(); };
     const Hyperparameters& hyper = groups.at(segment.group);
-    if (kind_ == OptimizerKind::adam) {
-      optim::adam_step({cut(state.master), cut(state.first), cut(state.second), gradient.narrow(first - begin, count),
-                        cut(parameters)},
-                       hyper, steps_, gradient_scale);
-    } else {
-      const Tensor momentum = hyper.momentum != 0.0 ? cut(state.first) : Tensor();
-      optim::sgd_step({cut(state.master), momentum, gradient.narrow(first - begin, count), cut(parameters)}, hyper,
-                      steps_, gradient_scale);
+    std::vector<Tensor> states(kept_.size());
+    for (size_t role = 0; role < kept_.size(); ++role) {
+      if (rule_.keeps(role, hyper)) states[role] = cut(state.states[role]);
     }
+    rule_.step({cut(state.master), std::move(states), gradient.narrow(first - begin, count), cut(parameters)}, hyper,
+               {steps_, gradient_scale});
   }
 }
 
@@ -155,7 +187,7 @@ void ShardedOptimizer::publish_all() {
   at::NoGradGuard no_grad;
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    if (kind_ != OptimizerKind::none && !states_[i].aliased) parameters_of(i).copy_(states_[i].master);
+    if (!states_[i].aliased) parameters_of(i).copy_(states_[i].master);
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);

@@ -7,43 +7,54 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "comm/group.h"
-#include "deeptide/config.h"
 #include "device/memory.h"
 #include "gradients/reducer.h"
+#include "optim/rule.h"
 #include "sharding/unit.h"
 #include "zero/policy.h"
 
 namespace deeptide::zero {
 
-/// A flat state tensor of a unit: "master", "exp_avg", "exp_avg_sq", "momentum". Covers the shard, or, at stage 0, the
-/// unit.
+/// A flat state tensor of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
 struct StateTensor {
   std::string role;
   at::Tensor data;
 };
 
-/// Steps trainable units. Holds one set of states a unit; hyper-parameters per group come with each step.
+/// Steps trainable units by a rule. Holds the rule's states per unit; each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
-  ShardedOptimizer(std::vector<sharding::Unit*> units, OptimizerKind kind, const StagePolicy& policy,
+  /// Errors: ConfigError when the rule's reach is more than elementwise, which is not supported yet.
+  ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
+                   const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device);
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
   void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups);
   int64_t steps() const { return steps_; }
-  OptimizerKind kind() const { return kind_; }
   /// What its states take on this rank.
   int64_t predicted_bytes() const;
   void set_steps(int64_t steps) { steps_ = steps; }
 
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t state_begin(int unit) const;
+  /// The master, then the states that are kept.
   std::vector<StateTensor> states(int unit) const;
+  /// Allocates, as zeros, the states that these groups need and that no group has needed yet.
+  void keep_states(const std::vector<Hyperparameters>& groups);
+  /// Sets the states of these roles to zero, as before the first step.
+  void zero_states(const std::set<std::string>& roles);
+  /// Whether the state of this role of the rule is kept.
+  bool keeps(size_t role) const { return kept_[role]; }
+  /// States kept per element, besides the master.
+  int num_states() const;
+  const optim::Rule& rule() const { return rule_; }
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
   void publish_all();
   /// Masters of parameters that others wrote (Parameter::rewritten) follow from them.
@@ -51,26 +62,28 @@ class ShardedOptimizer {
 
  private:
   struct UnitState {
-    at::Tensor master;  // aliases the parameters' memory in fp32
-    at::Tensor first;   // exp_avg | momentum
-    at::Tensor second;  // exp_avg_sq
+    at::Tensor master;               // aliases the parameters' memory in fp32
+    std::vector<at::Tensor> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
   };
 
+  at::Tensor allocate(int64_t numel);
   at::Tensor parameters_of(int unit) const;
-  /// Each rank steps all: it needs everybody's sums.
+  /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
-  void step_unit(int unit, const gradients::Contributions& gradient, double gradient_scale,
+  void step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                  const std::vector<Hyperparameters>& groups);
   void publish(const std::vector<int>& units);
 
   std::vector<sharding::Unit*> units_;
-  OptimizerKind kind_;
+  const optim::Rule& rule_;
   StagePolicy policy_;
   std::shared_ptr<device::Ledger> ledger_;
   comm::Group& group_;
   device::BufferPool gradient_pool_;
+  at::Device device_;
+  std::vector<bool> kept_;  // by the rule's roles
   std::vector<UnitState> states_;
   int64_t steps_ = 0;
 };

@@ -77,33 +77,69 @@ TEST(Config, ReadsEachWordAsItsEnumerator) {
 TEST(Config, ReadsAdamInAllItsSpellings) {
   const Config c = Config::from_text(R"({"optimizer": {"type": "adamw", "params": {
     "lr": 1e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "bias_correction": false}}})");
-  EXPECT_EQ(c.optimizer().kind, OptimizerKind::adam);
+  ASSERT_NE(c.optimizer().defaults.optimizer(), nullptr);
+  EXPECT_EQ(c.optimizer().defaults.optimizer()->name, "Adam");
   EXPECT_EQ(c.optimizer().type, "adamw");
-  EXPECT_EQ(c.optimizer().defaults.lr, 1e-4);
-  EXPECT_EQ(c.optimizer().defaults.beta1, 0.8);
-  EXPECT_EQ(c.optimizer().defaults.beta2, 0.95);
-  EXPECT_EQ(c.optimizer().defaults.eps, 1e-6);
-  EXPECT_EQ(c.optimizer().defaults.weight_decay, 0.1);
-  EXPECT_TRUE(c.optimizer().defaults.decoupled_decay);
-  EXPECT_FALSE(c.optimizer().defaults.bias_correction);
+  EXPECT_EQ(c.optimizer().defaults.get("lr"), 1e-4);
+  EXPECT_EQ(c.optimizer().defaults.get("beta1"), 0.8);
+  EXPECT_EQ(c.optimizer().defaults.get("beta2"), 0.95);
+  EXPECT_EQ(c.optimizer().defaults.get("eps"), 1e-6);
+  EXPECT_EQ(c.optimizer().defaults.get("weight_decay"), 0.1);
+  EXPECT_TRUE(c.optimizer().defaults.get("decoupled_weight_decay"));
+  EXPECT_FALSE(c.optimizer().defaults.get("bias_correction"));
   const Config adam = Config::from_text(R"({"optimizer": {"type": "Adam"}})");
-  EXPECT_TRUE(adam.optimizer().defaults.decoupled_decay);
-  EXPECT_EQ(adam.optimizer().defaults.lr, 1e-3);
+  EXPECT_TRUE(adam.optimizer().defaults.get("decoupled_weight_decay"));
+  EXPECT_EQ(adam.optimizer().defaults.get("lr"), 1e-3);
   EXPECT_TRUE(decided(adam, "\"Adam\" decouples weight decay"));
   const Config l2 = Config::from_text(R"({"optimizer": {"type": "ADAM", "params": {"adam_w_mode": false}}})");
-  EXPECT_FALSE(l2.optimizer().defaults.decoupled_decay);
+  EXPECT_FALSE(l2.optimizer().defaults.get("decoupled_weight_decay"));
+}
+
+TEST(Config, ReadsLionAndAdagradInAnyCase) {
+  const Config lion = Config::from_text(R"({"optimizer": {"type": "lion", "params": {"betas": [0.95, 0.98]}}})");
+  ASSERT_NE(lion.optimizer().defaults.optimizer(), nullptr);
+  EXPECT_EQ(lion.optimizer().defaults.optimizer()->name, "Lion");
+  EXPECT_EQ(lion.optimizer().defaults.lr(), 1e-3);
+  EXPECT_EQ(lion.optimizer().defaults.get("beta1"), 0.95);
+  EXPECT_EQ(lion.optimizer().defaults.get("beta2"), 0.98);
+  const Config adagrad = Config::from_text(R"({"optimizer": {"type": "ADAGRAD", "params": {"weight_decay": 0.5}}})");
+  EXPECT_EQ(adagrad.optimizer().defaults.lr(), 1e-2);
+  EXPECT_EQ(adagrad.optimizer().defaults.get("eps"), 1e-10);
+  EXPECT_EQ(adagrad.optimizer().defaults.get("weight_decay"), 0.5);
+}
+
+TEST(Hyperparameters, AreTheTablesDefaultsByName) {
+  Hyperparameters adam("adamw");
+  EXPECT_EQ(adam, Hyperparameters("Adam"));
+  EXPECT_EQ(adam.get("beta2"), 0.999);
+  EXPECT_EQ(adam.get("decoupled_weight_decay"), 1.0);
+  EXPECT_EQ(adam.set("beta2", 0.5).get("beta2"), 0.5);
+  EXPECT_NE(adam, Hyperparameters("Adam"));
+  EXPECT_FALSE(Hyperparameters().has("lr"));
+  const auto error_of_name = [](const Hyperparameters& hyper, const char* name) -> std::string {
+    try {
+      hyper.get(name);
+    } catch (const ConfigError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(error_of_name(Hyperparameters("Lion"), "eps"),
+            "Lion: no hyper-parameter 'eps', expected one of lr, beta1, beta2, weight_decay");
+  EXPECT_EQ(error_of_name(Hyperparameters(), "lr"), "this group has no optimizer, so no hyper-parameter 'lr'");
+  EXPECT_THROW(Hyperparameters("Lamb"), ConfigError);
 }
 
 TEST(Config, ReadsSgd) {
   const Config c = Config::from_text(R"({"optimizer": {"type": "SGD", "params": {
     "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": true}}})");
-  EXPECT_EQ(c.optimizer().kind, OptimizerKind::sgd);
-  EXPECT_EQ(c.optimizer().defaults.momentum, 0.9);
-  EXPECT_TRUE(c.optimizer().defaults.nesterov);
-  EXPECT_FALSE(c.optimizer().defaults.decoupled_decay);
+  ASSERT_NE(c.optimizer().defaults.optimizer(), nullptr);
+  EXPECT_EQ(c.optimizer().defaults.optimizer()->name, "SGD");
+  EXPECT_EQ(c.optimizer().defaults.get("momentum"), 0.9);
+  EXPECT_TRUE(c.optimizer().defaults.get("nesterov"));
+  EXPECT_FALSE(c.optimizer().defaults.has("beta1"));
   EXPECT_EQ(Config::from_text(R"({"optimizer": {"type": "sgd", "params": {"dampening": 0.5}}})")
-                .optimizer()
-                .defaults.dampening,
+                .optimizer().defaults.get("dampening"),
             0.5);
 }
 

@@ -25,16 +25,7 @@ bool below_a_refused_presence(const TableCase& c) {
   return std::any_of(c.sections.begin(), c.sections.end(), [](const Key* section) { return section->on_when_present; });
 }
 
-bool inside_later_variant(const TableCase& c) {
-  if (!c.variant || c.sections.front()->name != "optimizer") return false;
-  const auto& later = schema().keys;
-  for (const Key& section : later) {
-    if (section.name != "optimizer") continue;
-    const auto& names = section.keys.front().later_choices;
-    return std::find(names.begin(), names.end(), c.variant->types.front()) != names.end();
-  }
-  return false;
-}
+bool inside_later_variant(const TableCase& c) { return c.variant && c.variant->later; }
 
 TEST(Table, HasEveryKeyOnce) {
   std::set<std::string> seen;

@@ -126,7 +126,7 @@ TEST_P(Checkpoints, GoOnBitForBit) {
     EXPECT_EQ(resumed.model.counter.item<int64_t>(), 3);
     resumed.train(3, 3);
     expect_same_bits(resumed.state(), straight.state());
-    EXPECT_EQ(resumed.engine.hyperparameters(0).lr, straight.engine.hyperparameters(0).lr);
+    EXPECT_EQ(resumed.engine.hyperparameters(0).lr(), straight.engine.hyperparameters(0).lr());
   });
 }
 

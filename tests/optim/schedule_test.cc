@@ -23,16 +23,17 @@ SchedulerConfig scheduler_of(const std::string& type, const Params& params) {
 
 /// Two groups with lr 0.4 and 0.8, as a schedule leaves them at `iteration`.
 std::vector<Hyperparameters> groups_at(const std::string& type, const Params& params, int64_t iteration) {
-  std::vector<Hyperparameters> base(2);
-  base[0].lr = 0.4;
-  base[1].lr = 0.8;
+  const Hyperparameters adam("AdamW");
+  std::vector<Hyperparameters> base{adam, adam};
+  base[0].set("lr", 0.4);
+  base[1].set("lr", 0.8);
   auto groups = base;
   make_schedule(scheduler_of(type, params))->apply(iteration, base, groups);
   return groups;
 }
 
 double lr_at(const std::string& type, const Params& params, int64_t iteration) {
-  return groups_at(type, params, iteration)[0].lr;
+  return groups_at(type, params, iteration)[0].lr();
 }
 
 /// `table`: iteration -> learning rate of the first group.
@@ -68,7 +69,7 @@ TEST(OneCycle, DecaysAfterTheCycle) {
   params["decay_step_size"] = 2;
   params["decay_mom_rate"] = 0.1;
   expect_table("OneCycle", params, {{5, 0.1}, {7, 0.1 / 1.5}, {9, 0.1 / 2.0}});
-  EXPECT_NEAR(groups_at("OneCycle", params, 9)[0].beta1, 0.9 * 1.2, 1e-12);
+  EXPECT_NEAR(groups_at("OneCycle", params, 9)[0].get("beta1"), 0.9 * 1.2, 1e-12);
 }
 
 TEST(OneCycle, ClimbsInStairs) {
@@ -87,14 +88,22 @@ TEST(OneCycle, MovesTheFirstBetaAgainstTheRate) {
   const std::map<int64_t, double> table{{-1, 0.8}, {0, 0.875}, {3, 0.8}, {4, 0.85}, {5, 0.9}, {50, 0.9}};
   for (const auto& [iteration, momentum] : table) {
     for (const auto& group : groups_at("OneCycle", kCycle, iteration)) {
-      EXPECT_NEAR(group.beta1, momentum, 1e-12) << iteration;
-      EXPECT_EQ(group.beta2, 0.99);
+      EXPECT_NEAR(group.get("beta1"), momentum, 1e-12) << iteration;
+      EXPECT_EQ(group.get("beta2"), 0.99);
     }
   }
   Params params = kCycle;
   params["cycle_momentum"] = false;
-  EXPECT_EQ(groups_at("OneCycle", params, 3)[0].beta1, 0.9);
-  EXPECT_EQ(groups_at("OneCycle", params, 3)[0].beta2, 0.999);
+  EXPECT_EQ(groups_at("OneCycle", params, 3)[0].get("beta1"), 0.9);
+  EXPECT_EQ(groups_at("OneCycle", params, 3)[0].get("beta2"), 0.999);
+}
+
+TEST(OneCycle, LeavesAnOptimizerWithoutBetasItsMomentum) {
+  const Hyperparameters sgd = Hyperparameters("SGD").set("momentum", 0.7);
+  std::vector<Hyperparameters> groups{sgd};
+  make_schedule(scheduler_of("OneCycle", kCycle))->apply(3, {sgd}, groups);
+  EXPECT_EQ(groups[0].lr(), 0.5);
+  EXPECT_EQ(groups[0].get("momentum"), 0.7);
 }
 
 TEST(WarmupLR, RisesLinearly) {
@@ -111,8 +120,8 @@ TEST(WarmupLR, RisesLogarithmicallyByDefaultAndIsThereOneStepEarly) {
 
 TEST(WarmupLR, GoesToEachGroupsOwnRateByDefault) {
   const auto groups = groups_at("WarmupLR", {{"warmup_num_steps", 4}, {"warmup_type", "linear"}}, 2);
-  EXPECT_NEAR(groups[0].lr, 0.2, 1e-12);
-  EXPECT_NEAR(groups[1].lr, 0.4, 1e-12);
+  EXPECT_NEAR(groups[0].lr(), 0.2, 1e-12);
+  EXPECT_NEAR(groups[1].lr(), 0.4, 1e-12);
 }
 
 TEST(WarmupLR, WarmsUpOverTwoStepsAtLeast) {
@@ -147,7 +156,7 @@ TEST(WarmupCosineLR, FollowsTheCosineOfEachGroupsOwnRate) {
                 {4, 0.4 * (0.1 + 0.9 * three_quarters)},
                 {5, 0.4 * 0.1},
                 {50, 0.4 * 0.1}});
-  EXPECT_NEAR(groups_at("WarmupCosineLR", params, 3)[1].lr, 0.8 * 0.55, 1e-12);
+  EXPECT_NEAR(groups_at("WarmupCosineLR", params, 3)[1].lr(), 0.8 * 0.55, 1e-12);
 }
 
 void expect_error(const std::string& type, const Params& params, const std::string& problem) {

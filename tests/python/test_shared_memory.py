@@ -238,7 +238,7 @@ def write_unseen_in_bf16(world):
     engine.module.h[1].up.weight.data[7] = 0.5
     for group in range(engine._core.num_groups()):
         values = engine._core.hyperparameters(group)
-        values.lr = 0.0
+        values["lr"] = 0.0
         engine._core.set_hyperparameters(group, values)
     train(engine, 0, 1)
     after = state_of(engine)

@@ -16,6 +16,7 @@
 #include <map>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "deeptide/errors.h"
 #include "ranks.h"
 #include "sharding/layout.h"
 #include "world/failure_board.h"
@@ -27,6 +28,8 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
+using Groups = std::vector<Hyperparameters>;
+
 constexpr int64_t kSizes[] = {50, 1, 33, 200};  // the first two train in group 0, the others in group 1
 
 Tensor start_of(int p) { return at::arange(kSizes[p], at::kFloat) / 100 - 0.25 * p; }
@@ -34,7 +37,7 @@ Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).s
 
 /// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
 struct Stage {
-  Stage(const World& world, int stage, at::ScalarType dtype, OptimizerKind kind)
+  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups)
       : group(world, comm::Team::whole(world), "reductions",
               {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
@@ -64,12 +67,12 @@ struct Stage {
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
     reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-    optimizer = std::make_unique<ShardedOptimizer>(all, kind, policy, ledger, group, at::kCPU);
+    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU);
   }
 
   int number(const Parameter& p) const { return p.name[1] - '0'; }
 
-  void step(int count, const std::vector<Hyperparameters>& groups, double scale = 1.0) {
+  void step(int count, const Groups& groups, double scale = 1.0) {
     for (size_t u = units.size(); u-- > 0;) {
       for (size_t i = 0; i < units[u]->parameters().size(); ++i) {
         const int p = number(units[u]->parameters()[i]);
@@ -117,21 +120,34 @@ void expect_same_bits(const std::map<std::string, Tensor>& one, const std::map<s
   for (const auto& [name, tensor] : one) EXPECT_TRUE(at::equal(tensor, other.at(name))) << name;
 }
 
-std::vector<Hyperparameters> two_groups() {
-  Hyperparameters first{.lr = 0.01, .weight_decay = 0.1}, second{.lr = 0.002, .beta1 = 0.8};
-  return {first, second};
+/// Two groups that differ, of any rule.
+Groups two_groups(const char* type = "AdamW") {
+  const Hyperparameters defaults(type);
+  Groups groups{defaults, defaults};
+  groups[0].set("lr", 0.01).set("weight_decay", 0.1);
+  groups[1].set("lr", 0.002);
+  if (defaults.has("beta1")) groups[1].set("beta1", 0.8);
+  return groups;
+}
+
+/// A store of this name, so that several stages on the same ranks do not meet.
+World apart(const World& world, const std::string& name) {
+  World own = world;
+  own.store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
+  return own;
 }
 
 /// AdamW in fp64, as its paper has it.
 Tensor adamw(int p, int steps, const Hyperparameters& h) {
   Tensor w = start_of(p).to(at::kDouble), m = w * 0, v = w * 0;
+  const double lr = h.lr(), beta1 = h.get("beta1"), beta2 = h.get("beta2");
   for (int step = 0; step < steps; ++step) {
     const Tensor g = gradient_of(p, step).to(at::kDouble);
-    w = w * (1 - h.lr * h.weight_decay);
-    m = m * h.beta1 + g * (1 - h.beta1);
-    v = v * h.beta2 + g * g * (1 - h.beta2);
-    const double c1 = 1 - std::pow(h.beta1, step + 1), c2 = 1 - std::pow(h.beta2, step + 1);
-    w = w - (m / c1) / ((v / c2).sqrt() + h.eps) * h.lr;
+    w = w * (1 - lr * h.get("weight_decay"));
+    m = m * beta1 + g * (1 - beta1);
+    v = v * beta2 + g * g * (1 - beta2);
+    const double c1 = 1 - std::pow(beta1, step + 1), c2 = 1 - std::pow(beta2, step + 1);
+    w = w - (m / c1) / ((v / c2).sqrt() + h.get("eps")) * lr;
   }
   return w;
 }
@@ -143,9 +159,8 @@ TEST_P(Worlds, StepAlikeAtEveryStageUnderEachGroupsOwnHyperparameters) {
     run_ranks(GetParam(), [&](const World& world) {
       std::map<std::string, Tensor> expected;
       for (int stage = 0; stage < 4; ++stage) {
-        World own = world;  // each stage's channels under names of their own
-        own.store = c10::make_intrusive<c10d::PrefixStore>("stage" + std::to_string(stage), world.store);
-        Stage training(own, stage, dtype, OptimizerKind::adam);
+        const World own = apart(world, "stage" + std::to_string(stage));
+        Stage training(own, stage, dtype, optim::find_rule("AdamW"), two_groups());
         for (int step = 0; step < 3; ++step) training.step(step, two_groups());
         EXPECT_EQ(training.optimizer->steps(), 3);
         const auto state = training.state();
@@ -166,14 +181,33 @@ TEST_P(Worlds, StepAlikeAtEveryStageUnderEachGroupsOwnHyperparameters) {
   }
 }
 
+TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
+  for (const optim::Rule* rule : optim::all_rules()) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      run_ranks(GetParam(), [&](const World& world) {
+        std::map<std::string, Tensor> expected;
+        for (int stage = 0; stage < 4; ++stage) {
+          const World own = apart(world, "stage" + std::to_string(stage));
+          const Groups groups = two_groups(rule->name().c_str());
+          Stage training(own, stage, dtype, *rule, groups);
+          for (int step = 0; step < 3; ++step) training.step(step, groups);
+          const auto state = training.state();
+          if (stage == 0) expected = state;
+          expect_same_bits(state, expected);
+        }
+        EXPECT_FALSE(at::equal(expected.at("p0/master"), start_of(0))) << rule->name() << " moved nothing";
+      });
+    }
+  }
+}
+
 TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
   run_ranks(GetParam(), [](const World& world) {
     for (int stage : {0, 2, 3}) {
-      World own = world;
-      own.store = c10::make_intrusive<c10d::PrefixStore>("stage" + std::to_string(stage), world.store);
-      Stage training(own, stage, at::kBFloat16, OptimizerKind::sgd);
-      auto groups = two_groups();
-      groups[0].momentum = groups[1].momentum = 0.9;
+      const World own = apart(world, "stage" + std::to_string(stage));
+      auto groups = two_groups("SGD");
+      for (Hyperparameters& hyper : groups) hyper.set("momentum", 0.9);
+      Stage training(own, stage, at::kBFloat16, optim::find_rule("SGD"), groups);
       training.step(0, groups);
       for (size_t u = 0; u < training.units.size(); ++u) {
         for (const auto& [role, data] : training.optimizer->states(static_cast<int>(u)))
@@ -192,9 +226,9 @@ INSTANTIATE_TEST_SUITE_P(Sizes, Worlds, testing::Values(1, 2, 3));
 
 TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
   run_ranks(2, [](const World& world) {
-    Stage training(world, 3, at::kBFloat16, OptimizerKind::adam);
     auto groups = two_groups();
-    groups[0].lr = groups[1].lr = 0.0;
+    for (Hyperparameters& hyper : groups) hyper.set("lr", 0.0);
+    Stage training(world, 3, at::kBFloat16, optim::find_rule("AdamW"), groups);
     Unit& unit = *training.units[0];
     at::NoGradGuard no_grad;
     Tensor shard = unit.shard();
@@ -219,9 +253,8 @@ TEST(ShardedOptimizer, HoldsAShareOfTheStatesFromStageOneOn) {
   run_ranks(2, [](const World& world) {
     int64_t whole = 0, bytes_wanted = 0;
     for (int stage = 0; stage < 4; ++stage) {
-      World own = world;
-      own.store = c10::make_intrusive<c10d::PrefixStore>("stage" + std::to_string(stage), world.store);
-      const Stage training(own, stage, at::kBFloat16, OptimizerKind::adam);
+      const World own = apart(world, "stage" + std::to_string(stage));
+      const Stage training(own, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
       const int64_t bytes = training.ledger->current(device::Role::optimizer);
       if (stage == 0) {
         whole = bytes;
@@ -231,11 +264,56 @@ TEST(ShardedOptimizer, HoldsAShareOfTheStatesFromStageOneOn) {
       EXPECT_EQ(bytes, stage == 0 ? whole : whole / 2);
       EXPECT_EQ(training.optimizer->state_begin(0), stage == 0 ? 0 : training.units[0]->shard_begin());
     }
-    World own = world;
-    own.store = c10::make_intrusive<c10d::PrefixStore>("none", world.store);
-    const Stage none(own, 1, at::kFloat, OptimizerKind::none);
-    EXPECT_EQ(none.ledger->current(device::Role::optimizer), 0);
-    EXPECT_TRUE(none.optimizer->states(0).empty());
+  });
+}
+
+TEST(ShardedOptimizer, KeepsAMomentumFromTheStepOnThatNeedsIt) {
+  run_ranks(2, [](const World& world) {
+    auto groups = two_groups("SGD");
+    Stage training(world, 1, at::kFloat, optim::find_rule("SGD"), groups);
+    training.step(0, groups);
+    EXPECT_EQ(training.ledger->current(device::Role::optimizer), 0) << "fp32 masters are the parameters themselves";
+    EXPECT_EQ(training.optimizer->states(0).size(), 1u);
+    EXPECT_EQ(training.optimizer->num_states(), 0);
+    groups[1].set("momentum", 0.5);  // one group is enough
+    training.step(1, groups);
+    ASSERT_EQ(training.optimizer->states(0).size(), 2u);
+    EXPECT_EQ(training.optimizer->states(0)[1].role, "momentum");
+    EXPECT_EQ(training.optimizer->num_states(), 1);
+    const auto state = training.state();
+    EXPECT_TRUE(at::equal(state.at("p2/momentum"), gradient_of(2, 1))) << "0.5 * 0 + gradient";
+    EXPECT_FALSE(state.at("p0/momentum").any().item<bool>()) << "its group has none";
+    training.optimizer->zero_states({"momentum"});
+    EXPECT_FALSE(training.state().at("p2/momentum").any().item<bool>());
+  });
+}
+
+/// A rule that needs more than the elements of a shard; never stepped.
+class Reaching final : public optim::Rule {
+ public:
+  explicit Reaching(optim::Reach reach) : Rule(*find_optimizer("SGD"), {}, reach) {}
+
+ private:
+  void step_cpu(const optim::Segment&, const Hyperparameters&, const optim::StepTerms&) const override {}
+  void step_aten(const optim::Segment&, const Hyperparameters&, const optim::StepTerms&) const override {}
+};
+
+TEST(ShardedOptimizer, RefusesARuleThatReachesBeyondElementsByName) {
+  run_ranks(1, [](const World& world) {
+    const auto refusal = [&](optim::Reach reach) -> std::string {
+      const Reaching rule(reach);
+      try {
+        const Stage training(world, 1, at::kFloat, rule, two_groups("SGD"));
+      } catch (const ConfigError& error) {
+        return error.what();
+      }
+      return "";
+    };
+    EXPECT_NE(refusal(optim::Reach::parameter_norms).find("SGD needs sums over each whole parameter"),
+              std::string::npos);
+    EXPECT_NE(refusal(optim::Reach::whole_parameter).find("SGD needs each whole parameter as a matrix"),
+              std::string::npos);
+    EXPECT_EQ(refusal(optim::Reach::elementwise), "");
   });
 }
 

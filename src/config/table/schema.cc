@@ -119,6 +119,11 @@ Key Key::alias(std::string other) && {
   return std::move(*this);
 }
 
+Key Key::in_torch(std::string name) && {
+  torch_name = std::move(name);
+  return std::move(*this);
+}
+
 Key Key::read_by(std::string who) && {
   spread_reader(*this, who);
   return std::move(*this);

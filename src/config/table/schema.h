@@ -48,6 +48,7 @@ struct Key {
   std::optional<Binding> binding;
   std::string reader;  // of a key without a field: the code that acts on it
   std::vector<std::string> other_names;
+  std::string torch_name;                       // of a hyper-parameter whose name in torch differs
   std::vector<std::string> choices;             // of a word
   std::vector<int64_t> enumerators;             // of the enumeration below, one for each choice
   const std::type_info *enumeration = nullptr;  // of a choice whose field is an enumeration
@@ -83,6 +84,7 @@ struct Key {
   Key never(std::string why) &&;
   Key off_at(JsonValue value) &&;
   Key alias(std::string other) &&;
+  Key in_torch(std::string name) &&;
   Key derives(std::string words) &&;
   Key derives_from(std::string sibling_name) &&;
   Key auto_from(std::string path) &&;
@@ -102,6 +104,7 @@ struct Variant {
   std::vector<std::string> types;
   std::vector<Key> keys;
   bool open = false;
+  bool later = false;  // known, not supported yet
 };
 
 Key flag(std::string name, std::optional<bool> fallback, std::string doc);

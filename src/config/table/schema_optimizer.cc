@@ -37,7 +37,8 @@ std::vector<Key> adam_keys() {
       eps(),
       weight_decay(),
       bias_correction(),
-      flag("adam_w_mode", true, "Decoupled decay (AdamW), also for type Adam; false: L2 added to the gradient."),
+      flag("adam_w_mode", true, "Decoupled decay (AdamW), also for type Adam; false: L2 added to the gradient.")
+          .in_torch("decoupled_weight_decay"),
       flag("torch_adam", false, "Use torch's own Adam.")
           .never("one fused kernel with torch's formulas runs on every device"),
       flag("amsgrad", false, "The AMSGrad variant.").later(),
@@ -54,6 +55,27 @@ std::vector<Key> sgd_keys() {
       weight_decay(),
       flag("nesterov", false, "Nesterov's momentum; needs a momentum and no dampening."),
       flag("maximize", false, "Ascend instead of descend.").later(),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> adagrad_keys() {
+  return {
+      learning_rate(1e-2),
+      number("lr_decay", 0.0, "Decay of the learning rate per step.").at_least(0),
+      eps(1e-10),
+      weight_decay(),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      max_grad_norm(),
+  };
+}
+
+std::vector<Key> lion_keys() {
+  Key rates = betas();
+  rates.doc = "Weights of the momentum in the step's direction, and in the momentum kept.";
+  return {
+      learning_rate(), std::move(rates),
+      weight_decay(),  flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
       max_grad_norm(),
   };
 }
@@ -112,28 +134,30 @@ std::vector<Key> muon_keys() {
           word("ns_method", "gram", "How Newton-Schulz is iterated.")};
 }
 
+/// A row per optimizer: the names of its type, then its hyper-parameters.
 std::vector<Variant> params_by_type() {
   return {
-      {{"Adam", "AdamW"}, adam_keys()},
-      {{"SGD"}, sgd_keys()},
-      {{"Adagrad"}, {learning_rate(1e-2), eps(1e-10), weight_decay()}},
-      {{"Lamb"}, lamb_keys()},
-      {{"OneBitAdam"}, one_bit_keys()},
-      {{"ZeroOneAdam"}, zero_one_keys()},
-      {{"OneBitLamb"}, one_bit_lamb_keys()},
-      {{"MuAdam", "MuAdamW", "MuSGD"}, {}, true},
-      {{"Lion"}, {learning_rate(), betas(), weight_decay()}},
-      {{"Muon"}, muon_keys()},
+      {.types = {"Adam", "AdamW"}, .keys = adam_keys()},
+      {.types = {"SGD"}, .keys = sgd_keys()},
+      {.types = {"Lion"}, .keys = lion_keys()},
+      {.types = {"Adagrad"}, .keys = adagrad_keys()},
+      {.types = {"Lamb"}, .keys = lamb_keys(), .later = true},
+      {.types = {"OneBitAdam"}, .keys = one_bit_keys(), .later = true},
+      {.types = {"ZeroOneAdam"}, .keys = zero_one_keys(), .later = true},
+      {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
+      {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},
+      {.types = {"Muon"}, .keys = muon_keys(), .later = true},
   };
 }
 
 }  // namespace
 
 std::vector<Key> optimizer_sections() {
-  const std::vector<std::string> later = {"Adagrad", "Lamb",    "OneBitAdam", "OneBitLamb", "ZeroOneAdam",
-                                          "MuAdam",  "MuAdamW", "MuSGD",      "Lion",       "Muon"};
-  std::vector<std::string> types = {"Adam", "AdamW", "SGD"};
-  types.insert(types.end(), later.begin(), later.end());
+  std::vector<std::string> types, later;
+  for (const Variant& variant : params_by_type()) {
+    types.insert(types.end(), variant.types.begin(), variant.types.end());
+    if (variant.later) later.insert(later.end(), variant.types.begin(), variant.types.end());
+  }
   return {section("optimizer", "The optimizer, when the program hands over none.",
                   {
                       choice("type", {}, types, "Which optimizer.")
@@ -143,7 +167,7 @@ std::vector<Key> optimizer_sections() {
                       section("params", "Its hyper-parameters.", {}).by_type(params_by_type()),
                       flag("legacy_fusion", false, "DeepSpeed's older fused optimizers.").later(),
                   })
-              .read_by("fill_optimizer in config.cc")};
+              .read_by("config::optimizer_config")};
 }
 
 }  // namespace deeptide::config

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Checks the tensors of a reduction and sends them to the device's implementation; finds the culprit of a NaN.
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
@@ -9,11 +9,11 @@
 #include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 
-#include "gradients/ordered_sum_detail.h"
+#include "numerics/ordered_sum_detail.h"
 
 using at::Tensor;
 
-namespace deeptide::gradients {
+namespace deeptide::numerics {
 namespace {
 
 bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
@@ -126,4 +126,4 @@ std::optional<NonFinite> find_non_finite(at::TensorList rows, const Tensor& accu
 
 const char* kernel_target() { return detail::chosen_target(); }
 
-}  // namespace deeptide::gradients
+}  // namespace deeptide::numerics

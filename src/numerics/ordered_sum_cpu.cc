@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "device/parallel.h"
-#include "gradients/ordered_sum.h"
-#include "gradients/ordered_sum_detail.h"
+#include "numerics/ordered_sum.h"
+#include "numerics/ordered_sum_detail.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "gradients/ordered_sum_cpu.cc"
+#define HWY_TARGET_INCLUDE "numerics/ordered_sum_cpu.cc"
 // Arrays of vectors below: no targets whose vectors have no size at compile time.
 #define HWY_DISABLED_TARGETS \
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
@@ -22,11 +22,11 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "gradients/row_loads-inl.h"
+#include "numerics/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_ORDERED_SUM_CPU_ONCE
 #define DEEPTIDE_ORDERED_SUM_CPU_ONCE
-namespace deeptide::gradients::detail {
+namespace deeptide::numerics::detail {
 
 constexpr int64_t kBlock = SumReader::kBlock;
 constexpr size_t kSquareLanes = 32;  // element i of a block belongs to lane i % 32
@@ -46,20 +46,17 @@ struct Finish {
   Sink sink;
 };
 
-}  // namespace deeptide::gradients::detail
+}  // namespace deeptide::numerics::detail
 #endif
 
 HWY_BEFORE_NAMESPACE();
-namespace deeptide::gradients::detail::HWY_NAMESPACE {
+namespace deeptide::numerics::detail::HWY_NAMESPACE {
+using namespace numerics::HWY_NAMESPACE;
+
 /// sum = (kCarry ? sum : 0) + the rows.
 template <int kRows, bool kCarry, class T>
-void add_rows(const T* const* rows, float* sum, size_t count) {
-  const size_t lanes = hn::Lanes(D());
-  size_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    hn::StoreU(add_rows_at<kRows, kCarry>(rows, sum, i), D(), sum + i);
-  }
-  for (; i < count; ++i) sum[i] = add_element_at<kRows, kCarry>(rows, sum, i);
+void write_sum(const T* const* rows, float* sum, size_t count) {
+  each_vector(0, count, [&](auto part, size_t i) { part.put(add_rows<kRows, kCarry>(part, rows, sum, i), sum + i); });
 }
 
 /// Sums of squares, lane by lane. A float's square is exact in double, so only the order of the additions rounds:
@@ -73,18 +70,24 @@ class Squares {
   }
   /// Elements i to i + kSquareLanes.
   HWY_INLINE void add(const V* values) {
+    for (size_t k = 0; k < kVectors; ++k) add(k, values[k]);
+  }
+  /// Elements i + k * lanes to i + (k + 1) * lanes of a group of kSquareLanes.
+  HWY_INLINE void add(size_t k, V value) {
 #if HWY_TARGET == HWY_SCALAR
-    for (size_t k = 0; k < kVectors; ++k) add_to(k, hn::PromoteTo(D64(), values[k]));
+    add_to(k, hn::PromoteTo(D64(), value));
 #else
-    for (size_t k = 0; k < kVectors; ++k) {
-      const hn::Half<D> half;
-      add_to(2 * k, hn::PromoteTo(D64(), hn::LowerHalf(half, values[k])));
-      add_to(2 * k + 1, hn::PromoteTo(D64(), hn::UpperHalf(half, values[k])));
-    }
+    const hn::Half<D> half;
+    add_to(2 * k, hn::PromoteTo(D64(), hn::LowerHalf(half, value)));
+    add_to(2 * k + 1, hn::PromoteTo(D64(), hn::UpperHalf(half, value)));
 #endif
   }
-  HWY_INLINE void store(double* lanes) const {
+  HWY_INLINE double total() const {
+    HWY_ALIGN double lanes[kSquareLanes];
     for (size_t k = 0; k < kVectors64; ++k) hn::Store(sums_[k], D64(), lanes + k * HWY_LANES(double));
+    double total = 0.0;
+    for (double lane : lanes) total += lane;
+    return total;
   }
 
  private:
@@ -100,32 +103,31 @@ class Squares {
 /// accumulator = (add: accumulator +) scale * the rows' sum; returns the sum of its squares.
 template <int kRows, Sink kSink, class T>
 double finish_rows(const T* const* rows, float scale, float* accumulator, size_t count) {
-  const D d;
   constexpr size_t kLanes = HWY_LANES(float);
   const size_t whole = count - count % kSquareLanes;
+  const auto finished = [&](auto part, size_t i) {
+    const V sum = hn::Mul(add_rows<kRows, false>(part, rows, nullptr, i), hn::Set(D(), scale));
+    if constexpr (kSink == Sink::add) return hn::Add(part.get(accumulator + i), sum);
+    return sum;
+  };
   Squares squares;
   for (size_t i = 0; i < whole; i += kSquareLanes) {
     V values[Squares::kVectors];
     for (size_t k = 0; k < Squares::kVectors; ++k) {
       const size_t j = i + k * kLanes;
-      values[k] = hn::Mul(add_rows_at<kRows, false>(rows, nullptr, j), hn::Set(d, scale));
-      if constexpr (kSink == Sink::add) values[k] = hn::Add(load(accumulator + j), values[k]);
-      if constexpr (kSink == Sink::overwrite_past_cache) hn::Stream(values[k], d, accumulator + j);
-      if constexpr (kSink == Sink::overwrite || kSink == Sink::add) hn::StoreU(values[k], d, accumulator + j);
+      values[k] = finished(Whole(), j);
+      if constexpr (kSink == Sink::overwrite_past_cache) stream(values[k], accumulator + j);
+      if constexpr (kSink == Sink::overwrite || kSink == Sink::add) store(values[k], accumulator + j);
     }
     squares.add(values);
   }
-  HWY_ALIGN double lanes[kSquareLanes];
-  squares.store(lanes);
-  for (size_t i = whole; i < count; ++i) {
-    float value = add_element_at<kRows, false>(rows, nullptr, i) * scale;
-    if constexpr (kSink == Sink::add) value = accumulator[i] + value;
-    if constexpr (kSink != Sink::none) accumulator[i] = value;
-    lanes[i - whole] += static_cast<double>(value) * static_cast<double>(value);
-  }
-  double total = 0.0;
-  for (double lane : lanes) total += lane;
-  return total;
+  Squares all = squares;  // a copy: the tail's index would keep the loop's sums out of registers
+  each_vector(whole, count, [&](auto part, size_t i) {
+    const V value = finished(part, i);
+    if constexpr (kSink != Sink::none) part.put(value, accumulator + i);
+    all.add((i - whole) / kLanes, part.keep(value));
+  });
+  return all.total();
 }
 
 template <int kRows, class T>
@@ -147,10 +149,10 @@ template <class T>
 double finish_many_rows(const T* const* rows, int64_t num_rows, const Finish& finish, float* accumulator,
                         size_t count) {
   HWY_ALIGN float sum[kBlock];
-  add_rows<4, false>(rows, sum, count);
+  write_sum<4, false>(rows, sum, count);
   int64_t row = 4;
-  for (; row + 4 <= num_rows; row += 4) add_rows<4, true>(rows + row, sum, count);
-  for (; row < num_rows; ++row) add_rows<1, true>(rows + row, sum, count);
+  for (; row + 4 <= num_rows; row += 4) write_sum<4, true>(rows + row, sum, count);
+  for (; row < num_rows; ++row) write_sum<1, true>(rows + row, sum, count);
   const float* summed[] = {sum};
   return finish_rows<1>(summed, finish, accumulator, count);
 }
@@ -201,15 +203,11 @@ double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish&
 template <class T>
 void sum_typed(const Rows& shape, int64_t begin, size_t count, float scale, float* sum) {
   const RowsFrom<T> rows(shape, begin);
-  add_rows<1, false>(rows.get(), sum, count);
-  for (int64_t row = 1; row < shape.count; ++row) add_rows<1, true>(rows.get() + row, sum, count);
+  write_sum<1, false>(rows.get(), sum, count);
+  for (int64_t row = 1; row < shape.count; ++row) write_sum<1, true>(rows.get() + row, sum, count);
   if (scale == 1.0f) return;
-  const D d;
-  size_t i = 0;
-  for (; i + hn::Lanes(d) <= count; i += hn::Lanes(d)) {
-    hn::StoreU(hn::Mul(load(sum + i), hn::Set(d, scale)), d, sum + i);
-  }
-  for (; i < count; ++i) sum[i] *= scale;
+  each_vector(0, count,
+              [&](auto part, size_t i) { part.put(hn::Mul(part.get(sum + i), hn::Set(D(), scale)), sum + i); });
 }
 
 void sum_block(const Rows& rows, int64_t begin, size_t count, float scale, float* sum) {
@@ -221,7 +219,7 @@ void sum_block(const Rows& rows, int64_t begin, size_t count, float scale, float
 template <class T>
 void add_widened_typed(const void* from, int64_t begin, size_t count, float* accumulator) {
   const T* rows[] = {static_cast<const T*>(from) + begin};
-  add_rows<1, true>(rows, accumulator + begin, count);
+  write_sum<1, true>(rows, accumulator + begin, count);
 }
 
 void add_widened(const void* from, at::ScalarType dtype, int64_t begin, size_t count, float* accumulator) {
@@ -234,11 +232,11 @@ void add_widened(const void* from, at::ScalarType dtype, int64_t begin, size_t c
 
 const char* target_name() { return hwy::TargetName(HWY_TARGET); }
 
-}  // namespace deeptide::gradients::detail::HWY_NAMESPACE
+}  // namespace deeptide::numerics::detail::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-namespace deeptide::gradients::detail {
+namespace deeptide::numerics::detail {
 namespace {
 
 HWY_EXPORT(reduce_block);
@@ -307,9 +305,9 @@ void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator) {
   });
 }
 
-}  // namespace deeptide::gradients::detail
+}  // namespace deeptide::numerics::detail
 
-namespace deeptide::gradients {
+namespace deeptide::numerics {
 
 SumReader::SumReader(const Contributions& contributions)
     : rows_(detail::pointers(contributions.rows)),
@@ -324,5 +322,5 @@ const float* SumReader::read(int64_t begin, int64_t count, float* scratch) const
   return scratch;
 }
 
-}  // namespace deeptide::gradients
+}  // namespace deeptide::numerics
 #endif

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The ordered sum: its order, its bits under any number of threads and instruction set, its norm and its culprits.
-#include "gradients/ordered_sum.h"
+#include "numerics/ordered_sum.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -19,12 +19,12 @@
 #include <cmath>
 #include <limits>
 
-#include "gradients/ordered_sum_detail.h"
 #include "kernel_modes.h"
+#include "numerics/ordered_sum_detail.h"
 
 using at::Tensor;
 
-namespace deeptide::gradients {
+namespace deeptide::numerics {
 namespace {
 
 constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4095, 4096, 4097, 65537};
@@ -250,4 +250,4 @@ TEST(Accumulate, RejectsTensorsThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace deeptide::gradients
+}  // namespace deeptide::numerics

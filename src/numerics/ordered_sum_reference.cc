@@ -4,11 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
-#include "gradients/ordered_sum_detail.h"
+#include "numerics/ordered_sum_detail.h"
 
 using at::Tensor;
 
-namespace deeptide::gradients::detail {
+namespace deeptide::numerics::detail {
 
 void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, const Tensor& accumulator,
                            const Tensor& sum_of_squares) {
@@ -22,4 +22,4 @@ void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, con
   sum_of_squares.square_();
 }
 
-}  // namespace deeptide::gradients::detail
+}  // namespace deeptide::numerics::detail

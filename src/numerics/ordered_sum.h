@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace deeptide::gradients {
+namespace deeptide::numerics {
 
 /// A gradient as the ranks contributed it: `scale` times the sum of the rows, one a rank, in rank order in fp32.
 /// Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of one type and on one device; at least one.
@@ -68,4 +68,4 @@ std::optional<NonFinite> find_non_finite(at::TensorList rows, const at::Tensor& 
 /// Highway's name of the instruction set that the sums above run on here.
 const char* kernel_target();
 
-}  // namespace deeptide::gradients
+}  // namespace deeptide::numerics

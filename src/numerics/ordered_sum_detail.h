@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace deeptide::gradients::detail {
+namespace deeptide::numerics::detail {
 
 /// Vector code, chosen at run time. Multiplies and adds are never fused and the sum of squares is spread over 32 lanes
 /// whatever the width of a vector, so the results are the same bits on every instruction set.
@@ -23,4 +23,4 @@ const char* chosen_target();
 void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                            const at::Tensor& sum_of_squares);
 
-}  // namespace deeptide::gradients::detail
+}  // namespace deeptide::numerics::detail

@@ -1,0 +1,53 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A segment as streams of memory for elementwise rules on the CPU, and what their references share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "optim/rule.h"
+
+namespace deeptide::optim::detail {
+
+inline constexpr size_t kMaxStates = 2;
+
+enum class Output : uint8_t { none, bf16, fp16 };
+
+/// How a gradient arrives: summed, in fp32, or as one or two rows of bf16 that are summed as they are read.
+enum class Source : uint8_t { summed, one_bf16, two_bf16 };
+
+struct GradientStreams {
+  const void* rows[2];
+  float row_scale;  // of the rows' sum; 1 when summed
+  float scale;      // the step's own
+  Source source;
+};
+
+/// Where the rounded master goes. Large outputs go past the cache: they are not read before the whole model has been
+/// written, and a line that is not cached need not be read to be written.
+struct ParamStream {
+  void* data;
+  Output output;
+  bool past_cache;
+};
+
+/// A segment's streams from some element on; a state that is not kept is null.
+struct Streams {
+  float* master;
+  float* states[kMaxStates];
+  GradientStreams gradient;
+  ParamStream param;
+};
+
+/// Calls `kernel(streams, count)` for ranges that cover the segment, on torch's threads.
+void over_streams(const Segment& segment, const StepTerms& terms,
+                  c10::function_ref<void(const Streams& streams, size_t count)> kernel);
+
+/// The gradient's sum times the step's scale, plus `l2_decay` times the master: a new tensor.
+at::Tensor scaled_gradient(const Segment& segment, const StepTerms& terms, float l2_decay);
+
+}  // namespace deeptide::optim::detail

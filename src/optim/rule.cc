@@ -1,0 +1,140 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The registry of rules, and the checks of every step.
+#include "optim/rule.h"
+
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "deeptide/errors.h"
+
+using at::Tensor;
+
+namespace deeptide::optim {
+namespace {
+
+/// Filled while the library is loaded; function-local, since the order of files is not known.
+std::map<std::string, Registration::Make>& registry() {
+  static std::map<std::string, Registration::Make> makers;
+  return makers;
+}
+
+std::vector<const Rule*> make_rules() {
+  std::vector<const Rule*> rules;
+  for (const OptimizerInfo& info : optimizers()) {
+    const auto found = registry().find(info.name);
+    if (found != registry().end()) rules.push_back(found->second(info).release());  // kept for the process's life
+  }
+  return rules;
+}
+
+void check_like_master(const std::string& what, const char* name, const Tensor& tensor, const Tensor& master) {
+  TORCH_CHECK_VALUE(tensor.defined(), what, ": ", name, " is undefined, expected a tensor like master");
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.numel() == master.numel(), what, ": ", name, " has shape ",
+                    tensor.sizes(), ", expected ", master.sizes(), " as master has");
+  TORCH_CHECK_VALUE(tensor.device() == master.device(), what, ": ", name, " is on ", tensor.device(), ", expected ",
+                    master.device(), " as master is");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), what, ": ", name, " is not contiguous; pass one slice of a flat buffer");
+}
+
+void check_fp32(const std::string& what, const char* name, const Tensor& tensor, const Tensor& master) {
+  check_like_master(what, name, tensor, master);
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat, what, ": ", name, " is ", tensor.scalar_type(),
+                    ", expected Float");
+}
+
+void check_gradient(const std::string& what, const numerics::Contributions& gradient, const Tensor& master) {
+  TORCH_CHECK_VALUE(!gradient.rows.empty(), what, ": the gradient has no rows, expected one per rank");
+  for (const Tensor& row : gradient.rows) {
+    check_like_master(what, "gradient", row, master);
+    const auto type = row.scalar_type();
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, what, ": gradient is ", type,
+                      ", expected Float, BFloat16 or Half");
+    TORCH_CHECK_VALUE(type == gradient.rows[0].scalar_type(), what, ": a row of the gradient is ", type, ", another ",
+                      gradient.rows[0].scalar_type(), "; expected one type");
+  }
+}
+
+}  // namespace
+
+Rule::Rule(const OptimizerInfo& info, std::vector<StateRole> roles, Reach reach)
+    : info_(info), roles_(std::move(roles)), reach_(reach) {
+  for (const StateRole& role : roles_) {
+    if (role.unless_zero) index_of(role.unless_zero);
+  }
+}
+
+size_t Rule::index_of(const char* name) {
+  const auto index = info_.find(name);
+  if (!index) throw std::logic_error(info_.name + ": the configuration's table has no hyper-parameter " + name);
+  names_read_.insert(name);
+  return *index;
+}
+
+bool Rule::keeps(size_t role, const Hyperparameters& hyper) const {
+  const char* name = roles_.at(role).unless_zero;
+  return name == nullptr || hyper.get(name) != 0.0;
+}
+
+void Rule::check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+  const std::string what = name() + " step";
+  const Tensor& master = segment.master;
+  TORCH_CHECK_VALUE(hyper.optimizer() == &info_, what, ": got hyper-parameters of ",
+                    hyper.optimizer() ? hyper.optimizer()->name : "no optimizer", ", expected ", name(), "'s");
+  TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
+  check_fp32(what, "master", master, master);
+  check_gradient(what, segment.gradient, master);
+  TORCH_CHECK_VALUE(segment.states.size() == roles_.size(), what, ": got ", segment.states.size(), " states, expected ",
+                    roles_.size());
+  for (size_t i = 0; i < roles_.size(); ++i) {
+    const StateRole& role = roles_[i];
+    const Tensor& state = segment.states[i];
+    TORCH_CHECK_VALUE(keeps(i, hyper) || !state.defined(), what, ": ", role.unless_zero, " is 0 but the state ",
+                      role.name, " is defined; expected a state exactly when ", role.unless_zero, " is not 0");
+    if (keeps(i, hyper)) check_fp32(what, role.name, state, master);
+  }
+  if (segment.param.defined()) {
+    const auto type = segment.param.scalar_type();
+    check_like_master(what, "param", segment.param, master);
+    TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, what, ": param is ", type,
+                      ", expected BFloat16 or Half; in fp32 training leave it undefined");
+  }
+  TORCH_CHECK_VALUE(terms.step >= 1, what, ": step is ", terms.step, ", expected at least 1: steps are counted from 1");
+}
+
+void Rule::step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+  check(segment, hyper, terms);
+  segment.master.is_cpu() ? step_cpu(segment, hyper, terms) : step_aten(segment, hyper, terms);
+}
+
+void Rule::step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+  check(segment, hyper, terms);
+  step_aten(segment, hyper, terms);
+}
+
+Registration::Registration(const char* name, Make make) { registry().emplace(name, make); }
+
+std::vector<std::string> registered_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, make] : registry()) names.push_back(name);
+  return names;
+}
+
+const std::vector<const Rule*>& all_rules() {
+  static const std::vector<const Rule*> rules = make_rules();
+  return rules;
+}
+
+const Rule& find_rule(std::string_view type) {
+  const OptimizerInfo* info = find_optimizer(type);
+  std::string names;
+  for (const Rule* rule : all_rules()) {
+    if (&rule->info() == info) return *rule;
+    for (const std::string& name : rule->info().types) names += (names.empty() ? "" : ", ") + name;
+  }
+  throw ConfigError("optimizer: got \"" + std::string(type) + "\", expected one of " + names);
+}
+
+}  // namespace deeptide::optim

@@ -1,0 +1,109 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// An optimizer as a rule: which states it keeps of each element, and one step over a flat segment of a shard.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "deeptide/hyperparameters.h"
+#include "numerics/ordered_sum.h"
+
+namespace deeptide::optim {
+
+/// What one step of an element depends on.
+enum class Reach : uint8_t {
+  elementwise,      // the element's own gradient and states: a shard may be cut anywhere
+  parameter_norms,  // and sums over its whole parameter, as LAMB's
+  whole_parameter,  // its whole parameter as a matrix, as Muon's
+};
+
+/// A state: one fp32 number per element, zero before the first step.
+struct StateRole {
+  const char* name;                   // in checkpoints, `full_state` and messages
+  const char* unless_zero = nullptr;  // the hyper-parameter at whose 0 the state is not kept
+};
+
+/// The flat tensors of one segment, all (N,), contiguous, on one device.
+struct Segment {
+  at::Tensor master;                 // fp32, updated
+  std::vector<at::Tensor> states;    // fp32, updated; by the rule's roles, undefined where a role is not kept
+  numerics::Contributions gradient;  // read, and summed on the way
+  at::Tensor param;                  // bf16 | fp16, receives the rounded master; undefined in fp32 training
+};
+
+/// Which step this is.
+struct StepTerms {
+  int64_t step = 1;             // counted from 1
+  double gradient_scale = 1.0;  // applied to the gradient's sum
+};
+
+class Rule {
+ public:
+  /// `info`: the optimizer's entry in the configuration's table, which outlives the rule.
+  Rule(const OptimizerInfo& info, std::vector<StateRole> roles, Reach reach = Reach::elementwise);
+  virtual ~Rule() = default;
+  Rule(const Rule&) = delete;
+  Rule& operator=(const Rule&) = delete;
+
+  const OptimizerInfo& info() const { return info_; }
+  const std::string& name() const { return info_.name; }
+  Reach reach() const { return reach_; }
+  const std::vector<StateRole>& roles() const { return roles_; }
+  /// Whether a group with these hyper-parameters needs the state of role `role`.
+  bool keeps(size_t role, const Hyperparameters& hyper) const;
+  /// The names of the hyper-parameters that the step reads.
+  const std::set<std::string>& names_read() const { return names_read_; }
+
+  /// One step over a segment. An elementwise rule gives the same bits however a shard is cut and on any number of
+  /// threads. Errors: ValueError on tensors that do not fit, hyper-parameters of another rule, or a step below 1.
+  void step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
+  /// The same in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
+  void step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
+
+ protected:
+  /// The index of a hyper-parameter, for `hyper[index]` in steps. Errors: std::logic_error when the table lacks it.
+  size_t index_of(const char* name);
+
+ private:
+  virtual void step_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
+  virtual void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
+  void check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
+
+  const OptimizerInfo& info_;
+  std::vector<StateRole> roles_;
+  Reach reach_;
+  std::set<std::string> names_read_;
+};
+
+/// All rules whose optimizer the configuration's table has, in the table's order.
+const std::vector<const Rule*>& all_rules();
+/// The rule of an optimizer's type such as "AdamW", in any case. Errors: ConfigError naming the types that exist.
+const Rule& find_rule(std::string_view type);
+
+/// Makes a rule known; one static object in each rule's file.
+class Registration {
+ public:
+  using Make = std::unique_ptr<Rule> (*)(const OptimizerInfo& info);
+  /// `name`: the first type of the optimizer's entry in the configuration's table.
+  Registration(const char* name, Make make);
+};
+
+template <typename T>
+std::unique_ptr<Rule> make_rule(const OptimizerInfo& info) {
+  return std::make_unique<T>(info);
+}
+
+/// The names under which rules have been registered, for the test that compares them with the table.
+std::vector<std::string> registered_names();
+
+/// Highway's name of the instruction set that the steps run on here, such as "AVX3_ZEN4".
+const char* kernel_target();
+
+}  // namespace deeptide::optim

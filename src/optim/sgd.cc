@@ -1,0 +1,116 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// SGD as torch.optim.SGD: L2 decay, a momentum that starts as the first gradient, dampening, Nesterov.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+
+#include "optim/elementwise.h"
+#include "optim/rule.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "optim/sgd.cc"
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#include <hwy/foreach_target.h>
+// After foreach_target.h, as Highway asks.
+#include "optim/elementwise-inl.h"
+
+#ifndef DEEPTIDE_OPTIM_SGD_ONCE
+#define DEEPTIDE_OPTIM_SGD_ONCE
+namespace deeptide::optim {
+
+struct SgdScalars {
+  float l2_decay;
+  float lr;
+  float momentum;       // 0: no state
+  float gradient_keep;  // 1 - dampening
+  bool first_step;      // the momentum starts as the gradient
+  bool nesterov;
+};
+
+}  // namespace deeptide::optim
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace deeptide::optim::HWY_NAMESPACE {
+
+HWY_INLINE V decayed(V p, V g, const SgdScalars& s) {
+  return s.l2_decay != 0.0f ? hn::MulAdd(hn::Set(D(), s.l2_decay), p, g) : g;
+}
+
+struct SgdUpdate {
+  HWY_INLINE V operator()(V p, V g) const { return hn::NegMulAdd(hn::Set(D(), s.lr), decayed(p, g, s), p); }
+  HWY_INLINE V operator()(V p, V g, V& momentum) const {
+    const D d;
+    g = decayed(p, g, s);
+    const V moved = hn::MulAdd(hn::Set(d, s.gradient_keep), g, hn::Mul(momentum, hn::Set(d, s.momentum)));
+    momentum = s.first_step ? g : moved;
+    const V update = s.nesterov ? hn::MulAdd(hn::Set(d, s.momentum), momentum, g) : momentum;
+    return hn::NegMulAdd(hn::Set(d, s.lr), update, p);
+  }
+  SgdScalars s;
+};
+
+void sgd_kernel(const Streams& io, size_t count, const SgdScalars& s) {
+  io.states[0] ? step_streams<1>(io, count, SgdUpdate{s}) : step_streams<0>(io, count, SgdUpdate{s});
+}
+
+}  // namespace deeptide::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace deeptide::optim {
+namespace {
+
+using at::Tensor;
+
+HWY_EXPORT(sgd_kernel);
+
+class Sgd final : public Rule {
+ public:
+  explicit Sgd(const OptimizerInfo& info) : Rule(info, {{.name = "momentum", .unless_zero = "momentum"}}) {}
+
+ private:
+  SgdScalars scalars(const Hyperparameters& hyper, const StepTerms& terms) const {
+    return {
+        .l2_decay = static_cast<float>(hyper[weight_decay_]),
+        .lr = static_cast<float>(hyper[lr_]),
+        .momentum = static_cast<float>(hyper[momentum_]),
+        .gradient_keep = static_cast<float>(1.0 - hyper[dampening_]),
+        .first_step = terms.step == 1,
+        .nesterov = hyper[nesterov_] != 0.0,
+    };
+  }
+
+  void step_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const override {
+    const SgdScalars s = scalars(hyper, terms);
+    detail::over_streams(segment, terms, [&](const detail::Streams& io, size_t count) {
+      HWY_DYNAMIC_DISPATCH(sgd_kernel)(io, count, s);
+    });
+  }
+
+  void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const override {
+    at::NoGradGuard no_grad;
+    const SgdScalars s = scalars(hyper, terms);
+    Tensor update = detail::scaled_gradient(segment, terms, s.l2_decay);
+    const Tensor momentum = segment.states[0];
+    if (momentum.defined()) {
+      if (s.first_step) {
+        momentum.copy_(update);
+      } else {
+        momentum.mul_(s.momentum).add_(update, s.gradient_keep);
+      }
+      update = s.nesterov ? update.add_(momentum, s.momentum) : momentum;
+    }
+    segment.master.add_(update, -s.lr);
+    if (segment.param.defined()) segment.param.copy_(segment.master);
+  }
+
+  const size_t lr_ = index_of("lr"), momentum_ = index_of("momentum"), dampening_ = index_of("dampening"),
+               weight_decay_ = index_of("weight_decay"), nesterov_ = index_of("nesterov");
+};
+
+const Registration kSgd("SGD", &make_rule<Sgd>);
+
+}  // namespace
+}  // namespace deeptide::optim
+#endif  // HWY_ONCE
