@@ -16,14 +16,15 @@
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/unit.h"
+#include "tiers/buffer.h"
 #include "zero/policy.h"
 
 namespace deeptide::zero {
 
-/// A flat state tensor of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
-struct StateTensor {
+/// A flat state of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
+struct UnitStateBuffer {
   std::string role;
-  at::Tensor data;
+  tiers::Buffer data;
 };
 
 /// Steps trainable units by a rule. Holds the rule's states per unit; each step brings the groups' hyper-parameters.
@@ -45,7 +46,7 @@ class ShardedOptimizer {
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t state_begin(int unit) const;
   /// The master, then the states that are kept.
-  std::vector<StateTensor> states(int unit) const;
+  std::vector<UnitStateBuffer> states(int unit) const;
   /// Allocates, as zeros, the states that these groups need and that no group has needed yet.
   void keep_states(const std::vector<Hyperparameters>& groups);
   /// Sets the states of these roles to zero, as before the first step.
@@ -62,18 +63,20 @@ class ShardedOptimizer {
 
  private:
   struct UnitState {
-    at::Tensor master;               // aliases the parameters' memory in fp32
-    std::vector<at::Tensor> states;  // by the rule's roles; undefined: not kept
+    tiers::Buffer master;               // aliases the parameters' memory in fp32
+    std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
   };
 
-  at::Tensor allocate(int64_t numel);
+  tiers::Buffer allocate(int64_t numel);
   at::Tensor parameters_of(int unit) const;
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
   void step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                  const std::vector<Hyperparameters>& groups);
+  void step_segment(UnitState& state, const at::Tensor& parameters, const numerics::Contributions& gradient,
+                    tiers::Block range, const Hyperparameters& hyper, const optim::StepTerms& terms);
   void publish(const std::vector<int>& units);
 
   std::vector<sharding::Unit*> units_;

@@ -98,7 +98,8 @@ TEST(Blocks, AreCutWhereAnyBufferEndsOne) {
   const Buffer fours = make(4), sixes = make(6), absent;
   std::vector<int64_t> begins;
   int64_t covered = 0;
-  for_each_block({&fours, &sixes, &absent}, {3, 14}, [&](Block block) {
+  const Buffer* const buffers[] = {&fours, &sixes, &absent};
+  for_each_block(std::span<const Buffer* const>(buffers), {3, 14}, [&](Block block) {
     begins.push_back(block.begin);
     covered += block.count;
     EXPECT_NO_THROW(fours.lease(block, Access::read));

@@ -97,8 +97,9 @@ struct Stage {
     std::map<std::string, Tensor> all;
     for (size_t u = 0; u < units.size(); ++u) {
       const Unit& unit = *units[u];
-      std::vector<StateTensor> tensors = optimizer->states(static_cast<int>(u));
-      tensors.push_back({"parameter", unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole()});
+      std::map<std::string, Tensor> tensors;
+      for (const auto& [role, data] : optimizer->states(static_cast<int>(u))) tensors[role] = data.copy();
+      tensors["parameter"] = unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole();
       for (const auto& [role, data] : tensors) {
         const Tensor whole = gathered(data, unit);
         for (const Parameter& p : unit.parameters()) all[p.name + "/" + role] = p.view_of(whole).clone();
@@ -211,7 +212,7 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
       training.step(0, groups);
       for (size_t u = 0; u < training.units.size(); ++u) {
         for (const auto& [role, data] : training.optimizer->states(static_cast<int>(u)))
-          data.fill_(role == "master" ? 0.3 : 0.0);
+          data.lease(data.block(0), tiers::Access::write).tensor().fill_(role == "master" ? 0.3 : 0.0);
       }
       training.optimizer->publish_all();
       for (const auto& [name, tensor] : training.state()) {
@@ -238,7 +239,7 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
     shard.fill_(0.75);
     for (sharding::Parameter& p : unit.parameters()) p.rewritten = true;
     training.step(1, groups);
-    const Tensor master = training.optimizer->states(0)[0].data;
+    const Tensor master = training.optimizer->states(0)[0].data.copy();
     for (const sharding::Parameter& p : unit.parameters()) {
       const auto [first, last] = unit.owned_range(p);
       const int64_t at = first - unit.shard_begin(), count = last - first;
