@@ -30,18 +30,25 @@ void check_reach(const optim::Rule& rule) {
                     "optimizer whose step is elementwise, such as AdamW");
 }
 
+StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::Device device) {
+  return [ledger, device](int64_t numel) {
+    return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, at::kFloat, device));
+  };
+}
+
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device)
+                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                                   StatePlacement place)
     : units_(std::move(units)),
       rule_(rule),
       policy_(policy),
       ledger_(std::move(ledger)),
       group_(group),
       gradient_pool_(ledger_, Role::communication, device),
-      device_(device),
+      place_(place ? std::move(place) : resident_on(ledger_, device)),
       kept_(rule.roles().size(), false) {
   check_reach(rule);
   at::NoGradGuard no_grad;
@@ -49,7 +56,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
     const Tensor parameters = parameters_of(static_cast<int>(i));
     UnitState state;
     state.aliased = parameters.scalar_type() == at::kFloat;
-    state.master = state.aliased ? Buffer::resident(parameters) : allocate(parameters.numel());
+    state.master = state.aliased ? Buffer::resident(parameters) : place_(parameters.numel());
     state.states.resize(kept_.size());
     if (!state.aliased) {
       for_each_block(state.master, {0, parameters.numel()}, [&](Block block) {
@@ -62,15 +69,11 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
   keep_states(groups);
 }
 
-Buffer ShardedOptimizer::allocate(int64_t numel) {
-  return Buffer::resident(device::allocate_flat(ledger_, Role::optimizer, numel, at::kFloat, device_));
-}
-
 void ShardedOptimizer::keep_states(const std::vector<Hyperparameters>& groups) {
   for (size_t role = 0; role < kept_.size(); ++role) {
     const auto needs = [&](const Hyperparameters& hyper) { return rule_.keeps(role, hyper); };
     if (kept_[role] || std::none_of(groups.begin(), groups.end(), needs)) continue;
-    for (UnitState& state : states_) state.states[role] = allocate(state.master.numel());
+    for (UnitState& state : states_) state.states[role] = place_(state.master.numel());
     kept_[role] = true;
   }
 }

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -27,13 +28,18 @@ struct UnitStateBuffer {
   tiers::Buffer data;
 };
 
+/// Makes the zeroed fp32 buffer (numel,) of a state or a master: where states lie is its choice.
+using StatePlacement = std::function<tiers::Buffer(int64_t numel)>;
+
 /// Steps trainable units by a rule. Holds the rule's states per unit; each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
+  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`.
   /// Errors: ConfigError when the rule's reach is more than elementwise, which is not supported yet.
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device);
+                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                   StatePlacement place = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
@@ -68,7 +74,6 @@ class ShardedOptimizer {
     bool aliased = false;
   };
 
-  tiers::Buffer allocate(int64_t numel);
   at::Tensor parameters_of(int unit) const;
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
@@ -85,7 +90,7 @@ class ShardedOptimizer {
   std::shared_ptr<device::Ledger> ledger_;
   comm::Group& group_;
   device::BufferPool gradient_pool_;
-  at::Device device_;
+  StatePlacement place_;
   std::vector<bool> kept_;  // by the rule's roles
   std::vector<UnitState> states_;
   int64_t steps_ = 0;

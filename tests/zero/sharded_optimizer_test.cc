@@ -19,6 +19,7 @@
 #include "deeptide/errors.h"
 #include "ranks.h"
 #include "sharding/layout.h"
+#include "tiers/copying_store.h"
 #include "world/failure_board.h"
 
 namespace deeptide::zero {
@@ -37,7 +38,8 @@ Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).s
 
 /// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
 struct Stage {
-  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups)
+  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
+        const StatePlacement& place = {})
       : group(world, comm::Team::whole(world), "reductions",
               {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
@@ -67,7 +69,7 @@ struct Stage {
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
     reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU);
+    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place);
   }
 
   int number(const Parameter& p) const { return p.name[1] - '0'; }
@@ -197,6 +199,33 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
           expect_same_bits(state, expected);
         }
         EXPECT_FALSE(at::equal(expected.at("p0/master"), start_of(0))) << rule->name() << " moved nothing";
+      });
+    }
+  }
+}
+
+/// States elsewhere, in blocks of a few elements, as a tier of files would hold them.
+tiers::Buffer in_small_blocks(int64_t numel) {
+  constexpr int64_t kBlock = 7;
+  return {std::make_shared<tiers::CopyingStore>(at::zeros({numel})), numel, at::kFloat, kBlock};
+}
+
+TEST_P(Worlds, StepAlikeWhereverStatesLie) {
+  for (const optim::Rule* rule : optim::all_rules()) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      run_ranks(GetParam(), [&](const World& world) {
+        const auto groups = two_groups(rule->name());
+        for (int stage : {0, 2, 3}) {
+          const std::string name = std::to_string(stage);
+          Stage resident(apart(world, "resident" + name), stage, dtype, *rule, groups);
+          Stage elsewhere(apart(world, "elsewhere" + name), stage, dtype, *rule, groups, &in_small_blocks);
+          for (int step = 0; step < 3; ++step) {
+            resident.step(step, groups);
+            elsewhere.step(step, groups);
+          }
+          expect_same_bits(elsewhere.state(), resident.state());
+          EXPECT_EQ(elsewhere.ledger->current(device::Role::optimizer), 0) << "the placement counts its own";
+        }
       });
     }
   }
