@@ -181,9 +181,8 @@ void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradie
 }
 
 /// Block by block, wherever the states lie: what is resident is one block.
-void ShardedOptimizer::step_segment(UnitState& state, const Tensor& parameters,
-                                    const numerics::Contributions& gradient, Block range, const Hyperparameters& hyper,
-                                    const optim::StepTerms& terms) {
+void ShardedOptimizer::step_segment(UnitState& state, const Tensor& parameters, const numerics::Contributions& gradient,
+                                    Block range, const Hyperparameters& hyper, const optim::StepTerms& terms) {
   std::vector<const Buffer*> buffers{&state.master};
   for (size_t role = 0; role < kept_.size(); ++role) {
     if (rule_.keeps(role, hyper)) buffers.push_back(&state.states[role]);

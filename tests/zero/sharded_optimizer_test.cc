@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -214,7 +215,7 @@ TEST_P(Worlds, StepAlikeWhereverStatesLie) {
   for (const optim::Rule* rule : optim::all_rules()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       run_ranks(GetParam(), [&](const World& world) {
-        const auto groups = two_groups(rule->name());
+        const Groups groups = two_groups(rule->name().c_str());
         for (int stage : {0, 2, 3}) {
           const std::string name = std::to_string(stage);
           Stage resident(apart(world, "resident" + name), stage, dtype, *rule, groups);
