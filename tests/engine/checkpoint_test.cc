@@ -20,7 +20,7 @@
 #include "deeptide/engine.h"
 #include "ranks.h"
 
-namespace deeptide {
+namespace deeptide::checkpoint_test {
 namespace {
 
 using at::Tensor;
@@ -311,4 +311,4 @@ TEST(Checkpoint, IsRefusedBetweenBackwardAndStep) {
 }
 
 }  // namespace
-}  // namespace deeptide
+}  // namespace deeptide::checkpoint_test

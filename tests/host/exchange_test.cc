@@ -174,7 +174,7 @@ TEST_P(Exchanges, ShowEverybodysSliceInRankOrderUntilAllHaveReadIt) {
           group.wait(pending, kHere);
           const auto rows = exchange.rows(offers[i].number, world.rank * shard, shard, dtype);
           ASSERT_EQ(static_cast<int>(rows.size()), size);
-          auto pending = group.all_to_all(through_slots, buffers[i]);
+          pending = group.all_to_all(through_slots, buffers[i]);
           group.wait(pending, kHere);
           for (int peer = 0; peer < size; ++peer) {
             EXPECT_TRUE(at::equal(rows[peer], through_slots.narrow(0, peer * shard, shard)));
