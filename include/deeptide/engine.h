@@ -133,8 +133,8 @@ class DEEPTIDE_API Engine {
                                                   const LoadOptions& options = {});
   /// Collective. Returns whole parameters (compute type) and buffers by name, on this rank, on the CPU.
   std::vector<NamedTensor> module_state_dict();
-  /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one of
-  /// the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
+  /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one
+  /// of the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);
   /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();

@@ -139,7 +139,8 @@ TEST(Config, ReadsSgd) {
   EXPECT_TRUE(c.optimizer().defaults.get("nesterov"));
   EXPECT_FALSE(c.optimizer().defaults.has("beta1"));
   EXPECT_EQ(Config::from_text(R"({"optimizer": {"type": "sgd", "params": {"dampening": 0.5}}})")
-                .optimizer().defaults.get("dampening"),
+                .optimizer()
+                .defaults.get("dampening"),
             0.5);
 }
 
