@@ -36,7 +36,7 @@ struct ReducerOptions {
   bool keep_rows = false;                    // until the step, which sums rows as it reads: no memory for sums
   bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
-  double scale = 1.0;                        // 1 / (ranks * accumulation), applied to the sum
+  double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
 };
 
 /// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
