@@ -87,11 +87,12 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
-lint: setup-lint  ## Check format, layer order and Python style
+lint: setup-lint  ## Check format, layer order, Python style and Python types
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	@$(PYTHON) tools/check_includes.py
 	@$(RUFF) check $(PYTHON_FOLDERS)
 	@$(RUFF) format --check $(PYTHON_FOLDERS)
+	@$(PYTHON) -m mypy
 
 tidy: configure-all  ## clang-tidy over src (minutes; FILES=… for some)
 	@clang-tidy --quiet -p $(BUILD) $(or $(FILES),$(shell git ls-files 'src/*.cc'))

@@ -4,8 +4,8 @@
 # Installs what is missing for the given purposes, and no more: tools/setup.sh [build] [lint] [test] [hosts] [wheel]
 #
 #   build   compiler, headers, .venv, torch: the library, the Python module, the command and the demo (the default)
-#   lint    formatters; needs neither compiler nor torch
-#   test    GoogleTest, pytest, and the MPI and SLURM launchers that tests start
+#   lint    formatters, mypy; needs neither compiler nor torch
+#   test    GoogleTest, pytest, mypy, and the MPI and SLURM launchers that tests start
 #   hosts   what `make test-hosts` needs: SSH server, iptables, pdsh
 #   wheel   the packaging backend
 #

@@ -1,22 +1,37 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-import enum
 from collections.abc import Sequence
-from typing import ClassVar, overload
+from typing import ClassVar, Never, overload
 
 import torch
 from torch.distributed import Store
+
+class _BoundType(type): ...
+
+# The base of every bound class. A class without an __init__ of its own has no constructor in Python.
+class _Bound(metaclass=_BoundType):
+    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
+
+class _BoundEnum(_Bound):
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class ConfigError(ValueError): ...
 class CommError(RuntimeError): ...
 class CheckpointError(RuntimeError): ...
 
-class DataType(enum.Enum):
-    fp32 = 0
-    fp16 = 1
-    bf16 = 2
+class DataType(_BoundEnum):
+    __members__: ClassVar[dict[str, DataType]]
+    fp32: ClassVar[DataType]
+    fp16: ClassVar[DataType]
+    bf16: ClassVar[DataType]
 
-class HyperparameterInfo:
+class HyperparameterInfo(_Bound):
     @property
     def name(self) -> str: ...
     @property
@@ -36,7 +51,7 @@ class HyperparameterInfo:
     @property
     def highest_excluded(self) -> bool: ...
 
-class OptimizerInfo:
+class OptimizerInfo(_Bound):
     @property
     def name(self) -> str: ...
     @property
@@ -48,7 +63,7 @@ class OptimizerInfo:
 def optimizers() -> list[OptimizerInfo]: ...
 def find_optimizer(type: str) -> OptimizerInfo | None: ...
 
-class Hyperparameters:
+class Hyperparameters(_Bound):
     @overload
     def __init__(self, other: Hyperparameters) -> None: ...
     @overload
@@ -61,7 +76,7 @@ class Hyperparameters:
     def __getitem__(self, name: str) -> float: ...
     def __setitem__(self, name: str, value: float) -> None: ...
 
-class BatchSizes:
+class BatchSizes(_Bound):
     @property
     def train(self) -> int: ...
     @property
@@ -69,13 +84,13 @@ class BatchSizes:
     @property
     def accumulation(self) -> int: ...
 
-class OptimizerConfig:
+class OptimizerConfig(_Bound):
     @property
     def type(self) -> str: ...
     @property
     def defaults(self) -> Hyperparameters: ...
 
-class SchedulerConfig:
+class SchedulerConfig(_Bound):
     @property
     def type(self) -> str: ...
     @property
@@ -83,7 +98,7 @@ class SchedulerConfig:
     @property
     def names(self) -> dict[str, str]: ...
 
-class CpuAllocatorStats:
+class CpuAllocatorStats(_Bound):
     @property
     def in_use_bytes(self) -> int: ...
     @property
@@ -96,7 +111,7 @@ def cpu_allocator_stats() -> CpuAllocatorStats: ...
 def release_idle_cpu_memory() -> None: ...
 def kernel_targets() -> dict[str, str]: ...
 
-class ZeroConfig:
+class ZeroConfig(_Bound):
     @property
     def stage(self) -> int: ...
     @property
@@ -108,13 +123,13 @@ class ZeroConfig:
     @property
     def gather_16bit_weights_on_model_save(self) -> bool: ...
 
-class RuntimeConfig:
+class RuntimeConfig(_Bound):
     @property
     def comm_timeout_s(self) -> float: ...
     @property
     def seed(self) -> int: ...
 
-class Config:
+class Config(_Bound):
     @staticmethod
     def from_file(path: str) -> Config: ...
     @staticmethod
@@ -150,7 +165,7 @@ class Config:
 def config_json_schema() -> str: ...
 def elastic_batch(config: Config, world_size: int) -> tuple[int, list[int], int, int, float]: ...
 
-class World:
+class World(_Bound):
     local_rank: int
     source: str
     @property
@@ -161,7 +176,8 @@ class World:
     def store(self) -> Store: ...
     def use_group(self, group_name: str, device: torch.device) -> None: ...
 
-class Discovery:
+class Discovery(_Bound):
+    def __init__(self) -> None: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -177,7 +193,7 @@ class Discovery:
     @property
     def file(self) -> str: ...
 
-class DistributedOptions:
+class DistributedOptions(_Bound):
     auto_mpi_discovery: bool
     distributed_port: int
     verbose: bool
@@ -195,13 +211,13 @@ def join_world(place: Discovery, timeout_s: float = 300.0) -> World: ...
 def make_world(store: Store, rank: int, size: int, host: str = "") -> World: ...
 def init_distributed(options: DistributedOptions = ...) -> World: ...
 
-class CollectiveTimes:
+class CollectiveTimes(_Bound):
     @property
     def bytes(self) -> int: ...
     @property
     def seconds(self) -> list[float]: ...
 
-class CollectiveBench:
+class CollectiveBench(_Bound):
     def __init__(
         self,
         world: World,
@@ -218,7 +234,7 @@ class CollectiveBench:
 
 def bus_factor(collective: str, world_size: int) -> float: ...
 
-class DistributedSampler:
+class DistributedSampler(_Bound):
     def __init__(
         self,
         num_samples: int,
@@ -237,7 +253,7 @@ class DistributedSampler:
     def permute(self, epoch: int, index: int) -> int: ...
     def __len__(self) -> int: ...
 
-class ModelDescription:
+class ModelDescription(_Bound):
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.Tensor]],
@@ -245,31 +261,28 @@ class ModelDescription:
         modules: Sequence[tuple[str, str]],
     ) -> None: ...
 
-class ParameterGroup:
+class ParameterGroup(_Bound):
     def __init__(self, parameters: Sequence[str], hyperparameters: Hyperparameters) -> None: ...
     @property
     def parameters(self) -> list[str]: ...
     @property
     def hyperparameters(self) -> Hyperparameters: ...
 
-class InitOptions:
+class InitOptions(_Bound):
     def __init__(
         self,
         world: World | None = None,
-        groups: Sequence[ParameterGroup] = ...,
+        groups: Sequence[ParameterGroup] = [],
         optimizer: str | None = None,
     ) -> None: ...
 
-class StepResult:
+class StepResult(_BoundEnum):
+    __members__: ClassVar[dict[str, StepResult]]
     applied: ClassVar[StepResult]
     accumulating: ClassVar[StepResult]
     non_finite: ClassVar[StepResult]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
 
-class StepOutcome:
+class StepOutcome(_Bound):
     @property
     def applied(self) -> bool: ...
     @property
@@ -290,7 +303,7 @@ class StepOutcome:
     def rank(self) -> int: ...
     def __bool__(self) -> bool: ...
 
-class MemoryLine:
+class MemoryLine(_Bound):
     @property
     def role(self) -> str: ...
     @property
@@ -298,7 +311,7 @@ class MemoryLine:
     @property
     def measured_bytes(self) -> int: ...
 
-class Engine:
+class Engine(_Bound):
     def __init__(self, model: ModelDescription, config: Config, options: InitOptions) -> None: ...
     @property
     def closed(self) -> bool: ...

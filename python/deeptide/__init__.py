@@ -39,7 +39,7 @@ if "DEEPTIDE_STACKS_FD" in os.environ:
     answer_stack_signals()
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in _HOME:
         value = getattr(importlib.import_module(f"deeptide.{_HOME[name]}"), name)
     elif name in _MODULES:
@@ -50,5 +50,5 @@ def __getattr__(name):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})

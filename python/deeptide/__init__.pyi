@@ -25,4 +25,24 @@ from deeptide.data import RepeatingLoader as RepeatingLoader
 from deeptide.engine import Engine as Engine
 from deeptide.optimizer import DeeptideOptimizer as DeeptideOptimizer
 
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "Config",
+    "ConfigError",
+    "DataLoader",
+    "DeeptideOptimizer",
+    "DistributedSampler",
+    "Engine",
+    "RepeatingLoader",
+    "StepOutcome",
+    "StepResult",
+    "World",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "make_world",
+]
+
 __version__: str

@@ -5,7 +5,7 @@
 import argparse
 
 
-def add_config_arguments(parser):
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds --deepspeed, --deepspeed_config and --deepspeed_mpi (and the old spelling 'deepscale') to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of `deeptide bench comm`, which starts it and checks its arguments; rank 0 prints what the core measured."""
 
+from __future__ import annotations
+
 import argparse
 import json
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -14,7 +17,7 @@ from deeptide._world import find_world
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _parse_arguments():
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--collectives", type=lambda text: text.split(","), required=True)
     parser.add_argument("--sizes", type=lambda text: [int(word) for word in text.split(",")], required=True)
@@ -27,7 +30,7 @@ def _parse_arguments():
     return parser.parse_args()
 
 
-def _device():
+def _device() -> torch.device:
     """This rank's GPU, if there are any."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -37,7 +40,7 @@ def _device():
     return torch.device("cuda", index)
 
 
-def _row(collective, times, world_size, options):
+def _row(collective: str, times: _C.CollectiveTimes, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     """What a line tells; bandwidths are of the median time, as nccl-tests define them."""
     middle = median(times.seconds)
     algorithm = times.bytes / middle / 1e9 * (8 if options.bw_unit == "Gbps" else 1)
@@ -51,13 +54,13 @@ def _row(collective, times, world_size, options):
     }
 
 
-def _with_unit(value, *units):
+def _with_unit(value: float, *units: tuple[float, str]) -> str:
     """The value in the largest of the units, (factor, name), that leaves it above 1."""
     factor, name = max((unit for unit in units if value >= unit[0]), default=units[0])
     return f"{value / factor:.4g} {name}"
 
 
-def _cells(row, raw):
+def _cells(row: dict[str, Any], raw: bool) -> list[str]:
     if raw:
         return [row["bytes"], f"{row['best_us']:.2f}", f"{row['median_us']:.2f}"]
     return [
@@ -66,7 +69,7 @@ def _cells(row, raw):
     ]
 
 
-def _print(row, options):
+def _print(row: dict[str, Any], options: argparse.Namespace) -> None:
     if options.format == "json":
         print(json.dumps(row), flush=True)
         return
@@ -74,7 +77,7 @@ def _print(row, options):
     print("".join(f"{cell:>14}" for cell in cells), flush=True)
 
 
-def _print_head(collective, where, options):
+def _print_head(collective: str, where: str, options: argparse.Namespace) -> None:
     if options.format == "json":
         return
     note = "; a reduce-scatter, then an all-gather" if collective == "all-reduce" else ""
@@ -86,7 +89,7 @@ def _print_head(collective, where, options):
     )
 
 
-def main():
+def main() -> None:
     options = _parse_arguments()
     torch.set_num_threads(1)  # the ranks are the parallelism
     _C.install_cpu_allocator()  # as an engine does

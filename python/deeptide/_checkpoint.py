@@ -2,16 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Python front adds to a checkpoint: the caller's client state and schedule, and the data position."""
 
+from __future__ import annotations
+
 import base64
 import ctypes
 import io
 import json
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deeptide._C import CheckpointError, ConfigError
 from deeptide.schedule import ConfigSchedule
+
+if TYPE_CHECKING:
+    from deeptide.engine import Engine
 
 _PRIVATE_KEY = "__deeptide__"
 _SAFETENSORS_NAMES = {
@@ -28,17 +35,17 @@ _SAFETENSORS_NAMES = {
 }
 
 
-def _pack(value):
+def _pack(value: object) -> str:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _unpack(text):
+def _unpack(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def _check_json(value, path):
+def _check_json(value: object, path: str) -> None:
     """Raises ConfigError naming the first key that JSON would refuse or give back changed."""
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -60,7 +67,7 @@ def _check_json(value, path):
             ) from error
 
 
-def pack_client_state(client_state, engine):
+def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> str:
     """The JSON text that the core saves beside its own state."""
     client_state = {} if client_state is None else client_state
     if not isinstance(client_state, dict):
@@ -68,7 +75,7 @@ def pack_client_state(client_state, engine):
     if _PRIVATE_KEY in client_state:
         raise ConfigError(f"client_state: the key {_PRIVATE_KEY!r} is the engine's own; use another")
     _check_json(client_state, "client_state")
-    private = {}
+    private: dict[str, Any] = {}
     if engine.training_dataloader is not None:
         private["loader"] = engine.training_dataloader.state_dict()
     if _is_client_schedule(engine.lr_scheduler):
@@ -76,13 +83,13 @@ def pack_client_state(client_state, engine):
     return json.dumps({**client_state, _PRIVATE_KEY: private})
 
 
-def _is_client_schedule(schedule):
+def _is_client_schedule(schedule: object) -> bool:
     return schedule is not None and not isinstance(schedule, ConfigSchedule) and hasattr(schedule, "state_dict")
 
 
-def unpack_client_state(text, engine, schedule_too, all_states):
+def unpack_client_state(text: str, engine: Engine, schedule_too: bool, all_states: bool) -> dict[str, Any]:
     """The caller's client state; restores what `pack_client_state` added, as far as it is there."""
-    client_state = json.loads(text)
+    client_state: dict[str, Any] = json.loads(text)
     private = client_state.pop(_PRIVATE_KEY, {})
     if not all_states:
         return client_state
@@ -93,13 +100,15 @@ def unpack_client_state(text, engine, schedule_too, all_states):
     return client_state
 
 
-def _bytes_of(tensor):
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+def _bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    array: type[ctypes.Array[ctypes.c_char]] = ctypes.c_char * tensor.nbytes
+    return array.from_address(tensor.data_ptr())
 
 
-def write_safetensors(path, state):
+def write_safetensors(path: str, state: Mapping[str, torch.Tensor]) -> None:
     """One safetensors file of CPU tensors, complete or not there at all."""
-    header, offset, tensors = {"__metadata__": {"format": "pt"}}, 0, []
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    offset, tensors = 0, []
     for name, tensor in state.items():
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise CheckpointError(f"'{name}' is {tensor.dtype}, which a safetensors file cannot hold")

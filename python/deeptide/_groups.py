@@ -2,13 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters are optimized, by which optimizer, with which hyper-parameters: from what the caller gave."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 
 from deeptide import _C
-from deeptide._C import ConfigError, Hyperparameters
+from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
+
+ParamGroup: TypeAlias = dict[str, Any]  # as torch's optimizers hold them
+OptimizerSource: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+ParametersSource: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[ParamGroup]
 
 # Keys that say how torch would compute, not what; ours replaces that. "initial_lr" is a torch scheduler's.
 _HARMLESS = {"params", "param_names", "name", "initial_lr", "foreach", "fused", "capturable"}
@@ -19,12 +27,13 @@ _CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable", "initial_accumulat
 class OptimizerPlan:
     """The optimizer, the live param groups, and per group of the core its index there and its parameters' names."""
 
-    info: _C.OptimizerInfo
-    param_groups: list
-    names: list = field(default_factory=list)  # [(index in param_groups, [name, ...])]; empty groups are left out
+    info: OptimizerInfo
+    param_groups: list[ParamGroup]
+    # [(index in param_groups, [name, ...])]; empty groups are left out
+    names: list[tuple[int, list[str]]] = field(default_factory=list)
     override: str | None = None  # the optimizer's type when it is not the configuration's
 
-    def core_groups(self, defaults):
+    def core_groups(self, defaults: Hyperparameters) -> list[_C.ParameterGroup]:
         """The same for the core."""
         return [
             _C.ParameterGroup(names, read_group(self.param_groups[index], self.info, defaults))
@@ -33,15 +42,17 @@ class OptimizerPlan:
 
 
 @functools.cache
-def _keys_of(name):
+def _keys_of(name: str) -> dict[str, list[HyperparameterInfo]]:
     """{key of a torch param group: its numbers}, from the configuration's table; several numbers are a tuple there."""
-    keys = {}
-    for number in _C.find_optimizer(name).hyperparameters:
+    info = _C.find_optimizer(name)
+    assert info is not None, name
+    keys: dict[str, list[HyperparameterInfo]] = {}
+    for number in info.hyperparameters:
         keys.setdefault(number.group_key, []).append(number)
     return keys
 
 
-def _values_of(key, numbers, group):
+def _values_of(key: str, numbers: list[HyperparameterInfo], group: ParamGroup) -> Sequence[Any]:
     """A group's value of `key`, one entry per number."""
     values = group[key] if numbers[0].element >= 0 else (group[key],)
     if len(values) != len(numbers):
@@ -49,7 +60,7 @@ def _values_of(key, numbers, group):
     return values
 
 
-def read_group(group, info, defaults):
+def read_group(group: ParamGroup, info: OptimizerInfo, defaults: Hyperparameters) -> Hyperparameters:
     """A live group as Hyperparameters; what the group does not say is the default's, if those are this optimizer's."""
     same = defaults.optimizer is not None and defaults.optimizer.name == info.name
     values = Hyperparameters(defaults) if same else Hyperparameters(info.name)
@@ -60,7 +71,7 @@ def read_group(group, info, defaults):
     return values
 
 
-def write_group(group, info, values):
+def write_group(group: ParamGroup, info: OptimizerInfo, values: Hyperparameters) -> None:
     """The core's hyper-parameters into a live group; an lr that is a tensor stays that tensor."""
     for key, numbers in _keys_of(info.name).items():
         held = [bool(values[number.name]) if number.flag else values[number.name] for number in numbers]
@@ -70,11 +81,11 @@ def write_group(group, info, values):
             group[key] = held[0] if numbers[0].element < 0 else tuple(held)
 
 
-def _plain_groups(parameters):
+def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
     """`model_parameters` as param-group dicts: parameters, (name, parameter) pairs or dicts, as torch takes them."""
     if isinstance(parameters, torch.Tensor):
         raise ConfigError("model_parameters: got a tensor, expected an iterable of parameters or of groups")
-    items = list(parameters)
+    items: list[Any] = list(parameters)
     if not items:
         raise ConfigError("model_parameters is empty; give the model's parameters, or leave it out for all of them")
     if not all(isinstance(item, dict) for item in items):
@@ -89,7 +100,7 @@ def _plain_groups(parameters):
     return groups
 
 
-def _check_keys(groups, info):
+def _check_keys(groups: list[ParamGroup], info: OptimizerInfo) -> None:
     known = {*_keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH}
     for number, group in enumerate(groups):
         for key in _CHANGES_THE_MATH:
@@ -102,14 +113,14 @@ def _check_keys(groups, info):
                 )
 
 
-def _fits(value, number):
+def _fits(value: Any, number: HyperparameterInfo) -> bool:
     above = number.lowest is None or float(value) >= number.lowest
     if number.highest is None:
         return above
     return above and (float(value) < number.highest if number.highest_excluded else float(value) <= number.highest)
 
 
-def _range_text(numbers):
+def _range_text(numbers: list[HyperparameterInfo]) -> str:
     first = numbers[0]
     if first.highest is None:
         return f"a number of at least {first.lowest:g}"
@@ -117,7 +128,7 @@ def _range_text(numbers):
     return f"both in {interval}" if len(numbers) == 2 else f"all in {interval}" if first.element >= 0 else interval
 
 
-def _check_numbers(groups, info):
+def _check_numbers(groups: list[ParamGroup], info: OptimizerInfo) -> None:
     for position, group in enumerate(groups):
         for key, numbers in _keys_of(info.name).items():
             if group.get(key) is None:
@@ -127,9 +138,10 @@ def _check_numbers(groups, info):
                 raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
 
-def _name_groups(groups, model_names):
+def _name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[tuple[int, list[str]]]:
     """[(group's index, names)] of the trainable parameters. Errors: a parameter not of the model, or given twice."""
-    seen, named = {}, []
+    seen: dict[str, int] = {}
+    named = []
     for number, group in enumerate(groups):
         names = []
         for position, parameter in enumerate(group["params"]):
@@ -156,9 +168,9 @@ def _name_groups(groups, model_names):
     return named
 
 
-def _info_of_instance(optimizer):
+def _info_of_instance(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
     """The table's optimizer of the same name, for one of torch's own classes."""
-    taken = {}
+    taken: dict[type, OptimizerInfo] = {}
     for info in _C.optimizers():
         taken.update({getattr(torch.optim, type): info for type in info.types if hasattr(torch.optim, type)})
     if type(optimizer) in taken:
@@ -170,12 +182,12 @@ def _info_of_instance(optimizer):
     )
 
 
-def _has_stepped(optimizer):
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Adagrad has its state from the start, at step 0."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-def _plan_of_instance(optimizer, model_names):
+def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, str]) -> OptimizerPlan:
     info = _info_of_instance(optimizer)
     if _has_stepped(optimizer):
         raise ConfigError(
@@ -191,12 +203,17 @@ def _plan_of_instance(optimizer, model_names):
     return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
 
 
-def plan_optimizer(model, model_names, config, optimizer=None, model_parameters=None):
+def plan_optimizer(
+    model: torch.nn.Module,
+    model_names: dict[int, str],
+    config: Config,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: ParametersSource | None = None,
+) -> OptimizerPlan | None:
     """The plan for what the caller gave; None when neither the caller nor the configuration names an optimizer."""
-    if model_parameters is not None:
-        model_parameters = _plain_groups(model_parameters)
+    given = None if model_parameters is None else _plain_groups(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        parameters = model_parameters or [p for p in model.parameters() if p.requires_grad]
+        parameters: Any = given or [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer(parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
         return _plan_of_instance(optimizer, model_names)
@@ -208,7 +225,7 @@ def plan_optimizer(model, model_names, config, optimizer=None, model_parameters=
     info = config.optimizer.defaults.optimizer
     if info is None:
         return None
-    groups = model_parameters or [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    groups: list[ParamGroup] = given or [{"params": [p for p in model.parameters() if p.requires_grad]}]
     _check_keys(groups, info)
     _check_numbers(groups, info)
     plan = OptimizerPlan(info, groups, _name_groups(groups, model_names))

@@ -2,21 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """deeptide.initialize: a model and a configuration become an engine."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.distributed as dist
+import torch.utils.data
 
 from deeptide import _C
-from deeptide._C import ConfigError
-from deeptide._groups import plan_optimizer
+from deeptide._C import Config, ConfigError, World
+from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, device_of, parameter_names
 from deeptide._world import find_world
-from deeptide.config import load_config
+from deeptide.config import ConfigSource, load_config
 from deeptide.data import DataLoader
 from deeptide.engine import Engine
 from deeptide.optimizer import DeeptideOptimizer
 from deeptide.schedule import resolve_schedule
 
 
-def _loader(training_data, collate_fn, config, world):
+def _loader(
+    training_data: torch.utils.data.Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+    world: World,
+) -> DataLoader | None:
     if training_data is None:
         if collate_fn is not None:
             raise ConfigError("collate_fn was given without training_data and would have no effect")
@@ -32,21 +44,21 @@ def _loader(training_data, collate_fn, config, world):
 
 
 def initialize(
-    args=None,
-    model=None,
-    optimizer=None,
-    model_parameters=None,
-    training_data=None,
-    lr_scheduler=None,
-    distributed_port=_C.DEFAULT_PORT,
-    mpu=None,
-    dist_init_required=None,
-    collate_fn=None,
-    config=None,
-    mesh_param=None,
-    config_params=None,
-    world=None,
-):
+    args: object = None,
+    model: torch.nn.Module | None = None,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: ParametersSource | None = None,
+    training_data: torch.utils.data.Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = _C.DEFAULT_PORT,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: object = None,
+    config_params: ConfigSource | None = None,
+    world: World | None = None,
+) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | None, Any]:
     """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
 
     config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
@@ -56,7 +68,7 @@ def initialize(
     world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
     The engine works where the model is: move it before. Errors: ConfigError (a ValueError); nothing is changed then.
     """
-    check_model(model)
+    model = check_model(model)
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ConfigError(f"{name} is not supported yet (tensor and pipeline parallelism); leave it out")

@@ -8,7 +8,7 @@ import sys
 _LEVELS = ("debug", "info", "warning", "error")
 
 
-def say(text, level="info"):
+def say(text: str, level: str = "info") -> None:
     """Writes one line unless DEEPTIDE_LOG_LEVEL asks for less."""
     threshold = os.environ.get("DEEPTIDE_LOG_LEVEL", "info")
     if threshold in _LEVELS and _LEVELS.index(level) < _LEVELS.index(threshold):

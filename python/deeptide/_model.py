@@ -8,29 +8,30 @@ from deeptide import _C
 from deeptide._C import ConfigError
 
 
-def check_model(model):
-    """Raises ConfigError unless `model` is a torch.nn.Module."""
+def check_model(model: object) -> torch.nn.Module:
+    """Returns `model`; raises ConfigError unless it is a torch.nn.Module."""
     if model is None:
         raise ConfigError("deeptide.initialize requires a model: got None, expected a torch.nn.Module")
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    return model
 
 
-def parameter_names(model):
+def parameter_names(model: torch.nn.Module) -> dict[int, str]:
     """{id of a parameter: its first name}."""
-    names = {}
+    names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
     return names
 
 
-def device_of(model):
+def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model's parameters are; the engine works there."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
 
-def describe(model):
+def describe(model: torch.nn.Module) -> _C.ModelDescription:
     """The model's parameters, persistent buffers and modules by name, every name of a shared one."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     modules, buffers = [], []

@@ -5,12 +5,13 @@
 import faulthandler
 import os
 import signal
+from typing import BinaryIO
 
 _SIGNAL = signal.SIGRTMAX - 7  # as in src/comm/flight_ring.h
-_kept = []  # faulthandler does not hold the file
+_kept: list[BinaryIO] = []  # faulthandler does not hold the file
 
 
-def answer_stack_signals():
+def answer_stack_signals() -> None:
     """Registers faulthandler on the signal if DEEPTIDE_STACKS_FD names the launcher's file."""
     text = os.environ.get("DEEPTIDE_STACKS_FD", "")
     if _kept or not text.isdecimal():

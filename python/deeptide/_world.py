@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the front finds the ranks that train together, and hands them to the core."""
 
+from __future__ import annotations
+
 import datetime
 import itertools
 import os
@@ -11,19 +13,19 @@ import torch.distributed as dist
 
 from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide.config import load_config
+from deeptide.config import ConfigSource, load_config
 
 # All ranks create their engines in the same order, so the same number means the same engine everywhere.
 _engine_numbers = itertools.count()
 
 
-def _backend_for(device_type):
+def _backend_for(device_type: str) -> str:
     return "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
 
 
-def _publish(place):
+def _publish(place: _C.Discovery) -> None:
     """Tells code that reads torch's variables where it stands, whatever the launcher's own language is."""
-    variables = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
+    variables: dict[str, int | str] = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
     if place.address:
         variables |= {"MASTER_ADDR": place.address, "MASTER_PORT": place.port}
     for name, value in variables.items():
@@ -31,17 +33,17 @@ def _publish(place):
 
 
 def init_distributed(
-    dist_backend=None,
-    auto_mpi_discovery=True,
-    distributed_port=_C.DEFAULT_PORT,
-    verbose=True,
-    timeout=None,
-    init_method=None,
-    dist_init_required=None,
-    config=None,
-    rank=-1,
-    world_size=-1,
-):
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = _C.DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: ConfigSource | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """Initialises torch.distributed once, for whoever launched this process: `deeptide`, torchrun, mpirun, srun, ...
 
     Without a launcher (a plain `python train.py`) it does nothing: a world of one needs no process group.
@@ -81,7 +83,7 @@ def init_distributed(
     )
 
 
-def _from_torch_distributed(device):
+def _from_torch_distributed(device: torch.device) -> tuple[_C.World, dist.ProcessGroup | None]:
     """The default group's ranks; returns the world and the NCCL group that was made for it, if any."""
     number = next(_engine_numbers)
     store = dist.PrefixStore(f"deeptide/{number}", dist.distributed_c10d._get_default_store())
@@ -95,7 +97,12 @@ def _from_torch_distributed(device):
     return world, group
 
 
-def find_world(world, device, dist_init_required=None, distributed_port=_C.DEFAULT_PORT):
+def find_world(
+    world: _C.World | None,
+    device: torch.device,
+    dist_init_required: bool | None = None,
+    distributed_port: int = _C.DEFAULT_PORT,
+) -> tuple[_C.World, dist.ProcessGroup | None]:
     """The world given, else torch.distributed's, else the launcher's, else a world of one; and a group to destroy."""
     if world is not None:
         if not isinstance(world, _C.World):

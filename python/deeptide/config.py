@@ -2,16 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns what a caller gives (path, dict, base64, args) into a validated Config."""
 
+from __future__ import annotations
+
 import base64
 import binascii
 import json
 import os
+from typing import Any, TypeAlias
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 
+ConfigSource: TypeAlias = str | os.PathLike[str] | dict[str, Any] | Config
 
-def _from_args(args):
+
+def _from_args(args: object) -> ConfigSource | None:
     """The configuration that the command line names, if any."""
     given = getattr(args, "deepspeed_config", None)
     old = getattr(args, "deepscale_config", None)
@@ -22,7 +27,7 @@ def _from_args(args):
     return given if given is not None else old
 
 
-def _from_dict(config):
+def _from_dict(config: dict[str, Any]) -> Config:
     for key, value in config.items():
         try:
             json.dumps({key: value}, allow_nan=False)
@@ -31,7 +36,7 @@ def _from_dict(config):
     return Config.from_text(json.dumps(config), "<dict>")
 
 
-def _from_string(config):
+def _from_string(config: str) -> Config:
     if os.path.exists(config):
         return Config.from_file(config)
     try:
@@ -45,7 +50,9 @@ def _from_string(config):
     return Config.from_text(text, "<base64>")
 
 
-def load_config(config=None, args=None, config_params=None):
+def load_config(
+    config: ConfigSource | None = None, args: object = None, config_params: ConfigSource | None = None
+) -> Config:
     """Returns the one configuration given: `config`, `config_params` (its old name) or args.deepspeed_config."""
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params (its old name) were given; give config alone")

@@ -2,27 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data loading: each rank its part of a dataset, in an order that two integers restore."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 import torch
 import torch.utils.data
 
-from deeptide._C import ConfigError, DistributedSampler
+from deeptide._C import ConfigError, DistributedSampler, World
 
 
 class _Batches:
     """The rest of the sampler's epoch, as torch's DataLoader wants a batch sampler."""
 
-    def __init__(self, sampler):
+    def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[int]]:
         while indices := self._sampler.next():
             yield indices
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._sampler.batches_per_epoch()
 
 
-def _count(dataset):
+def _count(dataset: object) -> int:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"training_data: {type(dataset).__name__} has no length; iterable datasets are not supported yet. "
@@ -39,15 +44,15 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset,
-        batch_size=1,
-        collate_fn=None,
-        drop_last=False,
-        seed=0,
-        world=None,
-        shuffle=True,
-        **torch_options,
-    ):
+        dataset: torch.utils.data.Dataset[Any],
+        batch_size: int = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+        world: World | None = None,
+        shuffle: bool = True,
+        **torch_options: Any,
+    ) -> None:
         rank, world_size = (0, 1) if world is None else (world.rank, world.size)
         self._num_samples = _count(dataset)
         self._sampler = DistributedSampler(
@@ -75,10 +80,10 @@ class DataLoader:
         self._epoch, self._batch = 0, 0
         self._begun = False  # an iteration has begun since the position was set
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._sampler.batches_per_epoch()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         if self._batch >= len(self) or (self._begun and self._batch > 0):
             self._epoch, self._batch = self._epoch + 1, 0
         self._begun = True
@@ -89,15 +94,15 @@ class DataLoader:
             self._batch += 1
             yield batch
 
-    def position(self):
+    def position(self) -> tuple[int, int]:
         """(epoch, batches of it already given)."""
         return self._epoch, self._batch
 
-    def set_position(self, epoch, batch=0):
+    def set_position(self, epoch: int, batch: int = 0) -> None:
         """Where the next iteration begins."""
         self._epoch, self._batch, self._begun = epoch, batch, False
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         """The position, in samples of the whole world: it holds for another number of ranks too."""
         return {
             "epoch": self._epoch,
@@ -106,7 +111,7 @@ class DataLoader:
             "seed": self._seed,
         }
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Errors: ConfigError when the saved position is of another dataset or order."""
         for key, mine in (("num_samples", self._num_samples), ("seed", self._seed)):
             if state[key] != mine:
@@ -120,14 +125,14 @@ class DataLoader:
 class RepeatingLoader:
     """A loader without end: when it runs out, it begins again."""
 
-    def __init__(self, loader):
+    def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self._iterator = iter(loader)
 
-    def __iter__(self):
+    def __iter__(self) -> RepeatingLoader:
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         try:
             return next(self._iterator)
         except StopIteration:

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's elasticity functions: the batch that suits many numbers of ranks, planned outside of a training."""
 
+from __future__ import annotations
+
 import json
 import os
+from typing import Any
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
@@ -23,24 +26,24 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
     """The number of ranks is not a valid one."""
 
 
-def elasticity_enabled(ds_config):
+def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
     """Whether the configuration, a dict, turns elasticity on."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
-def _parsed(section):
+def _parsed(section: dict[str, Any]) -> Config:
     try:
         return Config.from_text(json.dumps({"elasticity": section}), "<elasticity>")
     except ConfigError as error:
         raise ElasticityConfigError(str(error)) from error
 
 
-def ensure_immutable_elastic_config(runtime_elastic_config_dict):
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
     """Errors: ElasticityConfigError if DEEPSPEED_ELASTICITY_CONFIG, the scheduler's section, says something else."""
     _parsed({**runtime_elastic_config_dict, "enabled": True})
 
 
-def _check_version(version):
+def _check_version(version: str) -> None:
     try:
         numbers = tuple(int(part) for part in str(version).split("+")[0].split(".")[:3])
     except ValueError:
@@ -49,12 +52,17 @@ def _check_version(version):
         raise ElasticityError(f"target_deepspeed_version: got {version}, elasticity came with 0.3.8")
 
 
-def _world_of_environment():
+def _world_of_environment() -> int:
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 0
 
 
-def compute_elastic_config(ds_config, target_deepspeed_version="0.19.7", world_size=0, return_microbatch=False):
+def compute_elastic_config(
+    ds_config: dict[str, Any],
+    target_deepspeed_version: str = "0.19.7",
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[int, list[int]] | tuple[int, list[int], int]:
     """The elastic global batch and the numbers of ranks that suit it; with a world size, the micro-batch too.
 
     Returns (final_batch_size, valid_gpus) or, given world_size or return_microbatch, with micro_batch_size. Without

@@ -2,22 +2,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine a Python user holds: DeepSpeed's names over the C++ core."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from deeptide import _checkpoint, schedule, utils
-from deeptide._C import ConfigError
+from deeptide import _C, _checkpoint, schedule, utils
+from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._log import say
+
+if TYPE_CHECKING:
+    from deeptide.data import DataLoader
+    from deeptide.optimizer import DeeptideOptimizer
+
+_Outcome = TypeVar("_Outcome", bound=StepOutcome | None)
 
 
 class Engine:
     """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
 
-    def __init__(self, core, model, config, optimizer=None, lr_scheduler=None, training_dataloader=None, group=None):
+    def __init__(
+        self,
+        core: _C.Engine,
+        model: torch.nn.Module,
+        config: Config,
+        optimizer: DeeptideOptimizer | None = None,
+        lr_scheduler: Any = None,
+        training_dataloader: DataLoader | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.module = model
         self.config = config
         self.world = core.world()
@@ -26,16 +45,17 @@ class Engine:
         self.training_dataloader = training_dataloader
         self._core = core
         self._group = group  # a process group of our own, to be destroyed with the engine
-        self._outcome = None
-        self._norm = None
-        self._boundary = None  # what set_gradient_accumulation_boundary was told
+        self._outcome: StepOutcome | None = None
+        self._norm: float | None = None
+        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
+        owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
         if module is None or name.startswith("__"):
             raise AttributeError(f"'Engine' has no attribute '{name}'")
@@ -48,14 +68,14 @@ class Engine:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs autograd from a scalar loss; calls add up until step(). Returns the loss over the accumulation steps.
 
         With scale_wrt_gas=False the gradients are summed over the accumulation steps, not averaged.
@@ -67,33 +87,32 @@ class Engine:
         value = loss.detach()
         return value / accumulation if scale_wrt_gas else value
 
-    def step(self, lr_kwargs=None):
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch; at an accumulation boundary reduces, clips and steps. Collective.
 
         Returns a StepOutcome, true when the step was applied.
         """
-        self._step(self._core.step, lr_kwargs)
-        return self._outcome
+        return self._step(self._core.step, lr_kwargs)
 
-    def _step(self, take, lr_kwargs):
-        """Ends a micro-batch by `take()`; False when that returns None, since all ranks have joined."""
+    def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
+        """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
             outcome = take()
         if outcome is None:
-            return False
+            return outcome
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
         if outcome.applied:
             schedule.advance(self.lr_scheduler, lr_kwargs)
-        return True
+        return outcome
 
-    def _synced(self):
+    def _synced(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the core has the hyper-parameters of the live groups; afterwards the groups have the core's."""
         return contextlib.nullcontext() if self.optimizer is None else self.optimizer.synced(self._core)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far. Collective. Each parameter's .grad is None before and after."""
         if not set_to_none:
             raise ConfigError(
@@ -102,33 +121,33 @@ class Engine:
             )
         self._core.zero_grad()
 
-    def join(self):
+    def join(self) -> None:
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
-        while self._step(self._core.join_step, None):
+        while self._step(self._core.join_step, None) is not None:
             pass
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Engine:
         """The model's train(); returns the engine."""
         self.module.train(mode)
         return self
 
-    def eval(self):
+    def eval(self) -> Engine:
         """The model's eval(); returns the engine."""
         return self.train(False)
 
     # -- accumulation -------------------------------------------------------------------------------------------
 
-    def is_gradient_accumulation_boundary(self):
+    def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() applies."""
         return self._core.is_gradient_accumulation_boundary()
 
-    def set_gradient_accumulation_boundary(self, is_boundary):
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """True or False overrides the counter until None gives it back."""
         self._boundary = None if is_boundary is None else bool(is_boundary)
         self._core.set_gradient_accumulation_boundary(self._boundary)
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Inside, nothing is reduced over the ranks: every step() only ends a micro-batch. Stages 0 and 1."""
         if self.zero_optimization_stage() >= 2:
             raise ConfigError(
@@ -149,123 +168,130 @@ class Engine:
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
-    def device(self):
+    def device(self) -> torch.device:
         """Where the model computes."""
         return self._core.device()
 
     @property
-    def global_steps(self):
+    def global_steps(self) -> int:
         """Optimizer steps so far, the skipped ones included."""
         return self._core.global_steps()
 
     @property
-    def skipped_steps(self):
+    def skipped_steps(self) -> int:
         """Steps that a non-finite gradient made void."""
         return self._core.skipped_steps()
 
     @property
-    def micro_steps(self):
+    def micro_steps(self) -> int:
         """Micro-batches so far."""
         return self._core.micro_steps()
 
     @property
-    def global_samples(self):
+    def global_samples(self) -> int:
         """Samples of all ranks so far."""
         return self._core.global_samples()
 
     @property
-    def global_rank(self):
+    def global_rank(self) -> int:
         """This rank's number."""
         return self.world.rank
 
     @property
-    def local_rank(self):
+    def local_rank(self) -> int:
         """This rank's number on its machine."""
         return self.world.local_rank
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         """How many ranks train together."""
         return self.world.size
 
-    def train_batch_size(self):
+    def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
         return self._core.batch_sizes().train
 
-    def train_micro_batch_size_per_gpu(self):
+    def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one forward on one rank."""
         return self._core.batch_sizes().micro
 
-    def gradient_accumulation_steps(self):
+    def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step."""
         return self._core.batch_sizes().accumulation
 
-    def get_batch_info(self):
+    def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
         sizes = self._core.batch_sizes()
         return sizes.train, sizes.micro, sizes.accumulation
 
-    def zero_optimization_stage(self):
+    def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return self.config.zero.stage
 
-    def zero_optimization(self):
+    def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.config.zero.stage > 0
 
-    def bfloat16_enabled(self):
+    def bfloat16_enabled(self) -> bool:
         """Whether parameters are bfloat16."""
         return self.config.bf16
 
-    def fp16_enabled(self):
+    def fp16_enabled(self) -> bool:
         """Whether parameters are float16."""
         return self.config.fp16
 
-    def gradient_clipping(self):
+    def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0 when they are not."""
         return self.config.gradient_clipping
 
-    def steps_per_print(self):
+    def steps_per_print(self) -> int | None:
         """Steps between two lines of progress; None for silence."""
         return self.config.steps_per_print
 
-    def wall_clock_breakdown(self):
+    def wall_clock_breakdown(self) -> bool:
         """Whether the parts of a step are timed: not supported yet, so always False."""
         return False
 
-    def get_lr(self):
+    def get_lr(self) -> list[float]:
         """Each group's learning rate."""
         return [values["lr"] for values in self._hyperparameters()]
 
-    def get_mom(self):
+    def get_mom(self) -> list[float | tuple[float, float]]:
         """Each group's two betas, or its momentum; 0 for an optimizer with neither."""
         return [
             (values["beta1"], values["beta2"]) if "beta1" in values else values.get("momentum", 0.0)
             for values in self._hyperparameters()
         ]
 
-    def _hyperparameters(self):
+    def _hyperparameters(self) -> list[_C.Hyperparameters]:
         return [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
 
-    def get_global_grad_norm(self):
+    def get_global_grad_norm(self) -> float | None:
         """The last step's gradient norm before clipping; None before the first."""
         return self._norm
 
-    def was_step_applied(self):
+    def was_step_applied(self) -> bool:
         """Whether the last call of step() changed the parameters."""
         return self._outcome is not None and self._outcome.applied
 
-    def memory(self):
+    def memory(self) -> list[_C.MemoryLine]:
         """The table of bytes on this rank: predicted and measured."""
         return self._core.memory()
 
-    def summary(self):
+    def summary(self) -> str:
         """The lines printed at start."""
         return self._core.summary()
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> str:
         """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective."""
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
@@ -277,14 +303,14 @@ class Engine:
 
     def load_checkpoint(
         self,
-        load_dir,
-        tag=None,
-        load_module_strict=True,
-        load_optimizer_states=True,
-        load_lr_scheduler_states=True,
-        load_module_only=False,
-        custom_load_fn=None,
-    ):
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Returns (path, client_state), or (None, None) when load_dir holds no checkpoint. Collective."""
         if not load_dir:
             raise ConfigError(f"load_checkpoint: load_dir is {load_dir!r}, expected a directory")
@@ -304,11 +330,16 @@ class Engine:
         path, text = loaded
         return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
 
-    def module_state_dict(self):
+    def module_state_dict(self) -> OrderedDict[str, torch.Tensor]:
         """Whole parameters and buffers by name, on the CPU of every rank. Collective."""
         return OrderedDict(self._core.module_state_dict())
 
-    def save_16bit_model(self, save_dir, save_filename="model.safetensors", exclude_frozen_parameters=False):
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
         """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
 
         As with DeepSpeed, stage 3 wants "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved.
@@ -333,11 +364,11 @@ class Engine:
             _checkpoint.write_safetensors(os.path.join(save_dir, save_filename), state)
         return True
 
-    def empty_partition_cache(self):
+    def empty_partition_cache(self) -> None:
         """Releases what stage 3 has gathered. Collective."""
         self._core.empty_partition_cache()
 
-    def destroy(self):
+    def destroy(self) -> None:
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
         self._core.close()
         if self._group is not None and dist.is_initialized():

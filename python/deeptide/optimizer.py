@@ -2,13 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer that `initialize` returns: torch's interface over the engine's own kernels."""
 
+from __future__ import annotations
+
 import contextlib
 import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from deeptide import _C
-from deeptide._groups import read_group, write_group
+from deeptide._groups import OptimizerPlan, ParamGroup, read_group, write_group
+
+if TYPE_CHECKING:
+    from deeptide.engine import Engine
 
 
 class DeeptideOptimizer(torch.optim.Optimizer):
@@ -17,23 +24,23 @@ class DeeptideOptimizer(torch.optim.Optimizer):
     torch's learning-rate schedulers work on it. The moments live in the engine, sharded; `save_checkpoint` keeps them.
     """
 
-    def __init__(self, plan, core, defaults):
+    def __init__(self, plan: OptimizerPlan, core: _C.Engine, defaults: _C.Hyperparameters) -> None:
         super().__init__([{"params": group["params"]} for group in plan.param_groups], {})
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
         self.info = plan.info
         self._defaults = _C.Hyperparameters(defaults)
         self._core_groups = [index for index, _ in plan.names]
-        self._pushed = [None] * len(self._core_groups)
-        self._engine = None
+        self._pushed: list[_C.Hyperparameters | None] = [None] * len(self._core_groups)
+        self._engine: weakref.ref[Engine] | None = None
         self._pull(core)
 
-    def attach(self, engine):
+    def attach(self, engine: Engine) -> None:
         """The engine whose step() this steps. Weakly: deleting the engine must free it."""
         self._engine = weakref.ref(engine)
 
     @contextlib.contextmanager
-    def synced(self, core):
+    def synced(self, core: _C.Engine) -> Iterator[None]:
         """Inside, the core has what the groups say; afterwards they have what its schedule or a checkpoint set."""
         for number, index in enumerate(self._core_groups):
             values = read_group(self.param_groups[index], self.info, self._defaults)
@@ -43,40 +50,41 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         yield
         self._pull(core)
 
-    def _pull(self, core):
+    def _pull(self, core: _C.Engine) -> None:
         for number, index in enumerate(self._core_groups):
             values = core.hyperparameters(number)
             if values != self._pushed[number]:
                 write_group(self.param_groups[index], self.info, values)
                 self._pushed[number] = read_group(self.param_groups[index], self.info, self._defaults)
 
-    def _live_engine(self):
+    def _live_engine(self) -> Engine:
         engine = self._engine() if self._engine is not None else None
         if engine is None:
             raise RuntimeError("this optimizer's engine is gone; keep the engine that deeptide.initialize returned")
         return engine
 
-    def step(self, closure=None):
+    # torch's returns the closure's loss; unused-ignore: without torch installed there is nothing to override.
+    def step(self, closure: object = None) -> _C.StepOutcome:  # type: ignore[override, unused-ignore]
         """engine.step()."""
         if closure is not None:
             raise ValueError("closures are not supported; call engine.backward(loss), then engine.step()")
         return self._live_engine().step()
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """engine.zero_grad()."""
         self._live_engine().zero_grad(set_to_none)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Only while the optimizer is made."""
         if hasattr(self, "_core_groups"):
             raise RuntimeError("groups cannot be added to a running engine; give them all to deeptide.initialize")
         # torch's own would import its compiler (seconds) to check what the plan has checked.
         self.param_groups.append(param_group)
 
-    def state_dict(self):
+    def state_dict(self) -> NoReturn:
         """Not here: the moments are sharded over the ranks."""
         raise RuntimeError("the optimizer's state is sharded over the ranks; use engine.save_checkpoint(directory)")
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: object) -> NoReturn:
         """Not here: see state_dict."""
         raise RuntimeError("the optimizer's state is sharded over the ranks; use engine.load_checkpoint(directory)")

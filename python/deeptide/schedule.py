@@ -2,48 +2,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules: a view of the configuration's, and the care of a caller's own."""
 
-import weakref
+from __future__ import annotations
 
-from deeptide._C import ConfigError
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from deeptide._C import Config, ConfigError
+
+if TYPE_CHECKING:
+    from deeptide.engine import Engine
+    from deeptide.optimizer import DeeptideOptimizer
 
 
 class ConfigSchedule:
     """The configuration's schedule as the core runs it; one iteration each applied step."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._engine = None
+        self._engine: weakref.ref[Engine] | None = None
 
-    def attach(self, engine):
+    def attach(self, engine: Engine) -> None:
         """The engine that runs it, weakly."""
         self._engine = weakref.ref(engine)
 
-    def _live_engine(self):
+    def _live_engine(self) -> Engine:
         engine = self._engine() if self._engine is not None else None
         if engine is None:
             raise RuntimeError("this schedule's engine is gone; keep the engine that deeptide.initialize returned")
         return engine
 
-    def step(self, *args, **kwargs):
+    def step(self, *args: object, **kwargs: object) -> None:
         """Does nothing: engine.step() moves the schedule when, and only when, it applies a step."""
 
-    def get_last_lr(self):
+    def get_last_lr(self) -> list[float]:
         """Each group's learning rate."""
         return self._live_engine().get_lr()
 
     get_lr = get_last_lr
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         """Its one number; -1 before the first step."""
         engine = self._live_engine()
         return {"last_batch_iteration": engine.global_steps - engine.skipped_steps - 1}
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: object) -> NoReturn:
         """Not here: the core keeps the schedule's place in its checkpoint."""
         raise RuntimeError(f"{self.name} is saved and restored by engine.save_checkpoint and engine.load_checkpoint")
 
 
-def resolve_schedule(lr_scheduler, optimizer, config):
+def resolve_schedule(lr_scheduler: Any, optimizer: DeeptideOptimizer | None, config: Config) -> Any:
     """The schedule that `initialize` returns: the caller's (an instance, or a function of the optimizer), the
     configuration's, or None."""
     if lr_scheduler is None:
@@ -66,7 +73,7 @@ def resolve_schedule(lr_scheduler, optimizer, config):
     return lr_scheduler
 
 
-def advance(schedule, lr_kwargs):
+def advance(schedule: Any, lr_kwargs: dict[str, Any] | None) -> None:
     """One step of a caller's schedule, after a step of the engine was applied."""
     if schedule is None or isinstance(schedule, ConfigSchedule):
         return
