@@ -77,8 +77,8 @@ std::string quoted(const std::string& text) {
 std::string memory_table(const std::vector<deeptide::MemoryLine>& lines) {
   std::string table = fmt::format("{:<20}{:>14}{:>14}\n", "bytes per rank", "predicted", "measured");
   for (const auto& line : lines) {
-    table +=
-        fmt::format("{:<20}{:>14}{:>14}\n", line.role, megabytes(line.predicted_bytes), megabytes(line.measured_bytes));
+    table += fmt::format("{:<20}{:>14}{:>14}\n", text(line.role), megabytes(line.predicted_bytes),
+                         megabytes(line.measured_bytes));
   }
   return table;
 }

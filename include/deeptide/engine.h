@@ -50,22 +50,35 @@ struct InitOptions {
   std::optional<std::string> optimizer;  // its type, "AdamW"; "": none; absent: the configuration's
 };
 
+/// What a call of Engine::step() did with the parameters.
+enum class StepResult : uint8_t {
+  applied,       // stepped them
+  accumulating,  // left them: more micro-batches come first
+  non_finite,    // left them, and every state: a gradient is not finite
+};
+
 /// What a call of Engine::step() did.
 struct StepOutcome {
-  bool applied = false;
+  StepResult result = StepResult::accumulating;
   int64_t step = 0;           // applied + skipped optimizer steps so far
   double lr = 0.0;            // of the first group, as used by this step
   double grad_norm = 0.0;     // global L2 norm before clipping; NaN if not at a boundary
   double clipped_norm = 0.0;  // after clipping
-  std::string reason;         // if not applied: "accumulating 2/4", "non-finite gradient", …
+  std::string reason;         // for people, if not applied: "accumulating 2/4", "non-finite gradient"
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
-  explicit operator bool() const { return applied; }
+  bool applied() const { return result == StepResult::applied; }
+  explicit operator bool() const { return applied(); }
 };
+
+/// What memory is for.
+enum class MemoryRole : uint8_t { parameters, gradients, optimizer_states, gathered, communication };
+/// "parameters", "gradients", "optimizer states", "gathered peak", "communication".
+DEEPTIDE_API const char* text(MemoryRole role);
 
 /// One line of the memory table. Units: bytes on this rank.
 struct MemoryLine {
-  std::string role;  // "parameters", "gradients", "optimizer states", "gathered peak", "communication"
+  MemoryRole role = MemoryRole::parameters;
   int64_t predicted_bytes = 0;
   int64_t measured_bytes = 0;  // allocated by the engine, at its peak
 };

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import enum
 from collections.abc import Sequence
-from typing import overload
+from typing import ClassVar, overload
 
 import torch
 from torch.distributed import Store
@@ -260,9 +260,20 @@ class InitOptions:
         optimizer: str | None = None,
     ) -> None: ...
 
+class StepResult:
+    applied: ClassVar[StepResult]
+    accumulating: ClassVar[StepResult]
+    non_finite: ClassVar[StepResult]
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class StepOutcome:
     @property
     def applied(self) -> bool: ...
+    @property
+    def result(self) -> StepResult: ...
     @property
     def step(self) -> int: ...
     @property

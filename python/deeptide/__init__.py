@@ -21,6 +21,7 @@ _HOME = {
     "Engine": "engine",
     "RepeatingLoader": "data",
     "StepOutcome": "_C",
+    "StepResult": "_C",
     "World": "_C",
     "add_config_arguments": "_arguments",
     "init_distributed": "_world",

@@ -15,6 +15,7 @@ from deeptide._C import Config as Config
 from deeptide._C import ConfigError as ConfigError
 from deeptide._C import DistributedSampler as DistributedSampler
 from deeptide._C import StepOutcome as StepOutcome
+from deeptide._C import StepResult as StepResult
 from deeptide._C import World as World
 from deeptide._C import make_world as make_world
 from deeptide._initialize import initialize as initialize

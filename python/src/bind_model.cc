@@ -36,7 +36,7 @@ std::string number(double value) {
 
 std::string outcome_repr(const StepOutcome& outcome) {
   std::string text = "StepOutcome(step=" + std::to_string(outcome.step);
-  if (!outcome.applied) {
+  if (!outcome.applied()) {
     text += ", not applied: " + outcome.reason;
     if (!outcome.parameter.empty()) {
       text += " in '" + outcome.parameter + "'";
@@ -51,13 +51,18 @@ std::string outcome_repr(const StepOutcome& outcome) {
 }
 
 std::string memory_repr(const MemoryLine& line) {
-  return line.role + ": predicted " + std::to_string(line.predicted_bytes) + " B, measured " +
+  return std::string(text(line.role)) + ": predicted " + std::to_string(line.predicted_bytes) + " B, measured " +
          std::to_string(line.measured_bytes) + " B";
 }
 
 void bind_results(py::module_& module) {
+  py::enum_<StepResult>(module, "StepResult", "What a call of Engine.step() did with the parameters.")
+      .value("applied", StepResult::applied)
+      .value("accumulating", StepResult::accumulating)
+      .value("non_finite", StepResult::non_finite);
   py::class_<StepOutcome>(module, "StepOutcome", "What a call of Engine.step() did; true when it was applied.")
-      .def_readonly("applied", &StepOutcome::applied)
+      .def_property_readonly("applied", &StepOutcome::applied)
+      .def_readonly("result", &StepOutcome::result)
       .def_readonly("step", &StepOutcome::step)
       .def_readonly("lr", &StepOutcome::lr)
       .def_readonly("grad_norm", &StepOutcome::grad_norm)
@@ -65,10 +70,10 @@ void bind_results(py::module_& module) {
       .def_readonly("reason", &StepOutcome::reason)
       .def_readonly("parameter", &StepOutcome::parameter)
       .def_readonly("rank", &StepOutcome::rank)
-      .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied; })
+      .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied(); })
       .def("__repr__", &outcome_repr);
   py::class_<MemoryLine>(module, "MemoryLine", "One line of the memory table, in bytes on this rank.")
-      .def_readonly("role", &MemoryLine::role)
+      .def_property_readonly("role", [](const MemoryLine& line) { return text(line.role); })
       .def_readonly("predicted_bytes", &MemoryLine::predicted_bytes)
       .def_readonly("measured_bytes", &MemoryLine::measured_bytes)
       .def("__repr__", &memory_repr);

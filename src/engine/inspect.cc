@@ -51,7 +51,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   Tensor mine;
   if (role == "gradient" && reducer->has_gradient()) mine = reducer->gradient(u).sum();
   for (const auto& state : optimizer->states(u)) {
-    if (state.role == role) mine = state.data;
+    if (state.role == role) mine = state.data.copy();
   }
   if (!mine.defined()) return {};
   Tensor whole = mine;

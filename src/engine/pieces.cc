@@ -21,18 +21,35 @@ using sharding::Unit;
 
 namespace {
 
+/// Moves elements from `first` on between a buffer and a checkpoint's blocks, lease by lease.
+checkpoint::BlockTransfer leased_transfer(const tiers::Buffer& buffer, int64_t first, Extent extent) {
+  const bool loads = extent == Extent::held;
+  return [buffer, first, loads](int64_t begin, const Tensor& block) {
+    for_each_block(buffer, {first + begin, block.numel()}, [&](tiers::Block range) {
+      const auto lease = buffer.lease(range, loads ? tiers::Access::update : tiers::Access::read);
+      const Tensor part = block.narrow(0, range.begin - first - begin, range.count);
+      loads ? lease.tensor().copy_(part) : part.copy_(lease.tensor());
+    });
+  };
+}
+
+checkpoint::PieceData data_of(const tiers::Buffer& buffer, int64_t first, int64_t count, Extent extent) {
+  if (const Tensor whole = buffer.in_place(); whole.defined()) return whole.narrow(0, first, count);
+  return {buffer.dtype(), leased_transfer(buffer, first, extent)};
+}
+
 /// Returns the piece of `p` in `flat`, which starts at element `begin` of its unit.
-Piece piece_of(const Unit& unit, const Parameter& p, const Role& role, const Tensor& flat, int64_t begin,
+Piece piece_of(const Unit& unit, const Parameter& p, const Role& role, const tiers::Buffer& flat, int64_t begin,
                Extent extent) {
   auto [first, last] = unit.owned_range(p);
   if (extent == Extent::held) {
     first = std::max(p.offset, begin);
     last = std::max(first, std::min(p.offset + p.numel, begin + flat.numel()));
   }
-  Piece piece{p.name, role, p.tensors.front().sizes().vec(), Region::range(first - p.offset, last - p.offset), {}};
-  if (first == last) piece.region = Region::range(0, 0);
-  piece.data = first == last ? at::empty({0}, flat.options()) : flat.narrow(0, first - begin, last - first);
-  return piece;
+  const auto shape = p.tensors.front().sizes().vec();
+  if (first == last) return {p.name, role, shape, Region::range(0, 0), at::empty({0}, flat.dtype())};
+  const auto region = Region::range(first - p.offset, last - p.offset);
+  return {p.name, role, shape, region, data_of(flat, first - begin, last - first, extent)};
 }
 
 /// The role of an optimizer's state, by its name there.
@@ -60,8 +77,9 @@ std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptim
   for (const auto& unit : model.units()) {
     const bool has_states = unit->layout().trainable && optimizer != nullptr;
     if (!has_states) {
+      const auto shard = tiers::Buffer::resident(unit->shard());
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, Role::param(), unit->shard(), unit->shard_begin(), extent));
+        pieces.push_back(piece_of(*unit, p, Role::param(), shard, unit->shard_begin(), extent));
       }
     } else {
       for (const auto& state : optimizer->states(trained)) {

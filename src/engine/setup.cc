@@ -140,6 +140,7 @@ void Engine::Impl::make_trainer() {
   const auto trainable = model.trainable();
   const bool on_cpu = model.device().is_cpu();
   auto how = reducer_options(config, batch, channels.data(), policy);
+  if (!on_cpu) how.finite_check = gradients::FiniteCheckTime::each_step;
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   how.keep_rows = on_cpu && keeps_rows(config, batch, channels.data(), policy) &&
                   trainable.size() <= host::Exchange::kMaxOffers / 2;

@@ -156,13 +156,14 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   parts_.reducer->clear_accumulated();
   parts_.residency.release_all();
   if (schedule_) schedule_->apply(++progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
-  outcome.applied = true;
+  outcome.result = StepResult::applied;
   return outcome;
 }
 
 /// Leaves parameters, masters, moments and the schedule unchanged.
 void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
   ++parts_.progress.skipped_steps;
+  outcome.result = StepResult::non_finite;
   outcome.reason = "non-finite gradient";
   const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
   if (bad != verdicts.end()) {
@@ -210,7 +211,7 @@ void Stepper::print(const StepOutcome& outcome) const {
   }
   log(LogLevel::info, fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", progress.global_steps,
                                   progress.skipped_steps, rates, momenta, outcome.grad_norm,
-                                  outcome.applied ? "" : ", " + outcome.reason));
+                                  outcome.applied() ? "" : ", " + outcome.reason));
 }
 
 }  // namespace deeptide::engine

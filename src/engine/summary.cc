@@ -48,6 +48,12 @@ int64_t transport_bytes(const Engine::Impl& impl) {
 
 }  // namespace
 
+const char* text(MemoryRole role) {
+  static constexpr const char* kNames[] = {"parameters", "gradients", "optimizer states", "gathered peak",
+                                           "communication"};
+  return kNames[static_cast<int>(role)];
+}
+
 std::string Engine::Impl::summary() const {
   const int num_ranks = channels.mesh().num_ranks();
   std::set<std::string> types;
@@ -84,15 +90,15 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
     return unit->memory() == sharding::UnitMemory::sharded;
   });
-  const auto line = [&](const char* name, Role role, int64_t predicted, int64_t uncounted = 0) {
+  const auto line = [&](MemoryRole name, Role role, int64_t predicted, int64_t uncounted = 0) {
     return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted};
   };
-  return {
-      line("parameters", Role::parameters, model.predicted_bytes()),
-      line("gradients", Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0),
-      line("optimizer states", Role::optimizer, optimizer ? optimizer->predicted_bytes() : 0),
-      line("gathered peak", Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
-      line("communication", Role::communication, reducer ? reducer->predicted_communication_bytes() : 0, transport)};
+  return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
+          line(MemoryRole::gradients, Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0),
+          line(MemoryRole::optimizer_states, Role::optimizer, optimizer ? optimizer->predicted_bytes() : 0),
+          line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
+          line(MemoryRole::communication, Role::communication, reducer ? reducer->predicted_communication_bytes() : 0,
+               transport)};
 }
 
 }  // namespace deeptide

@@ -70,7 +70,8 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
       kept_at_(units_.size(), -1),
       accumulated_(units_.size(), false),
       sums_of_squares_(
-          at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))) {
+          at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))),
+      check_(units_, options_.ordered ? group_.size() : 0, sums_of_squares_, options_.finite_check) {
   for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) accumulator(unit);
   if (!options_.side_thread) return;
   side_may_work_ = true;
@@ -152,8 +153,8 @@ void Flights::keep(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
   numerics::ordered_squares(rows, sums_of_squares_.narrow(0, unit, 1));
+  check_.note(unit, rows, {}, /*first=*/true);
   accumulated_[unit] = true;
-  look_for_bad(unit, rows, {});
   if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));
   kept_at_[unit] = static_cast<int>(kept_.size());
   kept_.push_back(std::move(flight));
@@ -172,8 +173,8 @@ void Flights::add(Flight& flight) {
   const Contributions rows = contributions(flight);
   const Tensor total = accumulator(unit);
   numerics::ordered_sum(rows.rows, rows.scale, !accumulated_[unit], total, sums_of_squares_.narrow(0, unit, 1));
+  check_.note(unit, rows, total, /*first=*/!accumulated_[unit]);
   accumulated_[unit] = true;
-  look_for_bad(unit, rows, total);
   give_back(flight);
 }
 
@@ -223,25 +224,9 @@ void Flights::reclaim() {
   }
 }
 
-/// Records the first gradient that is not finite. `sum`: undefined if it was not written.
-void Flights::look_for_bad(int unit, const Contributions& contributions, const Tensor& sum) {
-  if (bad_ || std::isfinite(sums_of_squares_[unit].item<double>())) return;
-  const Unit& u = *units_[unit];
-  const auto found = numerics::find_non_finite(contributions.rows, sum.defined() ? sum : contributions.sum());
-  if (!found) return;
-  const int64_t element = u.shard_begin() + found->index;
-  bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = options_.ordered ? found->rank : -1};
-  for (size_t i = 0; i < u.parameters().size(); ++i) {
-    if (element >= u.parameters()[i].offset) bad_->parameter = static_cast<int>(i);
-  }
-}
-
-double Flights::sum_of_squares() const {
-  double total = 0.0;
-  const Tensor squares = sums_of_squares_.cpu();
-  for (size_t i = 0; i < units_.size(); ++i) {
-    if (accumulated_[i]) total += squares.const_data_ptr<double>()[i];
-  }
+double Flights::sum_of_squares() {
+  const double total = check_.total(accumulated_);
+  if (!std::isfinite(total)) check_.find(accumulated_, [this](int unit) { return gradient(unit).sum(); });
   return total;
 }
 
@@ -256,7 +241,7 @@ void Flights::clear_accumulated() {
   for (Flight& flight : std::exchange(kept_, {})) give_back(flight);
   kept_at_.assign(kept_at_.size(), -1);
   accumulated_.assign(accumulated_.size(), false);
-  bad_.reset();
+  check_.clear();
 }
 
 /// Sums arrived flights. Late or lost flights remain for `drain`, which reports them.

@@ -16,6 +16,7 @@
 
 #include "comm/group.h"
 #include "device/memory.h"
+#include "gradients/finite_check.h"
 #include "host/exchange.h"
 #include "numerics/ordered_sum.h"
 #include "sharding/unit.h"
@@ -34,14 +35,8 @@ struct ReducerOptions {
   bool side_thread = false;                  // sum on a separate thread, for cores that would be idle
   bool keep_rows = false;                    // until the step, which sums rows as it reads: no memory for sums
   bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
-  double scale = 1.0;                        // 1 / (ranks * accumulation), applied to the sum
-};
-
-/// A gradient that is not finite.
-struct BadGradient {
-  int unit = 0;       // Unit::index()
-  int parameter = 0;  // in that unit
-  int rank = -1;      // the contributor's index in the team; -1: every contribution was finite, the sum was not
+  FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
+  double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
 };
 
 /// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
@@ -67,8 +62,8 @@ class Flights {
 
   // Valid after `drain`.
   numerics::Contributions gradient(int unit);
-  double sum_of_squares() const;
-  const std::optional<BadGradient>& bad() const { return bad_; }
+  double sum_of_squares();
+  const std::optional<BadGradient>& bad() const { return check_.bad(); }
   bool has_accumulated() const;
   void clear_accumulated();
 
@@ -96,7 +91,6 @@ class Flights {
   at::Tensor& accumulator(int unit);
   numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
-  void look_for_bad(int unit, const numerics::Contributions& contributions, const at::Tensor& sum);
   comm::Site site(int unit) const;
   void run_side_thread();
 
@@ -114,7 +108,7 @@ class Flights {
   std::vector<int> kept_at_;       // by unit: its index in kept_, or -1
   std::vector<bool> accumulated_;  // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;     // (units,), fp64
-  std::optional<BadGradient> bad_;
+  FiniteCheck check_;
   bool peers_elsewhere_ = false;  // a wait for the front flight was to no avail
 
   // The queue is shared with the side thread, which takes only the front. One thread at a time uses the rest.

@@ -48,7 +48,7 @@ class Reducer {
   /// Memory of buckets under way, if ranks keep pace.
   int64_t predicted_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
-  double sum_of_squares() const { return flights_->sum_of_squares(); }
+  double sum_of_squares() { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
   /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;

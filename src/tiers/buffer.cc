@@ -3,6 +3,7 @@
 // Implements leases, and the store of resident memory.
 #include "tiers/buffer.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 namespace deeptide::tiers {
@@ -18,6 +19,7 @@ class ResidentStore : public Store {
   Tensor open(Block block, Access) override { return flat_.narrow(0, block.begin, block.count); }
   void close(Block, Access) noexcept override {}
   void prefetch(Block) override {}
+  Tensor in_place() const override { return flat_; }
 
  private:
   Tensor flat_;
@@ -63,6 +65,16 @@ Lease Buffer::lease(Block range, Access access) const {
       range.count == 0 || range.begin / block_numel_ == (range.begin + range.count - 1) / block_numel_,
       "a lease spans two blocks");
   return {store_, range, access};
+}
+
+Tensor Buffer::copy() const {
+  Tensor all;
+  for_each_block(*this, {0, numel_}, [&](Block block) {
+    const Lease part = lease(block, Access::read);
+    if (!all.defined()) all = at::empty({numel_}, part.tensor().options());
+    all.narrow(0, block.begin, block.count).copy_(part.tensor());
+  });
+  return all.defined() ? all : at::empty({0}, dtype_);
 }
 
 }  // namespace deeptide::tiers

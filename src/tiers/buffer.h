@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
+#include <span>
 
 namespace deeptide::tiers {
 
@@ -37,6 +37,8 @@ class Store {
   virtual void close(Block block, Access access) noexcept = 0;
   /// Announces that `block` will be opened soon.
   virtual void prefetch(Block block) = 0;
+  /// All elements (numel,) where they lie for good; undefined for a store that moves them.
+  virtual at::Tensor in_place() const { return {}; }
 };
 
 /// The right to a part of a buffer while the lease lives. Movable.
@@ -82,6 +84,10 @@ class Buffer {
 
   /// Errors: internal if `range` is not within one block.
   Lease lease(Block range, Access access) const;
+  /// All elements (numel,) where they lie, for as long as the buffer lives; undefined if they need leases.
+  at::Tensor in_place() const { return store_->in_place(); }
+  /// All elements in memory of their own (numel,).
+  at::Tensor copy() const;
   void prefetch(Block range) const { store_->prefetch(range); }
 
  private:
@@ -91,9 +97,10 @@ class Buffer {
   int64_t block_numel_ = 0;
 };
 
-/// Calls `visit(block)` for [begin, begin + count), cut where a block of any buffer ends. All buffers have one numel.
+/// Calls `visit(block)` for the range, cut where a block of any of the buffers ends. All have one numel; undefined ones
+/// are skipped.
 template <typename Visit>
-void for_each_block(std::initializer_list<const Buffer*> buffers, Block range, Visit visit) {
+void for_each_block(std::span<const Buffer* const> buffers, Block range, Visit visit) {
   for (int64_t begin = range.begin; begin < range.begin + range.count;) {
     int64_t end = range.begin + range.count;
     for (const Buffer* buffer : buffers) {
@@ -102,6 +109,12 @@ void for_each_block(std::initializer_list<const Buffer*> buffers, Block range, V
     visit(Block{begin, end - begin});
     begin = end;
   }
+}
+
+template <typename Visit>
+void for_each_block(const Buffer& buffer, Block range, Visit visit) {
+  const Buffer* const one[] = {&buffer};
+  for_each_block(std::span<const Buffer* const>(one), range, visit);
 }
 
 }  // namespace deeptide::tiers

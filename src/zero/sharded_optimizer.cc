@@ -16,6 +16,9 @@ namespace deeptide::zero {
 using at::Tensor;
 using device::Role;
 using sharding::Unit;
+using tiers::Access;
+using tiers::Block;
+using tiers::Buffer;
 
 namespace {
 
@@ -27,18 +30,25 @@ void check_reach(const optim::Rule& rule) {
                     "optimizer whose step is elementwise, such as AdamW");
 }
 
+StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::Device device) {
+  return [ledger, device](int64_t numel) {
+    return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, at::kFloat, device));
+  };
+}
+
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device)
+                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                                   StatePlacement place)
     : units_(std::move(units)),
       rule_(rule),
       policy_(policy),
       ledger_(std::move(ledger)),
       group_(group),
       gradient_pool_(ledger_, Role::communication, device),
-      device_(device),
+      place_(place ? std::move(place) : resident_on(ledger_, device)),
       kept_(rule.roles().size(), false) {
   check_reach(rule);
   at::NoGradGuard no_grad;
@@ -46,23 +56,24 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
     const Tensor parameters = parameters_of(static_cast<int>(i));
     UnitState state;
     state.aliased = parameters.scalar_type() == at::kFloat;
-    state.master = state.aliased ? parameters : allocate(parameters.numel());
+    state.master = state.aliased ? Buffer::resident(parameters) : place_(parameters.numel());
     state.states.resize(kept_.size());
+    if (!state.aliased) {
+      for_each_block(state.master, {0, parameters.numel()}, [&](Block block) {
+        const auto master = state.master.lease(block, Access::write);
+        master.tensor().copy_(parameters.narrow(0, block.begin, block.count));
+      });
+    }
     states_.push_back(std::move(state));
-    if (!states_.back().aliased) states_.back().master.copy_(parameters);
   }
   keep_states(groups);
-}
-
-Tensor ShardedOptimizer::allocate(int64_t numel) {
-  return device::allocate_flat(ledger_, Role::optimizer, numel, at::kFloat, device_);
 }
 
 void ShardedOptimizer::keep_states(const std::vector<Hyperparameters>& groups) {
   for (size_t role = 0; role < kept_.size(); ++role) {
     const auto needs = [&](const Hyperparameters& hyper) { return rule_.keeps(role, hyper); };
     if (kept_[role] || std::none_of(groups.begin(), groups.end(), needs)) continue;
-    for (UnitState& state : states_) state.states[role] = allocate(state.master.numel());
+    for (UnitState& state : states_) state.states[role] = place_(state.master.numel());
     kept_[role] = true;
   }
 }
@@ -71,7 +82,11 @@ void ShardedOptimizer::zero_states(const std::set<std::string>& roles) {
   at::NoGradGuard no_grad;
   for (size_t role = 0; role < kept_.size(); ++role) {
     if (!kept_[role] || !roles.contains(rule_.roles()[role].name)) continue;
-    for (UnitState& state : states_) state.states[role].zero_();
+    for (UnitState& state : states_) {
+      Buffer& buffer = state.states[role];
+      for_each_block(buffer, {0, buffer.numel()},
+                     [&](Block block) { buffer.lease(block, Access::write).tensor().zero_(); });
+    }
   }
 }
 
@@ -86,13 +101,13 @@ int64_t ShardedOptimizer::state_begin(int unit) const {
   return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0;
 }
 
-std::vector<StateTensor> ShardedOptimizer::states(int unit) const {
+std::vector<UnitStateBuffer> ShardedOptimizer::states(int unit) const {
   const UnitState& state = states_[unit];
-  std::vector<StateTensor> tensors{{"master", state.master}};
+  std::vector<UnitStateBuffer> buffers{{"master", state.master}};
   for (size_t role = 0; role < kept_.size(); ++role) {
-    if (kept_[role]) tensors.push_back({rule_.roles()[role].name, state.states[role]});
+    if (kept_[role]) buffers.push_back({rule_.roles()[role].name, state.states[role]});
   }
-  return tensors;
+  return buffers;
 }
 
 int64_t ShardedOptimizer::predicted_bytes() const {
@@ -114,9 +129,12 @@ void ShardedOptimizer::refresh_masters(int unit) {
     const int64_t first = std::max(p.offset, begin);
     const int64_t count = std::min(p.offset + p.numel, end) - first;
     if (count <= 0) continue;
-    Tensor master = states_[unit].master.narrow(0, first - begin, count);
-    const Tensor written = parameters.narrow(0, first - begin, count);
-    master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
+    const Buffer& buffer = states_[unit].master;
+    for_each_block(buffer, {first - begin, count}, [&](Block block) {
+      const auto lease = buffer.lease(block, Access::update);
+      const Tensor &master = lease.tensor(), written = parameters.narrow(0, block.begin, block.count);
+      master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
+    });
   }
 }
 
@@ -157,15 +175,30 @@ void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradie
     const int64_t first = std::max(segment.begin, begin);
     const int64_t count = std::min(segment.end, end) - first;
     if (count <= 0) continue;
-    const auto cut = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first - begin, count) : Tensor(); };
-    const Hyperparameters& hyper = groups.at(segment.group);
+    step_segment(state, parameters, gradient, {first - begin, count}, groups.at(segment.group),
+                 {steps_, gradient_scale});
+  }
+}
+
+/// Block by block, wherever the states lie: what is resident is one block.
+void ShardedOptimizer::step_segment(UnitState& state, const Tensor& parameters, const numerics::Contributions& gradient,
+                                    Block range, const Hyperparameters& hyper, const optim::StepTerms& terms) {
+  std::vector<const Buffer*> buffers{&state.master};
+  for (size_t role = 0; role < kept_.size(); ++role) {
+    if (rule_.keeps(role, hyper)) buffers.push_back(&state.states[role]);
+  }
+  for_each_block(std::span<const Buffer* const>(buffers), range, [&](Block block) {
+    const auto master = state.master.lease(block, Access::update);
+    std::vector<tiers::Lease> leases(kept_.size());
     std::vector<Tensor> states(kept_.size());
     for (size_t role = 0; role < kept_.size(); ++role) {
-      if (rule_.keeps(role, hyper)) states[role] = cut(state.states[role]);
+      if (!rule_.keeps(role, hyper)) continue;
+      leases[role] = state.states[role].lease(block, Access::update);
+      states[role] = leases[role].tensor();
     }
-    rule_.step({cut(state.master), std::move(states), gradient.narrow(first - begin, count), cut(parameters)}, hyper,
-               {steps_, gradient_scale});
-  }
+    const Tensor rounded = parameters.defined() ? parameters.narrow(0, block.begin, block.count) : Tensor();
+    rule_.step({master.tensor(), std::move(states), gradient.narrow(block.begin, block.count), rounded}, hyper, terms);
+  });
 }
 
 /// Makes the stepped shards whole on all ranks. What lies in shared memory is there once all have written.
@@ -187,7 +220,14 @@ void ShardedOptimizer::publish_all() {
   at::NoGradGuard no_grad;
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    if (!states_[i].aliased) parameters_of(i).copy_(states_[i].master);
+    const Buffer& buffer = states_[i].master;
+    const Tensor parameters = parameters_of(i);
+    if (!states_[i].aliased) {
+      for_each_block(buffer, {0, buffer.numel()}, [&](Block block) {
+        const auto master = buffer.lease(block, Access::read);
+        parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
+      });
+    }
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -16,23 +17,29 @@
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/unit.h"
+#include "tiers/buffer.h"
 #include "zero/policy.h"
 
 namespace deeptide::zero {
 
-/// A flat state tensor of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
-struct StateTensor {
+/// A flat state of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
+struct UnitStateBuffer {
   std::string role;
-  at::Tensor data;
+  tiers::Buffer data;
 };
+
+/// Makes the zeroed fp32 buffer (numel,) of a state or a master: where states lie is its choice.
+using StatePlacement = std::function<tiers::Buffer(int64_t numel)>;
 
 /// Steps trainable units by a rule. Holds the rule's states per unit; each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
+  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`.
   /// Errors: ConfigError when the rule's reach is more than elementwise, which is not supported yet.
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device);
+                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                   StatePlacement place = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
@@ -45,7 +52,7 @@ class ShardedOptimizer {
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t state_begin(int unit) const;
   /// The master, then the states that are kept.
-  std::vector<StateTensor> states(int unit) const;
+  std::vector<UnitStateBuffer> states(int unit) const;
   /// Allocates, as zeros, the states that these groups need and that no group has needed yet.
   void keep_states(const std::vector<Hyperparameters>& groups);
   /// Sets the states of these roles to zero, as before the first step.
@@ -62,18 +69,19 @@ class ShardedOptimizer {
 
  private:
   struct UnitState {
-    at::Tensor master;               // aliases the parameters' memory in fp32
-    std::vector<at::Tensor> states;  // by the rule's roles; undefined: not kept
+    tiers::Buffer master;               // aliases the parameters' memory in fp32
+    std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
   };
 
-  at::Tensor allocate(int64_t numel);
   at::Tensor parameters_of(int unit) const;
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
   void step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
                  const std::vector<Hyperparameters>& groups);
+  void step_segment(UnitState& state, const at::Tensor& parameters, const numerics::Contributions& gradient,
+                    tiers::Block range, const Hyperparameters& hyper, const optim::StepTerms& terms);
   void publish(const std::vector<int>& units);
 
   std::vector<sharding::Unit*> units_;
@@ -82,7 +90,7 @@ class ShardedOptimizer {
   std::shared_ptr<device::Ledger> ledger_;
   comm::Group& group_;
   device::BufferPool gradient_pool_;
-  at::Device device_;
+  StatePlacement place_;
   std::vector<bool> kept_;  // by the rule's roles
   std::vector<UnitState> states_;
   int64_t steps_ = 0;

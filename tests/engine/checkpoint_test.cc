@@ -70,7 +70,7 @@ struct Session {
   void train(int first, int count) {
     for (int step = first; step < first + count; ++step) {
       engine.backward(model.loss(step, world.rank));
-      ASSERT_TRUE(engine.step().applied);
+      ASSERT_TRUE(engine.step().applied());
     }
   }
   std::map<std::string, Tensor> state() {
@@ -305,7 +305,7 @@ TEST(Checkpoint, IsRefusedBetweenBackwardAndStep) {
     } catch (const std::exception& error) {
       EXPECT_NE(std::string(error.what()).find("call step() first"), std::string::npos) << error.what();
     }
-    EXPECT_TRUE(session.engine.step().applied);
+    EXPECT_TRUE(session.engine.step().applied());
     session.engine.save_checkpoint(folder.path);
   });
 }

@@ -53,7 +53,7 @@ Trained train_rank(const World& world, int stage, int64_t gas, bool bf16, Ranks 
       outcome = engine.step();
       total += loss.item<double>() / static_cast<double>(gas);
     }
-    EXPECT_TRUE(outcome.applied) << outcome.reason;
+    EXPECT_TRUE(outcome.applied()) << outcome.reason;
     trained.losses.push_back(total);
     trained.norms.push_back(outcome.grad_norm);
   }
@@ -190,8 +190,8 @@ TEST(Engine, SaysHowFarTheAccumulationIs) {
     for (const char* reason : {"accumulating 1/3", "accumulating 2/3", ""}) {
       const StepOutcome outcome = session.step(0);
       EXPECT_EQ(outcome.reason, reason);
-      EXPECT_EQ(outcome.applied, outcome.reason.empty());
-      EXPECT_EQ(std::isnan(outcome.grad_norm), !outcome.applied);
+      EXPECT_EQ(outcome.applied(), outcome.reason.empty());
+      EXPECT_EQ(std::isnan(outcome.grad_norm), !outcome.applied());
     }
     EXPECT_EQ(session.engine.global_steps(), 1);
     EXPECT_EQ(session.engine.micro_steps(), 3);
@@ -203,13 +203,14 @@ TEST(Engine, SkipsABadStepEverywhereNamesItsCauseAndTouchesNothing) {
   for (int stage = 0; stage < 4; ++stage) {
     run_ranks(2, [&](const World& world) {
       Session session(world, stage);
-      ASSERT_TRUE(session.step(0).applied);
+      ASSERT_TRUE(session.step(0).applied());
       const Weights before = weights_of(*session.model, session.engine);
       Tensor loss = session.loss(1);
       if (world.rank == 1) loss = loss + (session.model->norm->bias * std::numeric_limits<float>::quiet_NaN()).sum();
       session.engine.backward(loss);
       const StepOutcome outcome = session.engine.step();
-      EXPECT_FALSE(outcome.applied);
+      EXPECT_FALSE(outcome.applied());
+      EXPECT_EQ(outcome.result, StepResult::non_finite);
       EXPECT_EQ(outcome.reason, "non-finite gradient");
       EXPECT_EQ(outcome.rank, 1);
       EXPECT_EQ(outcome.parameter, "norm.bias");
@@ -217,7 +218,7 @@ TEST(Engine, SkipsABadStepEverywhereNamesItsCauseAndTouchesNothing) {
       for (const auto& [name, weight] : weights_of(*session.model, session.engine)) {
         EXPECT_TRUE(torch::equal(weight, before.at(name))) << name << " at stage " << stage;
       }
-      EXPECT_TRUE(session.step(2).applied);
+      EXPECT_TRUE(session.step(2).applied());
     });
   }
 }
@@ -231,7 +232,7 @@ TEST(Engine, ExplainsALossThatCannotBeDifferentiated) {
     EXPECT_TRUE(
         contains(error_of([&] { session.engine.backward(session.loss(0).detach()); }), "does not require grad"));
     EXPECT_TRUE(contains(error_of([&] { session.engine.step(); }), "step() before backward()"));
-    EXPECT_TRUE(session.step(0).applied) << "and goes on";
+    EXPECT_TRUE(session.step(0).applied()) << "and goes on";
   });
 }
 
@@ -251,7 +252,7 @@ TEST(Engine, LetsRanksRunOutOfDataAtDifferentTimes) {
   for (int stage : {0, 2, 3}) {
     run_ranks(3, [&](const World& world) {
       Session session(world, stage);
-      for (int step = 0; step < 2 + 2 * world.rank; ++step) EXPECT_TRUE(session.step(step).applied);
+      for (int step = 0; step < 2 + 2 * world.rank; ++step) EXPECT_TRUE(session.step(step).applied());
       session.engine.join();
       EXPECT_EQ(session.engine.global_steps(), 6);
     });
@@ -309,7 +310,7 @@ TEST(Engine, ServesRanksThatTakeDifferentBranches) {
             session.loss(step + 1);
           }
           session.engine.backward(branch_loss(*session.model, step, world.rank));
-          EXPECT_TRUE(session.engine.step().applied);
+          EXPECT_TRUE(session.engine.step().applied());
         }
         // As in TrainAsTorchDoesOnTheJoinedBatch: sums in another order.
         for (const auto& [name, weight] : weights_of(*session.model, session.engine)) {
@@ -327,8 +328,8 @@ TEST(Engine, TrainsTwoModelsAgainstEachOther) {
       const Tensor loss =
           one.loss(step) + 0.1 * other.loss(step) + (one.model->norm->bias * other.model->norm->bias).sum();
       loss.backward();
-      EXPECT_TRUE(one.engine.step().applied);
-      EXPECT_TRUE(other.engine.step().applied);
+      EXPECT_TRUE(one.engine.step().applied());
+      EXPECT_TRUE(other.engine.step().applied());
     }
   });
 }
@@ -373,7 +374,7 @@ TEST(Engine, KeepsGatheredBytesWithinTheTwoLargestUnitsAndShardsTheRest) {
       for (const auto& item : model->named_parameters())
         total += item.key() == "head.weight" ? 0 : item.value().numel();
       const MemoryLine parameters = engine.memory().front();
-      EXPECT_EQ(parameters.role, "parameters");
+      EXPECT_EQ(parameters.role, MemoryRole::parameters);
       EXPECT_EQ(parameters.measured_bytes, parameters.predicted_bytes);
       EXPECT_GE(parameters.measured_bytes, 4 * total / size);
       EXPECT_LE(parameters.measured_bytes, 4 * total / size + 64 * 30) << "a cache line a parameter and unit";
@@ -413,7 +414,7 @@ TEST(Engine, HasWholeGradientsBetweenBackwardAndStep) {
       ASSERT_TRUE(gradient.defined());
       EXPECT_TRUE(torch::equal(gradient, torch::full({kWidth}, 1.5f))) << "the mean of 1 and 2";
       session.engine.zero_grad();
-      EXPECT_TRUE(session.step(0).applied);
+      EXPECT_TRUE(session.step(0).applied());
     });
   }
 }
@@ -435,7 +436,7 @@ TEST(Engine, MovesWithItsModel) {
     Session session(world);
     Engine moved = std::move(session.engine);
     moved.backward(session.loss(0));
-    EXPECT_TRUE(moved.step().applied);
+    EXPECT_TRUE(moved.step().applied());
   });
 }
 
@@ -456,7 +457,7 @@ TEST(Engine, ReturnsItsMemory) {
         torch::nn::Linear model = make_seeded([] { return torch::nn::Linear(kRows, kRows); });
         Engine engine = engine_of(*model, world, config_of(3, kMicro, 1, false, ranks));
         engine.backward(model(torch::ones({kMicro, kRows})).square().mean());
-        EXPECT_TRUE(engine.step().applied);
+        EXPECT_TRUE(engine.step().applied());
       });
       resident.push_back(resident_bytes());
     }

@@ -195,7 +195,7 @@ TEST_P(GateModels, GiveTheSameBitsShardedAsWhole) {
       for (int pass = 0; pass < 2; ++pass) expect_same_bits(results_of(subject), expected);
       EXPECT_GT(engine.peak_gathered_bytes(), 0) << "nothing was sharded";
       engine.backward(subject.loss());
-      EXPECT_TRUE(engine.step().applied);
+      EXPECT_TRUE(engine.step().applied());
       const Tensor after = subject.loss().detach();
       EXPECT_FALSE(torch::equal(after, expected[0])) << "a step changes the loss";
       engine.empty_partition_cache();
@@ -232,7 +232,7 @@ TEST(GateUse, KeepsViewsThatWereTakenBeforeAStep) {
     const Tensor before = view.clone();
     const auto [tokens, targets] = batch_of(0, 4);
     engine.backward(model(tokens, targets));
-    ASSERT_TRUE(engine.step().applied);
+    ASSERT_TRUE(engine.step().applied());
     EXPECT_TRUE(torch::equal(view.clone(), model->embed->weight.detach().clone().t().narrow(0, 3, 2)));
     EXPECT_FALSE(torch::equal(view.clone(), before));
     engine.empty_partition_cache();

@@ -257,33 +257,43 @@ TEST_P(Sums, ForgetWhatIsDiscarded) {
   });
 }
 
-TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
-  run_ranks(world(), [&](const World& w) {
-    Training training(w, options());
-    const int culprit = w.size - 1;
-    training.backwards([&](int u, int p, int64_t n) {
-      Tensor gradient = at::full({n}, 1.0f);
-      if (w.rank == culprit && u == 2 && p == 1) gradient[2].fill_(std::numeric_limits<float>::quiet_NaN());
-      training.reducer->add(u, p, gradient);
-    });
-    training.finish();
-    const Unit& unit = *training.units[2];
-    const auto [first, last] = unit.owned_range(unit.parameters()[1]);
-    const int64_t at = unit.parameters()[1].offset + 2;
-    const bool mine = first <= at && at < last;
-    EXPECT_EQ(training.reducer->bad().has_value(), mine);
-    EXPECT_EQ(std::isfinite(training.reducer->sum_of_squares()), !mine);
-    if (mine) {
-      EXPECT_EQ(training.reducer->bad()->unit, 2);
-      EXPECT_EQ(training.reducer->bad()->parameter, 1);
-      EXPECT_EQ(training.reducer->bad()->rank, culprit);
-    }
-    training.reducer->clear_accumulated();
-    EXPECT_FALSE(training.reducer->bad());
-    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
-    training.finish();
-    EXPECT_TRUE(std::isfinite(training.reducer->sum_of_squares())) << "the next step is a clean one";
+/// One rank's gradient is not a number, in one element.
+void expect_culprit_named(const World& w, const ReducerOptions& options) {
+  Training training(w, options);
+  const int culprit = w.size - 1;
+  training.backwards([&](int u, int p, int64_t n) {
+    Tensor gradient = at::full({n}, 1.0f);
+    if (w.rank == culprit && u == 2 && p == 1) gradient[2].fill_(std::numeric_limits<float>::quiet_NaN());
+    training.reducer->add(u, p, gradient);
   });
+  training.finish();
+  const Unit& unit = *training.units[2];
+  const auto [first, last] = unit.owned_range(unit.parameters()[1]);
+  const int64_t at = unit.parameters()[1].offset + 2;
+  const bool mine = first <= at && at < last;
+  EXPECT_EQ(std::isfinite(training.reducer->sum_of_squares()), !mine);
+  EXPECT_EQ(training.reducer->bad().has_value(), mine);
+  if (mine) {
+    EXPECT_EQ(training.reducer->bad()->unit, 2);
+    EXPECT_EQ(training.reducer->bad()->parameter, 1);
+    EXPECT_EQ(training.reducer->bad()->rank, culprit);
+  }
+  training.reducer->clear_accumulated();
+  EXPECT_FALSE(training.reducer->bad());
+  training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
+  training.finish();
+  EXPECT_TRUE(std::isfinite(training.reducer->sum_of_squares())) << "the next step is a clean one";
+}
+
+TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
+  run_ranks(world(), [&](const World& w) { expect_culprit_named(w, options()); });
+}
+
+// As on a device, where a look at each sum would make the host wait.
+TEST_P(Sums, NameThemTooWhenTheyLookOncePerStep) {
+  auto late = options();
+  late.finite_check = FiniteCheckTime::each_step;
+  run_ranks(world(), [&](const World& w) { expect_culprit_named(w, late); });
 }
 
 TEST(SideThread, SumsWhileBackwardGoesOn) {

@@ -246,7 +246,7 @@ TEST(LiveJob, IsListedAndShowsItsStacksUntilItEnds) {
   EXPECT_TRUE(has(stacks, "compute_for_ever in ")) << stacks;
   job.send_signal(SIGKILL);
   job.wait();
-  EXPECT_FALSE(has(launch({"ps"}).output, number + "\t"));
+  EXPECT_TRUE(eventually([&] { return !has(launch({"ps"}).output, number + "\t"); })) << "its supervisor outlives it";
   EXPECT_TRUE(has(launch({"stacks", number}).errors, "no live job")) << "it has ended";
 }
 

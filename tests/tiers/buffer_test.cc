@@ -8,37 +8,14 @@
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 
-#include <set>
 #include <vector>
+
+#include "tiers/copying_store.h"
 
 namespace deeptide::tiers {
 namespace {
 
 using at::Tensor;
-
-/// Lends copies, as a store in files does: what is not returned by a closing lease is lost.
-class CopyingStore : public Store {
- public:
-  explicit CopyingStore(Tensor flat) : flat_(std::move(flat)) {}
-  Tier tier() const override { return Tier::nvme; }
-  Tensor open(Block block, Access access) override {
-    lent_ = access == Access::write ? at::empty({block.count}, flat_.options())
-                                    : flat_.narrow(0, block.begin, block.count).clone();
-    ++open_leases;
-    return lent_;
-  }
-  void close(Block block, Access access) noexcept override {
-    if (access != Access::read) flat_.narrow(0, block.begin, block.count).copy_(lent_);
-    --open_leases;
-  }
-  void prefetch(Block block) override { asked.push_back(block.begin); }
-
-  int open_leases = 0;
-  std::vector<int64_t> asked;
-
- private:
-  Tensor flat_, lent_;
-};
 
 TEST(ResidentBuffer, LendsSlicesOfItsMemory) {
   const Tensor flat = at::arange(100, at::kFloat);
@@ -98,7 +75,8 @@ TEST(Blocks, AreCutWhereAnyBufferEndsOne) {
   const Buffer fours = make(4), sixes = make(6), absent;
   std::vector<int64_t> begins;
   int64_t covered = 0;
-  for_each_block({&fours, &sixes, &absent}, {3, 14}, [&](Block block) {
+  const Buffer* const buffers[] = {&fours, &sixes, &absent};
+  for_each_block(std::span<const Buffer* const>(buffers), {3, 14}, [&](Block block) {
     begins.push_back(block.begin);
     covered += block.count;
     EXPECT_NO_THROW(fours.lease(block, Access::read));

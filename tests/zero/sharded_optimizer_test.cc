@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,6 +20,7 @@
 #include "deeptide/errors.h"
 #include "ranks.h"
 #include "sharding/layout.h"
+#include "tiers/copying_store.h"
 #include "world/failure_board.h"
 
 namespace deeptide::zero {
@@ -37,7 +39,8 @@ Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).s
 
 /// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
 struct Stage {
-  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups)
+  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
+        const StatePlacement& place = {})
       : group(world, comm::Team::whole(world), "reductions",
               {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
@@ -67,7 +70,7 @@ struct Stage {
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
     reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU);
+    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place);
   }
 
   int number(const Parameter& p) const { return p.name[1] - '0'; }
@@ -97,8 +100,9 @@ struct Stage {
     std::map<std::string, Tensor> all;
     for (size_t u = 0; u < units.size(); ++u) {
       const Unit& unit = *units[u];
-      std::vector<StateTensor> tensors = optimizer->states(static_cast<int>(u));
-      tensors.push_back({"parameter", unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole()});
+      std::map<std::string, Tensor> tensors;
+      for (const auto& [role, data] : optimizer->states(static_cast<int>(u))) tensors[role] = data.copy();
+      tensors["parameter"] = unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole();
       for (const auto& [role, data] : tensors) {
         const Tensor whole = gathered(data, unit);
         for (const Parameter& p : unit.parameters()) all[p.name + "/" + role] = p.view_of(whole).clone();
@@ -201,6 +205,33 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
   }
 }
 
+/// States elsewhere, in blocks of a few elements, as a tier of files would hold them.
+tiers::Buffer in_small_blocks(int64_t numel) {
+  constexpr int64_t kBlock = 7;
+  return {std::make_shared<tiers::CopyingStore>(at::zeros({numel})), numel, at::kFloat, kBlock};
+}
+
+TEST_P(Worlds, StepAlikeWhereverStatesLie) {
+  for (const optim::Rule* rule : optim::all_rules()) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      run_ranks(GetParam(), [&](const World& world) {
+        const Groups groups = two_groups(rule->name().c_str());
+        for (int stage : {0, 2, 3}) {
+          const std::string name = std::to_string(stage);
+          Stage resident(apart(world, "resident" + name), stage, dtype, *rule, groups);
+          Stage elsewhere(apart(world, "elsewhere" + name), stage, dtype, *rule, groups, &in_small_blocks);
+          for (int step = 0; step < 3; ++step) {
+            resident.step(step, groups);
+            elsewhere.step(step, groups);
+          }
+          expect_same_bits(elsewhere.state(), resident.state());
+          EXPECT_EQ(elsewhere.ledger->current(device::Role::optimizer), 0) << "the placement counts its own";
+        }
+      });
+    }
+  }
+}
+
 TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
   run_ranks(GetParam(), [](const World& world) {
     for (int stage : {0, 2, 3}) {
@@ -211,7 +242,7 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
       training.step(0, groups);
       for (size_t u = 0; u < training.units.size(); ++u) {
         for (const auto& [role, data] : training.optimizer->states(static_cast<int>(u)))
-          data.fill_(role == "master" ? 0.3 : 0.0);
+          data.lease(data.block(0), tiers::Access::write).tensor().fill_(role == "master" ? 0.3 : 0.0);
       }
       training.optimizer->publish_all();
       for (const auto& [name, tensor] : training.state()) {
@@ -238,7 +269,7 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
     shard.fill_(0.75);
     for (sharding::Parameter& p : unit.parameters()) p.rewritten = true;
     training.step(1, groups);
-    const Tensor master = training.optimizer->states(0)[0].data;
+    const Tensor master = training.optimizer->states(0)[0].data.copy();
     for (const sharding::Parameter& p : unit.parameters()) {
       const auto [first, last] = unit.owned_range(p);
       const int64_t at = first - unit.shard_begin(), count = last - first;

@@ -29,9 +29,9 @@ struct Variant;
 
 /// The field of a configuration that a key fills. Made by Key::into.
 struct Binding {
-  std::function<void(const Key &key, const JsonValue &value, Config::Sections &sections)> fill;
+  std::function<void(const Key& key, const JsonValue& value, Config::Sections& sections)> fill;
   /// The field's content as the text would give it; null where the field is absent.
-  std::function<JsonValue(const Key &key, const Config::Sections &sections)> read;
+  std::function<JsonValue(const Key& key, const Config::Sections& sections)> read;
 };
 
 /// One key. Made by the functions below and refined by its setters, which return the key itself.
@@ -51,7 +51,7 @@ struct Key {
   std::string torch_name;                       // of a hyper-parameter whose name in torch differs
   std::vector<std::string> choices;             // of a word
   std::vector<int64_t> enumerators;             // of the enumeration below, one for each choice
-  const std::type_info *enumeration = nullptr;  // of a choice whose field is an enumeration
+  const std::type_info* enumeration = nullptr;  // of a choice whose field is an enumeration
   std::vector<std::string> later_choices;       // known, not supported yet
   bool any_case = false;                        // choices match without regard to case
   std::optional<double> lowest, highest;
@@ -120,23 +120,23 @@ std::vector<JsonValue> words(std::initializer_list<std::string_view> values);
 std::vector<JsonValue> numbers(std::initializer_list<double> values);
 
 /// The root: a section without a name.
-const Key &schema();
+const Key& schema();
 
 /// The key at `path`, e.g. "zero_optimization.stage"; null when there is none. Does not look into variants.
-const Key *find_key(std::string_view path);
+const Key* find_key(std::string_view path);
 
 /// The variant of `section` for `type`, compared without regard to case; null when there is none.
-const Variant *find_variant(const Key &section, std::string_view type);
+const Variant* find_variant(const Key& section, std::string_view type);
 
 bool same_word(std::string_view a, std::string_view b, bool any_case);
 
 /// The index of `word` among the key's choices, compared as the key says; choices.size() when it is none of them.
-size_t find_choice(const Key &key, std::string_view word);
+size_t find_choice(const Key& key, std::string_view word);
 
 /// The integer that `value` holds; 5e8 is one.
-int64_t as_integer(const JsonValue &value);
+int64_t as_integer(const JsonValue& value);
 
 /// "an integer from 0 to 3", "one of \"mean\", \"sum\"".
-std::string describe_expected(const Key &key);
+std::string describe_expected(const Key& key);
 
 }  // namespace deeptide::config

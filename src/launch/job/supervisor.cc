@@ -98,7 +98,15 @@ void Supervisor::supervise() {
   while (!ranks_.all_ended()) {
     PollSet set;
     set.add(signals_.fd(), POLLIN, [this] {
-      for (int signal : signals_.read()) on_signal(signal);
+      std::vector<int> arrived = signals_.read();
+      // A starter asks the rank and us: a request that arrived with the rank's end counts before it.
+      const auto is_request = [](int signal) { return signal != SIGCHLD; };
+      if (options_.under_starter) {
+        std::stable_partition(arrived.begin(), arrived.end(), is_request);
+      }
+      for (int signal : arrived) {
+        on_signal(signal);
+      }
     });
     ranks_.add_to(set, !output_.full());
     output_.add_to(set);

@@ -1,0 +1,62 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Which gradient is not finite, and which rank contributed it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "numerics/ordered_sum.h"
+#include "sharding/unit.h"
+
+namespace deeptide::gradients {
+
+/// A gradient that is not finite.
+struct BadGradient {
+  int unit = 0;       // Unit::index()
+  int parameter = 0;  // in that unit
+  int rank = -1;      // that contributed it, by index in the team; -1: every contribution was finite, the sum was not
+};
+
+/// When to look: at each sum, while its rows are at hand; or once per step, so that the host waits for the device once.
+enum class FiniteCheckTime : uint8_t { each_sum, each_step };
+
+/// Remembers the first bad gradient of a step. Units are counted by position.
+class FiniteCheck {
+ public:
+  /// `num_ranks`: how many rows a sum has, one per rank; 0: its rows are not the ranks' (the transport has summed
+  /// them). `squares`: (units,) fp64, where sums leave their squares.
+  FiniteCheck(const std::vector<sharding::Unit*>& units, int64_t num_ranks, at::Tensor squares, FiniteCheckTime time);
+
+  /// After a unit's rows were summed. `sum`: undefined when it was not written. `first`: of this unit in this step.
+  void note(int unit, const numerics::Contributions& rows, const at::Tensor& sum, bool first);
+  /// The sum of the squares of these units, by position; non-finite if any element is. Reads the device once.
+  double total(const std::vector<bool>& units) const;
+  /// After `total` was not finite: finds what `note` left open. `sum_of(unit)`: the unit's accumulated sum, fp32.
+  template <typename SumOf>
+  void find(const std::vector<bool>& units, SumOf sum_of) {
+    const int unit = bad_ || time_ == FiniteCheckTime::each_sum ? -1 : first_bad(units);
+    if (unit < 0) return;
+    const at::Tensor sum = sum_of(unit);
+    name(unit, numerics::find_non_finite({sum}, sum), first_bad_row(unit));
+  }
+
+  const std::optional<BadGradient>& bad() const { return bad_; }
+  void clear() { bad_.reset(); }
+
+ private:
+  int first_bad(const std::vector<bool>& units) const;
+  int first_bad_row(int unit) const;
+  void name(int unit, const std::optional<numerics::NonFinite>& found, int rank);
+
+  std::vector<sharding::Unit*> units_;
+  int64_t num_ranks_;
+  at::Tensor squares_;
+  FiniteCheckTime time_;
+  at::Tensor maxima_;  // (units, ranks) fp32, each row's largest magnitude in this step; only where the check is late
+  std::optional<BadGradient> bad_;
+};
+
+}  // namespace deeptide::gradients
