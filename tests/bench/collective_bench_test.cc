@@ -8,7 +8,7 @@
 #include <c10/util/irange.h>
 #include <gtest/gtest.h>
 
-#include "comm/on_hosts.h"
+#include "on_hosts.h"
 #include "ranks.h"
 
 namespace deeptide::bench {

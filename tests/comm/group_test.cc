@@ -112,6 +112,35 @@ TEST(Group, EndsTheOthersWaitsSoonAfterARankReportsItsFailure) {
   }
 }
 
+/// A transfer whose connection has broken.
+class Broken : public Operation {
+ public:
+  bool ready() override { return false; }
+  bool advance(milliseconds) override { throw TransportError("connection reset"); }
+};
+
+// A diagnosis takes a third of a second and overwrites this rank's place: neither is due when the cause is known.
+TEST(Group, DiagnosesALostPeerOnlyIfNoRankReportedTheCause) {
+  for (const bool reported : {true, false}) {
+    const auto errors = errors_of_ranks(2, [&](const World& world) {
+      const auto board = board_of(world);
+      Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
+      if (world.rank == 1 && reported) board->report_failure("failed in forward: out of ideas");
+      group.barrier(kHere);
+      if (world.rank == 1) return;
+      auto pending = group.track(std::make_shared<Broken>(), "all-gather", 4);
+      try {
+        group.wait(pending, kHere);
+      } catch (const CommError&) {
+        EXPECT_EQ(world.store->check({"board/place/0"}), !reported);
+        throw;
+      }
+    });
+    EXPECT_NE(errors[0].find("connection reset"), std::string::npos) << errors[0];
+    EXPECT_EQ(errors[0].find("out of ideas") != std::string::npos, reported) << errors[0];
+  }
+}
+
 TEST(Group, FinishesWhatAPeerDidBeforeItEnded) {
   run_ranks(2, [](const World& world) {
     const auto board = board_of(world);

@@ -13,7 +13,7 @@
 #include "host/host.h"
 #include "on_hosts.h"
 
-namespace deeptide::comm {
+namespace deeptide::comm::team_test {
 namespace {
 
 using at::Tensor;
@@ -148,4 +148,4 @@ TEST(Peers, AreRefusedWhereAChannelWasNotMadeForThem) {
 }
 
 }  // namespace
-}  // namespace deeptide::comm
+}  // namespace deeptide::comm::team_test

@@ -284,6 +284,36 @@ TEST(Checkpoint, ThatDoesNotFitIsRefusedOnEveryRankAndChangesNothing) {
   });
 }
 
+// Hyper-parameters of groups that this engine lacks would be dropped in silence.
+TEST(Checkpoint, OfOtherParameterGroupsIsRefusedUnlessOptimizerStatesStayBehind) {
+  const Folder folder;
+  run_ranks(2, [&](const World& world) {
+    const Config config = config_of(2, false, true);
+    InitOptions two_groups = Session::options(world);
+    two_groups.groups = {{{"first"}, config.optimizer().defaults}, {{"second"}, config.optimizer().defaults}};
+    const BareModel model;
+    {
+      Engine engine(model.description, config, two_groups);
+      engine.backward(model.loss(0, world.rank));
+      ASSERT_TRUE(engine.step().applied());
+      engine.save_checkpoint(folder.path);
+    }
+    Session one_group(world, 2, false, 1.0f);
+    const auto before = one_group.state();
+    try {
+      one_group.engine.load_checkpoint(folder.path);
+      ADD_FAILURE() << "loaded the groups of another optimizer";
+    } catch (const CheckpointError& error) {
+      EXPECT_NE(std::string(error.what()).find("2 parameter groups, this engine has 1"), std::string::npos)
+          << error.what();
+    }
+    expect_same_bits(one_group.state(), before);
+    LoadOptions weights;
+    weights.optimizer_states = false;
+    EXPECT_TRUE(one_group.engine.load_checkpoint(folder.path, "", weights));
+  });
+}
+
 TEST(Checkpoint, IsNotThereIsNoError) {
   const Folder folder;
   run_ranks(2, [&](const World& world) {

@@ -449,7 +449,7 @@ int64_t resident_bytes() {
 }
 
 TEST(Engine, ReturnsItsMemory) {
-  constexpr int64_t kRows = 1024, kCopy = kRows * kRows * 4;  // one copy of the parameters: 4 MiB
+  static constexpr int64_t kRows = 1024, kCopy = kRows * kRows * 4;  // one copy of the parameters: 4 MiB
   for (const Ranks ranks : {Ranks::apart, Ranks::together}) {
     std::vector<int64_t> resident;
     for (int cycle = 0; cycle < 6; ++cycle) {

@@ -226,7 +226,7 @@ def manifest_of(folder):
 
 
 def roles_in(folder):
-    return {tensor["role"] for tensor in manifest_of(folder)["tensors"]}
+    return {tensor.get("moment", tensor["role"]) for tensor in manifest_of(folder)["tensors"]}
 
 
 def test_sgd_without_momentum_keeps_none_until_there_is_one(tmp_path):
