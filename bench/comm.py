@@ -29,7 +29,7 @@ DeepSpeed: its inference_all_reduce. x: Gloo's (DeepSpeed's) median time over ou
 
 
 def _number(text):
-    """4096, 4KiB, 1MiB …"""
+    """Reads 4096, 4KiB, 1MiB and the like."""
     for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)):
         if text.endswith(unit):
             return int(text.removesuffix(unit)) * factor

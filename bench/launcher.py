@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "hosts"))
-from network import Network, missing_reason  # noqa: E402
+from network import Network, missing_reason
 
 FIRST_LINE = "import os, time; os.write(1, f'first {time.time()}\\n'.encode())\n"  # one write: lines must not mix
 

@@ -104,8 +104,10 @@ def _gain(jobs):
 def markdown(record):
     parts = [output.head("Benchmark", record, LEGEND)]
     precisions = list(dict.fromkeys(job["precision"] for job in record["jobs"]))
-    for precision in precisions:
-        parts.append(_section(precision, [job for job in record["jobs"] if job["precision"] == precision]))
+    parts.extend(
+        _section(precision, [job for job in record["jobs"] if job["precision"] == precision])
+        for precision in precisions
+    )
     if len(precisions) > 1:
         parts.append(_gain(record["jobs"]))
     return "\n".join(parts)

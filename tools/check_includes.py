@@ -142,11 +142,11 @@ def find_cycle(graph: dict[str, list[str]]) -> list[str]:
 
     def visit(node: str, trail: list[str]) -> list[str]:
         if node in trail:
-            return trail[trail.index(node) :] + [node]
+            return [*trail[trail.index(node) :], node]
         if node in done:
             return []
         for target in graph.get(node, []):
-            if cycle := visit(target, trail + [node]):
+            if cycle := visit(target, [*trail, node]):
                 return cycle
         done.add(node)
         return []

@@ -40,7 +40,7 @@ class StopRequest:
             self.store.set(f"gpt/stop/{step}", self.reason)
 
     def agreed(self, step: int) -> bool:
-        """After the step: has any rank asked for a stop at it?"""
+        """Returns whether any rank has asked for a stop at this step; for after the step."""
         if not self.store.check([f"gpt/stop/{step}"]):
             return False
         self.reason = self.store.get(f"gpt/stop/{step}").decode()

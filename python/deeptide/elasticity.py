@@ -22,7 +22,7 @@ class ElasticityConfigError(ElasticityError):
     """The section is missing, off, or wrong."""
 
 
-class ElasticityIncompatibleWorldSize(ElasticityError):
+class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818  DeepSpeed's name
     """The number of ranks is not a valid one."""
 
 

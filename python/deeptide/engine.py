@@ -69,6 +69,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, as from `forward`."""
         return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,12 +128,12 @@ class Engine:
             pass
 
     def train(self, mode: bool = True) -> Engine:
-        """The model's train(); returns the engine."""
+        """Sets the model's training mode; returns the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """The model's eval(); returns the engine."""
+        """Ends the model's training mode; returns the engine."""
         return self.train(False)
 
     # -- accumulation -------------------------------------------------------------------------------------------

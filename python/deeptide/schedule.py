@@ -51,8 +51,10 @@ class ConfigSchedule:
 
 
 def resolve_schedule(lr_scheduler: Any, optimizer: DeeptideOptimizer | None, config: Config) -> Any:
-    """The schedule that `initialize` returns: the caller's (an instance, or a function of the optimizer), the
-    configuration's, or None."""
+    """Returns the schedule that `initialize` returns: the caller's, the configuration's, or None.
+
+    lr_scheduler: an instance, or a function of the optimizer.
+    """
     if lr_scheduler is None:
         return ConfigSchedule(config.scheduler.type) if config.scheduler.type and optimizer is not None else None
     if optimizer is None:

@@ -118,8 +118,10 @@ class Hosts:
         self.before = self._shared_files()
 
     def start(self, *words, slots=(2, 2), ssh=True, env=None, slurm=None, command=()):
-        """A job of `words`, or of the launcher's `command`, such as ("bench", "comm"); with `slurm`, from within an
-        allocation of it."""
+        """A job of `words`, or of the launcher's `command`, such as ("bench", "comm").
+
+        With `slurm`, it starts within an allocation of that SLURM.
+        """
         options = ["-H", self.network.hostfile(*slots)]
         if ssh:
             options += ["--launcher_args", self.network.ssh_arguments]

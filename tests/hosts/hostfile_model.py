@@ -5,7 +5,7 @@
 import re
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818  an outcome of the model, not a failure
     """A user's mistake; `line` is the hostfile's, if it is one of its lines."""
 
     def __init__(self, line=None):
@@ -54,7 +54,7 @@ def named(hosts, text):
 
 
 def filter_hosts(hosts, include="", exclude="", num_nodes=None, num_gpus=None):
-    if include and exclude or (include or exclude) and (num_nodes or num_gpus):
+    if (include and exclude) or ((include or exclude) and (num_nodes or num_gpus)):
         raise Refused
     left = dict(hosts)
     if include:

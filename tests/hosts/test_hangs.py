@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from conftest import DEEPTIDE
@@ -40,7 +41,7 @@ while True:
 class Training:
     """Two hosts with two ranks each, which train until they are stopped."""
 
-    ENV = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+    ENV: ClassVar = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
 
     def __init__(self, hosts, *options, start=None):
         self.hosts = hosts

@@ -43,9 +43,12 @@ def random_hostfile(rng):
         name = rng.choice(["a", "b", "node-1", "w.x.y", "n1", "10.0.0.7"])
         good = f"{name}{rng.choice([' ', '  ', chr(9)])}slots={rng.choice([1, 2, 3, 8])}"
         odd = rng.choice(
-            ["", "  ", "# comment", f"{name}", f"{name} slots=", f"{name} slots=-1", f"{name} slots=0", "-x slots=2"]
-            + [f"{name} slots=2 # four", f"  {name} slots=2", f"{name} slots=2 max_slots=4", f"{name} slots=2x"]
-            + [f"{name} 2", f"{name} slots=2 huh", "a;b slots=1", f"{name} slots=99999", f"#{name} slots=2"]
+            [
+                *("", "  ", "# comment", f"{name}", f"{name} slots=", f"{name} slots=-1", f"{name} slots=0"),
+                "-x slots=2",
+                *(f"{name} slots=2 # four", f"  {name} slots=2", f"{name} slots=2 max_slots=4", f"{name} slots=2x"),
+                *(f"{name} 2", f"{name} slots=2 huh", "a;b slots=1", f"{name} slots=99999", f"#{name} slots=2"),
+            ]
         )
         lines.append(good if rng.random() < 0.8 else odd)
     return "\n".join(lines) + rng.choice(["", "\n", "\r\n"])
@@ -58,9 +61,11 @@ def random_filter(rng):
 
     text = "@".join(spec() for _ in range(rng.randrange(1, 4)))
     return rng.choice(
-        [{}, {}, {"include": text}, {"exclude": text}, {"include": text, "exclude": "a"}]
-        + [{"num_nodes": rng.randrange(1, 5)}, {"num_gpus": rng.randrange(1, 5)}, {"num_nodes": 1, "num_gpus": 1}]
-        + [{"include": text, "num_gpus": 1}]
+        [
+            *({}, {}, {"include": text}, {"exclude": text}, {"include": text, "exclude": "a"}),
+            *({"num_nodes": rng.randrange(1, 5)}, {"num_gpus": rng.randrange(1, 5)}, {"num_nodes": 1, "num_gpus": 1}),
+            {"include": text, "num_gpus": 1},
+        ]
     )
 
 
@@ -178,7 +183,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("words, text", MISTAKES, ids=[text[:30] for _, text in MISTAKES])
+@pytest.mark.parametrize(("words", "text"), MISTAKES, ids=[text[:30] for _, text in MISTAKES])
 def test_a_mistake_is_told(tmp_path, words, text):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     (tmp_path / "uneven").write_text("a slots=1\nb slots=2\n")

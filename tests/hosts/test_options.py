@@ -67,7 +67,7 @@ def test_the_pid_file_names_the_launcher_and_goes_with_it(hosts):
 
 
 def cores_of(job):
-    return {rank: mask for rank, mask in re.findall(r"\[rank (\d)\] (\S+) ", job.output)}
+    return dict(re.findall(r"\[rank (\d)\] (\S+) ", job.output))
 
 
 def test_cores_are_shared_out_on_each_host(hosts):

@@ -195,7 +195,7 @@ def test_a_sparse_gradient_is_named(stage):
     def run(world):
         engine = start(world, stage, models.make_model(kind=Sparse))
         before = snapshot(engine)
-        with pytest.raises(ValueError, match="'words.weight' received a sparse gradient.*sparse=False"):
+        with pytest.raises(ValueError, match=r"'words.weight' received a sparse gradient.*sparse=False"):
             engine.backward(loss_of(engine))
         engine.zero_grad()
         assert_same(before, snapshot(engine))

@@ -21,7 +21,7 @@ WORLDS = [2, 3]
 STAGES = [0, 1, 2, 3]
 WIDTH = 10
 # As in test_stages: sums of other order, magnified by Adam; fewer steps here.
-TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 class Branches(nn.Module):

@@ -41,7 +41,7 @@ def test_ranks_share_an_epoch_without_overlap(world_size):
     assert sorted(flat(flat(parts))) == list(range(48))
 
 
-@pytest.mark.parametrize("drop_last, expected", [(True, 2), (False, 3)])
+@pytest.mark.parametrize(("drop_last", "expected"), [(True, 2), (False, 3)])
 def test_the_last_samples_are_dropped_or_filled_up_as_told(drop_last, expected):
     def epoch(world):
         return numbers(DataLoader(Numbers(11), batch_size=2, world=world, drop_last=drop_last))
@@ -137,9 +137,9 @@ def test_an_iterable_dataset_is_refused():
         DataLoader(Stream(), batch_size=1)
 
 
-@pytest.mark.parametrize("count, batch", [(0, 2), (4, 0)])
+@pytest.mark.parametrize(("count", "batch"), [(0, 2), (4, 0)])
 def test_sizes_that_are_not_positive_are_refused(count, batch):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="is 0, expected at least 1"):
         DataLoader(Numbers(count), batch_size=batch)
 
 

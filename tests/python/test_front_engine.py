@@ -182,7 +182,7 @@ def test_backward_returns_the_loss_over_the_accumulation_steps():
     assert engine.backward(loss, scale_wrt_gas=False).item() == pytest.approx(loss.item())
 
 
-@pytest.mark.parametrize("scaled, factor", [(True, 1.0), (False, 3.0)])
+@pytest.mark.parametrize(("scaled", "factor"), [(True, 1.0), (False, 3.0)])
 def test_gradients_are_averaged_over_the_accumulation_steps_unless_told_otherwise(scaled, factor):
     single, engine = start(), start(ACCUMULATE)
     single.backward(loss_of(single))
@@ -194,7 +194,7 @@ def test_gradients_are_averaged_over_the_accumulation_steps_unless_told_otherwis
 
 
 @pytest.mark.parametrize(
-    "loss, error, text",
+    ("loss", "error", "text"),
     [
         (lambda e: 3.0, TypeError, "got float, expected a scalar tensor"),
         (lambda e: e(torch.ones(2, 4)), ValueError, "scalar"),
@@ -208,7 +208,7 @@ def test_a_loss_is_refused_if(loss, error, text):
 
 
 def test_step_before_backward_is_refused():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"step\(\) before backward\(\)"):
         start().step()
 
 
@@ -287,7 +287,7 @@ def test_loading_a_tag_that_is_not_there_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "client_state, text",
+    ("client_state", "text"),
     [
         ({"model": {"weights": torch.ones(2)}}, r"client_state\['model'\]\['weights'\]"),
         ({"history": [1.0, float("inf")]}, r"client_state\['history'\]\[1\]"),
@@ -309,7 +309,7 @@ def test_a_checkpoint_without_directory_is_refused(name, directory):
         getattr(start(), name)(directory)
 
 
-@pytest.mark.parametrize("stage, gather, saved", [(0, False, True), (3, False, False), (3, True, True)])
+@pytest.mark.parametrize(("stage", "gather", "saved"), [(0, False, True), (3, False, False), (3, True, True)])
 def test_whole_model_is_written_as_safetensors(tmp_path, stage, gather, saved):
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": gather}
     engine = start(

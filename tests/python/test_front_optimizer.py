@@ -84,7 +84,7 @@ def test_groups_without_a_trainable_parameter_are_left_out_of_the_core():
 
 
 @pytest.mark.parametrize(
-    "make, expected",
+    ("make", "expected"),
     [
         (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.5, 0.6)), (0.1, 0.2, 0.5, True)),
         (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.5, 0.6)), (0.1, 0.2, 0.5, False)),
@@ -137,7 +137,7 @@ def stepped_adam(model):
 
 
 @pytest.mark.parametrize(
-    "optimizer, text",
+    ("optimizer", "text"),
     [
         (lambda m: torch.optim.RMSprop(m.parameters()), "torch.optim.*RMSprop is not supported yet"),
         (lambda m: torch.optim.Adam(m.parameters(), amsgrad=True), "amsgrad=True is not supported yet"),
@@ -155,7 +155,7 @@ def test_optimizer_is_refused_if(optimizer, text):
 
 
 @pytest.mark.parametrize(
-    "parameters, text",
+    ("parameters", "text"),
     [
         (lambda m: [], "model_parameters is empty"),
         (lambda m: m[0].weight, "got a tensor"),
@@ -194,24 +194,24 @@ def test_the_optimizers_step_is_the_engines():
     assert engine.global_steps == 1
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     optimizer.zero_grad()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"step\(\) before backward\(\)"):
         engine.step()
 
 
 def test_the_optimizer_says_where_its_state_is():
-    engine, optimizer, _, _ = start()
+    _engine, optimizer, _, _ = start()
     with pytest.raises(RuntimeError, match="save_checkpoint"):
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match="load_checkpoint"):
         optimizer.load_state_dict({})
-    with pytest.raises(RuntimeError, match="give them all to deeptide.initialize"):
+    with pytest.raises(RuntimeError, match=r"give them all to deeptide.initialize"):
         optimizer.add_param_group({"params": []})
     with pytest.raises(ValueError, match="closures"):
         optimizer.step(lambda: None)
 
 
 def test_the_optimizer_does_not_keep_the_engine_alive():
-    engine, optimizer, loader, scheduler = start(config={**CONFIG, "scheduler": SCHEDULE})
+    engine, optimizer, _loader, scheduler = start(config={**CONFIG, "scheduler": SCHEDULE})
     train(engine)
     gone = weakref.ref(engine)
     gc.disable()
@@ -270,7 +270,7 @@ def test_a_torch_schedule_waits_if_the_step_is_skipped():
 
 
 @pytest.mark.parametrize(
-    "config, schedule, text",
+    ("config", "schedule", "text"),
     [
         (CONFIG, 3, "got int, expected a scheduler"),
         (NO_OPTIMIZER, lambda optimizer: None, "there is no optimizer"),

@@ -245,7 +245,7 @@ def test_transforms_of_functions_of_the_parameters(transform):
 def test_an_operator_that_throws_leaves_nothing_pinned():
     def rank(world):
         with engine_of(world, models.TinyModel) as engine:
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch"):
+            with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch"):
                 engine.module.h[0].up(torch.ones(2, 3))
             engine.module(TOKENS, TARGETS).backward()
             assert engine.step().applied

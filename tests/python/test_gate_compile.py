@@ -158,9 +158,9 @@ def given_to_collectives():
     with start() as engine, torch.no_grad():
         weight = engine.module.h[0].up.weight
         for collective in (dist.all_reduce, lambda t: dist.broadcast(t, 0)):
-            with pytest.raises(ValueError, match="'h.0.up.weight'.*collective still reads.*clone"):
+            with pytest.raises(ValueError, match=r"'h.0.up.weight'.*collective still reads.*clone"):
                 collective(weight.data)
-        with pytest.raises(ValueError, match="'h.0.up.weight'.*clone"):
+        with pytest.raises(ValueError, match=r"'h.0.up.weight'.*clone"):
             dist.all_gather([torch.empty(weight.shape) for _ in range(2)], weight.data)
         total = weight.clone()
         dist.all_reduce(total)

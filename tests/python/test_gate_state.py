@@ -241,7 +241,7 @@ def test_comparison_and_reading_of_values():
     def rank(world):
         with engine_of(world, models.TinyModel) as engine:
             weight = engine.module.h[0].up.bias
-            with pytest.raises(RuntimeError, match="'h.0.up.bias'.*parameter.clone"):
+            with pytest.raises(RuntimeError, match=r"'h.0.up.bias'.*parameter.clone"):
                 repr(weight)  # torch reads the memory itself here
             assert repr(weight.clone().detach()) == repr(bias.clone().detach())
             assert weight.clone().tolist() == bias.tolist()
@@ -253,7 +253,7 @@ def test_comparison_and_reading_of_values():
 
 
 def test_a_new_optimizer_over_sharded_parameters_is_refused_or_right():
-    """torch's own optimizer gets no gradients: the engine takes them. Its step then changes nothing."""
+    """The engine takes the gradients, so that torch's own optimizer gets none and its step changes nothing."""
 
     def rank(world):
         with engine_of(world, models.TinyModel) as engine:
@@ -274,7 +274,7 @@ def test_module_moves_and_casts_say_the_cure():
     def rank(world):
         with engine_of(world, models.TinyModel) as engine:
             engine.module.double()
-            with pytest.raises((ValueError, RuntimeError), match="'embed.weight'.*before initialize"):
+            with pytest.raises((ValueError, RuntimeError), match=r"'embed.weight'.*before initialize"):
                 engine.module(TOKENS, TARGETS).backward()
                 engine.step()
 

@@ -115,8 +115,10 @@ def test_padding_is_small():
 
 
 def resident():
-    """Bytes of this process in memory, without what malloc and the tensors' allocator keep for the next operators:
-    they are nobody's bytes."""
+    """Bytes of this process in memory.
+
+    What malloc and the tensors' allocator keep for the next operators belongs to no tensor and is released first.
+    """
     ctypes.CDLL(None).malloc_trim(0)
     deeptide._C.release_idle_cpu_memory()
     with open("/proc/self/smaps_rollup") as file:

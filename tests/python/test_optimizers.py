@@ -153,7 +153,7 @@ def test_groups_have_the_tables_keys_and_keep_their_own_values(type):
 
 
 @pytest.mark.parametrize(
-    "type, group, text",
+    ("type", "group", "text"),
     [
         ("Lion", {"eps": 1e-8}, "unknown key 'eps'; Lion knows .*betas"),
         ("Lion", {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\), expected both in \[0, 1\)"),
@@ -182,7 +182,7 @@ def test_torchs_adagrad_becomes_ours():
 
 
 @pytest.mark.parametrize(
-    "make, text",
+    ("make", "text"),
     [
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=1.0), "initial_accumulator_value=1.0 is not supp"),
         (lambda p: torch.optim.RMSprop(p), "expected torch.optim.Adam, AdamW, SGD or Adagrad, or the configuration's"),

@@ -20,7 +20,7 @@ MICRO = 2
 # Plain torch sums the joined batch in one backward; W ranks sum W parts. Each fp32 sum of n terms may differ by its
 # order: about sqrt(n) * 2^-24 relative. Adam divides by sqrt(v) + eps, so near-zero gradients magnify that by 1 / eps:
 # hence eps 1e-5, which bounds an error of 1e-9 in a gradient to 1e-6 in a weight a step (lr 1e-2). 20 steps give 2e-5.
-FP32_TOLERANCE = dict(rtol=2e-5, atol=2e-5)
+FP32_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 def train(world, stage, gas, bf16=False):

@@ -101,8 +101,8 @@ def serve(control):
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    import torch
+    import torch._dynamo
     import torch.distributed  # noqa: F401
 
     import deeptide  # noqa: F401
