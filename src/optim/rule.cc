@@ -123,8 +123,8 @@ std::vector<std::string> registered_names() {
 }
 
 const std::vector<const Rule*>& all_rules() {
-  static const std::vector<const Rule*> rules = make_rules();
-  return rules;
+  static const auto* rules = new std::vector<const Rule*>(make_rules());  // never destroyed: engines may outlive statics
+  return *rules;
 }
 
 const Rule& find_rule(std::string_view type) {
