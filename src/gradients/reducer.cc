@@ -22,6 +22,7 @@ namespace {
 /// Copies the gradient to its place in the bucket, with cast. Avoids ATen for a plain copy: models of many small
 /// parameters make one call for each.
 void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
+  if (p.numel == 0) return;  // an empty tensor has no memory to copy from
   const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
   if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
       !gradient.is_neg() && gradient.numel() == p.numel) {

@@ -123,7 +123,7 @@ std::vector<std::string> registered_names() {
 }
 
 const std::vector<const Rule*>& all_rules() {
-  static const auto* rules = new std::vector<const Rule*>(make_rules());  // never destroyed: engines may outlive statics
+  static const auto* rules = new std::vector<const Rule*>(make_rules());  // engines may outlive statics
   return *rules;
 }
 
