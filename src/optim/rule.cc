@@ -3,6 +3,7 @@
 // The registry of rules, and the checks of every step.
 #include "optim/rule.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <map>
@@ -105,13 +106,17 @@ void Rule::check(const Segment& segment, const Hyperparameters& hyper, const Ste
 }
 
 void Rule::step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+  if (!segment.master.defined() || !segment.master.is_cpu()) return step_reference(segment, hyper, terms);
   check(segment, hyper, terms);
-  segment.master.is_cpu() ? step_cpu(segment, hyper, terms) : step_aten(segment, hyper, terms);
+  step_cpu(segment, hyper, terms);
 }
 
+/// A rule's `step_aten` moves masters and states only; the parameter follows here, alike for all.
 void Rule::step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
   check(segment, hyper, terms);
+  at::NoGradGuard no_grad;
   step_aten(segment, hyper, terms);
+  if (segment.param.defined()) segment.param.copy_(segment.master);
 }
 
 Registration::Registration(const char* name, Make make) { registry().emplace(name, make); }

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SGD as torch.optim.SGD: L2 decay, a momentum that starts as the first gradient, dampening, Nesterov.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
@@ -89,7 +88,6 @@ class Sgd final : public Rule {
   }
 
   void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const override {
-    at::NoGradGuard no_grad;
     const SgdScalars s = scalars(hyper, terms);
     Tensor update = detail::scaled_gradient(segment, terms, s.l2_decay);
     const Tensor momentum = segment.states[0];
@@ -102,7 +100,6 @@ class Sgd final : public Rule {
       update = s.nesterov ? update.add_(momentum, s.momentum) : momentum;
     }
     segment.master.add_(update, -s.lr);
-    if (segment.param.defined()) segment.param.copy_(segment.master);
   }
 
   const size_t lr_ = index_of("lr"), momentum_ = index_of("momentum"), dampening_ = index_of("dampening"),
