@@ -9,7 +9,7 @@ JOBS ?= $(shell tools/jobs.sh)
 PRESET ?= dev
 UNITY ?= ON
 CMAKE = $(abspath $(VENV))/bin/cmake
-CTEST = $(abspath $(VENV))/bin/ctest
+CTEST = $(abspath $(VENV))/bin/ctest $(CTEST_ARGS)
 RUFF = $(VENV)/bin/ruff
 SETUP = @VENV=$(VENV) tools/setup.sh
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.h' '*.inl' '*.cu' '*.cuh')
