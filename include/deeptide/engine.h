@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,9 +34,10 @@ struct ModuleInfo {
 
 /// What the engine needs to know about a model, in whichever language it is written.
 struct ModelDescription {
-  std::vector<NamedTensor> parameters;  // every name in module order; tied parameters once per name
-  std::vector<NamedTensor> buffers;
-  std::vector<ModuleInfo> modules;  // pre-order
+  std::vector<NamedTensor> parameters;              // every name in module order; tied parameters once per name
+  std::vector<NamedTensor> buffers;                 // that checkpoints hold
+  std::vector<ModuleInfo> modules;                  // pre-order
+  std::vector<NamedTensor> transient_buffers = {};  // that only compute (Python's persistent=False)
 };
 
 /// One optimizer group: names from ModelDescription::parameters and their hyper-parameters, of the engine's optimizer.
@@ -48,6 +50,9 @@ struct InitOptions {
   std::optional<World> world;            // absent: init_distributed()
   std::vector<ParameterGroup> groups;    // empty: one group of all trainable parameters
   std::optional<std::string> optimizer;  // its type, "AdamW"; "": none; absent: the configuration's
+  /// Describes the model as it is when called: at every save, load and export, for modules rebind buffers and replace
+  /// parameters. Absent: the model stays what it was.
+  std::function<ModelDescription()> describe = {};
 };
 
 /// What a call of Engine::step() did with the parameters.
@@ -116,7 +121,7 @@ class DEEPTIDE_API Engine {
   void join();
   /// Collective. One step of `join`, for callers that act at each step; empty once all ranks have joined.
   std::optional<StepOutcome> join_step();
-  /// Collective. Drops the gradients accumulated so far.
+  /// Collective. Drops the gradients accumulated so far, and those in `.grad` of the trained parameters.
   void zero_grad();
 
   bool is_gradient_accumulation_boundary() const;
@@ -135,6 +140,8 @@ class DEEPTIDE_API Engine {
   Hyperparameters hyperparameters(int64_t group) const;
   /// Errors: ValueError when the hyper-parameters are another optimizer's.
   void set_hyperparameters(int64_t group, const Hyperparameters& value);
+  /// Changes whenever the engine itself changed hyper-parameters: its schedule, a checkpoint, the leading rank's.
+  int64_t hyperparameters_version() const;
   std::vector<std::string> group_parameters(int64_t group) const;
 
   /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder.
@@ -144,8 +151,13 @@ class DEEPTIDE_API Engine {
   /// with nothing changed.
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, const std::string& tag = "",
                                                   const LoadOptions& options = {});
-  /// Collective. Returns whole parameters (compute type) and buffers by name, on this rank, on the CPU.
-  std::vector<NamedTensor> module_state_dict();
+  /// Collective. Returns whole parameters (compute type) and buffers by name, on the CPU: on this rank, or, with
+  /// `only_rank`, on that rank, and nothing on the others.
+  std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank = std::nullopt);
+  /// Collective. Writes what module_state_dict returns into one safetensors file, on rank 0, unit by unit: no rank
+  /// holds more than one whole unit besides its own memory. `more`: tensors of rank 0 that the file holds as well.
+  /// Errors: CheckpointError, on all ranks; no file is left then.
+  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more = {});
   /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one
   /// of the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);
@@ -166,6 +178,7 @@ class DEEPTIDE_API Engine {
 
 /// Lists a C++ model's parameters, buffers and modules by name.
 DEEPTIDE_API ModelDescription describe(torch::nn::Module& model);
+/// Looks at the model again at every save, load and export: it must outlive the engine's last such call.
 DEEPTIDE_API Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options = {});
 
 }  // namespace deeptide

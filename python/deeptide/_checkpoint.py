@@ -5,34 +5,19 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import io
 import json
-import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deeptide._C import CheckpointError, ConfigError
+from deeptide._C import ConfigError
 from deeptide.schedule import ConfigSchedule
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
 _PRIVATE_KEY = "__deeptide__"
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def _pack(value: object) -> str:
@@ -98,42 +83,3 @@ def unpack_client_state(text: str, engine: Engine, schedule_too: bool, all_state
     if schedule_too and "scheduler" in private and _is_client_schedule(engine.lr_scheduler):
         engine.lr_scheduler.load_state_dict(_unpack(private["scheduler"]))
     return client_state
-
-
-def _bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    array: type[ctypes.Array[ctypes.c_char]] = ctypes.c_char * tensor.nbytes
-    return array.from_address(tensor.data_ptr())
-
-
-def write_safetensors(path: str, state: Mapping[str, torch.Tensor]) -> None:
-    """One safetensors file of CPU tensors, complete or not there at all."""
-    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
-    offset, tensors = 0, []
-    for name, tensor in state.items():
-        if tensor.dtype not in _SAFETENSORS_NAMES:
-            raise CheckpointError(f"'{name}' is {tensor.dtype}, which a safetensors file cannot hold")
-        tensor = tensor.detach().contiguous()
-        header[name] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-        tensors.append(tensor)
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    unfinished = f"{path}.tmp"
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for tensor in tensors:
-                if tensor.nbytes:
-                    file.write(_bytes_of(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as error:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
-        raise CheckpointError(f"cannot write {path} ({offset + len(text) + 8} bytes): {error.strerror}") from error

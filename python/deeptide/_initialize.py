@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,8 @@ def initialize(
     optimizer_type = plan.override if plan is not None else ""
     core = None
     try:
-        core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, optimizer_type))
+        options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model))
+        core = _C.Engine(describe(model), config, options)
         ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler

@@ -32,12 +32,14 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 def describe(model: torch.nn.Module) -> _C.ModelDescription:
-    """The model's parameters, persistent buffers and modules by name, every name of a shared one."""
+    """The model's parameters, buffers and modules by name, every name of a shared one."""
     parameters = list(model.named_parameters(remove_duplicate=False))
-    modules, buffers = [], []
+    modules: list[tuple[str, str]] = []
+    buffers: list[tuple[str, torch.Tensor]] = []
+    transient: list[tuple[str, torch.Tensor]] = []
     for path, module in model.named_modules(remove_duplicate=False):
         modules.append((path, type(module).__name__))
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffers.append((f"{path}.{name}" if path else name, buffer))
-    return _C.ModelDescription(parameters, buffers, modules)
+            kind = transient if name in module._non_persistent_buffers_set else buffers
+            kind.append((f"{path}.{name}" if path else name, buffer))
+    return _C.ModelDescription(parameters, buffers, modules, transient)

@@ -331,9 +331,12 @@ class Engine:
         path, text = loaded
         return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
 
-    def module_state_dict(self) -> OrderedDict[str, torch.Tensor]:
-        """Whole parameters and buffers by name, on the CPU of every rank. Collective."""
-        return OrderedDict(self._core.module_state_dict())
+    def module_state_dict(self, only_rank: int | None = None) -> OrderedDict[str, torch.Tensor]:
+        """Whole parameters and buffers by name, on the CPU: of every rank, or of one, the others get none. Collective.
+
+        The buffers are those that the modules hold now.
+        """
+        return OrderedDict(self._core.module_state_dict(only_rank))
 
     def save_16bit_model(
         self,
@@ -359,10 +362,7 @@ class Engine:
                     "warning",
                 )
             return False
-        state = self.module_state_dict()
-        if self.world.rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            _checkpoint.write_safetensors(os.path.join(save_dir, save_filename), state)
+        self._core.export_safetensors(os.path.join(save_dir, save_filename))
         return True
 
     def empty_partition_cache(self) -> None:

@@ -77,12 +77,18 @@ Loaded load_checkpoint(EngineHandle& handle, const std::string& directory, const
   return std::make_pair(loaded->path, loaded->client_state_json);
 }
 
-NamedTensors module_state(EngineHandle& handle) {
+NamedTensors module_state(EngineHandle& handle, std::optional<int> only_rank) {
   NamedTensors state;
-  for (auto& [name, tensor] : handle.get()->module_state_dict()) {
+  for (auto& [name, tensor] : handle.get()->module_state_dict(only_rank)) {
     state.emplace_back(name, std::move(tensor));
   }
   return state;
+}
+
+void export_safetensors(EngineHandle& handle, const std::string& path, const NamedTensors& more) {
+  std::vector<NamedTensor> tensors;
+  for (const auto& [name, tensor] : more) tensors.push_back({name, tensor});
+  handle.get()->export_safetensors(path, tensors);
 }
 
 void bind_training(EngineClass& engine) {
@@ -96,6 +102,7 @@ void bind_training(EngineClass& engine) {
       .def("num_groups", forward_to(&Engine::num_groups), NoGil())
       .def("hyperparameters", forward_to(&Engine::hyperparameters), py::arg("group"), NoGil())
       .def("set_hyperparameters", forward_to(&Engine::set_hyperparameters), py::arg("group"), py::arg("value"), NoGil())
+      .def("hyperparameters_version", forward_to(&Engine::hyperparameters_version), NoGil())
       .def("group_parameters", forward_to(&Engine::group_parameters), py::arg("group"), NoGil());
 }
 
@@ -123,7 +130,8 @@ void bind_state(EngineClass& engine) {
       .def("load_checkpoint", &load_checkpoint, py::arg("directory"), py::arg("tag") = "", py::kw_only(),
            py::arg("strict") = true, py::arg("optimizer_states") = true, py::arg("lr_scheduler_states") = true,
            py::arg("module_only") = false, NoGil())
-      .def("module_state_dict", &module_state, NoGil())
+      .def("module_state_dict", &module_state, py::arg("only_rank") = std::nullopt, NoGil())
+      .def("export_safetensors", &export_safetensors, py::arg("path"), py::arg("more") = NamedTensors(), NoGil())
       .def("full_state", forward_to(&Engine::full_state), py::arg("parameter"), py::arg("role"), NoGil())
       .def("empty_partition_cache", forward_to(&Engine::empty_partition_cache), NoGil());
 }

@@ -1,6 +1,8 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // What the engine is told (model, groups, options) and what it tells (outcomes, memory).
+#include <pybind11/functional.h>
+
 #include <cstdio>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -14,7 +16,8 @@ namespace {
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Modules = std::vector<std::pair<std::string, std::string>>;
 
-ModelDescription make_description(const NamedTensors& parameters, const NamedTensors& buffers, const Modules& modules) {
+ModelDescription make_description(const NamedTensors& parameters, const NamedTensors& buffers, const Modules& modules,
+                                  const NamedTensors& transient_buffers) {
   ModelDescription description;
   for (const auto& [name, tensor] : parameters) {
     description.parameters.push_back({name, tensor});
@@ -24,6 +27,9 @@ ModelDescription make_description(const NamedTensors& parameters, const NamedTen
   }
   for (const auto& [path, type] : modules) {
     description.modules.push_back({path, type});
+  }
+  for (const auto& [name, tensor] : transient_buffers) {
+    description.transient_buffers.push_back({name, tensor});
   }
   return description;
 }
@@ -84,7 +90,8 @@ void bind_results(py::module_& module) {
 void bind_model(py::module_& module) {
   py::class_<ModelDescription, std::unique_ptr<ModelDescription, DeleteWithoutGil<ModelDescription>>>(
       module, "ModelDescription")
-      .def(py::init(&make_description), py::arg("parameters"), py::arg("buffers"), py::arg("modules"));
+      .def(py::init(&make_description), py::arg("parameters"), py::arg("buffers"), py::arg("modules"),
+           py::arg("transient_buffers") = NamedTensors());
   py::class_<ParameterGroup>(module, "ParameterGroup")
       .def(py::init([](std::vector<std::string> parameters, const Hyperparameters& hyperparameters) {
              return ParameterGroup{std::move(parameters), hyperparameters};
@@ -93,13 +100,14 @@ void bind_model(py::module_& module) {
       .def_readonly("parameters", &ParameterGroup::parameters)
       .def_readonly("hyperparameters", &ParameterGroup::hyperparameters);
   py::class_<InitOptions, std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>>(module, "InitOptions")
-      .def(py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
-                       std::optional<std::string> optimizer) {
-             return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(
-                 new InitOptions{std::move(world), std::move(groups), std::move(optimizer)});
-           }),
-           py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
-           py::arg("optimizer") = std::nullopt);
+      .def(
+          py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
+                      std::optional<std::string> optimizer, std::optional<std::function<ModelDescription()>> describe) {
+            return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(new InitOptions{
+                std::move(world), std::move(groups), std::move(optimizer), std::move(describe).value_or(nullptr)});
+          }),
+          py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
+          py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt);
   bind_results(module);
 }
 

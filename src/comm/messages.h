@@ -34,6 +34,7 @@ struct Close {
   bool joined = false;        // this rank has no more batches
   bool has_gradient = false;  // backward gave this rank something not yet reduced
   bool has_written = false;   // this rank's program wrote into its private view of shared parameters
+  bool failed = false;        // this rank cannot take part: it throws, and so do the others
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
 };
 
@@ -42,10 +43,12 @@ using Word = std::variant<Wishes, Close>;
 
 /// What a rank knows about its shards of the gradients.
 struct Verdict {
-  double squares = 0.0;        // not finite if any element is not
-  int32_t bad_unit = -1;       // by Unit::index(); -1: no element is bad here
-  int32_t bad_parameter = -1;  // in that unit
-  int32_t bad_rank = -1;       // the contributor; -1: every contribution was finite, their sum was not
+  double squares = 0.0;          // not finite if any element is not
+  int32_t bad_unit = -1;         // by Unit::index(); -1: no element is bad here
+  int32_t bad_parameter = -1;    // in that unit
+  int32_t bad_rank = -1;         // the contributor; -1: every contribution was finite, their sum was not
+  bool has_seen_all = false;     // this rank's backward reached every trained parameter
+  uint64_t hyperparameters = 0;  // a digest of what this rank would step with
 };
 
 /// The first rank's name for a save: other saves of the same tag have others.

@@ -30,6 +30,9 @@ class Rendezvous {
   std::vector<Word> collect(const Site& site);
   int64_t rounds() const { return rounds_; }
 
+  /// Collective, between rounds: every rank receives every rank's bytes, equally many, in the team's order.
+  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site);
+
   /// Collective, between rounds: every rank receives every rank's message, in the team's order.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const Site& site) {
@@ -40,8 +43,6 @@ class Rendezvous {
   }
 
  private:
-  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site);
-
   Group& control_;
   at::Tensor out_;
   at::Tensor in_;

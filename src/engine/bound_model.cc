@@ -7,10 +7,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <map>
-#include <set>
 
 #include "base/log.h"
+#include "engine/logical_parameters.h"
+
 namespace deeptide::engine {
 
 using at::Tensor;
@@ -21,112 +21,6 @@ using sharding::UnitLayout;
 using sharding::UnitMemory;
 
 namespace {
-
-/// Parameters with exactly equal memory are one logical parameter with several names.
-std::vector<Parameter> distinct_parameters(const std::vector<NamedTensor>& named) {
-  std::vector<Parameter> distinct;
-  std::map<const void*, std::vector<int>> by_storage;
-  std::set<std::string> names;
-  for (const auto& [name, tensor] : named) {
-    TORCH_CHECK_VALUE(tensor.defined(), "parameter '", name, "' is undefined");
-    TORCH_CHECK_VALUE(names.insert(name).second, "parameter name '", name, "' occurs twice in the model's description");
-    TORCH_CHECK_VALUE(!tensor.is_meta(), "parameter '", name,
-                      "' is on the meta device and has no values; give the "
-                      "model memory and values first: model.to_empty(device=…), then initialise it");
-    TORCH_CHECK_VALUE(!tensor.has_storage() || !sharding::is_bound(tensor.storage()), "parameter '", name,
-                      "' already belongs to another engine; one model has one engine");
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.has_storage(), "parameter '", name, "' is ",
-                      tensor.layout(), "; only dense parameters are supported");
-    TORCH_CHECK_VALUE(c10::isFloatingType(tensor.scalar_type()), "parameter '", name, "' has type ",
-                      tensor.scalar_type(), "; parameters must be of a floating type (make it a buffer)");
-    Parameter* same = nullptr;
-    if (tensor.numel() > 0) {
-      for (int i : by_storage[tensor.storage().unsafeGetStorageImpl()]) {
-        const Tensor& other = distinct[i].tensors.front();
-        const int64_t begin = tensor.storage_offset(), other_begin = other.storage_offset();
-        if (begin == other_begin && tensor.numel() == other.numel()) same = &distinct[i];
-        const bool apart = begin + tensor.numel() <= other_begin || other_begin + other.numel() <= begin;
-        TORCH_CHECK_VALUE(same || apart, "parameters '", distinct[i].name, "' and '", name,
-                          "' overlap in memory without being the same; make one of them a clone");
-      }
-    }
-    if (same != nullptr) {
-      same->aliases.push_back(name);
-      const bool known = std::any_of(same->tensors.begin(), same->tensors.end(),
-                                     [&t = tensor](const Tensor& o) { return o.is_same(t); });
-      if (!known) same->tensors.push_back(tensor);
-      continue;
-    }
-    by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(static_cast<int>(distinct.size()));
-    Parameter p;
-    p.name = name;
-    p.tensors = {tensor};
-    p.numel = tensor.numel();
-    distinct.push_back(std::move(p));
-  }
-  return distinct;
-}
-
-at::Device common_device(const std::vector<Parameter>& parameters) {
-  TORCH_CHECK_VALUE(!parameters.empty(), "the model has no parameters: nothing to train");
-  const Parameter& first = parameters.front();
-  for (const Parameter& p : parameters) {
-    TORCH_CHECK_VALUE(p.tensors.front().device() == first.tensors.front().device(), "parameter '", p.name, "' is on ",
-                      p.tensors.front().device(), " and '", first.name, "' on ", first.tensors.front().device(),
-                      "; move the whole model to one device first");
-  }
-  return first.tensors.front().device();
-}
-
-void assign_groups(std::vector<Parameter>& parameters, const std::vector<ParameterGroup>& groups) {
-  std::map<std::string, Parameter*> by_name;
-  for (Parameter& p : parameters) {
-    by_name[p.name] = &p;
-    for (const auto& alias : p.aliases) by_name[alias] = &p;
-  }
-  for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
-    for (const auto& name : groups[g].parameters) {
-      const auto found = by_name.find(name);
-      TORCH_CHECK_VALUE(found != by_name.end(), "optimizer group ", g, " names parameter '", name,
-                        "', which the model does not have");
-      Parameter& p = *found->second;
-      TORCH_CHECK_VALUE(p.group < 0 || p.group == g, "parameter '", name, "' is in optimizer groups ", p.group, " and ",
-                        g);
-      p.group = g;
-    }
-  }
-  for (Parameter& p : parameters) {
-    const bool trainable = p.tensors.front().requires_grad();
-    if (!trainable) p.group = -1;
-    if (trainable && groups.empty()) p.group = 0;
-  }
-}
-
-bool is_trained(const Parameter& p) { return p.tensors.front().requires_grad() && p.group >= 0; }
-
-std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at::ScalarType compute) {
-  std::vector<ParameterSpec> specs;
-  for (const Parameter& p : parameters) {
-    const auto own = p.tensors.front().scalar_type();
-    // bf16 training casts fp32 parameters; a type chosen by hand (fp64, fp16, frozen bf16) is kept.
-    const auto dtype = own == at::kFloat ? compute : own;
-    specs.push_back({p.name, p.numel, dtype, is_trained(p), p.group});
-  }
-  return specs;
-}
-
-void check_trainable(const std::vector<ParameterSpec>& specs, const std::string& trained_by) {
-  const bool any = std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.trainable; });
-  TORCH_CHECK_VALUE(any || trained_by.empty(),
-                    "the model has no trainable parameters (requires_grad is false on all of its ", specs.size(),
-                    "), but ", trained_by, " configures an optimizer");
-  for (const auto& spec : specs) {
-    TORCH_CHECK_VALUE(
-        !spec.trainable || spec.dtype == at::kFloat || spec.dtype == at::kBFloat16, "parameter '", spec.name,
-        "' is trainable and of type ", spec.dtype,
-        "; trainable parameters are fp32 or bf16 (fp16 comes with loss scaling): call .float() on it first");
-  }
-}
 
 int64_t item_size(const Unit& unit) { return static_cast<int64_t>(c10::elementSize(unit.layout().dtype)); }
 
@@ -141,10 +35,13 @@ std::vector<int64_t> shared_places(const std::vector<std::unique_ptr<Unit>>& uni
   return places;
 }
 
-/// Casts and makes contiguous in place; tensors keep their identity. Precedes all hooks: a cast makes new accumulators.
+/// Casts in place, and makes the first contiguous; tensors keep their identity, and ties that order the elements
+/// differently their strides. Precedes all hooks: a cast makes new accumulators.
 void prepare(Parameter& p, at::ScalarType dtype) {
+  const bool reordered = !p.tensors.front().is_contiguous();
   for (Tensor& t : p.tensors) {
-    if (t.scalar_type() != dtype || !t.is_contiguous()) t.set_data(t.detach().to(dtype).contiguous());
+    if (t.scalar_type() != dtype) t.set_data(t.detach().to(dtype));
+    if (reordered) t.set_data(t.detach().contiguous());
   }
 }
 
@@ -152,14 +49,16 @@ void prepare(Parameter& p, at::ScalarType dtype) {
 
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
                        const BindOptions& options, host::Host& host, comm::Group& gathers,
-                       const std::shared_ptr<device::Ledger>& ledger)
-    : buffers_(model.buffers) {
+                       const std::shared_ptr<device::Ledger>& ledger) {
   at::NoGradGuard no_grad;
   auto parameters = distinct_parameters(model.parameters);
   device_ = common_device(parameters);
   assign_groups(parameters, groups);
-  const auto specs = specs_of(parameters, options.compute_dtype);
+  const KeepsFullPrecision keeps(model.modules);
+  const auto specs = specs_of(parameters, options.compute_dtype, keeps);
   check_trainable(specs, options.trained_by);
+  warn_of_views(parameters);
+  cast_buffers(model, options.compute_dtype, keeps);
   std::vector<sharding::ModuleSpec> modules;
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
   const comm::Team& team = gathers.team();
@@ -195,6 +94,23 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   gathers.barrier({"start", "taking memory"});
   for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], ledger);
   gathers.barrier({"start", "waiting for rank 0's parameters"});
+}
+
+/// Buffers compute with parameters: they take their type, as `model.bfloat16()` has it.
+void BoundModel::cast_buffers(const ModelDescription& model, at::ScalarType compute, const KeepsFullPrecision& keeps) {
+  if (compute == at::kFloat) return;
+  for (const auto* buffers : {&model.buffers, &model.transient_buffers}) {
+    for (const NamedTensor& buffer : *buffers) {
+      if (buffer.tensor.scalar_type() != at::kFloat) continue;
+      if (keeps.buffer(buffer.name)) {
+        ++buffers_kept_;
+        continue;
+      }
+      Tensor tensor = buffer.tensor;
+      tensor.set_data(tensor.detach().to(compute));
+      ++buffers_cast_;
+    }
+  }
 }
 
 /// Maps memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
@@ -235,8 +151,8 @@ void BoundModel::bind_shared(Unit& unit, int64_t offset, const std::shared_ptr<d
 void BoundModel::remember(const Unit& unit) {
   for (int i = 0; i < static_cast<int>(unit.parameters().size()); ++i) {
     const Parameter& p = unit.parameters()[i];
-    by_name_[p.name] = {unit.index(), i};
-    for (const auto& alias : p.aliases) by_name_[alias] = {unit.index(), i};
+    by_name_[p.name] = {unit.index(), i, 0};
+    for (const auto& alias : p.aliases) by_name_[alias.name] = {unit.index(), i, alias.tensor};
   }
 }
 
@@ -262,9 +178,11 @@ std::vector<const Parameter*> BoundModel::parameters() const {
   return parameters;
 }
 
-const Parameter* BoundModel::find(const std::string& name) const {
+BoundName BoundModel::find(const std::string& name) const {
   const auto found = by_name_.find(name);
-  return found == by_name_.end() ? nullptr : &units_[found->second.first]->parameters()[found->second.second];
+  if (found == by_name_.end()) return {};
+  const Place& place = found->second;
+  return {&units_[place.unit]->parameters()[place.parameter], place.tensor};
 }
 
 int64_t BoundModel::num_elements() const {
@@ -287,13 +205,29 @@ int64_t BoundModel::num_trainable() const {
 
 void BoundModel::check_bound() const {
   for (const auto& unit : units_) {
+    const Parameter* moved = unit->moved();
+    TORCH_CHECK_VALUE(
+        moved == nullptr, "parameter '", moved ? moved->name : "",
+        "' got other memory after initialize (module.to(), .data = …, share_memory(), or sending the model "
+        "to another process): the engine no longer sees it. Change device and type before initialize; "
+        "change values with parameter.copy_() under no_grad; send a copy.deepcopy(model) to a process.");
+  }
+}
+
+void BoundModel::check_trained() const {
+  for (const auto& unit : units_) {
+    if (unit->layout().trainable) continue;
     for (const Parameter& p : unit->parameters()) {
-      TORCH_CHECK_VALUE(
-          p.tensors.front().storage().unsafeGetStorageImpl() == p.storage.get(), "parameter '", p.name,
-          "' got other memory after initialize (module.to(), .data = …): the engine no longer sees it. "
-          "Change device and type before initialize; change values with parameter.copy_() under no_grad.");
+      TORCH_CHECK_VALUE(p.required_grad || !p.tensors.front().requires_grad(), "parameter '", p.name,
+                        "' was frozen at initialize and requires grad now: this engine has no optimizer state for it "
+                        "and would never train it. Let it require grad before initialize and freeze it afterwards, or "
+                        "save a checkpoint, call initialize again and load it with load_module_strict=False.");
     }
   }
+}
+
+void BoundModel::note_external_writes() {
+  for (const auto& unit : units_) unit->note_external_writes();
 }
 
 }  // namespace deeptide::engine

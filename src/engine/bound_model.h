@@ -25,6 +25,14 @@ struct BindOptions {
   std::string trained_by;  // what configures an optimizer, which needs a trainable parameter; empty: nothing
 };
 
+/// A parameter by one of its names, and which of its tensors has that name. Null if unknown.
+struct BoundName {
+  const sharding::Parameter* parameter = nullptr;
+  int tensor = 0;
+};
+
+class KeepsFullPrecision;
+
 /// Owns the units. The constructor checks everything before it changes a tensor.
 class BoundModel {
  public:
@@ -44,27 +52,41 @@ class BoundModel {
   /// By Unit::index(); null if kept whole.
   std::vector<sharding::Unit*> sharded() const;
   std::vector<const sharding::Parameter*> parameters() const;
-  /// Finds a parameter by any of its names; null if unknown.
-  const sharding::Parameter* find(const std::string& name) const;
-  const std::vector<NamedTensor>& buffers() const { return buffers_; }
+  /// Finds a parameter by any of its names.
+  BoundName find(const std::string& name) const;
   at::Device device() const { return device_; }
   int64_t num_elements() const;
   /// Memory that parameters keep on this rank.
   int64_t predicted_bytes() const;
   int64_t num_trainable() const;
+  /// Buffers in fp32 that took the type in which the model computes, and those that keep theirs.
+  int buffers_cast() const { return buffers_cast_; }
+  int buffers_kept() const { return buffers_kept_; }
   /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).
   void check_bound() const;
+  /// Errors: ValueError naming a parameter that was frozen when it was bound and requires grad now.
+  void check_trained() const;
+  /// Finds what the program wrote into parameters that are kept whole.
+  void note_external_writes();
 
  private:
   void share_memory(const std::vector<sharding::UnitLayout>& layouts, host::Host& host);
   void bind_apart(sharding::Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
   void bind_shared(sharding::Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger);
+  void cast_buffers(const ModelDescription& model, at::ScalarType compute, const KeepsFullPrecision& keeps);
   void remember(const sharding::Unit& unit);
+
+  struct Place {
+    int unit = 0;
+    int parameter = 0;
+    int tensor = 0;
+  };
 
   std::shared_ptr<host::Arena> arena_;
   std::vector<std::unique_ptr<sharding::Unit>> units_;
-  std::vector<NamedTensor> buffers_;
-  std::unordered_map<std::string, std::pair<int, int>> by_name_;  // unit, parameter
+  std::unordered_map<std::string, Place> by_name_;
+  int buffers_cast_ = 0;
+  int buffers_kept_ = 0;
   at::Device device_ = at::kCPU;
 };
 

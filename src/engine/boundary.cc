@@ -4,6 +4,7 @@
 #include "engine/boundary.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace deeptide::engine {
 
@@ -31,9 +32,26 @@ const Close& leading(const std::vector<Close>& closes) {
   return found == closes.end() ? closes.front() : *found;
 }
 
-std::vector<Close> Boundary::enter(Close own) {
-  own.has_written = has_private_writes();
-  auto closes = residency_.close(own, /*ends_pass=*/own.call != Call::zero_grad);
+std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>& prepare) {
+  Close own{.call = call};
+  std::exception_ptr failure;
+  try {
+    model_.check_bound();
+    if (prepare) prepare(own);
+    own.has_written = has_private_writes();
+  } catch (...) {
+    failure = std::current_exception();
+    own.failed = true;
+  }
+  auto closes = residency_.close(own, /*ends_pass=*/call != Call::zero_grad);
+  check_calls(closes);
+  check_failures(closes, failure);
+  take_private_writes(closes);
+  model_.note_external_writes();
+  return closes;
+}
+
+void Boundary::check_calls(const std::vector<Close>& closes) const {
   const Close& leader = leading(closes);
   const auto& ranks = channels_.data().ranks();
   for (size_t i = 0; i < closes.size(); ++i) {
@@ -46,8 +64,16 @@ std::vector<Close> Boundary::enter(Close own) {
                     ". Every rank must call the collective methods in the same order; ranks that run out of data call "
                     "join().");
   }
-  take_private_writes(closes);
-  return closes;
+}
+
+void Boundary::check_failures(const std::vector<Close>& closes, const std::exception_ptr& own) const {
+  if (own) std::rethrow_exception(own);
+  for (size_t i = 0; i < closes.size(); ++i) {
+    if (!closes[i].failed) continue;
+    throw std::runtime_error(std::string(call_name(closes[i].call)) + " failed on rank " +
+                             std::to_string(channels_.data().ranks()[i]) +
+                             " before it began; see its error. Nothing was changed on this rank");
+  }
 }
 
 bool Boundary::has_private_writes() const {

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <exception>
+#include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -29,14 +31,24 @@ class Boundary {
   Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency)
       : channels_(channels), model_(model), residency_(residency) {}
 
-  /// Collective. Returns each rank's message once all ranks are in one method and need no more units. Shared parameters
-  /// then hold what programs wrote into them. Errors: CommError naming ranks that call different methods.
-  std::vector<comm::Close> enter(comm::Close own);
+  /// Collective. Looks at the model, then at what `prepare` checks and fills in; returns each rank's message once all
+  /// ranks are in one method and need no more units. Parameters then hold what programs wrote into them.
+  /// Errors: CommError naming ranks that call different methods. What failed on one rank is thrown there; the other
+  /// ranks name it. All may go on afterwards: nothing was changed.
+  std::vector<comm::Close> enter(comm::Call call, const std::function<void(comm::Close&)>& prepare = {});
 
   /// Collective, after `enter`: every rank receives every rank's message.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {
     return residency_.exchange(own, site);
+  }
+
+  /// Collective, after `enter`: every rank receives every rank's values, equally many, one rank after the other.
+  template <typename Value>
+  std::vector<Value> exchange_all(std::span<const Value> own, const comm::Site& site) {
+    std::vector<Value> all(own.size() * static_cast<size_t>(channels_.data().size()));
+    residency_.exchange_bytes(own.data(), all.data(), own.size_bytes(), site);
+    return all;
   }
 
   /// Collective, after `enter`. Runs `work` on this rank, and throws on every rank if it failed on any.
@@ -53,6 +65,8 @@ class Boundary {
   }
 
  private:
+  void check_calls(const std::vector<comm::Close>& closes) const;
+  void check_failures(const std::vector<comm::Close>& closes, const std::exception_ptr& own) const;
   void vote(const char* what, const std::string& failure);
   bool has_private_writes() const;
   void take_private_writes(const std::vector<comm::Close>& closes);

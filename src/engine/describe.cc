@@ -30,7 +30,9 @@ ModelDescription describe(torch::nn::Module& model) {
 }
 
 Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options) {
-  return Engine(describe(model), config, options);
+  InitOptions looking = options;
+  if (!looking.describe) looking.describe = [&model] { return describe(model); };
+  return Engine(describe(model), config, looking);
 }
 
 }  // namespace deeptide

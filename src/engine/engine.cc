@@ -43,6 +43,8 @@ void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {
   own = value;
 }
 
+int64_t Engine::hyperparameters_version() const { return impl_->stepper->hyperparameters_version(); }
+
 std::vector<std::string> Engine::group_parameters(int64_t group) const {
   std::vector<std::string> names;
   for (const auto* p : impl_->model.parameters()) {
@@ -61,13 +63,18 @@ std::optional<LoadedCheckpoint> Engine::load_checkpoint(const std::string& direc
   return impl_->load_checkpoint(directory, tag, options);
 }
 
-std::vector<NamedTensor> Engine::module_state_dict() { return impl_->module_state_dict(); }
+std::vector<NamedTensor> Engine::module_state_dict(std::optional<int> only_rank) {
+  return impl_->module_state_dict(only_rank);
+}
+void Engine::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more) {
+  impl_->export_safetensors(path, more);
+}
 at::Tensor Engine::full_state(const std::string& parameter, const std::string& role) {
   return impl_->full_state(parameter, role);
 }
 
 void Engine::empty_partition_cache() {
-  impl_->boundary->enter({.call = comm::Call::release});
+  impl_->boundary->enter(comm::Call::release);
   impl_->residency->release_all();
 }
 

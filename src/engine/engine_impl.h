@@ -13,9 +13,10 @@
 #include "engine/bound_model.h"
 #include "engine/boundary.h"
 #include "engine/channels.h"
+#include "engine/gradient_intake.h"
+#include "engine/live_model.h"
 #include "engine/progress.h"
 #include "engine/stepper.h"
-#include "gradients/hooks.h"
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/residency.h"
@@ -35,12 +36,13 @@ struct Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
   ~Impl();
 
-  // --- save.cc, load.cc, inspect.cc
+  // --- save.cc, load.cc, inspect.cc, export.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               bool save_latest);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
-  std::vector<NamedTensor> module_state_dict();
+  std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
+  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more);
   at::Tensor full_state(const std::string& name, const std::string& role);
 
   // --- summary.cc
@@ -54,19 +56,22 @@ struct Engine::Impl {
   const BatchSizes batch;
   const optim::Rule* const rule;  // null: no optimizer
   zero::StagePolicy policy;
+  const std::vector<ParameterGroup> groups;
   engine::BoundModel model;
+  engine::LiveModel live;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
-  std::unique_ptr<gradients::GradientHooks> hooks;    // null: nothing to train
-  std::vector<ParameterGroup> groups;
+  std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
   std::unique_ptr<engine::Boundary> boundary;
   std::unique_ptr<engine::Stepper> stepper;
 
  private:
   void make_trainer();
-  void install_hooks();
+  void check_saving(const std::string& directory) const;
+  engine::LooseTensors enter_to_inspect();
+  at::Tensor gathered(const sharding::Unit& unit);
   std::string agree_on_tag(const std::string& directory, const std::string& given);
   void publish_parameters(int64_t rounds_begun);
   void gather(const at::Tensor& whole, const at::Tensor& shard, const std::string& what);

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <set>
 
 #include "engine/engine_impl.h"
 
@@ -14,36 +15,62 @@ using at::Tensor;
 using comm::Call;
 using sharding::Parameter;
 
-std::vector<NamedTensor> Engine::Impl::module_state_dict() {
+std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only_rank) {
   at::NoGradGuard no_grad;
-  model.check_bound();
-  boundary->enter({.call = Call::gather_state});
+  const auto loose = enter_to_inspect();
+  const bool wanted = only_rank.value_or(channels.world().rank) == channels.world().rank;
   std::vector<NamedTensor> state;
   for (const auto& unit : model.units()) {
-    Tensor whole = unit->whole();
-    if (unit->memory() == sharding::UnitMemory::sharded) {
-      whole =
-          device::allocate_flat(ledger, device::Role::gathered, unit->numel(), unit->layout().dtype, model.device());
-      gather(whole, unit->shard(), "unit '" + unit->layout().name + "'");
-    }
+    const Tensor whole = gathered(*unit);
+    if (!wanted) continue;
     for (const Parameter& p : unit->parameters()) {
       const Tensor copy = p.view_of(whole).clone().cpu();
       state.push_back({p.name, copy});
-      for (const auto& alias : p.aliases) state.push_back({alias, copy});
+      for (const auto& alias : p.aliases) {
+        const bool same = alias.tensor == 0;
+        state.push_back({alias.name, same ? copy : p.view_of(whole, alias.tensor).clone().cpu()});
+      }
     }
   }
-  for (const NamedTensor& buffer : model.buffers()) {
-    state.push_back({buffer.name, buffer.tensor.detach().clone().cpu()});
+  if (!wanted) return {};
+  std::set<std::string> replaced;
+  for (const NamedTensor& tensor : loose.all()) replaced.insert(tensor.name);
+  std::erase_if(state, [&](const NamedTensor& tensor) { return replaced.contains(tensor.name); });
+  for (const NamedTensor& tensor : loose.all()) {
+    state.push_back({tensor.name, tensor.tensor.detach().clone().cpu()});
   }
   return state;
 }
 
+engine::LooseTensors Engine::Impl::enter_to_inspect() {
+  engine::LooseTensors loose;
+  boundary->enter(Call::gather_state, [&](comm::Close& own) {
+    own.rounds = reducer ? reducer->rounds_begun() : 0;
+    loose = live.look();
+  });
+  return loose;
+}
+
+/// Collective. Returns the unit's values (numel,) on every rank.
+Tensor Engine::Impl::gathered(const sharding::Unit& unit) {
+  if (unit.memory() != sharding::UnitMemory::sharded) return unit.whole();
+  Tensor whole =
+      device::allocate_flat(ledger, device::Role::gathered, unit.numel(), unit.layout().dtype, model.device());
+  gather(whole, unit.shard(), "unit '" + unit.layout().name + "'");
+  return whole;
+}
+
 Tensor Engine::Impl::full_state(const std::string& name, const std::string& role) {
   at::NoGradGuard no_grad;
-  const Parameter* p = model.find(name);
-  TORCH_CHECK_VALUE(p != nullptr, "the model has no parameter '", name, "'");
-  const auto closes = boundary->enter({.call = Call::gather_state, .rounds = reducer ? reducer->rounds_wanted() : 0});
+  engine::BoundName bound;
+  const auto closes = boundary->enter(Call::gather_state, [&](comm::Close& own) {
+    own.rounds = reducer ? reducer->rounds_wanted() : 0;
+    bound = model.find(name);
+    TORCH_CHECK_VALUE(bound.parameter != nullptr, "the model has no parameter '", name, "'");
+  });
   if (role == "gradient" && reducer) reducer->finish(engine::most_rounds(closes));  // also what is left in buckets
+  if (optimizer) optimizer->refresh_masters();
+  const Parameter* p = bound.parameter;
   const auto trainable = model.trainable();
   const auto place = std::find(trainable.begin(), trainable.end(), p->unit);
   if (!optimizer || place == trainable.end()) return {};
@@ -59,7 +86,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
     whole = at::empty({p->unit->numel()}, mine.options());
     gather(whole, mine, role + " of '" + name + "'");
   }
-  return p->view_of(whole).clone().cpu();
+  return p->view_of(whole, bound.tensor).clone().cpu();
 }
 
 void Engine::Impl::gather(const Tensor& whole, const Tensor& shard, const std::string& what) {

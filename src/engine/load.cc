@@ -46,17 +46,24 @@ void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wante
   }
 }
 
-/// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
-void add_buffers(const engine::BoundModel& model, const Coordinates& coordinates, const checkpoint::Reader& reader,
-                 std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
+/// Requests the tensors that are not the engine's. A rank that the saved mesh did not have takes those of the rank at
+/// the origin. A replaced parameter that was not one when it was saved takes the value of the trained one.
+void add_loose(const std::vector<NamedTensor>& loose, const Coordinates& coordinates, const checkpoint::Reader& reader,
+               std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
   const Role own = Role::buffer(coordinates);
   Role role = Role::buffer();
+  std::map<std::string, Role> weights;
+  std::set<std::string> buffers;
   for (const Piece& piece : reader.table()) {
     if (piece.role == own) role = own;
+    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
+    if (piece.role.is_buffer()) buffers.insert(piece.name);
   }
-  for (const NamedTensor& buffer : model.buffers()) {
-    staged.push_back(at::empty({buffer.tensor.numel()}, buffer.tensor.options()));
-    wanted.push_back(engine::buffer_piece(buffer, role, staged.back()));
+  for (const NamedTensor& tensor : loose) {
+    const auto weight = weights.find(tensor.name);
+    const bool as_weight = weight != weights.end() && !buffers.contains(tensor.name);
+    staged.push_back(at::empty({tensor.tensor.numel()}, tensor.tensor.options().requires_grad(false)));
+    wanted.push_back(engine::buffer_piece(tensor, as_weight ? weight->second : role, staged.back()));
   }
 }
 
@@ -126,9 +133,13 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
-  model.check_bound();
-  const auto closes = boundary->enter({.call = Call::load_checkpoint, .rounds = reducer ? reducer->rounds_begun() : 0});
+  std::vector<NamedTensor> loose;
+  const auto closes = boundary->enter(Call::load_checkpoint, [&](comm::Close& own) {
+    own.rounds = reducer ? reducer->rounds_begun() : 0;
+    TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
+    loose = live.look().all();
+    if (intake) intake->drop_left();
+  });
   residency->release_all();
   tag = agree_on_tag(directory, tag);
   if (tag.empty()) return std::nullopt;
@@ -150,7 +161,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_roles(*reader, *rule, saved.hyperparameters, wanted);
     translate_roles(*reader, wanted);
-    add_buffers(model, coordinates, *reader, wanted, staged);
+    add_loose(loose, coordinates, *reader, wanted, staged);
     const auto ignored = ignored_tensors(*reader, moments, unkept_roles(optimizer.get()), wanted);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
@@ -161,8 +172,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
   if (!fresh.empty()) optimizer->zero_states(fresh);
   for (size_t i = 0; i < staged.size(); ++i) {
-    Tensor buffer = model.buffers()[i].tensor;
-    buffer.copy_(staged[i].view(buffer.sizes()));
+    loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
   }
   publish_parameters(engine::most_rounds(closes));
   if (!options.module_only) {

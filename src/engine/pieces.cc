@@ -61,6 +61,10 @@ Piece buffer_piece(const NamedTensor& buffer, const Role& role, const Tensor& st
   return {buffer.name, role, buffer.tensor.sizes().vec(), Region::range(0, buffer.tensor.numel()), storage};
 }
 
+Tensor readable(const Tensor& tensor) {
+  return sharding::has_gate_key(tensor) ? tensor.detach().clone() : tensor.detach();
+}
+
 Coordinates coordinates_of(const world::Mesh& mesh, int rank) {
   const world::Mesh::Coordinates indices = mesh.coordinates(rank);
   std::map<std::string, int64_t> named;

@@ -24,6 +24,9 @@ std::vector<checkpoint::Piece> live_pieces(const BoundModel& model, const zero::
 /// The piece of a whole buffer, with its elements in `storage`. Shapes: storage (numel,).
 checkpoint::Piece buffer_piece(const NamedTensor& buffer, const checkpoint::Role& role, const at::Tensor& storage);
 
+/// Returns a tensor that may be read by its address: `tensor` itself, or a copy if it is a view of a sharded parameter.
+at::Tensor readable(const at::Tensor& tensor);
+
 /// Where a rank is on the mesh: the key of its own state in a checkpoint.
 checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
 

@@ -76,6 +76,7 @@ constexpr Counter kCounters[] = {{"global_steps", &Progress::global_steps},
 json to_json(const Progress& progress) {
   json state = json::object();
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
+  if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
   state["groups"] = json::array();
   for (const Hyperparameters& group : progress.hyperparameters) state["groups"].push_back(hyper_to_json(group));
   return state;
@@ -84,6 +85,7 @@ json to_json(const Progress& progress) {
 Progress progress_from_json(const json& state, const std::vector<Hyperparameters>& own) {
   Progress progress;
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
+  if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
   for (const json& group : state.at("groups")) {
     const size_t i = progress.hyperparameters.size();
     progress.hyperparameters.push_back(hyper_from_json(group, i < own.size() ? own[i] : Hyperparameters()));

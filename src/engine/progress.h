@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -19,9 +20,10 @@ struct Progress {
   int64_t global_steps = 0;  // applied and skipped
   int64_t skipped_steps = 0;
   int64_t micro_steps = 0;
-  int64_t optimizer_steps = 0;                   // applied
-  int64_t schedule_iteration = -1;               // -1: before the first step
-  std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer
+  int64_t optimizer_steps = 0;                     // applied
+  std::map<std::string, int64_t> parameter_steps;  // of parameters that some of them left alone
+  int64_t schedule_iteration = -1;                 // -1: before the first step
+  std::vector<Hyperparameters> hyperparameters;    // live, by parameter group; none without an optimizer
 };
 
 nlohmann::json to_json(const Progress& progress);

@@ -13,9 +13,24 @@ namespace deeptide {
 
 using comm::Call;
 
-std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
-                                          const std::string& client_state_json, bool save_latest) {
-  at::NoGradGuard no_grad;
+namespace {
+
+/// A parameter that the program replaced is saved with the value that the model has now, whole, by the first rank.
+void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::vector<checkpoint::Piece>& pieces) {
+  for (const NamedTensor& now : replaced) {
+    for (checkpoint::Piece& piece : pieces) {
+      if (piece.name != now.name || !piece.role.is_weight()) continue;
+      const at::Tensor flat = engine::readable(now.tensor).reshape({-1}).to(piece.data.dtype());
+      const int64_t count = is_first ? flat.numel() : 0;
+      piece = {now.name, piece.role, now.tensor.sizes().vec(), checkpoint::Region::range(0, count),
+               flat.narrow(0, 0, count)};
+    }
+  }
+}
+
+}  // namespace
+
+void Engine::Impl::check_saving(const std::string& directory) const {
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
   TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()),
                     "save_checkpoint between backward() and step(): the gradients would be lost; call step() first");
@@ -23,12 +38,23 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), "save_checkpoint within an accumulation (", within,
                     "/", batch.accumulation,
                     " micro-batches done): the gradients would be lost; save after an applied step");
+}
+
+std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
+                                          const std::string& client_state_json, bool save_latest) {
+  at::NoGradGuard no_grad;
+  engine::LooseTensors loose;
+  boundary->enter(Call::save_checkpoint, [&](comm::Close& own) {
+    own.rounds = reducer ? reducer->rounds_begun() : 0;
+    check_saving(directory);
+    loose = live.look();
+  });
+  if (optimizer) optimizer->refresh_masters();
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
-  model.check_bound();
-  boundary->enter({.call = Call::save_checkpoint});
   const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0};
   const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
   const checkpoint::SaveTarget target{directory, tag, names.front().nonce};
+  if (optimizer) progress.parameter_steps = optimizer->uneven_steps();
   nlohmann::json state = engine::to_json(progress);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();
@@ -37,9 +63,12 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   checkpoint::Snapshot snapshot{world.rank,
                                 {coordinates, engine::Generators::of(model.device()).to_json()},
                                 engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
-  for (const NamedTensor& buffer : model.buffers()) {
-    snapshot.pieces.push_back(
-        engine::buffer_piece(buffer, checkpoint::Role::buffer(coordinates), buffer.tensor.detach().reshape({-1})));
+  substitute(loose.replaced, channels.is_first(), snapshot.pieces);
+  auto unbound = loose.buffers;
+  unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());
+  for (const NamedTensor& tensor : unbound) {
+    snapshot.pieces.push_back(engine::buffer_piece(tensor, checkpoint::Role::buffer(coordinates),
+                                                   engine::readable(tensor.tensor).reshape({-1})));
   }
   try {
     boundary->together("writing the checkpoint", [&] { checkpoint::write_rank(target, snapshot); });

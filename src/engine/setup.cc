@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "deeptide/allocator.h"
 #include "device/parallel.h"
+#include "engine/agreement.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -27,6 +28,13 @@ std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& o
 const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
   const std::string type = options.optimizer.value_or(config.optimizer().type);
   return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+/// Collective. Returns `model` if all ranks have the same model, groups and configuration.
+const ModelDescription& agreed(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
+                               const Config& config, comm::Group& control) {
+  engine::check_agreement(control, engine::terms_of(model, groups, config));
+  return model;
 }
 
 engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, bool trains) {
@@ -107,17 +115,18 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
       rule(rule_of(config, options)),
       policy(zero::kStages.at(config.zero().stage)),
-      model(description, options.groups, bind_options(config, policy, rule != nullptr), *channels.host(),
-            channels.gathers(), ledger),
-      groups(groups_of(config, options)) {
+      groups(groups_of(config, options)),
+      model(agreed(description, groups, config, channels.control()), options.groups,
+            bind_options(config, policy, rule != nullptr), *channels.host(), channels.gathers(), ledger),
+      live(model, description, options.describe) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), residency_limits(config, model));
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
   if (rule) make_trainer();
-  const engine::StepperParts parts{config, batch,      policy,        channels,        *boundary,
-                                   model,  *residency, reducer.get(), optimizer.get(), progress};
+  const engine::StepperParts parts{config,     batch,         policy,       channels,        *boundary, model,
+                                   *residency, reducer.get(), intake.get(), optimizer.get(), progress};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first() && config.report().dump_state) {
@@ -127,7 +136,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 }
 
 Engine::Impl::~Impl() {
-  hooks.reset();
+  intake.reset();
   channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
@@ -150,24 +159,7 @@ void Engine::Impl::make_trainer() {
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
                                                        reductions, model.device());
-  install_hooks();
-}
-
-void Engine::Impl::install_hooks() {
-  std::vector<at::Tensor> tensors;
-  std::vector<std::pair<int, int>> places;  // index among the trainable units, parameter
-  const auto trainable = model.trainable();
-  for (int u = 0; u < static_cast<int>(trainable.size()); ++u) {
-    for (int p = 0; p < static_cast<int>(trainable[u]->parameters().size()); ++p) {
-      for (const at::Tensor& tensor : trainable[u]->parameters()[p].tensors) {
-        tensors.push_back(tensor);
-        places.emplace_back(u, p);
-      }
-    }
-  }
-  hooks = std::make_unique<gradients::GradientHooks>(tensors, [this, places](int index, const at::Tensor& gradient) {
-    reducer->add(places[index].first, places[index].second, gradient);
-  });
+  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer);
 }
 
 }  // namespace deeptide

@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "base/log.h"
+#include "engine/agreement.h"
 
 namespace deeptide::engine {
 
@@ -31,9 +32,15 @@ std::string momentum_text(const Hyperparameters& h) {
 
 Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
     : parts_(parts), schedule_(std::move(schedule)), base_hyperparameters_(parts.progress.hyperparameters) {
-  Progress& progress = parts_.progress;
-  if (schedule_) schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  follow_schedule();
   follow_boundary();
+}
+
+void Stepper::follow_schedule() {
+  Progress& progress = parts_.progress;
+  if (!schedule_) return;
+  schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  ++hyperparameters_version_;
 }
 
 void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
@@ -65,21 +72,27 @@ void Stepper::follow_boundary() {
 
 void Stepper::zero_grad() {
   if (!parts_.reducer) return;
-  const auto closes = parts_.boundary.enter({.call = Call::zero_grad, .rounds = parts_.reducer->rounds_begun()});
+  const auto closes = parts_.boundary.enter(Call::zero_grad, [&](Close& own) {
+    parts_.intake->drop_left();
+    own.rounds = parts_.reducer->rounds_begun();
+  });
   parts_.reducer->discard(most_rounds(closes));
 }
 
 std::vector<Close> Stepper::close(bool joined) {
-  return parts_.boundary.enter({.call = Call::step,
-                                .boundary = is_boundary(),
-                                .joined = joined,
-                                .has_gradient = parts_.reducer->has_pending(),
-                                .rounds = parts_.reducer->rounds_wanted()});
+  return parts_.boundary.enter(Call::step, [&](Close& own) {
+    own.boundary = is_boundary();
+    own.joined = joined;
+    own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
+    parts_.model.check_trained();
+    parts_.intake->take_left();
+    own.has_gradient = parts_.reducer->has_pending();
+    own.rounds = parts_.reducer->rounds_wanted();
+  });
 }
 
 std::optional<StepOutcome> Stepper::step(bool joined) {
   TORCH_CHECK_VALUE(parts_.reducer != nullptr, "step: this engine has no optimizer");
-  parts_.model.check_bound();
   trace::flight_log().enter(parts_.progress.global_steps, "step", "");
   auto closes = close(joined);
   while (leading(closes).call == Call::zero_grad) {
@@ -101,7 +114,9 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
       "like replace them; load in place.");
   StepOutcome outcome;
   if (is_boundary()) {
-    outcome = apply(judge());
+    const auto verdicts = judge();
+    follow_leader(verdicts, closes);
+    outcome = apply(verdicts);
     print(outcome);
   } else {
     outcome = accumulating();
@@ -114,12 +129,78 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
 std::vector<Verdict> Stepper::judge() {
   Verdict verdict;
   verdict.squares = parts_.reducer->sum_of_squares();
+  const auto seen = parts_.reducer->seen();
+  verdict.has_seen_all = std::find(seen.begin(), seen.end(), 0) == seen.end();
+  verdict.hyperparameters = digest_of(parts_.progress.hyperparameters);
   if (const auto& bad = parts_.reducer->bad()) {
     verdict.bad_unit = bad->unit;
     verdict.bad_parameter = bad->parameter;
     verdict.bad_rank = bad->rank;
   }
   return parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
+}
+
+/// All ranks step with the hyper-parameters of the first rank that still trains: shards of one tensor must not move at
+/// different rates.
+void Stepper::follow_leader(const std::vector<Verdict>& verdicts, const std::vector<Close>& closes) {
+  const auto equal = [&](const Verdict& v) { return v.hyperparameters == verdicts.front().hyperparameters; };
+  if (std::all_of(verdicts.begin(), verdicts.end(), equal)) return;
+  std::vector<Hyperparameters>& groups = parts_.progress.hyperparameters;
+  std::vector<double> own;
+  for (const Hyperparameters& group : groups) {
+    for (size_t i = 0; i < group.optimizer()->hyperparameters.size(); ++i) own.push_back(group[i]);
+  }
+  const auto all = parts_.boundary.exchange_all(std::span<const double>(own),
+                                                {"step", "comparing hyper-parameters with the other ranks"});
+  warn_of_difference(all, closes);
+  size_t next = static_cast<size_t>(&leading(closes) - closes.data()) * own.size();
+  for (Hyperparameters& group : groups) {
+    for (size_t i = 0; i < group.optimizer()->hyperparameters.size(); ++i) group.set_at(i, all[next++]);
+  }
+  ++hyperparameters_version_;
+}
+
+/// Ranks that have joined no longer set theirs: that they differ is expected.
+void Stepper::warn_of_difference(const std::vector<double>& values, const std::vector<Close>& closes) {
+  if (told_of_difference_) return;
+  const auto leader = static_cast<size_t>(&leading(closes) - closes.data());
+  const size_t count = values.size() / closes.size();
+  const auto& ranks = parts_.channels.data().ranks();
+  for (size_t rank = 0; rank < closes.size(); ++rank) {
+    size_t at = 0;
+    for (size_t group = 0; !closes[rank].joined && group < parts_.progress.hyperparameters.size(); ++group) {
+      for (const auto& info : parts_.progress.hyperparameters[group].optimizer()->hyperparameters) {
+        const double here = values[leader * count + at], there = values[rank * count + at];
+        ++at;
+        if (here == there) continue;
+        told_of_difference_ = true;
+        if (!parts_.channels.is_first()) return;
+        return log(LogLevel::warning,
+                   fmt::format("{} of optimizer group {} is {} on rank {} and {} on rank {}: all ranks step with rank "
+                               "{}'s. Set hyper-parameters equally on every rank, e.g. from a reduced metric",
+                               info.name, group, here, ranks[leader], there, ranks[rank], ranks[leader]));
+      }
+    }
+  }
+}
+
+/// Finds the parameters that backward reached on any rank. The others are left alone, as torch leaves a parameter whose
+/// .grad is None: no decay, no momentum, no count of the step.
+zero::ActiveParameters Stepper::agree_on_active(const std::vector<Verdict>& verdicts) {
+  const auto all = [](const Verdict& verdict) { return verdict.has_seen_all; };
+  if (std::any_of(verdicts.begin(), verdicts.end(), all)) return {};
+  const auto own = parts_.reducer->seen();
+  const auto seen = parts_.boundary.exchange_all(std::span<const uint8_t>(own),
+                                                 {"step", "agreeing on the parameters that have a gradient"});
+  zero::ActiveParameters active;
+  size_t next = 0;
+  for (const auto* unit : parts_.model.trainable()) {
+    auto& flags = active.by_unit.emplace_back(unit->parameters().size(), false);
+    for (size_t p = 0; p < flags.size(); ++p, ++next) {
+      for (size_t at = next; at < seen.size(); at += own.size()) flags[p] = flags[p] || seen[at] != 0;
+    }
+  }
+  return active;
 }
 
 StepOutcome Stepper::accumulating() const {
@@ -150,12 +231,12 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
-  for (const auto& unit : parts_.model.units()) unit->note_external_writes();
-  parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters);
+  parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, agree_on_active(verdicts));
   progress.optimizer_steps = parts_.optimizer->steps();
   parts_.reducer->clear_accumulated();
   parts_.residency.release_all();
-  if (schedule_) schedule_->apply(++progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  if (schedule_) ++progress.schedule_iteration;
+  follow_schedule();
   outcome.result = StepResult::applied;
   return outcome;
 }
@@ -189,11 +270,13 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
   if (moments) {
     progress.optimizer_steps = saved.optimizer_steps;
-    parts_.optimizer->set_steps(saved.optimizer_steps);
+    progress.parameter_steps = saved.parameter_steps;
+    parts_.optimizer->set_steps(saved.optimizer_steps, saved.parameter_steps);
     progress.hyperparameters = saved.hyperparameters;
   }
   if (schedule) progress.schedule_iteration = saved.schedule_iteration;
-  if (schedule_) schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  ++hyperparameters_version_;
+  follow_schedule();
   parts_.channels.clock().set_step(progress.global_steps);
   follow_boundary();
 }

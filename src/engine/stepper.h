@@ -9,6 +9,7 @@
 
 #include "deeptide/engine.h"
 #include "engine/boundary.h"
+#include "engine/gradient_intake.h"
 #include "engine/progress.h"
 #include "gradients/reducer.h"
 #include "optim/schedule.h"
@@ -27,6 +28,7 @@ struct StepperParts {
   BoundModel& model;
   sharding::Residency& residency;
   gradients::Reducer* reducer;        // null: nothing to train
+  GradientIntake* intake;             // null: nothing to train
   zero::ShardedOptimizer* optimizer;  // null: nothing to train
   Progress& progress;
 };
@@ -45,6 +47,8 @@ class Stepper {
   bool is_boundary() const;
   void set_boundary(std::optional<bool> boundary);
   bool has_boundary_override() const { return boundary_override_.has_value(); }
+  /// Counts the engine's own changes of hyper-parameters.
+  int64_t hyperparameters_version() const { return hyperparameters_version_; }
 
   /// Adopts a checkpoint's progress. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
   /// schedule's position.
@@ -53,17 +57,23 @@ class Stepper {
  private:
   std::vector<comm::Close> close(bool joined);
   std::vector<comm::Verdict> judge();
+  void follow_leader(const std::vector<comm::Verdict>& verdicts, const std::vector<comm::Close>& closes);
+  void warn_of_difference(const std::vector<double>& values, const std::vector<comm::Close>& closes);
+  zero::ActiveParameters agree_on_active(const std::vector<comm::Verdict>& verdicts);
   StepOutcome accumulating() const;
   StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
   void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
   void end_micro_batch();
   void follow_boundary();
+  void follow_schedule();
   void print(const StepOutcome& outcome) const;
 
   StepperParts parts_;
   std::unique_ptr<optim::Schedule> schedule_;
   std::vector<Hyperparameters> base_hyperparameters_;  // where the schedule starts, by group
   std::optional<bool> boundary_override_;
+  int64_t hyperparameters_version_ = 0;
+  bool told_of_difference_ = false;
 };
 
 }  // namespace deeptide::engine

@@ -72,6 +72,12 @@ std::string Engine::Impl::summary() const {
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
+  if (model.buffers_cast() + model.buffers_kept() > 0) {
+    text += fmt::format(
+        "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "
+        "norms that keep them, and rotary frequencies)",
+        model.buffers_cast(), model.buffers_kept());
+  }
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");

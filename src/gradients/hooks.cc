@@ -17,6 +17,7 @@ using torch::autograd::variable_list;
 struct GradientHooks::State {
   std::mutex mutex;  // a hook on another thread finishes before the sink is destroyed
   Sink sink;
+  std::vector<Tensor> parameters;
   std::vector<c10::intrusive_ptr<torch::autograd::Node>> accumulators;
 };
 
@@ -50,12 +51,29 @@ struct TakeGradient : torch::autograd::FunctionPostHook {
 
 GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink) : state_(std::make_shared<State>()) {
   state_->sink = std::move(sink);
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i]);
-    TORCH_INTERNAL_ASSERT(accumulator, "parameter ", i, " is not a leaf that requires grad");
-    accumulator->add_post_hook(std::make_unique<TakeGradient<State>>(state_, static_cast<int>(i), parameters[i]));
-    state_->accumulators.push_back(std::move(accumulator));
+  state_->parameters = parameters;
+  state_->accumulators.resize(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) hook(i);
+}
+
+void GradientHooks::hook(size_t index) {
+  const Tensor& parameter = state_->parameters[index];
+  auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+  TORCH_INTERNAL_ASSERT(accumulator, "parameter ", index, " is not a leaf that requires grad");
+  accumulator->add_post_hook(std::make_unique<TakeGradient<State>>(state_, static_cast<int>(index), parameter));
+  state_->accumulators[index] = std::move(accumulator);
+}
+
+std::vector<bool> GradientHooks::follow() {
+  std::vector<bool> replaced(state_->parameters.size(), false);
+  for (size_t i = 0; i < replaced.size(); ++i) {
+    const Tensor& parameter = state_->parameters[i];
+    if (!parameter.requires_grad()) continue;  // frozen: nothing arrives, and its accumulator may come back
+    if (torch::autograd::impl::try_get_grad_accumulator(parameter) == state_->accumulators[i]) continue;
+    hook(i);
+    replaced[i] = true;
   }
+  return replaced;
 }
 
 GradientHooks::~GradientHooks() {

@@ -21,8 +21,14 @@ class GradientHooks {
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
 
+  /// Hooks each accumulator that replaced the one hooked before: `p.data = …` of another dtype makes a new one.
+  /// Returns, by parameter, whether it had been replaced: its gradients since then lie in `.grad`.
+  std::vector<bool> follow();
+
  private:
   struct State;
+  void hook(size_t index);
+
   std::shared_ptr<State> state_;
 };
 

@@ -57,7 +57,7 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
   for (size_t i = 0; i < units_.size(); ++i) {
     order_.push_back(static_cast<int>(units_.size() - 1 - i));
     buckets_[i].filled.assign(units_[i]->parameters().size(), false);
-    buckets_[i].arrived = buckets_[i].filled;
+    buckets_[i].arrived = buckets_[i].added = buckets_[i].seen = buckets_[i].filled;
   }
 }
 
@@ -79,6 +79,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     flights_->reclaim();
     bucket.data = pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
   }
+  bucket.added[parameter] = bucket.seen[parameter] = true;
   if (!bucket.arrived[parameter]) {
     bucket.arrived[parameter] = true;
     ++bucket.num_arrived;
@@ -193,6 +194,7 @@ void Reducer::finish(int64_t rounds) {
   rounds_done_ = 0;
   for (Bucket& bucket : buckets_) {  // remaining buckets wait for the next micro-batch's gradients
     bucket.arrived.assign(bucket.arrived.size(), false);
+    bucket.added.assign(bucket.added.size(), false);
     bucket.num_arrived = 0;
   }
 }
@@ -200,6 +202,19 @@ void Reducer::finish(int64_t rounds) {
 void Reducer::clear_accumulated() {
   std::lock_guard lock(mutex_);
   flights_->clear_accumulated();
+  for (Bucket& bucket : buckets_) bucket.seen.assign(bucket.seen.size(), false);
+}
+
+bool Reducer::has_added(int unit, int parameter) const {
+  std::lock_guard lock(mutex_);
+  return buckets_[unit].added[parameter];
+}
+
+std::vector<uint8_t> Reducer::seen() const {
+  std::lock_guard lock(mutex_);
+  std::vector<uint8_t> all;
+  for (const Bucket& bucket : buckets_) all.insert(all.end(), bucket.seen.begin(), bucket.seen.end());
+  return all;
 }
 
 bool Reducer::has_pending() const {

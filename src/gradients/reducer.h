@@ -37,6 +37,10 @@ class Reducer {
   void finish(int64_t rounds);
 
   bool has_gradient() const { return flights_->has_accumulated(); }
+  /// Whether this rank has added a gradient of the parameter in this micro-batch.
+  bool has_added(int unit, int parameter) const;
+  /// For each parameter, unit after unit: 1 if this rank has added a gradient since they were last dropped or used.
+  std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
   numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
   /// Whether received rows stay unsummed until the step: there is no memory for sums.
@@ -65,6 +69,8 @@ class Reducer {
     std::vector<bool> filled;   // by parameter: `data` holds a gradient
     std::vector<bool> arrived;  // by parameter: arrived in this micro-batch
     int num_arrived = 0;
+    std::vector<bool> added;  // by parameter: arrived in this micro-batch, even if the bucket has been sent since
+    std::vector<bool> seen;   // by parameter: arrived since the gradients were dropped or used
   };
 
   void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);

@@ -159,7 +159,6 @@ class Packer {
     unit.shard = std::max(unit.shard, align);
     unit.numel = unit.shard * options_.num_shards;
     unit.name = name_of(unit, run);
-    if (unit.trainable) cut_segments(unit);
     units_.push_back(std::move(unit));
   }
 
@@ -168,18 +167,6 @@ class Packer {
     const auto& last = parameters_[unit.slots.back().parameter].name;
     if (!run.block.empty() && unit.slots.size() == run.parameters.size()) return run.block;
     return unit.slots.size() == 1 ? first : first + " … " + last;
-  }
-
-  void cut_segments(UnitLayout& unit) const {
-    for (const auto& slot : unit.slots) {
-      const int group = parameters_[slot.parameter].group;
-      if (unit.segments.empty()) {
-        unit.segments.push_back({0, unit.numel, group});
-      } else if (unit.segments.back().group != group) {
-        unit.segments.back().end = slot.offset;
-        unit.segments.push_back({slot.offset, unit.numel, group});
-      }
-    }
   }
 
   const std::vector<ParameterSpec>& parameters_;

@@ -32,22 +32,14 @@ struct Slot {
   int64_t numel = 0;
 };
 
-/// Range [begin, end) of a unit's flat buffer under one optimizer group. A gap belongs to the parameter before it.
-struct Segment {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int group = 0;
-};
-
 struct UnitLayout {
   std::string name;  // "h.3", "wte … wpe"
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
   std::vector<Slot> slots;
-  std::vector<Segment> segments;  // trainable units only: covers [0, numel)
-  int64_t used = 0;               // elements that parameters take, without padding
-  int64_t numel = 0;              // num_shards * shard
-  int64_t shard = 0;              // elements per rank: a multiple of 64 bytes
+  int64_t used = 0;   // elements that parameters take, without padding
+  int64_t numel = 0;  // num_shards * shard
+  int64_t shard = 0;  // elements per rank: a multiple of 64 bytes
 };
 
 struct LayoutOptions {

@@ -57,6 +57,11 @@ class Residency {
     std::lock_guard lock(mutex_);
     return rendezvous_.exchange(own, site);
   }
+  /// The same for `bytes` bytes, equally many on all ranks; `all` takes those of every rank in the team's order.
+  void exchange_bytes(const void* own, void* all, size_t bytes, const comm::Site& site) {
+    std::lock_guard lock(mutex_);
+    rendezvous_.exchange_bytes(own, all, bytes, site);
+  }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
 

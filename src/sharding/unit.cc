@@ -76,14 +76,16 @@ class Bound {
 
 bool is_bound(const c10::Storage& storage) { return Bound::instance().contains(storage.unsafeGetStorageImpl()); }
 
-Tensor Parameter::view_of(const Tensor& flat) const {
-  const Tensor& t = tensors.front();
+Tensor Parameter::view_of(const Tensor& flat, int tensor) const {
+  const Tensor& t = tensors.at(tensor);
   return at::as_strided(flat, t.sizes(), t.strides(), flat.storage_offset() + offset);
 }
 
 uint32_t Parameter::current_version() const {
   uint32_t version = 0;
-  for (const Tensor& tensor : tensors) version += static_cast<uint32_t>(tensor._version());
+  for (const Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) version += static_cast<uint32_t>(tensor._version());
+  }
   return version;
 }
 
@@ -145,6 +147,27 @@ void Unit::note_external_writes() {
 
 void Unit::forget_external_writes() {
   for (Parameter& p : parameters_) p.rewritten = false;
+}
+
+void Unit::count_write(Parameter& p) {
+  for (const Tensor& t : p.tensors) {
+    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  }
+  p.version = p.current_version();
+}
+
+const Parameter* Unit::moved() const {
+  const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
+  const bool stays = memory() != UnitMemory::sharded;  // a sharded one has an address only while it is open
+  const char* begin = stays ? static_cast<const char*>(whole_.const_data_ptr()) : nullptr;
+  for (const Parameter& p : parameters_) {
+    for (const Tensor& t : p.tensors) {
+      if (t.storage().unsafeGetStorageImpl() != p.storage.get()) return &p;
+    }
+    // share_memory() leaves the storage and replaces what it points to.
+    if (stays && p.storage->data() != begin + p.offset * item) return &p;
+  }
+  return nullptr;
 }
 
 int64_t Unit::resident_bytes() const {

@@ -25,14 +25,23 @@ bool is_bound(const c10::Storage& storage);
 class Residency;
 class Unit;
 
+/// A further name of a parameter, and which of its tensors has it.
+struct Alias {
+  std::string name;
+  int tensor = 0;
+};
+
 /// A logical parameter: all tensors that share its memory (tied ones have several names), and its place.
 struct Parameter {
   std::string name;
-  std::vector<std::string> aliases;  // further names
-  std::vector<at::Tensor> tensors;   // distinct TensorImpls over the one storage; the first has this name
-  int64_t offset = 0;                // in the unit, elements
+  std::vector<Alias> aliases;
+  /// Distinct TensorImpls over the one storage. The first is contiguous and has `name`; others may see the same
+  /// elements in other sizes and strides (a transposed tie).
+  std::vector<at::Tensor> tensors;
+  int64_t offset = 0;  // in the unit, elements
   int64_t numel = 0;
   int group = -1;
+  bool required_grad = true;  // when it was bound
   Unit* unit = nullptr;
   c10::intrusive_ptr<c10::StorageImpl> storage;  // owned: views keep it alive, the registry finds the parameter by it
   uint32_t version = 0;                          // current_version() after the engine's last write
@@ -41,8 +50,8 @@ struct Parameter {
 
   /// Counts the writes through any of its tensors.
   uint32_t current_version() const;
-  /// Returns a view of `flat`, another buffer, with this parameter's sizes, strides and element order.
-  at::Tensor view_of(const at::Tensor& flat) const;
+  /// Returns a view of `flat`, another buffer, with sizes, strides and element order of one of the tensors.
+  at::Tensor view_of(const at::Tensor& flat, int tensor = 0) const;
 };
 
 /// Where a unit's parameters lie. It decides how they become whole, how they are published, how foreign writes show.
@@ -85,6 +94,11 @@ class Unit {
   /// Marks as rewritten each parameter whose version counter shows a write by anything but the engine.
   void note_external_writes();
   void forget_external_writes();
+  /// Counts a write of the engine: backward through a graph that saved the parameter's old values then fails, as in
+  /// torch.
+  void count_write(Parameter& p);
+  /// Returns a parameter whose tensors no longer lie in this unit's memory; null if all do.
+  const Parameter* moved() const;
 
   /// Lends the unit `whole` (numel,), which holds its values; `detach` returns it for reuse.
   void attach(at::Tensor whole) { whole_ = std::move(whole); }

@@ -58,6 +58,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
     state.aliased = parameters.scalar_type() == at::kFloat;
     state.master = state.aliased ? Buffer::resident(parameters) : place_(parameters.numel());
     state.states.resize(kept_.size());
+    state.steps.assign(units_[i]->parameters().size(), 0);
     if (!state.aliased) {
       for_each_block(state.master, {0, parameters.numel()}, [&](Block block) {
         const auto master = state.master.lease(block, Access::write);
@@ -138,20 +139,70 @@ void ShardedOptimizer::refresh_masters(int unit) {
   }
 }
 
+void ShardedOptimizer::refresh_masters() {
+  at::NoGradGuard no_grad;
+  for (int i = 0; i < static_cast<int>(units_.size()); ++i) refresh_masters(i);
+}
+
+std::map<std::string, int64_t> ShardedOptimizer::uneven_steps() const {
+  std::map<std::string, int64_t> uneven;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    for (size_t p = 0; p < states_[i].steps.size(); ++p) {
+      if (states_[i].steps[p] != steps_) uneven[units_[i]->parameters()[p].name] = states_[i].steps[p];
+    }
+  }
+  return uneven;
+}
+
+void ShardedOptimizer::set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven) {
+  steps_ = steps;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    for (size_t p = 0; p < states_[i].steps.size(); ++p) {
+      const auto found = uneven.find(units_[i]->parameters()[p].name);
+      states_[i].steps[p] = found == uneven.end() ? steps : found->second;
+    }
+  }
+}
+
+/// Counts this step for the unit's active parameters and returns them as runs. The gap after a parameter belongs to it.
+std::vector<ShardedOptimizer::Run> ShardedOptimizer::count_step(int unit, const ActiveParameters& active) {
+  const auto& parameters = units_[unit]->parameters();
+  std::vector<int64_t>& steps = states_[unit].steps;
+  std::vector<Run> runs;
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    if (!active.has(unit, static_cast<int>(p))) continue;
+    ++steps[p];
+    const int64_t begin = parameters[p].offset;
+    const int64_t end = p + 1 < parameters.size() ? parameters[p + 1].offset : units_[unit]->numel();
+    const bool joins = !runs.empty() && runs.back().end == begin && runs.back().group == parameters[p].group &&
+                       runs.back().steps == steps[p];
+    if (joins) {
+      runs.back().end = end;
+    } else {
+      runs.push_back({begin, end, parameters[p].group, steps[p]});
+    }
+  }
+  return runs;
+}
+
 void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
-                            const std::vector<Hyperparameters>& groups) {
+                            const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   at::NoGradGuard no_grad;
   keep_states(groups);
   ++steps_;
   std::vector<int> published;
   for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
     refresh_masters(i);
-    if (gathers_gradients()) {
+    const auto runs = count_step(i, active);
+    if (gathers_gradients() && !runs.empty()) {
       Tensor gradient = whole_gradient(i, reducer.gradient(i).sum());
-      step_unit(i, {gradient}, gradient_scale, groups);
+      step_unit(i, {gradient}, gradient_scale, groups, runs);
       gradient_pool_.put(std::move(gradient));
     } else {
-      step_unit(i, reducer.gradient(i), gradient_scale, groups);
+      step_unit(i, reducer.gradient(i), gradient_scale, groups, runs);
+    }
+    for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
+      if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
     }
     if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
@@ -166,17 +217,17 @@ Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
 }
 
 void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
-                                 const std::vector<Hyperparameters>& groups) {
+                                 const std::vector<Hyperparameters>& groups, const std::vector<Run>& runs) {
   UnitState& state = states_[unit];
   const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);
   const int64_t begin = state_begin(unit);
   const int64_t end = begin + state.master.numel();
-  for (const auto& segment : units_[unit]->layout().segments) {
-    const int64_t first = std::max(segment.begin, begin);
-    const int64_t count = std::min(segment.end, end) - first;
+  for (const Run& run : runs) {
+    const int64_t first = std::max(run.begin, begin);
+    const int64_t count = std::min(run.end, end) - first;
     if (count <= 0) continue;
-    step_segment(state, parameters, gradient, {first - begin, count}, groups.at(segment.group),
-                 {steps_, gradient_scale});
+    step_segment(state, parameters, gradient, {first - begin, count}, groups.at(run.group),
+                 {run.steps, gradient_scale});
   }
 }
 
@@ -228,6 +279,7 @@ void ShardedOptimizer::publish_all() {
         parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
       });
     }
+    for (sharding::Parameter& p : units_[i]->parameters()) units_[i]->count_write(p);
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);

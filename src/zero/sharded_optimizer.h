@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -31,6 +32,13 @@ struct UnitStateBuffer {
 /// Makes the zeroed fp32 buffer (numel,) of a state or a master: where states lie is its choice.
 using StatePlacement = std::function<tiers::Buffer(int64_t numel)>;
 
+/// The parameters that a step moves: those with a gradient, equal on all ranks.
+struct ActiveParameters {
+  std::vector<std::vector<bool>> by_unit;  // by unit and parameter; empty: all
+
+  bool has(int unit, int parameter) const { return by_unit.empty() || by_unit[unit][parameter]; }
+};
+
 /// Steps trainable units by a rule. Holds the rule's states per unit; each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
@@ -42,12 +50,17 @@ class ShardedOptimizer {
                    StatePlacement place = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
-  /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3).
-  void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups);
+  /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3). Parameters that
+  /// are not `active` keep their values and states.
+  void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
+            const ActiveParameters& active = {});
   int64_t steps() const { return steps_; }
+  /// Of parameters that some steps left alone, by name: how many moved them.
+  std::map<std::string, int64_t> uneven_steps() const;
+  /// `uneven`: as from uneven_steps(); other parameters have taken all `steps`.
+  void set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven);
   /// What its states take on this rank.
   int64_t predicted_bytes() const;
-  void set_steps(int64_t steps) { steps_ = steps; }
 
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t state_begin(int unit) const;
@@ -65,21 +78,31 @@ class ShardedOptimizer {
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
   void publish_all();
   /// Masters of parameters that others wrote (Parameter::rewritten) follow from them.
-  void refresh_masters(int unit);
+  void refresh_masters();
 
  private:
   struct UnitState {
     tiers::Buffer master;               // aliases the parameters' memory in fp32
     std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
+    std::vector<int64_t> steps;  // by parameter: the steps that moved it
+  };
+  /// Elements of a unit that one step moves alike: consecutive active parameters of one group and one count of steps.
+  struct Run {
+    int64_t begin = 0;
+    int64_t end = 0;
+    int group = 0;
+    int64_t steps = 0;
   };
 
   at::Tensor parameters_of(int unit) const;
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   at::Tensor whole_gradient(int unit, const at::Tensor& shard);
+  void refresh_masters(int unit);
+  std::vector<Run> count_step(int unit, const ActiveParameters& active);
   void step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
-                 const std::vector<Hyperparameters>& groups);
+                 const std::vector<Hyperparameters>& groups, const std::vector<Run>& runs);
   void step_segment(UnitState& state, const at::Tensor& parameters, const numerics::Contributions& gradient,
                     tiers::Block range, const Hyperparameters& hyper, const optim::StepTerms& terms);
   void publish(const std::vector<int>& units);

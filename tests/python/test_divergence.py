@@ -120,20 +120,19 @@ def train(world, stage, scenario, gas=1, plain_backward=False, **zero):
 
 
 class Plain:
-    """A single process that sees every rank's losses: missing gradients are zeros, the mean is over all ranks."""
+    """A single process that sees every rank's losses: the mean is over all ranks, also those without a gradient."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
     def step(self, ranks, gas=1):
         for p in self.parameters:
-            p.grad /= ranks * gas
+            if p.grad is not None:
+                p.grad /= ranks * gas
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()
 
 
 def reference(world, scenario, gas=1, steps=STEPS):

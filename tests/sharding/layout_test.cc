@@ -117,7 +117,6 @@ TEST(Layout, SplitsABlockByTypeAndByTrainability) {
   EXPECT_EQ(names(units), (Names{"wte.weight … wpe.weight", "h.0.ln.weight … h.0.mlp.1.weight", "h.0.attn.qkv.weight",
                                  "h.0.mlp.0.weight", "h.1", "ln_f.weight … ln_f.bias"}));
   EXPECT_FALSE(units[2].trainable);
-  EXPECT_TRUE(units[2].segments.empty());
   EXPECT_EQ(units[3].dtype, at::kBFloat16);
 }
 
@@ -132,17 +131,6 @@ TEST(Layout, SplitsAUnitAtTheLimitButNeverAParameter) {
 }
 
 TEST(Layout, GivesNothingForNothing) { EXPECT_TRUE(build_layout({}, {{"", "M"}}, {4, 0}).empty()); }
-
-TEST(Layout, CutsSegmentsWhereTheGroupChanges) {
-  const Model model = transformer(2);
-  const auto unit = build_layout(model.parameters, model.modules, {2, 0}).at(1);
-  ASSERT_EQ(unit.name, "h.0");
-  std::vector<int> groups;
-  for (const auto& segment : unit.segments) groups.push_back(segment.group);
-  EXPECT_EQ(groups, (std::vector<int>{1, 0, 1, 0}));
-  EXPECT_EQ(unit.segments[2].begin, unit.slots[2].offset);
-  EXPECT_EQ(unit.segments[2].end, unit.slots[3].offset);
-}
 
 // --- What holds for any model at all
 
@@ -207,31 +195,9 @@ void check_sizes(const UnitLayout& unit, int world) {
       << "padding is a cache line a parameter and a rank";
 }
 
-void check_segments(const UnitLayout& unit, const Model& model) {
-  if (!unit.trainable) {
-    ASSERT_TRUE(unit.segments.empty());
-    return;
-  }
-  int64_t end = 0;
-  for (const auto& segment : unit.segments) {
-    ASSERT_EQ(segment.begin, end) << "segments follow each other without a gap";
-    ASSERT_GE(segment.end, segment.begin);
-    end = segment.end;
-  }
-  ASSERT_EQ(end, unit.numel);
-  for (const auto& slot : unit.slots) {
-    for (const auto& segment : unit.segments) {
-      const bool overlaps = std::max(slot.offset, segment.begin) < std::min(slot.offset + slot.numel, segment.end);
-      if (overlaps) {
-        ASSERT_EQ(segment.group, model.parameters[slot.parameter].group);
-      }
-    }
-  }
-}
-
 class AnyLayout : public testing::TestWithParam<int> {};
 
-TEST_P(AnyLayout, PlacesEveryParameterOnceAlignedWithinShardsUnderItsOwnGroup) {
+TEST_P(AnyLayout, PlacesEveryParameterOnceAlignedWithinShards) {
   const int world = GetParam();
   std::mt19937 random(world);
   for (int trial = 0; trial < 200; ++trial) {
@@ -242,7 +208,6 @@ TEST_P(AnyLayout, PlacesEveryParameterOnceAlignedWithinShardsUnderItsOwnGroup) {
     for (const auto& unit : units) {
       check_slots(unit, model);
       check_sizes(unit, world);
-      check_segments(unit, model);
       if (HasFatalFailure()) return;
       for (const auto& slot : unit.slots) placed.insert(slot.parameter);
       if (limit > 0) {

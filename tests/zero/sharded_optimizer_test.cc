@@ -58,6 +58,7 @@ struct Stage {
         p.tensors = {start_of(slot.parameter).to(dtype)};
         p.offset = slot.offset;
         p.numel = slot.numel;
+        p.group = specs[slot.parameter].group;
         members.push_back(std::move(p));
       }
       const int index = static_cast<int>(units.size());

@@ -1,0 +1,87 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Takes gradients in, in the order of the parameter's elements.
+#include "engine/gradient_intake.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+
+#include "base/log.h"
+
+namespace deeptide::engine {
+
+using at::Tensor;
+using sharding::Parameter;
+using sharding::Unit;
+
+namespace {
+
+/// Returns the gradient of one of the parameter's tensors with the sizes and the order of its first.
+Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient) {
+  const Tensor &first = p.tensors.front(), &own = p.tensors[tensor];
+  const bool same = own.sizes() == first.sizes() && own.strides() == first.strides();
+  if (same || gradient.layout() != at::kStrided) return gradient;
+  Tensor ordered = at::empty(first.sizes(), gradient.options());
+  at::as_strided(ordered, own.sizes(), own.strides(), 0).copy_(gradient);
+  return ordered;
+}
+
+}  // namespace
+
+GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer)
+    : units_(std::move(trainable)), reducer_(reducer) {
+  std::vector<Tensor> tensors;
+  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
+    for (int p = 0; p < static_cast<int>(units_[u]->parameters().size()); ++p) {
+      const auto& all = units_[u]->parameters()[p].tensors;
+      for (int t = 0; t < static_cast<int>(all.size()); ++t) {
+        if (!all[t].requires_grad()) continue;  // a frozen name of a tied parameter
+        tensors.push_back(all[t]);
+        places_.push_back({u, p, t});
+      }
+    }
+  }
+  const std::string dropped = drop_left();
+  if (!dropped.empty()) {
+    log(LogLevel::warning, "parameter '" + dropped +
+                               "' had a .grad before initialize; it is dropped, as are all such: the first step uses "
+                               "gradients of backward passes from now on");
+  }
+  hooks_ = std::make_unique<gradients::GradientHooks>(
+      tensors, [this](int index, const Tensor& gradient) { take(index, gradient); });
+}
+
+void GradientIntake::take(int index, const Tensor& gradient) {
+  const Place& place = places_[index];
+  reducer_.add(place.unit, place.parameter, in_order_of_first(parameter(place), place.tensor, gradient));
+}
+
+void GradientIntake::take_left() {
+  const std::vector<bool> replaced = hooks_->follow();
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Place& place = places_[i];
+    const Tensor& own = tensor(place);
+    if (!own.grad().defined()) continue;
+    const Tensor gradient = own.grad();
+    TORCH_CHECK_VALUE(
+        replaced[i] || !reducer_.has_added(place.unit, place.parameter), "parameter '", parameter(place).name,
+        "' has a .grad that was set by hand, and backward has given it a gradient since the last step, "
+        "which the engine has taken already: it cannot tell which of the two is meant. Set .grad to None, "
+        "or call engine.zero_grad() before setting it.");
+    own.mutable_grad().reset();
+    take(static_cast<int>(i), gradient);
+  }
+}
+
+std::string GradientIntake::drop_left() {
+  std::string first;
+  for (const Place& place : places_) {
+    const Tensor& own = tensor(place);
+    if (!own.grad().defined()) continue;
+    if (first.empty()) first = parameter(place).name;
+    own.mutable_grad().reset();
+  }
+  return first;
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,47 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Brings gradients into the reducer: from autograd by hooks, and from `.grad` where a program put them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "gradients/hooks.h"
+#include "gradients/reducer.h"
+#include "sharding/unit.h"
+
+namespace deeptide::engine {
+
+class GradientIntake {
+ public:
+  /// `trainable`: by position, as the reducer has them. Drops what lies in `.grad`: it is from before initialize.
+  GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer);
+
+  /// Before a step: takes each gradient in `.grad`, as if backward had just given it. They are there because the
+  /// program put them there, or because the parameter's accumulator was replaced and had no hook; it has one from now
+  /// on. Errors: ValueError naming a parameter that backward has already given a gradient: which of the two counts?
+  void take_left();
+  /// Drops what lies in `.grad`. Returns the name of the first parameter that had one, or an empty text.
+  std::string drop_left();
+
+ private:
+  /// One tensor of a trained parameter.
+  struct Place {
+    int unit = 0;  // among the trainable ones
+    int parameter = 0;
+    int tensor = 0;
+  };
+
+  void take(int index, const at::Tensor& gradient);
+  const sharding::Parameter& parameter(const Place& place) const {
+    return units_[place.unit]->parameters()[place.parameter];
+  }
+  const at::Tensor& tensor(const Place& place) const { return parameter(place).tensors[place.tensor]; }
+
+  std::vector<sharding::Unit*> units_;
+  gradients::Reducer& reducer_;
+  std::vector<Place> places_;
+  std::unique_ptr<gradients::GradientHooks> hooks_;
+};
+
+}  // namespace deeptide::engine

@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The model as it is now, beside what was bound at initialize.
+#pragma once
+
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "deeptide/engine.h"
+#include "engine/bound_model.h"
+
+namespace deeptide::engine {
+
+/// What a checkpoint or an export takes from the program's model instead of the engine's units.
+struct LooseTensors {
+  std::vector<NamedTensor> buffers;
+  /// Parameters that the engine does not train: whose names hold other tensors than at initialize, or are new.
+  std::vector<NamedTensor> replaced, added;
+
+  std::vector<NamedTensor> all() const;
+};
+
+/// Modules rebind buffers (`self.mean = 0.9 * self.mean + …`) and replace parameters (`self.weight = Parameter(…)`):
+/// the tensors that initialize saw are then not those that forward uses.
+class LiveModel {
+ public:
+  /// `bound` outlives this. Without `describe` the model stays what `first` says.
+  LiveModel(const BoundModel& bound, ModelDescription first, std::function<ModelDescription()> describe);
+
+  /// Looks at the model. Warns once about each replaced parameter.
+  LooseTensors look();
+
+ private:
+  const BoundModel& bound_;
+  std::function<ModelDescription()> describe_;
+  std::set<std::string> told_;  // names of parameters warned about
+};
+
+}  // namespace deeptide::engine
