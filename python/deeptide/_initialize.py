@@ -84,7 +84,7 @@ def initialize(
     core = None
     try:
         core = _C.Engine(describe(model), config, _C.InitOptions(world, groups, optimizer_type))
-        ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
+        ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
     except BaseException:
