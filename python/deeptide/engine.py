@@ -51,6 +51,7 @@ class Engine:
         self._in_no_sync = False
         owned: Any
         for owned in (optimizer, lr_scheduler):
+        self._said: set[str] = set()
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
@@ -99,14 +100,15 @@ class Engine:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
+        schedule.check_arguments(self.lr_scheduler, lr_kwargs)
             outcome = take()
         if outcome is None:
             return outcome
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
-        if outcome.applied:
-            schedule.advance(self.lr_scheduler, lr_kwargs)
+        if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
+            self._say_once(wants, "warning")
         return outcome
 
     def _synced(self) -> contextlib.AbstractContextManager[None]:
@@ -146,6 +148,12 @@ class Engine:
         """True or False overrides the counter until None gives it back."""
         self._boundary = None if is_boundary is None else bool(is_boundary)
         self._core.set_gradient_accumulation_boundary(self._boundary)
+    def _say_once(self, text: str, level: str = "info") -> None:
+        """Writes a line on rank 0, each text once in the engine's life."""
+        if self.world.rank == 0 and text not in self._said:
+            say(text, level)
+        self._said.add(text)
+
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

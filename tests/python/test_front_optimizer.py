@@ -366,6 +366,42 @@ def test_a_torch_schedule_waits_if_the_step_is_skipped():
     outcome = engine.step()
     assert not outcome and not engine.was_step_applied()
     assert "not applied" in repr(outcome) and outcome.reason in repr(outcome)
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def step(engine, **arguments):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    return engine.step(**arguments)
+
+
+def test_a_schedule_that_wants_a_metric_follows_when_it_is_given(capfd):
+    engine, _, _, scheduler = start(lr_scheduler=plateau)
+    lrs = [step(engine, lr_kwargs={"metrics": metric}).lr for metric in (1.0, 2.0, 0.5, torch.tensor(3.0))]
+    assert lrs == [0.01, 0.01, 0.005, 0.005]
+    assert scheduler.get_last_lr() == [0.0025]
+    assert "ReduceLROnPlateau" not in capfd.readouterr().err
+
+
+def test_a_schedule_that_wants_a_metric_is_left_alone_without_and_that_is_said_once(capfd):
+    engine, _, _, scheduler = start(lr_scheduler=plateau)
+    assert all(step(engine).lr == 0.01 for _ in range(3))
+    assert scheduler.last_epoch == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "ReduceLROnPlateau" in line]
+    assert len(lines) == 1 and 'engine.step(lr_kwargs={"metrics": …})' in lines[0]
+    for metric in (1.0, 2.0):  # as an epoch's end does
+        scheduler.step(metric)
+    assert step(engine).lr == 0.005
+
+
+def test_arguments_that_a_schedule_does_not_take_are_refused_before_the_step():
+    engine, _, _, _ = start(lr_scheduler=plateau)
+    with pytest.raises(deeptide.ConfigError, match=r"got lr_kwargs with 'metric', expected arguments of ReduceLROn"):
+        step(engine, lr_kwargs={"metric": 1.0})
+    assert engine.global_steps == 0
+    assert engine.step(lr_kwargs={"metrics": 1.0}).step == 1
+
+
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
