@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from deeptide import _C, _checkpoint, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
+from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 
 if TYPE_CHECKING:
@@ -337,11 +338,19 @@ class Engine:
         if loaded is None:
             return None, None
         path, text = loaded
-        return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
+        return path, _checkpoint.unpack_client_state(
+            text, self, load_module_strict, load_lr_scheduler_states, not load_module_only
+        )
 
-    def module_state_dict(self) -> OrderedDict[str, torch.Tensor]:
-        """Whole parameters and buffers by name, on the CPU of every rank. Collective."""
-        return OrderedDict(self._core.module_state_dict())
+    def module_state_dict(self) -> OrderedDict[str, Any]:
+        """Whole parameters and buffers by name, on the CPU of every rank. Collective.
+
+        Also what this rank's modules return from get_extra_state, under torch's names.
+        """
+        state: OrderedDict[str, Any] = OrderedDict(self._core.module_state_dict())
+        for key, value in read_extra_states(self.module).items():
+            state[key] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
+        return state
 
     def save_16bit_model(
         self,
@@ -351,8 +360,8 @@ class Engine:
     ) -> bool:
         """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
 
-        As with DeepSpeed, stage 3 wants "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved.
-        Returns whether it was.
+        Buffers, and extra states that are tensors, go with them. As with DeepSpeed, stage 3 wants
+        "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved. Returns whether it was.
         """
         if not save_dir:
             raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
@@ -378,6 +387,12 @@ class Engine:
         self._core.empty_partition_cache()
 
     def destroy(self) -> None:
+            for name in [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+                self._say_once(
+                    f"save_16bit_model leaves '{name}' out: get_extra_state returned {type(state.pop(name)).__name__}, "
+                    "and safetensors files hold tensors only; save_checkpoint keeps it",
+                    "warning",
+                )
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
         self._core.close()
         if self._group is not None and dist.is_initialized():
