@@ -17,6 +17,7 @@ from deeptide import _C, _checkpoint, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
+from deeptide._snapshot import copy_of
 
 if TYPE_CHECKING:
     from deeptide.data import DataLoader
@@ -50,9 +51,9 @@ class Engine:
         self._norm: float | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
+        self._said: set[str] = set()
         owned: Any
         for owned in (optimizer, lr_scheduler):
-        self._said: set[str] = set()
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
@@ -99,9 +100,9 @@ class Engine:
 
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
+        schedule.check_arguments(self.lr_scheduler, lr_kwargs)
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
-        schedule.check_arguments(self.lr_scheduler, lr_kwargs)
             outcome = take()
         if outcome is None:
             return outcome
@@ -130,6 +131,14 @@ class Engine:
         while self._step(self._core.join_step, None) is not None:
             pass
 
+    def snapshot(self) -> torch.nn.Module:
+        """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.
+
+        For a thread or a forked child that evaluates or saves it while training goes on. A fork alone keeps no such
+        copy: ranks of one host share the parameters, so a child sees later steps. Collective at stage 3.
+        """
+        return copy_of(self.module)
+
     def train(self, mode: bool = True) -> Engine:
         """Sets the model's training mode; returns the engine."""
         self.module.train(mode)
@@ -138,6 +147,12 @@ class Engine:
     def eval(self) -> Engine:
         """Ends the model's training mode; returns the engine."""
         return self.train(False)
+
+    def _say_once(self, text: str, level: str = "info") -> None:
+        """Writes a line on rank 0, each text once in the engine's life."""
+        if self.world.rank == 0 and text not in self._said:
+            say(text, level)
+        self._said.add(text)
 
     # -- accumulation -------------------------------------------------------------------------------------------
 
@@ -149,12 +164,6 @@ class Engine:
         """True or False overrides the counter until None gives it back."""
         self._boundary = None if is_boundary is None else bool(is_boundary)
         self._core.set_gradient_accumulation_boundary(self._boundary)
-    def _say_once(self, text: str, level: str = "info") -> None:
-        """Writes a line on rank 0, each text once in the engine's life."""
-        if self.world.rank == 0 and text not in self._said:
-            say(text, level)
-        self._said.add(text)
-
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -378,6 +387,12 @@ class Engine:
             return False
         state = self.module_state_dict()
         if self.world.rank == 0:
+            for name in [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+                self._say_once(
+                    f"save_16bit_model leaves '{name}' out: get_extra_state returned {type(state.pop(name)).__name__}, "
+                    "and safetensors files hold tensors only; save_checkpoint keeps it",
+                    "warning",
+                )
             os.makedirs(save_dir, exist_ok=True)
             _checkpoint.write_safetensors(os.path.join(save_dir, save_filename), state)
         return True
@@ -387,12 +402,6 @@ class Engine:
         self._core.empty_partition_cache()
 
     def destroy(self) -> None:
-            for name in [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-                self._say_once(
-                    f"save_16bit_model leaves '{name}' out: get_extra_state returned {type(state.pop(name)).__name__}, "
-                    "and safetensors files hold tensors only; save_checkpoint keeps it",
-                    "warning",
-                )
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
         self._core.close()
         if self._group is not None and dist.is_initialized():
