@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deeptide
+from deeptide import utils
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 NO_OPTIMIZER = {"train_micro_batch_size_per_gpu": 2}
@@ -187,7 +188,6 @@ def test_what_is_written_into_a_group_is_what_the_next_step_uses():
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_the_optimizers_step_is_the_engines():
 def write_in_a_list(group):
     group["betas"][1] = 0.5
 
@@ -288,6 +288,7 @@ def test_groups_that_nobody_changed_cost_no_call_of_the_core():
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+def test_the_optimizers_step_is_the_engines():
     engine, optimizer, _, _ = start()
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     assert optimizer.step()
@@ -296,6 +297,18 @@ def test_groups_that_nobody_changed_cost_no_call_of_the_core():
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"step\(\) before backward\(\)"):
         engine.step()
+
+
+def test_the_models_zero_grad_finds_nothing_to_drop():
+    """As documented: what was accumulated is the engine's."""
+    engine, _, _, _ = start()
+    weight = engine.module[0].weight
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    before = utils.safe_get_full_grad(weight)
+    engine.module.zero_grad()
+    assert torch.equal(utils.safe_get_full_grad(weight), before)
+    engine.zero_grad()
+    assert utils.safe_get_full_grad(weight) is None
 
 
 def test_the_optimizer_says_where_its_state_is():
@@ -353,19 +366,6 @@ def test_a_torch_schedule_is_stepped_with_the_engine(as_function):
     assert scheduler.get_last_lr() == [0.125]
 
 
-def test_the_callers_schedule_replaces_the_configurations():
-    make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # noqa: E731
-    engine, _, _, _ = start(config={**CONFIG, "scheduler": SCHEDULE}, lr_scheduler=make)
-    assert [train(engine).lr for _ in range(3)] == [0.01] * 3
-
-
-def test_a_torch_schedule_waits_if_the_step_is_skipped():
-    make = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # noqa: E731
-    engine, optimizer, _, _ = start(lr_scheduler=make)
-    engine.backward(engine(torch.full((2, 4), float("nan"))).sum())
-    outcome = engine.step()
-    assert not outcome and not engine.was_step_applied()
-    assert "not applied" in repr(outcome) and outcome.reason in repr(outcome)
 def plateau(optimizer):
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
@@ -402,6 +402,19 @@ def test_arguments_that_a_schedule_does_not_take_are_refused_before_the_step():
     assert engine.step(lr_kwargs={"metrics": 1.0}).step == 1
 
 
+def test_the_callers_schedule_replaces_the_configurations():
+    make = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # noqa: E731
+    engine, _, _, _ = start(config={**CONFIG, "scheduler": SCHEDULE}, lr_scheduler=make)
+    assert [train(engine).lr for _ in range(3)] == [0.01] * 3
+
+
+def test_a_torch_schedule_waits_if_the_step_is_skipped():
+    make = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # noqa: E731
+    engine, optimizer, _, _ = start(lr_scheduler=make)
+    engine.backward(engine(torch.full((2, 4), float("nan"))).sum())
+    outcome = engine.step()
+    assert not outcome and not engine.was_step_applied()
+    assert "not applied" in repr(outcome) and outcome.reason in repr(outcome)
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
