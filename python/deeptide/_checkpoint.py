@@ -1,17 +1,19 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python front adds to a checkpoint: the caller's client state and schedule, and the data position."""
+"""What the Python front adds to a checkpoint: client and extra state, a caller's schedule, the data position."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deeptide._C import ConfigError
+from deeptide._C import CheckpointError, ConfigError
+from deeptide._extra_state import read_extra_states, write_extra_states
 from deeptide.schedule import ConfigSchedule
 
 if TYPE_CHECKING:
@@ -27,7 +29,44 @@ def _pack(value: object) -> str:
 
 
 def _unpack(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+
+
+def _reason(error: Exception) -> str:
+    """The line that says what is wrong; torch.load writes advice around it."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _pack_extra_states(states: dict[str, Any]) -> str:
+    """All states in one text. Errors: ConfigError naming the first that could not be read back."""
+    try:
+        text = _pack(states)
+        _unpack(text)
+    except Exception:
+        for key, state in states.items():
+            try:
+                _unpack(_pack(state))
+            except Exception as error:
+                raise ConfigError(
+                    f"save_checkpoint: '{key}' (what get_extra_state returned) is {type(state).__name__}, expected "
+                    "what torch.load(weights_only=True) reads back: tensors, numbers, strings, lists, dicts and "
+                    f"classes given to torch.serialization.add_safe_globals. {_reason(error)}"
+                ) from error
+        raise
+    return text
+
+
+def _unpack_extra_states(text: str) -> dict[str, Any]:
+    try:
+        states: dict[str, Any] = _unpack(text)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "the checkpoint's extra states (get_extra_state) hold a class that torch does not know to be safe here; "
+            "call torch.serialization.add_safe_globals as the program did that saved them. Parameters and buffers "
+            f"were loaded. {_reason(error)}"
+        ) from error
+    return states
 
 
 def _check_json(value: object, path: str) -> None:
@@ -61,6 +100,8 @@ def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> st
         raise ConfigError(f"client_state: the key {_PRIVATE_KEY!r} is the engine's own; use another")
     _check_json(client_state, "client_state")
     private: dict[str, Any] = {}
+    if extra_states := read_extra_states(engine.module):
+        private["extra_states"] = _pack_extra_states(extra_states)
     if engine.training_dataloader is not None:
         private["loader"] = engine.training_dataloader.state_dict()
     if _is_client_schedule(engine.lr_scheduler):
@@ -72,10 +113,21 @@ def _is_client_schedule(schedule: object) -> bool:
     return schedule is not None and not isinstance(schedule, ConfigSchedule) and hasattr(schedule, "state_dict")
 
 
-def unpack_client_state(text: str, engine: Engine, schedule_too: bool, all_states: bool) -> dict[str, Any]:
+def _restore_extra_states(private: dict[str, Any], engine: Engine, strict: bool) -> None:
+    """A checkpoint without any is no error: C++ programs save none."""
+    saved = "extra_states" in private
+    states = _unpack_extra_states(private["extra_states"]) if saved else {}
+    for difference in write_extra_states(engine.module, states, strict and saved):
+        engine._say_once(f"load_checkpoint: {difference}", "warning")
+
+
+def unpack_client_state(
+    text: str, engine: Engine, strict: bool, schedule_too: bool, all_states: bool
+) -> dict[str, Any]:
     """The caller's client state; restores what `pack_client_state` added, as far as it is there."""
     client_state: dict[str, Any] = json.loads(text)
     private = client_state.pop(_PRIVATE_KEY, {})
+    _restore_extra_states(private, engine, strict)
     if not all_states:
         return client_state
     if "loader" in private and engine.training_dataloader is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -41,9 +41,18 @@ class OptimizerPlan:
         ]
 
 
+class GroupKey(NamedTuple):
+    """A key of a torch param group, and the hyper-parameters that its value stands for."""
+
+    key: str
+    names: tuple[str, ...]
+    several: bool  # the value is a tuple of numbers, one per name
+    flag: bool
+
+
 @functools.cache
-def _keys_of(name: str) -> dict[str, list[HyperparameterInfo]]:
-    """{key of a torch param group: its numbers}, from the configuration's table; several numbers are a tuple there."""
+def _table_of(name: str) -> dict[str, list[HyperparameterInfo]]:
+    """{key of a torch param group: its numbers}, from the configuration's table."""
     info = _C.find_optimizer(name)
     assert info is not None, name
     keys: dict[str, list[HyperparameterInfo]] = {}
@@ -52,33 +61,47 @@ def _keys_of(name: str) -> dict[str, list[HyperparameterInfo]]:
     return keys
 
 
-def _values_of(key: str, numbers: list[HyperparameterInfo], group: ParamGroup) -> Sequence[Any]:
-    """A group's value of `key`, one entry per number."""
-    values = group[key] if numbers[0].element >= 0 else (group[key],)
-    if len(values) != len(numbers):
-        raise ConfigError(f"optimizer group: {key}={group[key]!r}, expected {len(numbers)} numbers")
-    return values
+@functools.cache
+def keys_of(name: str) -> dict[str, GroupKey]:
+    """The keys of an optimizer's param groups."""
+    return {
+        key: GroupKey(key, tuple(number.name for number in numbers), numbers[0].element >= 0, numbers[0].flag)
+        for key, numbers in _table_of(name).items()
+    }
+
+
+def numbers_of(key: GroupKey, value: Any) -> list[float]:
+    """A group's value of `key`, one number per hyper-parameter. Errors: ConfigError on another number of them."""
+    values = value if key.several else (value,)
+    if len(values) != len(key.names):
+        raise ConfigError(f"optimizer group: {key.key}={value!r}, expected {len(key.names)} numbers")
+    return [float(bool(number)) if key.flag else float(number) for number in values]
 
 
 def read_group(group: ParamGroup, info: OptimizerInfo, defaults: Hyperparameters) -> Hyperparameters:
     """A live group as Hyperparameters; what the group does not say is the default's, if those are this optimizer's."""
     same = defaults.optimizer is not None and defaults.optimizer.name == info.name
     values = Hyperparameters(defaults) if same else Hyperparameters(info.name)
-    for key, numbers in _keys_of(info.name).items():
-        if key in group:
-            for number, value in zip(numbers, _values_of(key, numbers, group), strict=True):
-                values[number.name] = float(bool(value)) if number.flag else float(value)
+    for key in keys_of(info.name).values():
+        if key.key in group:
+            for name, number in zip(key.names, numbers_of(key, group[key.key]), strict=True):
+                values[name] = number
     return values
 
 
+def write_key(group: ParamGroup, key: GroupKey, numbers: Sequence[float]) -> None:
+    """The core's numbers into a live group; an lr that is a tensor stays that tensor."""
+    held = [bool(number) for number in numbers] if key.flag else numbers
+    if isinstance(group.get(key.key), torch.Tensor):
+        group[key.key].fill_(held[0])
+    else:
+        group[key.key] = tuple(held) if key.several else held[0]
+
+
 def write_group(group: ParamGroup, info: OptimizerInfo, values: Hyperparameters) -> None:
-    """The core's hyper-parameters into a live group; an lr that is a tensor stays that tensor."""
-    for key, numbers in _keys_of(info.name).items():
-        held = [bool(values[number.name]) if number.flag else values[number.name] for number in numbers]
-        if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(held[0])
-        else:
-            group[key] = held[0] if numbers[0].element < 0 else tuple(held)
+    """All of the core's hyper-parameters into a live group."""
+    for key in keys_of(info.name).values():
+        write_key(group, key, [values[name] for name in key.names])
 
 
 def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
@@ -101,7 +124,7 @@ def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
 
 
 def _check_keys(groups: list[ParamGroup], info: OptimizerInfo) -> None:
-    known = {*_keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH}
+    known = {*keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH}
     for number, group in enumerate(groups):
         for key in _CHANGES_THE_MATH:
             if group.get(key):
@@ -130,10 +153,10 @@ def _range_text(numbers: list[HyperparameterInfo]) -> str:
 
 def _check_numbers(groups: list[ParamGroup], info: OptimizerInfo) -> None:
     for position, group in enumerate(groups):
-        for key, numbers in _keys_of(info.name).items():
+        for key, numbers in _table_of(info.name).items():
             if group.get(key) is None:
                 continue
-            values = _values_of(key, numbers, group)
+            values = numbers_of(keys_of(info.name)[key], group[key])
             if not all(_fits(value, number) for value, number in zip(values, numbers, strict=True)):
                 raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
@@ -198,7 +221,7 @@ def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, s
     _check_keys(groups, info)
     _check_numbers(groups, info)
     for group in groups:
-        if "decoupled_weight_decay" in _keys_of(info.name):
+        if "decoupled_weight_decay" in keys_of(info.name):
             group.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
     return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
 

@@ -86,7 +86,7 @@ def initialize(
     try:
         options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model))
         core = _C.Engine(describe(model), config, options)
-        ours = DeeptideOptimizer(plan, core, defaults) if plan is not None else None
+        ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
     except BaseException:

@@ -36,6 +36,14 @@ def _count(dataset: object) -> int:
     return len(dataset)
 
 
+def _worker_seed(seed: int, epoch: int, rank: int) -> int:
+    """What the workers' random numbers follow from: per epoch and per rank. The order of samples does not.
+
+    torch's CPU generator reads the low 32 bits of a seed: multiples of an odd number keep the ranks apart there.
+    """
+    return (seed * 1_000_003 + epoch + rank * 0x9E37_79B1) % 2**63
+
+
 class DataLoader:
     """This rank's micro-batches of `dataset`. Iterating again starts the next epoch, in another order.
 
@@ -65,7 +73,7 @@ class DataLoader:
             seed=seed,
         )
         self._world_batch = batch_size * world_size
-        self._seed = seed
+        self._seed, self._rank = seed, rank
         # Without a generator of its own, torch's loader draws from the global one at each epoch: no exact resume.
         self._generator = torch.Generator()
         self._torch_loader = torch.utils.data.DataLoader(
@@ -88,7 +96,7 @@ class DataLoader:
             self._epoch, self._batch = self._epoch + 1, 0
         self._begun = True
         self._sampler.set_position(self._epoch, self._batch)
-        self._generator.manual_seed((self._seed * 1_000_003 + self._epoch) % 2**63)
+        self._generator.manual_seed(_worker_seed(self._seed, self._epoch, self._rank))
         for batch in self._torch_loader:
             # Counted here and not by the sampler, which runs ahead when workers fetch.
             self._batch += 1

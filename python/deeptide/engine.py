@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from deeptide import _C, _checkpoint, schedule, utils
 from deeptide._C import Config, ConfigError, StepOutcome
+from deeptide._extra_state import read_extra_states
 from deeptide._log import say
+from deeptide._snapshot import copy_of
 
 if TYPE_CHECKING:
     from deeptide.data import DataLoader
@@ -49,6 +51,7 @@ class Engine:
         self._norm: float | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
+        self._said: set[str] = set()
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
@@ -97,6 +100,7 @@ class Engine:
 
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
+        schedule.check_arguments(self.lr_scheduler, lr_kwargs)
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
             outcome = take()
@@ -105,8 +109,8 @@ class Engine:
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
-        if outcome.applied:
-            schedule.advance(self.lr_scheduler, lr_kwargs)
+        if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
+            self._say_once(wants, "warning")
         return outcome
 
     def _synced(self) -> contextlib.AbstractContextManager[None]:
@@ -127,6 +131,14 @@ class Engine:
         while self._step(self._core.join_step, None) is not None:
             pass
 
+    def snapshot(self) -> torch.nn.Module:
+        """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.
+
+        For a thread or a forked child that evaluates or saves it while training goes on. A fork alone keeps no such
+        copy: ranks of one host share the parameters, so a child sees later steps. Collective at stage 3.
+        """
+        return copy_of(self.module)
+
     def train(self, mode: bool = True) -> Engine:
         """Sets the model's training mode; returns the engine."""
         self.module.train(mode)
@@ -135,6 +147,12 @@ class Engine:
     def eval(self) -> Engine:
         """Ends the model's training mode; returns the engine."""
         return self.train(False)
+
+    def _say_once(self, text: str, level: str = "info") -> None:
+        """Writes a line on rank 0, each text once in the engine's life."""
+        if self.world.rank == 0 and text not in self._said:
+            say(text, level)
+        self._said.add(text)
 
     # -- accumulation -------------------------------------------------------------------------------------------
 
@@ -329,14 +347,22 @@ class Engine:
         if loaded is None:
             return None, None
         path, text = loaded
-        return path, _checkpoint.unpack_client_state(text, self, load_lr_scheduler_states, not load_module_only)
+        return path, _checkpoint.unpack_client_state(
+            text, self, load_module_strict, load_lr_scheduler_states, not load_module_only
+        )
 
-    def module_state_dict(self, only_rank: int | None = None) -> OrderedDict[str, torch.Tensor]:
+    def module_state_dict(self, only_rank: int | None = None) -> OrderedDict[str, Any]:
         """Whole parameters and buffers by name, on the CPU: of every rank, or of one, the others get none. Collective.
 
-        The buffers are those that the modules hold now.
+        The buffers are those that the modules hold now. Also what this rank's modules return from get_extra_state,
+        under torch's names.
         """
-        return OrderedDict(self._core.module_state_dict(only_rank))
+        state: OrderedDict[str, Any] = OrderedDict(self._core.module_state_dict(only_rank))
+        extra = read_extra_states(self.module)  # on every rank: it may use parameters
+        if only_rank in (None, self.world.rank):
+            for key, value in extra.items():
+                state[key] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
+        return state
 
     def save_16bit_model(
         self,
@@ -346,8 +372,8 @@ class Engine:
     ) -> bool:
         """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
 
-        As with DeepSpeed, stage 3 wants "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved.
-        Returns whether it was.
+        Buffers, and extra states that are tensors, go with them. As with DeepSpeed, stage 3 wants
+        "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved. Returns whether it was.
         """
         if not save_dir:
             raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
@@ -362,7 +388,16 @@ class Engine:
                     "warning",
                 )
             return False
-        self._core.export_safetensors(os.path.join(save_dir, save_filename))
+        extra = read_extra_states(self.module)  # on every rank: it may use parameters
+        tensors = [(name, value.detach()) for name, value in extra.items() if isinstance(value, torch.Tensor)]
+        for name, value in extra.items():
+            if self.world.rank == 0 and not isinstance(value, torch.Tensor):
+                self._say_once(
+                    f"save_16bit_model leaves '{name}' out: get_extra_state returned {type(value).__name__}, "
+                    "and safetensors files hold tensors only; save_checkpoint keeps it",
+                    "warning",
+                )
+        self._core.export_safetensors(os.path.join(save_dir, save_filename), tensors)
         return True
 
     def empty_partition_cache(self) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from deeptide import _C
-from deeptide._groups import OptimizerPlan, ParamGroup, read_group, write_group
+from deeptide._groups import OptimizerPlan, ParamGroup
+from deeptide._live_groups import LiveGroups
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine
@@ -24,16 +25,13 @@ class DeeptideOptimizer(torch.optim.Optimizer):
     torch's learning-rate schedulers work on it. The moments live in the engine, sharded; `save_checkpoint` keeps them.
     """
 
-    def __init__(self, plan: OptimizerPlan, core: _C.Engine, defaults: _C.Hyperparameters) -> None:
+    def __init__(self, plan: OptimizerPlan, core: _C.Engine) -> None:
         super().__init__([{"params": group["params"]} for group in plan.param_groups], {})
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
         self.info = plan.info
-        self._defaults = _C.Hyperparameters(defaults)
-        self._core_groups = [index for index, _ in plan.names]
-        self._pushed: list[_C.Hyperparameters | None] = [None] * len(self._core_groups)
+        self._live = LiveGroups(plan.info, [index for index, _ in plan.names], self.param_groups, core)
         self._engine: weakref.ref[Engine] | None = None
-        self._pull(core)
 
     def attach(self, engine: Engine) -> None:
         """The engine whose step() this steps. Weakly: deleting the engine must free it."""
@@ -42,20 +40,9 @@ class DeeptideOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def synced(self, core: _C.Engine) -> Iterator[None]:
         """Inside, the core has what the groups say; afterwards they have what its schedule or a checkpoint set."""
-        for number, index in enumerate(self._core_groups):
-            values = read_group(self.param_groups[index], self.info, self._defaults)
-            if values != self._pushed[number]:
-                core.set_hyperparameters(number, values)
-                self._pushed[number] = values
+        self._live.push(self.param_groups, core)
         yield
-        self._pull(core)
-
-    def _pull(self, core: _C.Engine) -> None:
-        for number, index in enumerate(self._core_groups):
-            values = core.hyperparameters(number)
-            if values != self._pushed[number]:
-                write_group(self.param_groups[index], self.info, values)
-                self._pushed[number] = read_group(self.param_groups[index], self.info, self._defaults)
+        self._live.pull(self.param_groups, core)
 
     def _live_engine(self) -> Engine:
         engine = self._engine() if self._engine is not None else None
@@ -76,7 +63,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Only while the optimizer is made."""
-        if hasattr(self, "_core_groups"):
+        if hasattr(self, "_live"):
             raise RuntimeError("groups cannot be added to a running engine; give them all to deeptide.initialize")
         # torch's own would import its compiler (seconds) to check what the plan has checked.
         self.param_groups.append(param_group)

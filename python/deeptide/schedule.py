@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -75,11 +76,56 @@ def resolve_schedule(lr_scheduler: Any, optimizer: DeeptideOptimizer | None, con
     return lr_scheduler
 
 
-def advance(schedule: Any, lr_kwargs: dict[str, Any] | None) -> None:
-    """One step of a caller's schedule, after a step of the engine was applied."""
-    if schedule is None or isinstance(schedule, ConfigSchedule):
+def _is_client(schedule: object) -> bool:
+    return schedule is not None and not isinstance(schedule, ConfigSchedule)
+
+
+def _signature(schedule: Any) -> inspect.Signature | None:
+    """Of its step(); None where there is none to be had."""
+    try:
+        return inspect.signature(schedule.step)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_arguments(schedule: Any, lr_kwargs: dict[str, Any] | None) -> None:
+    """Called before a step: the schedule follows after it. Errors: ConfigError on what its step() does not take."""
+    if not lr_kwargs or not _is_client(schedule) or (signature := _signature(schedule)) is None:
         return
+    try:
+        signature.bind(**lr_kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"engine.step: got lr_kwargs with {', '.join(map(repr, lr_kwargs))}, expected arguments of "
+            f"{type(schedule).__name__}.step{signature}: {error}. No step was taken"
+        ) from error
+
+
+def _missing(schedule: Any) -> list[str]:
+    """The arguments that its step() cannot do without."""
+    signature = _signature(schedule)
+    if signature is None:
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in variable]
+
+
+def advance(schedule: Any, lr_kwargs: dict[str, Any] | None) -> str:
+    """One step of a caller's schedule, after a step of the engine was applied.
+
+    A schedule that wants an argument, such as ReduceLROnPlateau its metric, is left alone without. Returns what to tell
+    the user about that; empty when it has stepped.
+    """
+    if not _is_client(schedule):
+        return ""
+    if not lr_kwargs and (names := _missing(schedule)):
+        given = ", ".join(f'"{name}": …' for name in names)
+        return (
+            f"{type(schedule).__name__} does not follow a step without {', '.join(names)}: give what it is to see, the "
+            f"same on all ranks, by engine.step(lr_kwargs={{{given}}}), or call its step() yourself"
+        )
     bound = getattr(schedule, "optimizer", None)
     if bound is not None:
         bound._opt_called = True  # torch warns when a scheduler steps before its own optimizer object
     schedule.step(**(lr_kwargs or {}))
+    return ""

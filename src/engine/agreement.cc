@@ -84,12 +84,17 @@ std::vector<std::string> terms_of(const ModelDescription& model, const std::vect
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const std::string& name : groups[g].parameters) group_of[name] = g;
   }
+  std::map<std::pair<const void*, int64_t>, std::string> first_name;  // by storage and offset
   for (const auto& [name, tensor] : model.parameters) {
-    if (!tensor.defined()) continue;  // an error of its own
+    if (!tensor.defined() || !tensor.has_storage()) continue;  // an error of its own
+    const auto place =
+        std::make_pair(static_cast<const void*>(tensor.storage().unsafeGetStorageImpl()), tensor.storage_offset());
+    const std::string& tied_to = tensor.numel() > 0 ? first_name.emplace(place, name).first->second : name;
     const auto group = group_of.find(name);
-    terms.push_back(fmt::format("parameter '{}' of shape [{}], {}, {}{}", name, fmt::join(tensor.sizes(), ", "),
+    terms.push_back(fmt::format("parameter '{}' of shape [{}], {}, {}{}{}", name, fmt::join(tensor.sizes(), ", "),
                                 c10::toString(tensor.scalar_type()), tensor.requires_grad() ? "trainable" : "frozen",
-                                group == group_of.end() ? "" : fmt::format(", in group {}", group->second)));
+                                group == group_of.end() ? "" : fmt::format(", in group {}", group->second),
+                                tied_to == name ? "" : fmt::format(", tied to '{}'", tied_to)));
   }
   for (size_t g = 0; g < groups.size(); ++g) {
     const Hyperparameters& hyper = groups[g].hyperparameters;

@@ -149,6 +149,10 @@ def test_an_export_gives_the_state_dict_on_one_rank_only(stage, tmp_path):
         ("vocabulary", r"parameter 'embed.weight' of shape \[37, 20\].*rank 1 has parameter.*\[38, 20\]"),
         ("frozen", r"'h.0.up.weight'.*trainable.*rank 1 has parameter 'h.0.up.weight'.*frozen"),
         ("stage", r"configuration key /zero_optimization/stage: 0; rank 1 has .*stage: 1"),
+        (
+            "ties",
+            r"'head.weight'.*tied to 'embed.weight'; rank 1 has parameter 'head.weight' of shape \[37, 20\], Float",
+        ),
         ("lr", r"configuration key /optimizer/params/lr: 0.01; rank 1 has .*lr: 0.02"),
     ],
 )
@@ -156,6 +160,7 @@ def test_ranks_that_differ_are_told_at_initialize(difference, text):
     def program(world):
         odd = world.rank == 1
         sizes = {"vocab": 38} if odd and difference == "vocabulary" else {}
+        sizes.update({"tied": False} if odd and difference == "ties" else {})
         model = models.make_model(**sizes)
         if odd and difference == "frozen":
             model.h[0].up.weight.requires_grad_(False)
@@ -168,7 +173,7 @@ def test_ranks_that_differ_are_told_at_initialize(difference, text):
     run_ranks(2, program)
 
 
-# -- 3, 9, 13: memory that moves ---------------------------------------------------------------------------------------
+# -- 3, 9, 13: memory that moves --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -208,7 +213,7 @@ def test_swapped_data_trains_on(stage):
         torch.testing.assert_close(ranks[0][name], value.detach(), **TOLERANCE)
 
 
-# -- 4: ties ------------------------------------------------------------------------------------------------------------
+# -- 4: ties ----------------------------------------------------------------------------------------------------------
 
 
 class AutoEncoder(nn.Module):
@@ -281,7 +286,7 @@ def test_an_empty_tied_parameter_is_one_parameter():
     engine.destroy()
 
 
-# -- 5: written, then saved -----------------------------------------------------------------------------------------------
+# -- 5: written, then saved -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -305,7 +310,7 @@ def test_a_write_after_the_last_step_is_saved(stage, tmp_path):
         assert torch.equal(full, torch.full_like(full, 0.5))
 
 
-# -- 6: requires_grad, and parameters that nobody used -----------------------------------------------------------------
+# -- 6: requires_grad, and parameters that nobody used ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -375,7 +380,7 @@ def test_unfreezing_what_was_frozen_at_initialize_is_refused_by_name(stage):
         train(engine, rank=world.rank)
         model.second.weight.requires_grad_(True)
         engine.backward(engine(inputs(world.rank)).square().mean())
-        with pytest.raises(ValueError, match="'second.weight' was frozen at initialize"):
+        with pytest.raises(ValueError, match=r"'second\.weight' was frozen at initialize"):
             engine.step()
         model.second.weight.requires_grad_(False)
         assert engine.step().applied
@@ -384,7 +389,7 @@ def test_unfreezing_what_was_frozen_at_initialize_is_refused_by_name(stage):
     run_ranks(2, program)
 
 
-# -- 7: .grad -----------------------------------------------------------------------------------------------------------
+# -- 7: .grad ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -451,7 +456,7 @@ def test_grad_set_by_hand_after_backward_is_refused_by_name():
     engine.destroy()
 
 
-# -- 8: stale graphs ------------------------------------------------------------------------------------------------------
+# -- 8: stale graphs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -470,7 +475,7 @@ def test_backward_through_a_graph_older_than_the_step_is_torchs_error(stage):
     run_ranks(2, program)
 
 
-# -- 10: hyper-parameters -------------------------------------------------------------------------------------------------
+# -- 10: hyper-parameters ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -517,7 +522,7 @@ def test_a_joined_rank_steps_with_the_learning_rate_of_those_that_train(stage):
         torch.testing.assert_close(ranks[1][0][name], value.detach(), **TOLERANCE)
 
 
-# -- 12: views ------------------------------------------------------------------------------------------------------------
+# -- 12: views --------------------------------------------------------------------------------------------------------
 
 
 def test_a_view_made_before_initialize_is_told(capfd):
@@ -534,7 +539,7 @@ def test_a_view_made_before_initialize_is_told(capfd):
     engine.destroy()
 
 
-# -- 13: models that run after model.bfloat16() ---------------------------------------------------------------------------
+# -- 13: models that run after model.bfloat16() -----------------------------------------------------------------------
 
 
 class Convolutions(nn.Module):

@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data loader: each rank its part, positions that restore, epochs that differ."""
 
+import json
+import os
+import random
+
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import run_processes, run_ranks
 
 import deeptide
 from deeptide.data import DataLoader, RepeatingLoader
@@ -121,6 +125,43 @@ def test_iterating_leaves_torchs_generator_alone():
     before = torch.get_rng_state()
     numbers(DataLoader(Numbers(16), batch_size=4))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Draws(Numbers):
+    """What augmentation draws for a sample: torch's numbers and Python's."""
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.randint(2**40, ()), random.getrandbits(40)])
+
+
+def draw_in_workers(folder):
+    deeptide.init_distributed()
+    engine, _, _, _ = deeptide.initialize(
+        model=torch.nn.Linear(2, 1),
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}},
+    )
+    epochs = []
+    for _ in range(2):
+        # Anew: the numbers follow from seed, epoch and rank, not from what this process drew before.
+        loader = DataLoader(Draws(16), batch_size=2, world=engine.world, seed=3, num_workers=2)
+        epochs.append([[batch.tolist() for batch in loader] for _ in range(2)])
+    with open(os.path.join(folder, str(engine.global_rank)), "w") as file:
+        json.dump(epochs, file)
+
+
+def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch(tmp_path):
+    run_processes(2, draw_in_workers, str(tmp_path))
+    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    for first, again in ranks:
+        assert first == again
+    for kind in (1, 2):
+        # 2 ranks x 2 epochs x 8 samples.
+        assert len({sample[kind] for epochs, _ in ranks for sample in flat(flat(epochs))}) == 32
+    alone = DataLoader(Numbers(16), batch_size=2, seed=3)
+    for epoch in range(2):
+        batches = zip(*(epochs[epoch] for epochs, _ in ranks), strict=True)
+        order = [sample[0] for of_ranks in batches for sample in flat(of_ranks)]
+        assert order == flat(numbers(alone)), "the order is that of any world"
 
 
 def test_collate_fn_makes_the_batches():

@@ -339,7 +339,7 @@ def read_safetensors(path):
 def test_safetensors_are_all_or_nothing(tmp_path):
     engine = start()
     engine.module.register_buffer("phase", torch.ones(1, dtype=torch.cdouble))
-    with pytest.raises(deeptide.CheckpointError, match="ComplexDouble|cannot"):
+    with pytest.raises(deeptide.CheckpointError, match=r"ComplexDouble|cannot"):
         engine.save_16bit_model(tmp_path)
     engine.module.phase = torch.ones(1)
     (tmp_path / "file").touch()

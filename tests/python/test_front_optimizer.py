@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deeptide
+from deeptide import utils
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 NO_OPTIMIZER = {"train_micro_batch_size_per_gpu": 2}
@@ -187,6 +188,106 @@ def test_what_is_written_into_a_group_is_what_the_next_step_uses():
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
+def write_in_a_list(group):
+    group["betas"][1] = 0.5
+
+
+def replace_by_a_list(group):
+    group["betas"] = [0.75, 0.5]
+
+
+def write_in_a_tensor(group):
+    group["lr"].fill_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "value"),
+    [
+        (lambda group: group.update(lr=0.5), "lr", 0.5),
+        (lambda group: group.update(betas=(0.75, 0.5)), "beta2", 0.5),
+        (lambda group: group.update(weight_decay=torch.tensor(0.5)), "weight_decay", 0.5),
+        (lambda group: group.update(decoupled_weight_decay=False), "decoupled_weight_decay", 0.0),
+        (replace_by_a_list, "beta2", 0.5),
+        (write_in_a_list, "beta2", 0.5),
+        (write_in_a_tensor, "lr", 0.5),
+    ],
+)
+def test_each_way_to_write_into_a_group_reaches_the_core_and_others_stay(write, name, value):
+    model = make_model()
+    lr = torch.tensor(0.25) if write is write_in_a_tensor else 0.25
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": lr}]
+    client = torch.optim.AdamW(groups, lr=0.25)
+    engine, optimizer, _, _ = start(model, config=NO_OPTIMIZER, optimizer=client)
+    group = optimizer.param_groups[1]
+    if write is write_in_a_list:
+        group["betas"] = [0.75, 0.625]
+    train(engine)
+    before = [dict(engine._core.hyperparameters(number)) for number in range(2)]
+    write(group)
+    train(engine, 2)
+    after = [dict(engine._core.hyperparameters(number)) for number in range(2)]
+    assert before[1][name] != value
+    assert after == [before[0], {**before[1], name: value, **({"beta1": 0.75} if name == "beta2" else {})}]
+
+
+def test_a_value_that_is_no_number_is_refused_and_forgotten():
+    engine, optimizer, _, _ = start()
+    group = optimizer.param_groups[0]
+    group.update(lr=0.5, betas=(0.5,))
+    for _ in range(2):
+        with pytest.raises(deeptide.ConfigError, match=r"betas=\(0.5,\), expected 2 numbers"):
+            train(engine)
+    group.update(lr=0.01, betas=(0.75, 0.5))
+    train(engine)
+    assert engine.get_lr() == [0.01] and engine.get_mom() == [(0.75, 0.5)]
+
+
+def test_a_key_that_was_taken_out_comes_back():
+    engine, optimizer, _, _ = start()
+    del optimizer.param_groups[0]["eps"]
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert train(engine).lr == 0.125
+    assert optimizer.param_groups[0]["eps"] == 1e-8
+
+
+class Calls:
+    """An engine's core that counts."""
+
+    def __init__(self, core, version=None):
+        self.core, self.sets, self.gets = core, 0, 0
+        if version is not None:
+            self.hyperparameters_version = lambda: version[0]
+
+    def set_hyperparameters(self, number, values):
+        self.sets += 1
+        self.core.set_hyperparameters(number, values)
+
+    def hyperparameters(self, number):
+        self.gets += 1
+        return self.core.hyperparameters(number)
+
+
+def test_groups_that_nobody_changed_cost_no_call_of_the_core():
+    engine, optimizer, _, _ = start()
+    version = [0]
+    calls = Calls(engine._core, version)
+    with optimizer.synced(calls):
+        pass
+    calls.gets = 0
+    for lr in (0.5, 0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        with optimizer.synced(calls):
+            pass
+    assert (calls.sets, calls.gets) == (2, 0)
+    values = engine._core.hyperparameters(0)
+    values["lr"] = 0.125
+    engine._core.set_hyperparameters(0, values)
+    with optimizer.synced(calls):
+        version[0] += 1
+    assert (calls.sets, calls.gets) == (2, 1)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
 def test_the_optimizers_step_is_the_engines():
     engine, optimizer, _, _ = start()
     engine.backward(engine(torch.ones(2, 4)).square().mean())
@@ -196,6 +297,18 @@ def test_the_optimizers_step_is_the_engines():
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"step\(\) before backward\(\)"):
         engine.step()
+
+
+def test_the_models_zero_grad_finds_nothing_to_drop():
+    """As documented: what was accumulated is the engine's."""
+    engine, _, _, _ = start()
+    weight = engine.module[0].weight
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    before = utils.safe_get_full_grad(weight)
+    engine.module.zero_grad()
+    assert torch.equal(utils.safe_get_full_grad(weight), before)
+    engine.zero_grad()
+    assert utils.safe_get_full_grad(weight) is None
 
 
 def test_the_optimizer_says_where_its_state_is():
@@ -251,6 +364,42 @@ def test_a_torch_schedule_is_stepped_with_the_engine(as_function):
         lrs = [train(engine).lr for _ in range(3)]
     assert lrs == [1.0, 0.5, 0.25]
     assert scheduler.get_last_lr() == [0.125]
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def step(engine, **arguments):
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    return engine.step(**arguments)
+
+
+def test_a_schedule_that_wants_a_metric_follows_when_it_is_given(capfd):
+    engine, _, _, scheduler = start(lr_scheduler=plateau)
+    lrs = [step(engine, lr_kwargs={"metrics": metric}).lr for metric in (1.0, 2.0, 0.5, torch.tensor(3.0))]
+    assert lrs == [0.01, 0.01, 0.005, 0.005]
+    assert scheduler.get_last_lr() == [0.0025]
+    assert "ReduceLROnPlateau" not in capfd.readouterr().err
+
+
+def test_a_schedule_that_wants_a_metric_is_left_alone_without_and_that_is_said_once(capfd):
+    engine, _, _, scheduler = start(lr_scheduler=plateau)
+    assert all(step(engine).lr == 0.01 for _ in range(3))
+    assert scheduler.last_epoch == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "ReduceLROnPlateau" in line]
+    assert len(lines) == 1 and 'engine.step(lr_kwargs={"metrics": …})' in lines[0]
+    for metric in (1.0, 2.0):  # as an epoch's end does
+        scheduler.step(metric)
+    assert step(engine).lr == 0.005
+
+
+def test_arguments_that_a_schedule_does_not_take_are_refused_before_the_step():
+    engine, _, _, _ = start(lr_scheduler=plateau)
+    with pytest.raises(deeptide.ConfigError, match=r"got lr_kwargs with 'metric', expected arguments of ReduceLROn"):
+        step(engine, lr_kwargs={"metric": 1.0})
+    assert engine.global_steps == 0
+    assert engine.step(lr_kwargs={"metrics": 1.0}).step == 1
 
 
 def test_the_callers_schedule_replaces_the_configurations():
