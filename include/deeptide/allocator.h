@@ -15,7 +15,7 @@ bool install_cpu_allocator();
 
 struct CpuAllocatorStats {
   int64_t in_use_bytes = 0;
-  int64_t idle_bytes = 0;  // kept for the next tensors
+  int64_t idle_bytes = 0;  // kept in memory for the next tensors
   int64_t peak_bytes = 0;  // most in use at once
 };
 

@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device/parallel.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::device::HWY_NAMESPACE {
 
@@ -43,6 +45,13 @@ HWY_EXPORT(copy);
 
 void copy_past_cache(void* to, const void* from, size_t bytes) {
   HWY_DYNAMIC_DISPATCH(copy)(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), bytes);
+}
+
+void copy_in_parallel(void* to, const void* from, size_t bytes) {
+  constexpr int64_t kBlock = 64 << 10, kGrain = 16;  // a thread gets a mebibyte at least
+  parallel_blocks(static_cast<int64_t>(bytes), kBlock, kGrain, [&](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin);
+  });
 }
 
 }  // namespace deeptide::device

@@ -11,4 +11,7 @@ namespace deeptide::device {
 /// traffic of a copy that no cache holds. Other threads see the copy before this thread's next stores.
 void copy_past_cache(void* to, const void* from, size_t bytes);
 
+/// memcpy on torch's threads, from a few MiB on: one core alone does not reach the memory's bandwidth.
+void copy_in_parallel(void* to, const void* from, size_t bytes);
+
 }  // namespace deeptide::device

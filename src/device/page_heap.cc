@@ -49,6 +49,10 @@ char* map_large_pages(int64_t bytes) {
   return base;
 }
 
+bool has_large_page(char* start, int64_t bytes) {
+  return large_page_at_or_above(start) < large_page_at_or_below(start + bytes);
+}
+
 }  // namespace
 
 PageHeap::~PageHeap() {
@@ -82,8 +86,7 @@ void PageHeap::free(void* block) noexcept {
   stats_.idle_bytes += range->second.bytes;
   range->second.idle = true;
   range->second.freed_at = clock_;
-  range->second.key.value() = {range->second.bytes, range->first};
-  idle_.insert(std::move(range->second.key));
+  enter(range);
   merge(range);
   trim(kept_bytes());
 }
@@ -98,26 +101,62 @@ CpuAllocatorStats PageHeap::stats() const {
   return stats_;
 }
 
+PageHeap::AgeIndex& PageHeap::ages_of(Ranges::const_iterator range) {
+  return has_large_page(range->first, range->second.bytes) ? large_ : fragments_;
+}
+
+/// Puts an idle range, with its extents as they are, into the indices.
+void PageHeap::enter(Ranges::iterator range) {
+  auto& [start, own] = *range;
+  own.size_key.value() = {own.bytes, start};
+  idle_.insert(std::move(own.size_key));
+  if (own.hollow) return;
+  own.age_key.value() = {own.freed_at, start};
+  ages_of(range).insert(std::move(own.age_key));
+}
+
+/// Takes it out of them, before its extents change.
+void PageHeap::leave(Ranges::iterator range) {
+  auto& [start, own] = *range;
+  own.size_key = idle_.extract({own.bytes, start});
+  if (!own.hollow) own.age_key = ages_of(range).extract({own.freed_at, start});
+}
+
+/// Adds an idle range at addresses that no range covers, and counts its pages unless it is hollow.
+PageHeap::Ranges::iterator PageHeap::add_idle(char* start, int64_t bytes, uint64_t freed_at, bool hollow) {
+  SizeIndex sizes;
+  AgeIndex ages;
+  sizes.emplace(bytes, start);
+  ages.emplace(freed_at, start);
+  const auto added = ranges_.emplace(start, Range{}).first;  // the last that may fail
+  added->second.bytes = bytes;
+  added->second.freed_at = freed_at;
+  added->second.hollow = hollow;
+  added->second.size_key = sizes.extract(sizes.begin());
+  added->second.age_key = ages.extract(ages.begin());
+  enter(added);
+  return added;
+}
+
 /// Takes the smallest idle range that fits and marks it in use. Keeps an excess below a sixteenth in the block.
 PageHeap::Ranges::iterator PageHeap::take_idle(int64_t bytes) {
   const auto found = idle_.lower_bound({bytes, nullptr});
   if (found == idle_.end()) return ranges_.end();
   const auto range = ranges_.find(found->second);
   const int64_t rest = range->second.bytes - bytes;
+  leave(range);
   if (rest > bytes / 16) {
-    Range upper;
-    upper.bytes = rest;
-    upper.freed_at = range->second.freed_at;
-    const auto split = ranges_.emplace_hint(std::next(range), range->first + bytes, std::move(upper));
+    range->second.bytes = bytes;
     try {
-      idle_.emplace(rest, split->first);
+      add_idle(range->first + bytes, rest, range->second.freed_at, range->second.hollow);
     } catch (const std::bad_alloc&) {
-      ranges_.erase(split);
+      range->second.bytes += rest;
+      enter(range);
       throw;
     }
-    range->second.bytes = bytes;
   }
-  range->second.key = idle_.extract(found);
+  if (range->second.hollow) stats_.idle_bytes += range->second.bytes;  // its pages come back as they are touched
+  range->second.hollow = false;
   range->second.idle = false;
   return range;
 }
@@ -134,40 +173,31 @@ bool PageHeap::grow(int64_t bytes) {
   }
   if (start == nullptr) return false;
   try {
-    add_idle(start, length);
+    stats_.idle_bytes += length;
+    merge(add_idle(start, length, clock_, /*hollow=*/false));
   } catch (const std::bad_alloc&) {
     ::munmap(start, length);
+    stats_.idle_bytes -= length;
     throw;
   }
-  stats_.idle_bytes += length;
   return true;
 }
 
-void PageHeap::add_idle(char* start, int64_t bytes) {
-  Range range;
-  range.bytes = bytes;
-  range.freed_at = clock_;
-  const auto added = ranges_.emplace(start, std::move(range)).first;
-  try {
-    idle_.emplace(bytes, start);
-  } catch (const std::bad_alloc&) {
-    ranges_.erase(added);
-    throw;
-  }
-  merge(added);
-}
-
-/// Joins an idle range with its idle neighbours.
+/// Joins an idle range with its idle neighbours. The whole counts as having its pages if a part has.
 PageHeap::Ranges::iterator PageHeap::merge(Ranges::iterator range) {
   const auto absorbs_next = [this](Ranges::iterator lower, Ranges::iterator upper) {
     if (!lower->second.idle || !upper->second.idle || lower->first + lower->second.bytes != upper->first) return false;
-    idle_.erase({upper->second.bytes, upper->first});
-    auto key = idle_.extract({lower->second.bytes, lower->first});
-    lower->second.bytes += upper->second.bytes;
-    lower->second.freed_at = std::max(lower->second.freed_at, upper->second.freed_at);
+    leave(upper);
+    leave(lower);
+    Range& own = lower->second;
+    if (own.hollow != upper->second.hollow) {
+      stats_.idle_bytes += own.hollow ? own.bytes : upper->second.bytes;
+      own.hollow = false;
+    }
+    own.bytes += upper->second.bytes;
+    own.freed_at = std::max(own.freed_at, upper->second.freed_at);
     ranges_.erase(upper);
-    key.value().first = lower->second.bytes;
-    idle_.insert(std::move(key));
+    enter(lower);
     return true;
   };
   if (const auto next = std::next(range); next != ranges_.end()) absorbs_next(range, next);
@@ -176,7 +206,7 @@ PageHeap::Ranges::iterator PageHeap::merge(Ranges::iterator range) {
   return absorbs_next(before, range) ? before : range;
 }
 
-/// Returns large pages to the kernel until at most `kept_bytes` are mapped, or no large page is without a block.
+/// Returns idle memory to the kernel until at most `kept_bytes` are kept.
 void PageHeap::trim(int64_t kept_bytes) noexcept try {
   for (;;) {
     const int64_t excess = stats_.in_use_bytes + stats_.idle_bytes - kept_bytes;
@@ -187,13 +217,18 @@ void PageHeap::trim(int64_t kept_bytes) noexcept try {
 }
 
 bool PageHeap::release_oldest(int64_t excess) {
-  auto oldest = ranges_.end();
-  for (const auto& [bytes, start] : idle_) {
-    if (large_page_at_or_above(start) >= large_page_at_or_below(start + bytes)) continue;
-    const auto range = ranges_.find(start);
-    if (oldest == ranges_.end() || range->second.freed_at < oldest->second.freed_at) oldest = range;
-  }
-  return oldest != ranges_.end() && unmap(oldest, excess);
+  if (!large_.empty()) return unmap(ranges_.find(large_.begin()->second), excess);
+  return !fragments_.empty() && hollow_out(ranges_.find(fragments_.begin()->second));
+}
+
+/// Gives the pages of a fragment back, and keeps its addresses for later blocks.
+bool PageHeap::hollow_out(Ranges::iterator range) {
+  if (::madvise(range->first, range->second.bytes, MADV_DONTNEED) != 0) return false;
+  leave(range);
+  range->second.hollow = true;
+  enter(range);
+  stats_.idle_bytes -= range->second.bytes;
+  return true;
 }
 
 /// Unmaps `excess` bytes from the end of the range, in large pages inside it; the rest of the range stays mapped.
@@ -202,34 +237,28 @@ bool PageHeap::unmap(Ranges::iterator range, int64_t excess) {
   char* const end = start + range->second.bytes;
   char* const to = large_page_at_or_below(end);
   char* const from = std::max(large_page_at_or_above(start), to - round_up(excess, kLargePage));
-  const uint64_t freed_at = range->second.freed_at;
+  leave(range);
   if (to < end) {  // first, because it allocates memory
-    Range upper;
-    upper.bytes = end - to;
-    upper.freed_at = freed_at;
-    const auto split = ranges_.emplace(to, std::move(upper)).first;
+    range->second.bytes = to - start;
     try {
-      idle_.emplace(end - to, to);
+      add_idle(to, end - to, range->second.freed_at, /*hollow=*/false);
     } catch (const std::bad_alloc&) {
-      ranges_.erase(split);
+      range->second.bytes = end - start;
+      enter(range);
       throw;
     }
-    range->second.bytes = to - start;
-    auto key = idle_.extract({end - start, start});
-    key.value().first = to - start;
-    idle_.insert(std::move(key));
   }
-  if (::munmap(from, to - from) != 0) return false;  // too many mappings: kept
-  stats_.idle_bytes -= to - from;
-  auto key = idle_.extract({to - start, start});
-  if (from == start) {
+  const bool unmapped = ::munmap(from, to - from) == 0;  // else too many mappings: kept
+  if (unmapped) {
+    stats_.idle_bytes -= to - from;
+    range->second.bytes = from - start;
+  }
+  if (range->second.bytes == 0) {
     ranges_.erase(range);
-    return true;
+  } else {
+    enter(range);
   }
-  range->second.bytes = from - start;
-  key.value().first = from - start;
-  idle_.insert(std::move(key));
-  return true;
+  return unmapped;
 }
 
 int64_t PageHeap::kept_bytes() const {

@@ -13,9 +13,9 @@
 
 namespace deeptide::device {
 
-/// Best fit in mapped ranges; freed neighbours merge. Mapped memory stays within the larger of `min_kept_bytes` and
-/// 1.25 x the recent peak in use; beyond that, the memory freed longest ago returns to the kernel in large pages.
-/// Thread-safe. Any thread may free a block.
+/// Best fit in mapped ranges; freed neighbours merge. What it keeps in memory stays within the larger of
+/// `min_kept_bytes` and 1.25 x the recent peak in use. Beyond that, the memory freed longest ago returns to the kernel:
+/// whole large pages first, then the plain pages of fragments between blocks. Thread-safe. Any thread may free a block.
 class PageHeap {
  public:
   explicit PageHeap(int64_t min_kept_bytes = int64_t{64} << 20) : min_kept_bytes_(min_kept_bytes) {}
@@ -29,7 +29,7 @@ class PageHeap {
   void free(void* block) noexcept;
   /// Whether `pointer` is a block of this heap in use.
   bool owns(void* pointer) const noexcept;
-  /// Returns to the kernel all large pages without a block in them.
+  /// Returns all idle memory to the kernel.
   void release_idle() noexcept;
   CpuAllocatorStats stats() const;
 
@@ -37,21 +37,29 @@ class PageHeap {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  using IdleIndex = std::set<std::pair<int64_t, char*>>;  // by bytes, then by address
+  using SizeIndex = std::set<std::pair<int64_t, char*>>;  // by bytes, then by address
+  using AgeIndex = std::set<std::pair<uint64_t, char*>>;  // by the time of freeing, then by address
   struct Range {
     int64_t bytes = 0;
     bool idle = true;
+    bool hollow = false;  // idle, and its pages were given back
     uint64_t freed_at = 0;
-    IdleIndex::node_type key;  // while in use: its node of the index, so that freeing needs no memory
+    // Its nodes of the indices, while it is not in them: freeing needs no memory.
+    SizeIndex::node_type size_key;
+    AgeIndex::node_type age_key;
   };
   using Ranges = std::map<char*, Range>;
 
   Ranges::iterator take_idle(int64_t bytes);
   bool grow(int64_t bytes);
-  void add_idle(char* start, int64_t bytes);
+  Ranges::iterator add_idle(char* start, int64_t bytes, uint64_t freed_at, bool hollow);
+  void enter(Ranges::iterator range);
+  void leave(Ranges::iterator range);
+  AgeIndex& ages_of(Ranges::const_iterator range);
   Ranges::iterator merge(Ranges::iterator range);
   bool release_oldest(int64_t excess);
   bool unmap(Ranges::iterator range, int64_t excess);
+  bool hollow_out(Ranges::iterator range);
   void trim(int64_t kept_bytes) noexcept;
   int64_t kept_bytes() const;
   void count(int64_t taken);
@@ -59,7 +67,9 @@ class PageHeap {
   mutable std::mutex mutex_;
   const int64_t min_kept_bytes_;
   Ranges ranges_;
-  IdleIndex idle_;
+  SizeIndex idle_;
+  AgeIndex large_;      // idle ranges with a whole large page in them
+  AgeIndex fragments_;  // idle ranges without one that have their pages
   CpuAllocatorStats stats_;
   uint64_t clock_ = 0;        // blocks taken so far
   int64_t window_peak_ = 0;   // most in use in this window of the clock

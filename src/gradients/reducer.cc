@@ -6,8 +6,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cstring>
 
+#include "device/memory_copy.h"
 #include "device/unseen.h"
 
 namespace deeptide::gradients {
@@ -26,7 +26,7 @@ void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient)
   const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
   if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
       !gradient.is_neg() && gradient.numel() == p.numel) {
-    std::memcpy(place(), gradient.const_data_ptr(), gradient.nbytes());
+    device::copy_in_parallel(place(), gradient.const_data_ptr(), gradient.nbytes());
   } else {
     p.view_of(bucket).copy_(gradient);
   }
@@ -127,10 +127,10 @@ Tensor Reducer::outgoing(int unit) {
   for (size_t i = 0; i < bucket.filled.size(); ++i) {
     const Parameter& p = u.parameters()[i];
     if (!bucket.filled[i]) continue;
-    bucket.data.narrow(0, end, p.offset - end).zero_();
+    if (end < p.offset) bucket.data.narrow(0, end, p.offset - end).zero_();
     end = p.offset + p.numel;
   }
-  bucket.data.narrow(0, end, u.numel() - end).zero_();
+  if (end < u.numel()) bucket.data.narrow(0, end, u.numel() - end).zero_();
   Tensor data = std::exchange(bucket.data, Tensor());
   empty(bucket);
   if (data.scalar_type() == options_.reduce_dtype) return data;

@@ -7,25 +7,40 @@
 
 namespace deeptide::sharding {
 
-Plan::Plan(int num_units, bool backward) : max_trace_(64 + 64 * static_cast<int64_t>(num_units)) {
+Plan::Plan(std::vector<int64_t> numels, bool backward)
+    : numels_(std::move(numels)), max_trace_(64 + 64 * static_cast<int64_t>(numels_.size())) {
+  const int num_units = static_cast<int>(numels_.size());
   for (int i = 0; i < num_units; ++i) order_.push_back(i);
   for (int i = num_units - 1; backward && i >= 0; --i) order_.push_back(i);
+  index_order();
+}
+
+/// So that each question takes logarithmic time: models of a thousand units ask for every victim at every gather.
+void Plan::index_order() {
+  positions_.assign(numels_.size(), {});
+  elements_before_.assign(1, 0);
+  for (size_t at = 0; at < order_.size(); ++at) {
+    positions_[order_[at]].push_back(static_cast<int64_t>(at));
+    elements_before_.push_back(elements_before_.back() + numels_[order_[at]]);
+  }
+}
+
+/// Returns the first position after the cursor at which the unit is predicted.
+std::optional<int64_t> Plan::next_position(int unit) const {
+  const auto& positions = positions_[unit];
+  const auto next = std::upper_bound(positions.begin(), positions.end(), cursor_);
+  if (next == positions.end()) return std::nullopt;
+  return *next;
 }
 
 void Plan::visit(int unit) {
   if (!trace_.empty() && trace_.back() == unit) return;
   if (static_cast<int64_t>(trace_.size()) < max_trace_) trace_.push_back(unit);
-  follow(unit);
-}
-
-void Plan::follow(int unit) {
-  const auto size = static_cast<int64_t>(order_.size());
-  for (int64_t step = 1; step <= size; ++step) {  // next occurrence, wrapping round: a loop without step() repeats
-    const int64_t at = (cursor_ + step) % size;
-    if (order_[at] == unit) {
-      cursor_ = at;
-      return;
-    }
+  // The next occurrence, wrapping round: a loop without step() repeats.
+  if (const auto next = next_position(unit)) {
+    cursor_ = *next;
+  } else if (!positions_[unit].empty()) {
+    cursor_ = positions_[unit].front();
   }
 }
 
@@ -33,6 +48,7 @@ void Plan::finish_pass() {
   if (!trace_.empty()) {
     order_ = std::move(trace_);
     recorded_ = true;
+    index_order();
   }
   trace_.clear();
   cursor_ = -1;
@@ -49,19 +65,13 @@ std::vector<int> Plan::upcoming(int limit) const {
 }
 
 std::optional<int64_t> Plan::distance(int unit) const {
-  for (int64_t at = cursor_ + 1; at < static_cast<int64_t>(order_.size()); ++at) {
-    if (order_[at] == unit) return at - cursor_;
-  }
-  return std::nullopt;
+  const auto next = next_position(unit);
+  return next ? std::optional(*next - cursor_) : std::nullopt;
 }
 
-std::optional<int64_t> Plan::elements_until(int unit, const std::function<int64_t(int)>& numel_of) const {
-  int64_t elements = 0;
-  for (int64_t at = cursor_ + 1; at < static_cast<int64_t>(order_.size()); ++at) {
-    if (order_[at] == unit) return elements;
-    elements += numel_of(order_[at]);
-  }
-  return std::nullopt;
+std::optional<int64_t> Plan::elements_until(int unit) const {
+  const auto next = next_position(unit);
+  return next ? std::optional(elements_before_[*next] - elements_before_[cursor_ + 1]) : std::nullopt;
 }
 
 }  // namespace deeptide::sharding

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <vector>
 
@@ -14,8 +13,8 @@ namespace deeptide::sharding {
 /// with module order, forward and back. Needs no tensors and no peers, so a plan can be simulated.
 class Plan {
  public:
-  /// `num_units` counts units in module order. `backward`: a pass visits them forward, then in reverse.
-  Plan(int num_units, bool backward);
+  /// `numels`: the elements of each unit, in module order. `backward`: a pass visits them forward, then in reverse.
+  Plan(std::vector<int64_t> numels, bool backward);
 
   /// Records that the pass has reached `unit`.
   void visit(int unit);
@@ -26,18 +25,22 @@ class Plan {
   std::vector<int> upcoming(int limit) const;
   /// Visits until `unit` is needed again; empty if the rest of the pass does not visit it.
   std::optional<int64_t> distance(int unit) const;
-  /// Elements of the units visited until `unit` is needed again; `numel_of(unit)` gives a unit's size.
-  std::optional<int64_t> elements_until(int unit, const std::function<int64_t(int)>& numel_of) const;
+  /// Elements of the units visited until `unit` is needed again.
+  std::optional<int64_t> elements_until(int unit) const;
   const std::vector<int>& order() const { return order_; }
   bool recorded() const { return recorded_; }
 
  private:
-  void follow(int unit);
+  void index_order();
+  std::optional<int64_t> next_position(int unit) const;
 
-  std::vector<int> order_;  // predicted
-  std::vector<int> trace_;  // being recorded
-  int64_t cursor_ = -1;     // position of the current unit in order_
-  int64_t max_trace_;       // an endless pass (generation) stops recording here
+  std::vector<int64_t> numels_;                  // by unit
+  std::vector<int> order_;                       // predicted
+  std::vector<std::vector<int64_t>> positions_;  // by unit: where it is in order_, ascending
+  std::vector<int64_t> elements_before_;         // by position in order_, and one for its end
+  std::vector<int> trace_;                       // being recorded
+  int64_t cursor_ = -1;                          // position of the current unit in order_
+  int64_t max_trace_;                            // an endless pass (generation) stops recording here
   bool recorded_ = false;
 };
 

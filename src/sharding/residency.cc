@@ -45,6 +45,12 @@ int64_t two_largest(const std::vector<Unit*>& units) {
   return first + second;
 }
 
+std::vector<int64_t> numels_of(const std::vector<Unit*>& units) {
+  std::vector<int64_t> numels;
+  for (const Unit* unit : units) numels.push_back(unit ? unit->numel() : 0);
+  return numels;
+}
+
 bool contains(const std::vector<Unit*>& units, const Unit* unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
 }
@@ -91,8 +97,8 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       device_(device),
       pool_(std::move(ledger), device::Role::gathered, device, /*max_waste=*/1),
       limits_(limits),
-      train_plan_(static_cast<int>(units_.size()), /*backward=*/true),
-      eval_plan_(static_cast<int>(units_.size()), /*backward=*/false),
+      train_plan_(numels_of(units_), /*backward=*/true),
+      eval_plan_(numels_of(units_), /*backward=*/false),
       last_use_(units_.size(), 0) {
   limits_.max_live = std::max(limits_.max_live, two_largest(units_));
   for (Unit* unit : units_) {
@@ -165,7 +171,7 @@ void Residency::visit(const Unit& unit) {
   if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
   Unit* left = units_[previous];
   if (!left->is_whole() || left->is_pinned() || contains(needed_, left)) return;
-  const auto until = plan().elements_until(previous, [&](int u) { return units_[u] ? units_[u]->numel() : 0; });
+  const auto until = plan().elements_until(previous);
   if (!until || *until > limits_.max_reuse_distance) let_go(*left);
 }
 
@@ -259,12 +265,16 @@ void Residency::make_room(int64_t numel) {
 
 Unit* Residency::choose_victim() const {
   Unit* victim = nullptr;
+  std::pair<int64_t, int64_t> highest;
   auto rank_of = [&](const Unit& u) {  // farthest next use first, then least recently used
     return std::make_pair(plan().distance(u.index()).value_or(INT64_MAX), -last_use_[u.index()]);
   };
   for (Unit* unit : units_) {
     if (unit == nullptr || !unit->is_whole() || unit->is_pinned() || contains(needed_, unit)) continue;
-    if (victim == nullptr || rank_of(*unit) > rank_of(*victim)) victim = unit;
+    const auto rank = rank_of(*unit);
+    if (victim != nullptr && rank <= highest) continue;
+    victim = unit;
+    highest = rank;
   }
   return victim;
 }
