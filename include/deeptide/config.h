@@ -134,8 +134,15 @@ struct ElasticityConfig {
 };
 
 struct PrecisionConfig {
-  bool fp16 = false;  // the parser rejects it until loss scaling exists
+  bool fp16 = false;
   bool bf16 = false;
+  bool auto_cast = false;   // cast floating inputs of the model to fp16
+  double loss_scale = 0.0;  // 0: dynamic
+  int64_t initial_scale_power = 16;
+  int64_t loss_scale_window = 1000;  // steps
+  int64_t hysteresis = 2;            // overflows
+  bool consecutive_hysteresis = false;
+  int64_t min_loss_scale = 1;
   std::optional<DataType> communication_dtype;          // absent: the compute type
   std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
 };

@@ -69,6 +69,7 @@ struct StepOutcome {
   double lr = 0.0;            // of the first group, as used by this step
   double grad_norm = 0.0;     // global L2 norm before clipping; NaN if not at a boundary
   double clipped_norm = 0.0;  // after clipping
+  double loss_scale = 1.0;    // that this step's gradients had; norms are without it
   std::string reason;         // for people, if not applied: "accumulating 2/4", "non-finite gradient"
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
@@ -134,6 +135,9 @@ class DEEPTIDE_API Engine {
   const World& world() const;
   const Config& config() const;
   at::Device device() const;
+
+  /// What the next backward multiplies its loss by; 1 unless the model computes in fp16.
+  double loss_scale() const;
 
   /// Optimizer groups; 0 without an optimizer.
   int64_t num_groups() const;

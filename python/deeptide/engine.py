@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from deeptide import _C, _checkpoint, schedule, utils
-from deeptide._C import Config, ConfigError, StepOutcome
+from deeptide._C import Config, ConfigError, StepOutcome, StepResult
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 from deeptide._snapshot import copy_of
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from deeptide.optimizer import DeeptideOptimizer
 
 _Outcome = TypeVar("_Outcome", bound=StepOutcome | None)
+
+
+def _to_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 class Engine:
@@ -73,10 +78,12 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as from `forward`."""
-        return self.module(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """The model's output. With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16."""
+        if self.config.fp16 and self.config.auto_cast:
+            args, kwargs = tree_map_only(torch.Tensor, _to_half, (args, kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -259,6 +266,23 @@ class Engine:
         """Whether parameters are float16."""
         return self.config.fp16
 
+    def fp16_auto_cast(self) -> bool:
+        """Whether the model's floating inputs are cast to fp16."""
+        return self.config.fp16 and self.config.auto_cast
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows; false without fp16."""
+        return self.config.fp16 and self.config.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """The configuration's fixed loss scale; 0 when it is dynamic. `cur_scale` is the one in force."""
+        return self.config.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """What the next backward multiplies its loss by; 1 without fp16."""
+        return self._core.loss_scale()
+
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0 when they are not."""
         return self.config.gradient_clipping
@@ -292,6 +316,10 @@ class Engine:
     def was_step_applied(self) -> bool:
         """Whether the last call of step() changed the parameters."""
         return self._outcome is not None and self._outcome.applied
+
+    def was_step_skipped(self) -> bool:
+        """Whether the last call of step() changed nothing because a gradient was not finite."""
+        return self._outcome is not None and self._outcome.result == StepResult.non_finite
 
     def memory(self) -> list[_C.MemoryLine]:
         """The table of bytes on this rank: predicted and measured."""

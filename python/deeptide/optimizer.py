@@ -50,6 +50,18 @@ class DeeptideOptimizer(torch.optim.Optimizer):
             raise RuntimeError("this optimizer's engine is gone; keep the engine that deeptide.initialize returned")
         return engine
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next backward multiplies its loss by; 1 without fp16."""
+        return self._live_engine().cur_scale
+
+    cur_scale = loss_scale  # DeepSpeed has both names
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self._live_engine().was_step_skipped()
+
     # torch's returns the closure's loss; unused-ignore: without torch installed there is nothing to override.
     def step(self, closure: object = None) -> _C.StepOutcome:  # type: ignore[override, unused-ignore]
         """engine.step()."""

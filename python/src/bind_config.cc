@@ -86,6 +86,8 @@ void bind_config(py::module_& module) {
       .def_property_readonly("zero", &Config::zero)
       .def_property_readonly("runtime", &Config::runtime)
       .def_property_readonly("fp16", [](const Config& config) { return config.precision().fp16; })
+      .def_property_readonly("auto_cast", [](const Config& config) { return config.precision().auto_cast; })
+      .def_property_readonly("loss_scale", [](const Config& config) { return config.precision().loss_scale; })
       .def_property_readonly("bf16", [](const Config& config) { return config.precision().bf16; })
       .def_property_readonly("gradient_clipping", [](const Config& config) { return config.gradients().clipping; })
       .def_property_readonly("steps_per_print", [](const Config& config) { return config.report().steps_per_print; })

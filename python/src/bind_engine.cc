@@ -99,6 +99,7 @@ void bind_training(EngineClass& engine) {
       .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
       .def("set_gradient_accumulation_boundary", forward_to(&Engine::set_gradient_accumulation_boundary),
            py::arg("boundary"), NoGil())
+      .def("loss_scale", forward_to(&Engine::loss_scale), NoGil())
       .def("num_groups", forward_to(&Engine::num_groups), NoGil())
       .def("hyperparameters", forward_to(&Engine::hyperparameters), py::arg("group"), NoGil())
       .def("set_hyperparameters", forward_to(&Engine::set_hyperparameters), py::arg("group"), py::arg("value"), NoGil())

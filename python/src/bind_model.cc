@@ -73,6 +73,7 @@ void bind_results(py::module_& module) {
       .def_readonly("lr", &StepOutcome::lr)
       .def_readonly("grad_norm", &StepOutcome::grad_norm)
       .def_readonly("clipped_norm", &StepOutcome::clipped_norm)
+      .def_readonly("loss_scale", &StepOutcome::loss_scale)
       .def_readonly("reason", &StepOutcome::reason)
       .def_readonly("parameter", &StepOutcome::parameter)
       .def_readonly("rank", &StepOutcome::rank)

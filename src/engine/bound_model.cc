@@ -56,7 +56,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   assign_groups(parameters, groups);
   const KeepsFullPrecision keeps(model.modules);
   const auto specs = specs_of(parameters, options.compute_dtype, keeps);
-  check_trainable(specs, options.trained_by);
+  check_trainable(specs, options.compute_dtype, options.trained_by);
   warn_of_views(parameters);
   cast_buffers(model, options.compute_dtype, keeps);
   std::vector<sharding::ModuleSpec> modules;

@@ -35,6 +35,8 @@ const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
+double Engine::loss_scale() const { return impl_->stepper->loss_scale(); }
+
 int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->progress.hyperparameters.size()); }
 Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->progress.hyperparameters.at(group); }
 void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {

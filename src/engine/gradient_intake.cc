@@ -6,6 +6,8 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
+#include <optional>
+
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -53,7 +55,9 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
 
 void GradientIntake::take(int index, const Tensor& gradient) {
   const Place& place = places_[index];
-  reducer_.add(place.unit, place.parameter, in_order_of_first(parameter(place), place.tensor, gradient));
+  const Tensor ordered = in_order_of_first(parameter(place), place.tensor, gradient);
+  const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
+  reducer_.add(place.unit, place.parameter, scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale));
 }
 
 void GradientIntake::take_left() {
@@ -69,6 +73,9 @@ void GradientIntake::take_left() {
         "which the engine has taken already: it cannot tell which of the two is meant. Set .grad to None, "
         "or call engine.zero_grad() before setting it.");
     own.mutable_grad().reset();
+    // What an accumulator without a hook collected came from the engine's own backward.
+    std::optional<Scaled> scaled;
+    if (replaced[i]) scaled.emplace(*this);
     take(static_cast<int>(i), gradient);
   }
 }

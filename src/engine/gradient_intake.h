@@ -3,7 +3,9 @@
 // Brings gradients into the reducer: from autograd by hooks, and from `.grad` where a program put them.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "gradients/hooks.h"
@@ -21,6 +23,18 @@ class GradientIntake {
   /// program put them there, or because the parameter's accumulator was replaced and had no hook; it has one from now
   /// on. Errors: ValueError naming a parameter that backward has already given a gradient: which of the two counts?
   void take_left();
+  /// Gradients travel multiplied by `scale`. Those of a backward that is not the engine's are not yet, and are then.
+  void set_loss_scale(double scale) { loss_scale_ = scale; }
+  /// While it lives, gradients that arrive are scaled: the engine's backward is running.
+  class Scaled {
+   public:
+    explicit Scaled(GradientIntake& intake) : intake_(intake) { ++intake_.scaled_; }
+    ~Scaled() { --intake_.scaled_; }
+    Scaled(const Scaled&) = delete;
+
+   private:
+    GradientIntake& intake_;
+  };
   /// Drops what lies in `.grad`. Returns the name of the first parameter that had one, or an empty text.
   std::string drop_left();
 
@@ -41,6 +55,8 @@ class GradientIntake {
   std::vector<sharding::Unit*> units_;
   gradients::Reducer& reducer_;
   std::vector<Place> places_;
+  std::atomic<double> loss_scale_{1.0};
+  std::atomic<int> scaled_{0};  // engine's backward passes under way; autograd's threads read it
   std::unique_ptr<gradients::GradientHooks> hooks_;
 };
 

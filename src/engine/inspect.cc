@@ -76,7 +76,7 @@ Tensor Engine::Impl::full_state(const std::string& name, const std::string& role
   if (!optimizer || place == trainable.end()) return {};
   const int u = static_cast<int>(place - trainable.begin());
   Tensor mine;
-  if (role == "gradient" && reducer->has_gradient()) mine = reducer->gradient(u).sum();
+  if (role == "gradient" && reducer->has_gradient()) mine = reducer->gradient(u).sum().div(stepper->loss_scale());
   for (const auto& state : optimizer->states(u)) {
     if (state.role == role) mine = state.data.copy();
   }

@@ -154,7 +154,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::set<std::string> fresh;
   boundary->together("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
-    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress.hyperparameters);
+    saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress);
     generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
     if (moments && differences.empty()) optimizer->keep_states(saved.hyperparameters);

@@ -173,16 +173,16 @@ std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at
   return specs;
 }
 
-void check_trainable(const std::vector<ParameterSpec>& specs, const std::string& trained_by) {
+void check_trainable(const std::vector<ParameterSpec>& specs, at::ScalarType compute, const std::string& trained_by) {
   const bool any = std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.trainable; });
   TORCH_CHECK_VALUE(any || trained_by.empty(),
                     "the model has no trainable parameters (requires_grad is false on all of its ", specs.size(),
                     "), but ", trained_by, " configures an optimizer");
   for (const auto& spec : specs) {
-    TORCH_CHECK_VALUE(
-        !spec.trainable || spec.dtype == at::kFloat || spec.dtype == at::kBFloat16, "parameter '", spec.name,
-        "' is trainable and of type ", spec.dtype,
-        "; trainable parameters are fp32 or bf16 (fp16 comes with loss scaling): call .float() on it first");
+    const bool supported = spec.dtype == at::kFloat || spec.dtype == at::kBFloat16 || spec.dtype == compute;
+    TORCH_CHECK_VALUE(!spec.trainable || supported, "parameter '", spec.name, "' is trainable and of type ", spec.dtype,
+                      "; trainable parameters are fp32 or bf16, and fp16 with loss scaling (\"fp16\": "
+                      "{\"enabled\": true}): call .float() on it first");
   }
 }
 

@@ -41,7 +41,8 @@ std::vector<sharding::ParameterSpec> specs_of(const std::vector<sharding::Parame
 
 /// Errors: ValueError if nothing is trainable though `trained_by` is not empty, or if a trainable type is not
 /// supported.
-void check_trainable(const std::vector<sharding::ParameterSpec>& specs, const std::string& trained_by);
+void check_trainable(const std::vector<sharding::ParameterSpec>& specs, at::ScalarType compute,
+                     const std::string& trained_by);
 
 /// Warns about each parameter whose memory a tensor outside the description also uses: that tensor stays behind.
 void warn_of_views(const std::vector<sharding::Parameter>& parameters);

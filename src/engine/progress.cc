@@ -77,18 +77,29 @@ json to_json(const Progress& progress) {
   json state = json::object();
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
   if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
+  const optim::LossScale& loss = progress.loss_scale;
+  state["loss_scale"] = {{"scale", loss.scale},
+                         {"steps", loss.steps},
+                         {"last_overflow", loss.last_overflow},
+                         {"hysteresis", loss.hysteresis}};
   state["groups"] = json::array();
   for (const Hyperparameters& group : progress.hyperparameters) state["groups"].push_back(hyper_to_json(group));
   return state;
 }
 
-Progress progress_from_json(const json& state, const std::vector<Hyperparameters>& own) {
+Progress progress_from_json(const json& state, const Progress& own) {
   Progress progress;
+  progress.loss_scale = own.loss_scale;
+  if (state.contains("loss_scale")) {
+    const json& loss = state["loss_scale"];
+    progress.loss_scale = {loss.at("scale"), loss.at("steps"), loss.at("last_overflow"), loss.at("hysteresis")};
+  }
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
+  const std::vector<Hyperparameters>& groups = own.hyperparameters;
   for (const json& group : state.at("groups")) {
     const size_t i = progress.hyperparameters.size();
-    progress.hyperparameters.push_back(hyper_from_json(group, i < own.size() ? own[i] : Hyperparameters()));
+    progress.hyperparameters.push_back(hyper_from_json(group, i < groups.size() ? groups[i] : Hyperparameters()));
   }
   return progress;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "deeptide/config.h"
+#include "optim/loss_scale.h"
 
 namespace deeptide::engine {
 
@@ -23,13 +24,14 @@ struct Progress {
   int64_t optimizer_steps = 0;                     // applied
   std::map<std::string, int64_t> parameter_steps;  // of parameters that some of them left alone
   int64_t schedule_iteration = -1;                 // -1: before the first step
-  std::vector<Hyperparameters> hyperparameters;    // live, by parameter group; none without an optimizer
+  optim::LossScale loss_scale;
+  std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer
 };
 
 nlohmann::json to_json(const Progress& progress);
-/// `own`: this engine's groups. A hyper-parameter that the checkpoint lacks keeps its value from there.
+/// `own`: this engine's. A hyper-parameter, or a loss scale, that the checkpoint lacks keeps its value from there.
 /// Errors: nlohmann::json::exception naming a field that is missing or has another type.
-Progress progress_from_json(const nlohmann::json& state, const std::vector<Hyperparameters>& own);
+Progress progress_from_json(const nlohmann::json& state, const Progress& own);
 
 /// Lists where a checkpoint and this engine disagree, one line each: such values would be lost silently. Empty: none.
 std::vector<std::string> mismatches(const Progress& saved, const Progress& own);

@@ -125,8 +125,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                                     model.device(), residency_limits(config, model));
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
   if (rule) make_trainer();
-  const engine::StepperParts parts{config,     batch,         policy,       channels,        *boundary, model,
-                                   *residency, reducer.get(), intake.get(), optimizer.get(), progress};
+  const engine::StepperParts parts{config, batch,      policy,        channels,     *boundary,       model,
+                                   live,   *residency, reducer.get(), intake.get(), optimizer.get(), progress};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first() && config.report().dump_state) {

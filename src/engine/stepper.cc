@@ -3,7 +3,7 @@
 // Runs one step, in the order of its phases.
 #include "engine/stepper.h"
 
-#include <ATen/ops/ones_like.h>
+#include <ATen/ops/full_like.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -32,8 +32,14 @@ std::string momentum_text(const Hyperparameters& h) {
 
 Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
     : parts_(parts), schedule_(std::move(schedule)), base_hyperparameters_(parts.progress.hyperparameters) {
+  parts_.progress.loss_scale = optim::initial_loss_scale(parts_.config.precision());
+  follow_loss_scale();
   follow_schedule();
   follow_boundary();
+}
+
+void Stepper::follow_loss_scale() {
+  if (parts_.intake) parts_.intake->set_loss_scale(loss_scale());
 }
 
 void Stepper::follow_schedule() {
@@ -53,7 +59,8 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
                     "backward: the loss does not require grad: it was computed under no_grad, or from "
                     "detached or frozen tensors only");
   trace::flight_log().enter(parts_.progress.global_steps, "backward", "");
-  torch::autograd::backward({loss}, {at::ones_like(loss)}, retain_graph);
+  const GradientIntake::Scaled scaled(*parts_.intake);
+  torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
 }
 
 bool Stepper::is_boundary() const {
@@ -200,6 +207,9 @@ zero::ActiveParameters Stepper::agree_on_active(const std::vector<Verdict>& verd
       for (size_t at = next; at < seen.size(); at += own.size()) flags[p] = flags[p] || seen[at] != 0;
     }
   }
+  // A parameter that was replaced is no longer reached: look, but not at every step.
+  if (active.by_unit != reached_) parts_.live.look();
+  reached_ = active.by_unit;
   return active;
 }
 
@@ -221,8 +231,12 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
   outcome.lr = progress.hyperparameters.front().lr();
-  outcome.grad_norm = outcome.clipped_norm = std::sqrt(total);
-  if (!std::isfinite(total)) {
+  outcome.loss_scale = loss_scale();
+  outcome.grad_norm = outcome.clipped_norm = std::sqrt(total) / outcome.loss_scale;
+  const bool overflow = !std::isfinite(total);
+  progress.loss_scale = optim::next_loss_scale(parts_.config.precision(), progress.loss_scale, overflow);
+  follow_loss_scale();
+  if (overflow) {
     skip(outcome, verdicts);
     return outcome;
   }
@@ -231,6 +245,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
+  scale /= outcome.loss_scale;
   parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, agree_on_active(verdicts));
   progress.optimizer_steps = parts_.optimizer->steps();
   parts_.reducer->clear_accumulated();
@@ -251,7 +266,17 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
     outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
     outcome.rank = bad->bad_rank;
   }
+  if (outcome.loss_scale != loss_scale()) {
+    outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
+  }
   parts_.reducer->clear_accumulated();
+  const bool fp16 = parts_.config.precision().fp16;  // overflows are part of its life, and worth a line each
+  if (fp16 && parts_.channels.is_first()) {
+    log(LogLevel::info,
+        fmt::format(
+            "step {} skipped: {}{}", outcome.step, outcome.reason,
+            outcome.parameter.empty() ? "" : fmt::format(" (in '{}', rank {})", outcome.parameter, outcome.rank)));
+  }
 }
 
 void Stepper::end_micro_batch() {
@@ -273,6 +298,9 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
     progress.parameter_steps = saved.parameter_steps;
     parts_.optimizer->set_steps(saved.optimizer_steps, saved.parameter_steps);
     progress.hyperparameters = saved.hyperparameters;
+    const PrecisionConfig& precision = parts_.config.precision();
+    if (precision.fp16 && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
+    follow_loss_scale();
   }
   if (schedule) progress.schedule_iteration = saved.schedule_iteration;
   ++hyperparameters_version_;

@@ -10,6 +10,7 @@
 #include "deeptide/engine.h"
 #include "engine/boundary.h"
 #include "engine/gradient_intake.h"
+#include "engine/live_model.h"
 #include "engine/progress.h"
 #include "gradients/reducer.h"
 #include "optim/schedule.h"
@@ -26,6 +27,7 @@ struct StepperParts {
   Channels& channels;
   Boundary& boundary;
   BoundModel& model;
+  LiveModel& live;
   sharding::Residency& residency;
   gradients::Reducer* reducer;        // null: nothing to train
   GradientIntake* intake;             // null: nothing to train
@@ -47,6 +49,8 @@ class Stepper {
   bool is_boundary() const;
   void set_boundary(std::optional<bool> boundary);
   bool has_boundary_override() const { return boundary_override_.has_value(); }
+  /// What losses are multiplied by in backward; 1 unless the model computes in fp16.
+  double loss_scale() const { return parts_.progress.loss_scale.scale; }
   /// Counts the engine's own changes of hyper-parameters.
   int64_t hyperparameters_version() const { return hyperparameters_version_; }
 
@@ -66,6 +70,7 @@ class Stepper {
   void end_micro_batch();
   void follow_boundary();
   void follow_schedule();
+  void follow_loss_scale();
   void print(const StepOutcome& outcome) const;
 
   StepperParts parts_;
@@ -74,6 +79,7 @@ class Stepper {
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
+  std::vector<std::vector<bool>> reached_;  // by the last step that left parameters alone
 };
 
 }  // namespace deeptide::engine

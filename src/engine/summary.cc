@@ -72,6 +72,14 @@ std::string Engine::Impl::summary() const {
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
+  if (const PrecisionConfig& precision = config.precision(); precision.fp16) {
+    const std::string how =
+        precision.loss_scale > 0
+            ? "fixed"
+            : fmt::format("doubled after {} good steps, halved after {} overflows, at least {}",
+                          precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
+    text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
+  }
   if (model.buffers_cast() + model.buffers_kept() > 0) {
     text += fmt::format(
         "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "

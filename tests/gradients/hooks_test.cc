@@ -70,6 +70,24 @@ TEST_F(Hooks, AreSilentWhenDestroyedBetweenForwardAndBackward) {
   EXPECT_TRUE(p_.grad().defined());
 }
 
+/// Another type and back makes a new accumulator: until the hooks follow, gradients stay in `.grad`.
+TEST_F(Hooks, FollowAnAccumulatorThatWasReplaced) {
+  GradientHooks hooks({p_, q_}, sink());
+  EXPECT_EQ(hooks.follow(), (std::vector<bool>{false, false}));
+  const Tensor kept = p_.detach();
+  p_.set_data(p_.detach().to(at::kDouble));
+  p_.set_data(kept);
+  backward((p_ * q_).sum());
+  EXPECT_TRUE(seen_[0].empty());
+  EXPECT_TRUE(p_.grad().defined());
+  EXPECT_EQ(hooks.follow(), (std::vector<bool>{true, false}));
+  p_.mutable_grad().reset();
+  backward((p_ * q_).sum());
+  EXPECT_EQ(seen_[0], std::vector<float>{9});
+  EXPECT_EQ(seen_[1], (std::vector<float>{6, 6}));
+  EXPECT_EQ(hooks.follow(), (std::vector<bool>{false, false}));
+}
+
 TEST_F(Hooks, LetASecondSetTakeOver) {
   {
     const GradientHooks first({p_}, [](int, const Tensor&) { FAIL() << "the first set is gone"; });

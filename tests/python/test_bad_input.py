@@ -73,7 +73,7 @@ def frozen():
         (frozen, "no trainable parameter is left"),
         (Overlapping, "'one' and 'other' overlap in memory"),
         (nn.Identity, "no trainable parameter is left to optimize: the model has none"),
-        (lambda: models.make_model().half(), "fp16 comes with loss scaling"),
+        (lambda: models.make_model().half(), "fp16 with loss scaling"),
         (lambda: models.make_model().to("meta"), "on the meta device and has no values"),
     ],
     ids=["frozen", "overlapping", "empty", "half", "meta"],

@@ -76,7 +76,7 @@ struct Stage {
 
   int number(const Parameter& p) const { return p.name[1] - '0'; }
 
-  void step(int count, const Groups& groups, double scale = 1.0) {
+  void step(int count, const Groups& groups, double scale = 1.0, const ActiveParameters& active = {}) {
     for (size_t u = units.size(); u-- > 0;) {
       for (size_t i = 0; i < units[u]->parameters().size(); ++i) {
         const int p = number(units[u]->parameters()[i]);
@@ -84,7 +84,7 @@ struct Stage {
       }
     }
     reducer->finish(1);
-    optimizer->step(*reducer, scale, groups);
+    optimizer->step(*reducer, scale, groups, active);
     reducer->clear_accumulated();
   }
 
@@ -250,6 +250,31 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
         if (name.find("/parameter") == std::string::npos) continue;
         EXPECT_TRUE(at::equal(tensor, at::full(tensor.sizes(), 0.3f).to(at::kBFloat16))) << name << ", stage " << stage;
       }
+    }
+  });
+}
+
+/// What no backward reached keeps every bit, and has its own count of steps afterwards.
+TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
+  run_ranks(GetParam(), [&](const World& world) {
+    for (int stage = 0; stage < 4; ++stage) {
+      const World own = apart(world, "stage" + std::to_string(stage));
+      Stage training(own, stage, at::kBFloat16, optim::find_rule("AdamW"), two_groups());
+      training.step(0, two_groups());
+      const auto before = training.state();
+      ActiveParameters active;
+      for (const auto& unit : training.units) {
+        auto& flags = active.by_unit.emplace_back();
+        for (const Parameter& p : unit->parameters()) flags.push_back(training.number(p) != 1);
+      }
+      training.step(1, two_groups(), 1.0, active);
+      const auto after = training.state();
+      for (const auto& [name, tensor] : before) {
+        EXPECT_EQ(at::equal(tensor, after.at(name)), name.starts_with("p1/")) << name << " at stage " << stage;
+      }
+      EXPECT_EQ(training.optimizer->uneven_steps(), (std::map<std::string, int64_t>{{"p1", 1}}));
+      training.optimizer->set_steps(7, {{"p2", 3}});
+      EXPECT_EQ(training.optimizer->uneven_steps(), (std::map<std::string, int64_t>{{"p2", 3}}));
     }
   });
 }

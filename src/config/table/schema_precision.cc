@@ -8,20 +8,31 @@ namespace deeptide::config {
 namespace {
 
 Key fp16_section() {
-  return section("fp16", "Half precision with loss scaling.",
-                 {
-                     flag("enabled", false, "Compute in fp16.").into(&PrecisionConfig::fp16),
-                     flag("auto_cast", false, "Cast floating inputs to half."),
-                     number("loss_scale", 0.0, "A fixed scale; 0: dynamic.").at_least(0),
-                     integer("initial_scale_power", 16, "The dynamic scale starts at 2 to this power.").at_least(0),
-                     integer("loss_scale_window", 1000, "Good steps before the scale doubles.").at_least(1),
-                     integer("hysteresis", 2, "Overflows before the scale is halved.").at_least(1),
-                     flag("consecutive_hysteresis", false, "Any good step restores the hysteresis."),
-                     integer("min_loss_scale", 1, "The scale's lower bound.").at_least(1),
-                     flag("fp16_master_weights_and_grads", false, "Masters and gradients in fp16."),
-                 })
-      .switched_by("enabled")
-      .later("it needs loss scaling, which is not there yet; bf16 does not");
+  return section(
+             "fp16", "Half precision with loss scaling.",
+             {
+                 flag("enabled", false, "Compute in fp16.").into(&PrecisionConfig::fp16),
+                 flag("auto_cast", false, "Cast floating inputs of the model to fp16 (Python).")
+                     .into(&PrecisionConfig::auto_cast),
+                 number("loss_scale", 0.0, "A fixed scale; 0: dynamic.").at_least(0).into(&PrecisionConfig::loss_scale),
+                 integer("initial_scale_power", 16, "The dynamic scale starts at 2 to this power.")
+                     .at_least(0)
+                     .into(&PrecisionConfig::initial_scale_power),
+                 integer("loss_scale_window", 1000, "Good steps before the scale doubles.")
+                     .at_least(1)
+                     .into(&PrecisionConfig::loss_scale_window),
+                 integer("hysteresis", 2, "Overflows before the scale is halved.")
+                     .at_least(1)
+                     .into(&PrecisionConfig::hysteresis),
+                 flag("consecutive_hysteresis", false, "Any good step restores the hysteresis.")
+                     .into(&PrecisionConfig::consecutive_hysteresis),
+                 integer("min_loss_scale", 1, "The scale's lower bound.")
+                     .at_least(1)
+                     .into(&PrecisionConfig::min_loss_scale),
+                 flag("fp16_master_weights_and_grads", false, "Masters and gradients in fp16.")
+                     .later("masters and sums of gradients are fp32"),
+             })
+      .switched_by("enabled");
 }
 
 Key bf16_section() {

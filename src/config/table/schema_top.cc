@@ -34,7 +34,6 @@ std::vector<Key> batch_keys() {
 std::vector<Key> gradient_keys() {
   return {
       choice<DataType>("communication_data_type", {}, data_types(), "Data type in which ranks exchange gradients.")
-          .not_yet({"fp16"})
           .derives("the compute type")
           .into(&PrecisionConfig::communication_dtype),
       choice("seq_parallel_communication_data_type", "fp32", {"fp32", "fp16", "bf16"},
