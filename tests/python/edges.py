@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose programs do things to it after initialize, and its plain torch twin."""
+
+import models
+import torch
+from torch import nn
+
+import deeptide
+
+STAGES = [0, 1, 2, 3]
+
+
+class Net(nn.Module):
+    """Two layers, one of which a caller may skip, and a running mean that forward rebinds."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.head = nn.Linear(width, 1)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x, skip=False):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0).to(self.mean.dtype)
+        x = torch.tanh(self.first(x))
+        return self.head(x if skip else torch.tanh(self.second(x)))
+
+
+def inputs(rank=0, step=0, width=6):
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def start(world=None, stage=0, kind=Net, model=None, **extra):
+    model = models.make_model(kind=kind) if model is None else model
+    engine, *_ = deeptide.initialize(model=model, config=models.config(stage, **extra), world=world)
+    return engine
+
+
+def train(engine, steps=1, first=0, rank=0, **call):
+    for step in range(first, first + steps):
+        x = inputs(rank, step).to(next(engine.module.parameters()).dtype)
+        engine.backward(engine(x, **call).float().square().mean())
+        outcome = engine.step()
+    return outcome
+
+
+def plain(kind=Net, **options):
+    model = models.make_model(kind=kind)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, **options}
+    return model, torch.optim.AdamW(model.parameters(), **settings)
+
+
+def plain_step(model, optimizer, step, ranks=1, **call):
+    for rank in range(ranks):
+        (model(inputs(rank, step), **call).square().mean() / ranks).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
