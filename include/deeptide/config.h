@@ -143,6 +143,11 @@ struct PrecisionConfig {
   int64_t hysteresis = 2;            // overflows
   bool consecutive_hysteresis = false;
   int64_t min_loss_scale = 1;
+  bool autocast = false;  // around the forward pass
+  DataType autocast_dtype = DataType::bf16;
+
+  /// Whether gradients are fp16, and losses therefore scaled.
+  bool scales_loss() const { return fp16 || (autocast && autocast_dtype == DataType::fp16); }
   std::optional<DataType> communication_dtype;          // absent: the compute type
   std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32
 };

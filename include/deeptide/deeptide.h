@@ -4,6 +4,7 @@
 #pragma once
 
 #include "deeptide/allocator.h"
+#include "deeptide/autocast.h"
 #include "deeptide/config.h"
 #include "deeptide/data.h"
 #include "deeptide/engine.h"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from deeptide import _C, _checkpoint, schedule, utils
-from deeptide._C import Config, ConfigError, StepOutcome, StepResult
+from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 from deeptide._snapshot import copy_of
@@ -81,10 +81,27 @@ class Engine:
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output. With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16."""
+        """The model's output, under "torch_autocast" if that is on.
+
+        With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16.
+        """
         if self.config.fp16 and self.config.auto_cast:
             args, kwargs = tree_map_only(torch.Tensor, _to_half, (args, kwargs))
-        return self.module(*args, **kwargs)
+        lower = self.torch_autocast_dtype()
+        if lower is None:
+            return self.module(*args, **kwargs)
+        with torch.autocast(self.device.type, lower):
+            return self.module(*args, **kwargs)
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether `forward` runs under torch.autocast."""
+        return self.config.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """The lower type of autocast; None when it is off."""
+        if self.config.autocast is None:
+            return None
+        return torch.float16 if self.config.autocast == DataType.fp16 else torch.bfloat16
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs autograd from a scalar loss; calls add up until step(). Returns the loss over the accumulation steps.

@@ -86,6 +86,11 @@ void bind_config(py::module_& module) {
       .def_property_readonly("zero", &Config::zero)
       .def_property_readonly("runtime", &Config::runtime)
       .def_property_readonly("fp16", [](const Config& config) { return config.precision().fp16; })
+      .def_property_readonly("autocast",
+                             [](const Config& config) -> std::optional<DataType> {
+                               if (!config.precision().autocast) return std::nullopt;
+                               return config.precision().autocast_dtype;
+                             })
       .def_property_readonly("auto_cast", [](const Config& config) { return config.precision().auto_cast; })
       .def_property_readonly("loss_scale", [](const Config& config) { return config.precision().loss_scale; })
       .def_property_readonly("bf16", [](const Config& config) { return config.precision().bf16; })

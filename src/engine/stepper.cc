@@ -270,7 +270,7 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
     outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
   }
   parts_.reducer->clear_accumulated();
-  const bool fp16 = parts_.config.precision().fp16;  // overflows are part of its life, and worth a line each
+  const bool fp16 = parts_.config.precision().scales_loss();  // overflows are part of its life, and worth a line each
   if (fp16 && parts_.channels.is_first()) {
     log(LogLevel::info,
         fmt::format(
@@ -299,7 +299,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
     parts_.optimizer->set_steps(saved.optimizer_steps, saved.parameter_steps);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
-    if (precision.fp16 && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
+    if (precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
     follow_loss_scale();
   }
   if (schedule) progress.schedule_iteration = saved.schedule_iteration;

@@ -72,7 +72,7 @@ std::string Engine::Impl::summary() const {
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
                       parameter_types, parameter_types, short_name(reduce_type(config)));
-  if (const PrecisionConfig& precision = config.precision(); precision.fp16) {
+  if (const PrecisionConfig& precision = config.precision(); precision.scales_loss()) {
     const std::string how =
         precision.loss_scale > 0
             ? "fixed"
@@ -85,6 +85,11 @@ std::string Engine::Impl::summary() const {
         "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "
         "norms that keep them, and rotary frequencies)",
         model.buffers_cast(), model.buffers_kept());
+  }
+  if (config.precision().autocast) {
+    const bool half = config.precision().autocast_dtype == DataType::fp16;
+    text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
+                        half ? "fp16" : "bf16");
   }
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",

@@ -11,14 +11,14 @@ namespace deeptide::optim {
 LossScale initial_loss_scale(const PrecisionConfig& config) {
   LossScale initial;
   initial.hysteresis = config.hysteresis;
-  if (!config.fp16) return initial;
+  if (!config.scales_loss()) return initial;
   initial.scale = config.loss_scale > 0.0 ? config.loss_scale : std::ldexp(1.0, config.initial_scale_power);
   return initial;
 }
 
 LossScale next_loss_scale(const PrecisionConfig& config, LossScale now, bool overflow) {
   const int64_t step = now.steps++;
-  if (!config.fp16 || config.loss_scale > 0.0) return now;
+  if (!config.scales_loss() || config.loss_scale > 0.0) return now;
   if (overflow) {
     now.last_overflow = step;
     if (now.hysteresis > 1) {

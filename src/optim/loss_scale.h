@@ -19,7 +19,7 @@ struct LossScale {
   bool operator==(const LossScale&) const = default;
 };
 
-/// 1 unless the configuration computes in fp16.
+/// 1 unless the configuration computes in fp16, or casts to it.
 LossScale initial_loss_scale(const PrecisionConfig& config);
 
 /// The scale after a step. Halved, down to the minimum, when `hysteresis` overflows have come; doubled after each

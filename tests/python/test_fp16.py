@@ -201,3 +201,45 @@ def test_the_summary_names_the_scale():
     engine = start()
     assert "loss scale: 256, doubled after 1000 good steps" in engine.summary()
     engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_autocast_computes_in_the_lower_type_and_keeps_fp32_parameters(stage, dtype):
+    lower = getattr(torch, dtype)
+
+    def program(world):
+        model = models.make_model(kind=Net)
+        config = models.config(stage, torch_autocast={"enabled": True, "dtype": dtype})
+        engine, *_ = deeptide.initialize(model=model, config=config, world=world)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        norms = []
+        for step in range(3):
+            output = engine(inputs(world.rank, step).float())
+            assert output.dtype == lower
+            engine.backward(output.float().square().mean())
+            norms.append(engine.step().grad_norm)
+        assert engine.torch_autocast_dtype() == lower
+        assert engine.cur_scale == (65536.0 if dtype == "float16" else 1.0)
+        engine.destroy()
+        return norms
+
+    ranks = run_ranks(2, program)
+    model = models.make_model(kind=Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    for step in range(3):
+        for rank in range(2):
+            with torch.autocast("cpu", lower):
+                output = model(inputs(rank, step).float())
+            (output.float().square().mean() / 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ranks[0][step] == pytest.approx(norm.item(), rel=2e-2)
+        assert ranks[0][step] == ranks[1][step]
+
+
+def test_autocast_beside_fp16_is_refused():
+    config = models.config(0, torch_autocast={"enabled": True}, bf16=True)
+    with pytest.raises(deeptide.ConfigError, match="contradicts torch_autocast"):
+        deeptide.initialize(model=models.make_model(kind=Net), config=config)

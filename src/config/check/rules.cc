@@ -19,6 +19,11 @@ void check_precision(const Values& values, Problems& problems) {
           "bfloat16 and fp16 modes cannot be simultaneously enabled; set fp16.enabled or bf16.enabled to false",
           problems);
   }
+  for (const char* key : {"fp16.enabled", "bf16.enabled"}) {
+    if (!values.flag("torch_autocast.enabled") || !values.flag(key)) continue;
+    blame(values, key, "true contradicts torch_autocast, which keeps parameters in fp32; set one of them to false",
+          problems);
+  }
 }
 
 void check_reduction(const Values& values, Problems& problems) {

@@ -50,16 +50,19 @@ Key bf16_section() {
 }
 
 Key torch_autocast_section() {
-  return section("torch_autocast", "torch.autocast around the forward pass.",
-                 {
-                     flag("enabled", false, "Use it."),
-                     choice("dtype", {}, {"bfloat16", "float16"}, "Its lower type."),
-                     list("lower_precision_safe_modules", Kind::word,
-                          words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
-                          "Modules whose parameters are communicated in the lower type."),
-                 })
-      .switched_by("enabled")
-      .later("torch.autocast in the training loop works");
+  return section(
+             "torch_autocast", "torch.autocast around the forward pass.",
+             {
+                 flag("enabled", false, "Use it.").into(&PrecisionConfig::autocast),
+                 choice<DataType>("dtype", DataType::bf16, {{"bfloat16", DataType::bf16}, {"float16", DataType::fp16}},
+                                  "Its lower type. float16 scales losses as the fp16 section says.")
+                     .into(&PrecisionConfig::autocast_dtype),
+                 list("lower_precision_safe_modules", Kind::word,
+                      words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
+                      "Modules whose parameters are communicated in the lower type.")
+                     .later("communication_data_type sets it for all"),
+             })
+      .switched_by("enabled");
 }
 
 Key data_types_section() {
