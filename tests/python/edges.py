@@ -51,12 +51,31 @@ def plain(kind=Net, **options):
     return model, torch.optim.AdamW(model.parameters(), **settings)
 
 
-def plain_step(model, optimizer, step, ranks=1, **call):
-    for rank in range(ranks):
-        (model(inputs(rank, step), **call).square().mean() / ranks).backward()
+def plain_update(model, optimizer, losses, ranks):
+    """One step with the mean over `ranks`, which may be more than have a loss: some have joined."""
+    for loss in losses:
+        (loss / ranks).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
+def plain_step(model, optimizer, step, ranks=1, **call):
+    losses = (model(inputs(rank, step), **call).square().mean() for rank in range(ranks))
+    plain_update(model, optimizer, losses, ranks)
+
+
+def final_state(engine):
+    """The engine's last words. Collective."""
+    state = engine.module_state_dict()
+    engine.destroy()
+    return state
+
+
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def assert_trained_as(state, model):
+    """The parameters of `state` are those of plain torch's `model`."""
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(state[name], value.detach(), msg=lambda t, n=name: f"{n}: {t}", **TOLERANCE)

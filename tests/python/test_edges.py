@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from edges import STAGES, TOLERANCE, Net, inputs, plain, plain_step, start, train
+from edges import STAGES, TOLERANCE, Net, assert_trained_as, final_state, inputs, plain, plain_step, start, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -145,16 +145,13 @@ def test_swapped_data_trains_on(stage):
         weight.data = weight.data.double()
         weight.data = kept
         train(engine, 3, rank=world.rank)
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     ranks = run_ranks(2, program)
     model, optimizer = plain()
     for step in range(3):
         plain_step(model, optimizer, step, ranks=2)
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(ranks[0][name], value.detach(), **TOLERANCE)
+    assert_trained_as(ranks[0], model)
 
 
 # -- 4: ties ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from edges import STAGES, TOLERANCE, Net, inputs, plain, plain_step, start, train
-from torch import nn
+from edges import STAGES, Net, assert_trained_as, final_state, inputs, plain, plain_step, plain_update, start, train
 
 import deeptide
 
@@ -49,8 +48,8 @@ def test_frozen_and_unused_parameters_stay_and_count_their_own_steps(stage, tmp_
     for step in range(8):
         act(model, step)
         plain_step(model, optimizer, step, ranks=2, **calls(step))
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(ranks[0][0][name], value.detach(), msg=lambda t, n=name: f"{n}: {t}", **TOLERANCE)
+    assert_trained_as(ranks[0][0], model)
+    for name, _ in model.named_parameters():
         assert torch.equal(ranks[0][0][name], ranks[0][1][name]), f"{name} after a resume"
 
 
@@ -59,20 +58,14 @@ def test_a_branch_of_one_rank_counts_as_used():
         engine = start(world, 2)
         for step in range(3):
             train(engine, first=step, rank=world.rank, skip=world.rank == 0)
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     ranks = run_ranks(2, program)
     model, optimizer = plain()
     for step in range(3):
-        for rank in range(2):
-            (model(inputs(rank, step), skip=rank == 0).square().mean() / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(ranks[1][name], value.detach(), **TOLERANCE)
+        losses = (model(inputs(rank, step), skip=rank == 0).square().mean() for rank in range(2))
+        plain_update(model, optimizer, losses, ranks=2)
+    assert_trained_as(ranks[1], model)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -104,16 +97,13 @@ def test_grad_from_before_initialize_is_dropped_and_told(stage, capfd):
         engine = start(world, stage, model=model)
         assert all(p.grad is None for p in model.parameters())
         train(engine, 2, rank=world.rank)
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     ranks = run_ranks(2, program)
     model, optimizer = plain()
     for step in range(2):
         plain_step(model, optimizer, step, ranks=2)
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(ranks[0][name], value.detach(), **TOLERANCE)
+    assert_trained_as(ranks[0], model)
     assert "had a .grad before initialize" in capfd.readouterr().err
 
 
@@ -131,16 +121,12 @@ def test_grad_set_by_hand_is_this_steps_gradient(stage, accumulation):
             outcome = engine.step()
             assert all(p.grad is None for p in parameters)
         assert outcome.applied
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     def by_backward(world):
         engine = start(world, stage, gas=accumulation)
         train(engine, 2 * accumulation, rank=world.rank)
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     for one, other in zip(run_ranks(2, program), run_ranks(2, by_backward), strict=True):
         for name in one:
@@ -190,9 +176,7 @@ def test_all_ranks_step_with_the_leading_ranks_learning_rate(stage, capfd):
             engine.optimizer.param_groups[0]["lr"] = 0.01 * (step + 1) * (1 + odd * world.rank)
             train(engine, first=step, rank=world.rank)
             assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * (step + 1))
-        state = engine.module_state_dict()
-        engine.destroy()
-        return state
+        return final_state(engine)
 
     odd, even = run_ranks(2, program, True), run_ranks(2, program, False)
     assert all(torch.equal(odd[1][name], even[0][name]) for name in even[0] if name != "mean")
@@ -217,10 +201,6 @@ def test_a_joined_rank_steps_with_the_learning_rate_of_those_that_train(stage):
     model, optimizer = plain()
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.01 * (step + 1)
-        for rank in range(2 if step == 0 else 1):
-            (model(inputs(rank, step)).square().mean() / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(ranks[1][0][name], value.detach(), **TOLERANCE)
+        losses = (model(inputs(rank, step)).square().mean() for rank in range(2 if step == 0 else 1))
+        plain_update(model, optimizer, losses, ranks=2)
+    assert_trained_as(ranks[1][0], model)
