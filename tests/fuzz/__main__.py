@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzzes the engine: `python tests/fuzz --seconds 120`, or `--seed 7`, or `--program file.json` to run one again."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import campaign
+from programs import SETTINGS
+
+
+def main():
+    parser = argparse.ArgumentParser("fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow")
+    parser.add_argument("--programs", type=int, default=10**9, help="at most so many")
+    parser.add_argument(
+        "--settings", type=int, default=4, help="of the 8 settings (stage, memory), how many per program"
+    )
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--shrink", type=float, help="seconds to shrink a failing program; default: 60, and 0 with --program"
+    )
+    parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
+    parser.add_argument("--program", type=Path, help="run this program at all settings")
+    options = parser.parse_args()
+    if not options.program:
+        sys.exit(0 if campaign.Campaign(options).run() else 1)
+    campaign.start()
+    mismatch = campaign.try_program(json.loads(options.program.read_text()), SETTINGS, options.shrink or 0, avoid=False)
+    print(mismatch[1] if mismatch else "as plain torch")
+    sys.exit(1 if mismatch else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tries seed after seed in a few processes until the time is over."""
+
+import collections
+import concurrent.futures
+import json
+import multiprocessing
+import random
+import time
+
+import generate
+import programs
+import torch
+from oracle import OPEN
+from runner import Runner
+from shrink import Shrinker, judged
+
+_runner = None
+
+
+def start():
+    """In each process that tries programs: it has a runner of its own."""
+    global _runner
+    torch.set_num_threads(1)
+    _runner = Runner()
+
+
+def try_seed(seed, count, seconds_to_shrink):
+    """(seed, its settings, the acts they run, None or what was found)."""
+    program = generate.program_of(seed)
+    settings = generate.settings_for(program, random.Random(seed), count)
+    acts = len(settings) * sum(len(phase["acts"]) for phase in program["phases"])
+    return seed, len(settings), acts, try_program(program, settings, seconds_to_shrink)
+
+
+def try_program(program, settings, seconds_to_shrink, avoid=True):
+    """None, or the mismatch's signature and a text. avoid: see oracle.expected_of."""
+    found = judged(_runner, program, settings, avoid)
+    if not found:
+        return None
+    if not seconds_to_shrink:
+        return found[0].signature, str(found[0])
+    shrinker = Shrinker(_runner, seconds_to_shrink, avoid)
+    smallest, settings, mismatch = shrinker.shrink(program, found[0])
+    text = f"{mismatch}\nsettings: {', '.join(map(str, settings))}; smallest program, after {shrinker.tries} tries:\n"
+    return mismatch.signature, text + programs.dump(smallest)
+
+
+def try_open(path):
+    """(path, whether it still fails)."""
+    program = json.loads(path.read_text())
+    return path, try_program(program, programs.SETTINGS, seconds_to_shrink=0, avoid=False) is not None
+
+
+class Campaign:
+    """Counts what ran and what it found."""
+
+    def __init__(self, options):
+        self.options = options
+        self.end = time.monotonic() + options.seconds
+        self.seeds = iter(range(options.seed, options.seed + options.programs))
+        self.counts, self.found = collections.Counter(), collections.Counter()
+
+    def run(self):
+        """Returns whether every program gave what plain torch gives."""
+        jobs = self.options.jobs
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(jobs, context, start) as pool:
+            running = {future for _ in range(jobs) if (future := self._submit(pool))}
+            known = [pool.submit(try_open, path) for path in sorted(OPEN.glob("*.json"))]
+            while running:
+                done, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    self._count(*future.result())
+                    if following := self._submit(pool):
+                        running.add(following)
+            for future in known:
+                path, fails = future.result()
+                print(f"known: {path.stem}: {'still fails' if fails else 'agrees now; move it to tests/fuzz/mended'}")
+        self._print()
+        return not self.found
+
+    def _submit(self, pool):
+        seed = next(self.seeds, None) if time.monotonic() < self.end else None
+        if seed is None:
+            return None
+        shrink = 60 if self.options.shrink is None else self.options.shrink
+        return pool.submit(try_seed, seed, self.options.settings, shrink)
+
+    def _count(self, seed, runs, acts, mismatch):
+        self.counts.update(programs=1, runs=runs, acts=acts)
+        if not mismatch:
+            return
+        signature, text = mismatch
+        self.found[signature] += 1
+        if self.found[signature] == 1 or self.options.all:
+            print(f"=== seed {seed}: {text}", flush=True)
+
+    def _print(self):
+        counts = self.counts
+        size = f"{counts['programs']} programs, {counts['runs']} runs, {counts['acts']} acts"
+        print(f"fuzz: {size}, from seed {self.options.seed}; {sum(self.found.values())} programs failed")
+        for signature, count in self.found.most_common():
+            print(f"  {count} x {' '.join(map(str, filter(None, signature)))}")

@@ -1,0 +1,35 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an act must give: values, or one of the documented errors. And the programs that nothing is said about."""
+
+from typing import NamedTuple
+
+
+class Raises(NamedTuple):
+    """One of these exception types, with this pattern in its text; an undocumented reason stands in no pattern."""
+
+    kinds: tuple[str, ...]
+    pattern: str
+
+
+class UndefinedError(Exception):
+    """Neither torch nor the documentation says what this act does here; the generator leaves it out."""
+
+
+class OpenError(UndefinedError):
+    """What happens is known and wrong: see tests/fuzz/open. The program is left out at this setting."""
+
+
+MOVED = Raises(("ValueError",), "got other memory after initialize")
+UNFROZEN = Raises(("ValueError",), "was frozen at initialize and requires grad now")
+BY_HAND = Raises(("ValueError",), r"has a \.grad that was set by hand")
+OF_ANOTHER = Raises(("RuntimeError", "CommError"), r"failed on rank \d before it began")
+NO_GRADIENT = Raises(("ValueError",), r"step\(\) before backward\(\)")
+UNSAVED = Raises(("ValueError",), "save_checkpoint (between|within)")
+SAVE_OF_ANOTHER = Raises(("ValueError", "RuntimeError"), r"save_checkpoint (between|within)|failed on rank \d before")
+NO_SYNC = Raises(("ConfigError",), "no_sync needs ZeRO stage 0 or 1")
+NO_NEW_GROUP = Raises(("RuntimeError",), "groups cannot be added to a running engine")
+DIFFERENT_CALLS = Raises(("CommError",), "the ranks called different methods")
+RAW = Raises(("RuntimeError", "ValueError"), "was accessed directly while it is sharded")
+NOT_OPTIMIZED = Raises(("ValueError",), "it is not optimized")
+NEEDS_GRAD = Raises(("ValueError",), "the loss does not require grad")

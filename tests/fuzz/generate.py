@@ -1,0 +1,364 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs: mostly training, with everything else in between."""
+
+import random
+
+import oracle
+import subject
+from acts import ABSOLUTE, RELATIVE
+from expected import OpenError, UndefinedError
+from programs import SETTINGS
+
+WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
+
+
+class Generator:
+    """Draws one program from one seed."""
+
+    def __init__(self, seed):
+        self.seed, self.draw = seed, random.Random(seed)
+        self.tags = []
+        self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
+
+    def program(self):
+        draw = self.draw
+        optimizer = self._optimizer()
+        program = {
+            "seed": self.seed % 1000,
+            "model": self._model(),
+            "optimizer": optimizer,
+            "schedule": draw.choice([None, None, 0.9]),
+            "clipping": draw.choice([0.0, 0.1, 1.0]),
+            "phases": [],
+        }
+        names = dict(subject.Subject(program["model"]).named_parameters(remove_duplicate=False))
+        self.names = sorted(names)
+        self.modules = ["h.0", "norm", "head", "embed", f"h.{program['model']['blocks'] - 1}.up"]
+        self._freeze_some(program["model"])
+        low = draw.random() < 0.4
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            program["phases"].append(self._phase(low != (draw.random() < 0.1)))
+        return program
+
+    def _model(self):
+        draw = self.draw
+        return {
+            "width": draw.choice([3, 4, 6]),
+            "blocks": draw.randint(1, 3),
+            "norm": draw.choice(["layer", "layer", "batch"]),
+            "tie": draw.choice(["none", "head", "transposed"]),
+            "extras": [e for e in ("scalar", "unused", "empty", "sparse") if draw.random() < 0.4],
+            "frozen": [],
+            "left_out": [],
+            "groups": draw.choice([1, 2]),
+            "seed_by_rank": draw.random() < 0.3,
+        }
+
+    def _freeze_some(self, spec):
+        own = [n for n in self.names if not n.startswith("pair.") and n not in ("head.weight", "head.bias")]
+        for key in ("frozen", "left_out"):
+            if self.draw.random() < 0.3:
+                spec[key] = self.draw.sample(own, 2)
+        if spec["tie"] == "head":  # one parameter has one answer
+            for key in ("frozen", "left_out"):
+                spec[key] = [n for n in spec[key] if n != "embed.weight"]
+
+    def _optimizer(self):
+        draw = self.draw
+        kind = draw.choice(["AdamW", "AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
+        by = "instance" if kind == "Adam" else draw.choice(["config", "instance"])
+        if kind == "SGD":
+            params = {"lr": 0.05, "momentum": draw.choice([0.0, 0.9]), "weight_decay": draw.choice([0.0, 0.1])}
+        elif kind in ("Adagrad", "RMSprop"):
+            params = {"lr": 0.02, "eps": 1e-3, "weight_decay": draw.choice([0.0, 0.1])}
+        else:
+            # eps: a gradient's rounding moves a parameter by lr / eps times as much.
+            params = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": draw.choice([0.0, 0.1])}
+        return {"type": kind, "by": by, "params": params}
+
+    def _phase(self, low):
+        draw = self.draw
+        self.world = draw.choice([1, 2, 2, 2, 3])
+        self.gas = draw.choice([1, 1, 1, 2, 3])
+        config = {"zero": {}, "deeptide": {}}
+        if draw.random() < 0.7:
+            config["deeptide"]["unit_size"] = draw.choice([1, 20, 60])
+        if draw.random() < 0.5:
+            config["zero"]["stage3_max_live_parameters"] = 1
+        if draw.random() < 0.3:
+            config["zero"]["overlap_comm"] = False
+        if draw.random() < 0.2:
+            config["zero"]["stage3_prefetch_bucket_size"] = 0
+        if draw.random() < 0.2:
+            config["zero"]["stage3_param_persistence_threshold"] = 30
+        acts = []
+        if self.tags and draw.random() < 0.9:
+            acts.append({"act": "load", "tag": draw.choice(self.tags)})
+        for _ in range(draw.randint(2, 9)):
+            acts += self._some()
+        if self.gas == 1 or draw.random() < 0.5:
+            acts += [{"act": "save", "tag": self._tag()}]
+        if draw.random() < 0.05:
+            calls = draw.choices(["step", "state", "save", "zero_grad", "empty_cache"], k=self.world)
+            acts.append({"act": "diverge", "calls": calls})
+        return {
+            "world": self.world,
+            "bf16": low,
+            "gas": self.gas,
+            "shift": draw.choice([0, 0, 0, 1, 2, 3]),
+            "flip": draw.random() < 0.2,
+            "config": config,
+            "offload": draw.random() < 0.1,
+            "acts": acts,
+        }
+
+    # -- values by rank -----------------------------------------------------------------------------------------------
+
+    def _seed(self):
+        return self.draw.randrange(1000)
+
+    def _seeds(self, all_ranks=0.8):
+        seeds = [self._seed() for _ in range(self.world)]
+        if not self.alike and self.draw.random() > all_ranks:
+            seeds[self.draw.randrange(self.world)] = None
+        return seeds
+
+    def _route(self):
+        blocks = [0, 1, 2]
+        if self.alike or self.draw.random() < 0.6:
+            return [blocks]
+        return [self.draw.choices(blocks, k=self.draw.randint(0, 3)) for _ in range(self.world)]
+
+    def _on(self):
+        return True if self.alike or self.draw.random() < 0.6 else [self.draw.random() < 0.5 for _ in range(self.world)]
+
+    def _name(self):
+        return self.draw.choice(self.names)
+
+    def _tag(self):
+        self.tags.append(self.draw.choice(["a", "b"]))
+        return self.tags[-1]
+
+    # -- acts ---------------------------------------------------------------------------------------------------------
+
+    def _forward(self, slot, **more):
+        kind = self.draw.choice(["cross", "square"])
+        if self.draw.random() < 0.15:
+            more = {"recompute": self.draw.choice(["plain", "reentrant"]), **more}
+        return {"act": "forward", "slot": slot, "seeds": self._seeds(), "route": self._route(), "kind": kind, **more}
+
+    def _backward(self, slot, **more):
+        return {"act": "backward", "slot": slot, "via": self.draw.choice(["engine", "loss"]), **more}
+
+    def _train(self):
+        acts = []
+        for _ in range(self.gas if self.draw.random() < 0.8 else 1):
+            acts += [self._forward("a"), self._backward("a"), self._step()]
+        return acts
+
+    def _step(self):
+        return {"act": "step", "via": self.draw.choice(["engine", "engine", "optimizer"])}
+
+    def _some(self):
+        """A few acts that belong together."""
+        kinds = list(MACROS)
+        return self.draw.choices([MACROS[k] for k in kinds], [WEIGHTS.get(k, 1) for k in kinds])[0](self)
+
+    def _losses(self):
+        first, second = self._forward("a"), self._forward("b")
+        acts = [first, second, self._backward("a"), self._backward("b"), self._step()]
+        if self.draw.random() < 0.3:
+            acts[2] = self._backward("a", retain=True)
+            acts.insert(3, self._backward("a"))
+        return acts
+
+    def _stale(self):
+        return [self._forward("s"), *self._train(), self._backward("s"), self._zero()]
+
+    def _evaluate(self):
+        mode = self.draw.choice(["no_grad", "inference", "eval"])
+        return [{**self._forward("e", mode=mode), "seeds": self._seeds(0.5)}]
+
+    def _freeze(self):
+        names = self.draw.sample(self.names, min(len(self.names), self.draw.randint(1, 4)))
+        act = {"act": "freeze", "names": names, "frozen": True, "on": self._on()}
+        thaw = {**act, "frozen": False, "on": True}
+        return self.draw.choice(
+            [[act], [thaw], [act, *self._train(), thaw], [thaw, *self._train(), {**act, "on": True}]]
+        )
+
+    def _write(self):
+        act = {"act": "write", "name": self._name(), "way": self.draw.choice(WRITES), "seed": self._seed()}
+        if self.draw.random() < 0.3:
+            return [self._forward("a"), act, self._backward("a"), self._step()]
+        return [act]
+
+    def _grad(self):
+        on, name = self._on(), self._name()
+        how = self.draw.choice(["values", "none", "scaled"])
+        act = {"act": "set_grad", "name": name, "how": how, "seed": self._seed(), "on": on}
+        around = self.draw.randrange(4)
+        if around == 0:
+            return [act, *self._train()]
+        if around in (1, 2):
+            acts = [self._forward("a"), self._backward("a"), act, self._step()]
+            if self.draw.random() < 0.3:
+                acts.insert(2, {"act": "look_gradient", "name": name})
+            return [*acts, self.draw.choice([self._zero(), {**act, "how": "none"}]), self._step()]
+        return [self._forward("a"), {"act": "gradients_by_hand", "slot": "a", "on": on}, self._step()]
+
+    def _zero(self):
+        if self.draw.random() < 0.25:
+            return {"act": "model_zero_grad", "on": self._on()}
+        return {"act": "zero_grad", "via": self.draw.choice(["engine", "optimizer"])}
+
+    def _second_thoughts(self):
+        return [self._forward("a"), self._backward("a"), self._zero(), *self._train()]
+
+    def _poison(self):
+        times = [self.draw.choice(["inf", "nan", "1"]) for _ in range(self.world)]
+        return [self._forward("a"), self._backward("a", times=times), self._step()]
+
+    def _swap(self):
+        way = self.draw.choice(["double", "double", "away", "away", "share"])
+        if way == "share" and self.draw.random() < 0.7:
+            way = "double"
+        act = {"act": "swap", "name": self._name(), "way": way, "seed": self._seed(), "on": self._on()}
+        if way == "away":
+            return [act, *self.draw.choice([self._train(), self._look(), []]), {**act, "way": "back", "on": True}]
+        return [act]
+
+    def _replace(self):
+        if self.draw.random() < 0.6:
+            return []
+        return [{"act": "replace", "way": self.draw.choice(["new", "tie", "add"]), "seed": self._seed()}]
+
+    def _raise(self):
+        act = {
+            "act": "raise",
+            "where": self.draw.choice(["forward", "backward"]),
+            "module": self.draw.choice(self.modules),
+            "seeds": self._seeds(0.4),
+            "route": self._route(),
+            "via": self.draw.choice(["engine", "loss"]),
+        }
+        return [act, *self.draw.choice([[], [{"act": "zero_grad"}], self._train()])]
+
+    def _look(self):
+        way = self.draw.choice(["clone", "deepcopy", "state_dict"])
+        return self.draw.choice(
+            [
+                [{"act": "clone", "way": way, "on": self._on()}],
+                [{"act": "state"}],
+                [{"act": "export"}],
+                [{"act": "snapshot"}],
+                [{"act": "look_all"}],
+                [{"act": "read_raw", "name": self._name()}],
+                [self._forward("a"), self._backward("a"), {"act": "look_gradient", "name": self._name()}, self._step()],
+            ]
+        )
+
+    def _save(self):
+        act = {"act": "save", "tag": self._tag()}
+        if self.draw.random() < 0.2:
+            return [self._forward("a"), self._backward("a"), act, self._step()]
+        return [act, *self._train(), {"act": "load", "tag": act["tag"]}]
+
+    def _load(self):
+        return [{"act": "load", "tag": self.draw.choice(self.tags)}] if self.tags else []
+
+    def _hyper(self):
+        values = [self.draw.choice([0.005, 0.01, 0.03]) for _ in range(self.world)]
+        value = values if self.draw.random() < 0.3 else values[0]
+        return [
+            {
+                "act": "hyper",
+                "group": self.draw.randrange(2),
+                "key": self.draw.choice(["lr", "weight_decay"]),
+                "value": value,
+            }
+        ]
+
+    def _join(self):
+        counts = [self.draw.randrange(4) for _ in range(self.world)]
+        return [{"act": "join", "counts": counts, "seed": self._seed(), "route": [[0, 1]]}]
+
+    def _no_sync(self):
+        return [{"act": "no_sync", "micros": self.draw.randint(1, 2), "seed": self._seed(), "route": [[0, 1]]}]
+
+    def _boundary(self):
+        value = self.draw.choice([True, False])
+        return [{"act": "boundary", "value": value}, *self._train(), {"act": "boundary", "value": None}]
+
+    def _rebind(self):
+        return [{"act": "rebind", "seed": self._seed()}]
+
+    def _set_full(self):
+        role = self.draw.choice(["fp32", "gradient", "state"])
+        act = {"act": "set_full", "name": self._name(), "role": role, "seed": self._seed()}
+        if self.draw.random() < 0.5:
+            return [self._forward("a"), self._backward("a"), act, self._step()]
+        return [self._forward("a"), act, self._backward("a"), self._step()]
+
+    def _hook(self):
+        return [{"act": "hook", "name": self._name(), "on": self._on()}]
+
+    def _others(self):
+        return [{"act": self.draw.choice(["empty_cache", "add_group"])}]
+
+    def _bare(self):
+        """Acts out of their usual order."""
+        slot = self.draw.choice("ab")
+        return [self.draw.choice([self._forward(slot), self._backward(slot), self._step(), self._zero()])]
+
+
+MACROS = {
+    name: getattr(Generator, f"_{name}")
+    for name in (
+        "train", "losses", "stale", "evaluate", "freeze", "write", "grad", "second_thoughts", "poison", "swap",
+        "replace", "raise", "look", "save", "load", "hyper", "join", "no_sync", "boundary", "rebind", "hook",
+        "set_full", "others", "bare",
+    )
+}  # fmt: skip
+WEIGHTS = {
+    "train": 6, "write": 5, "freeze": 2, "grad": 3, "losses": 2, "look": 4, "bare": 2, "raise": 2, "join": 2, "save": 2,
+    "swap": 2,
+}  # fmt: skip
+
+
+def without_undefined(program, settings=SETTINGS):
+    """The program without the acts that nothing is said about at one of the settings."""
+    for setting in {oracle.traits_of(program, setting): setting for setting in settings}.values():
+        while True:
+            try:
+                oracle.expected_of(program, setting, avoid=False)
+                break
+            except UndefinedError as reason:
+                phase, number = reason.args[:2]
+                if number >= len(phase["acts"]):
+                    raise
+                del phase["acts"][number]
+    return program
+
+
+def settings_for(program, draw, count):
+    """Some settings where no fault is known that the program meets."""
+    by_traits = {}
+    for setting in SETTINGS:
+        by_traits.setdefault(oracle.traits_of(program, setting), []).append(setting)
+    settings = [s for alike in by_traits.values() if not _meets_open(program, alike[0]) for s in alike]
+    return sorted(draw.sample(settings, min(count, len(settings))))
+
+
+def _meets_open(program, setting):
+    try:
+        oracle.expected_of(program, setting)
+    except OpenError:
+        return True
+    return False
+
+
+def program_of(seed):
+    """The program of a seed, without what is not defined."""
+    return without_undefined(Generator(seed).program())

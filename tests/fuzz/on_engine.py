@@ -1,0 +1,272 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program on one rank of real engines, and writes what each act gave."""
+
+import faulthandler
+import json
+import os
+import pickle
+import sys
+
+import acts
+import subject
+import torch
+import torch.distributed as dist
+from programs import STATES, Setting, acts_of, most_ranks, pick
+
+import deeptide
+
+SLOW = 30  # seconds that an engine waits for a peer
+
+
+class EngineRank(acts.Rank):
+    def __init__(self, rank, model, engine, optimizer, folder):
+        super().__init__(rank, model)
+        self.engine, self.optimizer, self.folder = engine, optimizer, folder
+
+    def call(self, *arguments):
+        return self.engine(*arguments)
+
+    def backward(self, loss, act):
+        if act["via"] == "engine":
+            self.engine.backward(loss, retain_graph=bool(act.get("retain")), scale_wrt_gas=not act.get("sum"))
+        else:
+            loss.backward(retain_graph=bool(act.get("retain")))
+
+    def perform(self, act):
+        return super().perform(act) if act["act"] in acts.ACTS else TOGETHER[act["act"]](self, act)
+
+    def counters(self):
+        engine = self.engine
+        return {"counters": [engine.global_steps, engine.skipped_steps, engine.micro_steps]}
+
+
+def config_of(program, phase, setting, folder):
+    extra = phase["config"]
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if phase["offload"] else {}
+    return {
+        "train_micro_batch_size_per_gpu": subject.ROWS,
+        "gradient_accumulation_steps": phase["gas"],
+        "gradient_clipping": program["clipping"],
+        "zero_optimization": {
+            "stage": setting.stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **zero,
+            **extra.get("zero", {}),
+        },
+        "bf16": {"enabled": phase["bf16"]},
+        "deeptide": {"comm_timeout": SLOW, "shared_memory": setting.shared, **extra.get("deeptide", {})},
+    }
+
+
+def start(program, phase, setting, world, folder):
+    spec, seed = program["model"], program["seed"]
+    model = subject.make(spec, seed + (world.rank if spec["seed_by_rank"] else 0))
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[n] for n in names]} for names in subject.optimized_names(model, spec)]
+    for group in groups[1:]:
+        group["weight_decay"] = 0.0
+    given, config = program["optimizer"], config_of(program, phase, setting, folder)
+    if given["by"] == "config":
+        config["optimizer"] = {"type": given["type"], "params": given["params"]}
+        how = {"model_parameters": groups}
+    else:
+        how = {"optimizer": getattr(torch.optim, given["type"])(groups, **given["params"])}
+    if program["schedule"]:
+        how["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, program["schedule"])
+    engine, *_ = deeptide.initialize(model=model, config=config, world=world, **how)
+    return EngineRank(world.rank, model, engine, given["type"], folder)
+
+
+# -- acts that ranks do together --------------------------------------------------------------------------------------
+
+
+def step(rank, act):
+    outcome = rank.engine.optimizer.step() if act.get("via") == "optimizer" else rank.engine.step()
+    seen = {"result": outcome.result.name, "lr": rank.engine.get_lr(), **rank.counters()}
+    return {**seen, "norm": outcome.grad_norm} if outcome.applied else seen
+
+
+def zero_grad(rank, act):
+    (rank.engine.optimizer if act.get("via") == "optimizer" else rank.engine).zero_grad()
+    return {}
+
+
+def _micro_batches(rank, act, count):
+    for i in range(count):
+        seed = act["seed"] + 10 * i + rank.rank
+        rank.perform({"act": "forward", "slot": "own", "seeds": seed, "route": act["route"], "mode": "train"})
+        rank.perform({"act": "backward", "slot": "own", "via": "engine"})
+        rank.engine.step()
+
+
+def join(rank, act):
+    _micro_batches(rank, act, rank.own(act["counts"]))
+    rank.engine.join()
+    return rank.counters()
+
+
+def no_sync(rank, act):
+    with rank.engine.no_sync():
+        _micro_batches(rank, act, act["micros"])
+    return rank.counters()
+
+
+def boundary(rank, act):
+    rank.engine.set_gradient_accumulation_boundary(act["value"])
+    return {}
+
+
+def hyper(rank, act):
+    groups = rank.engine.optimizer.param_groups
+    if act["group"] < len(groups):
+        groups[act["group"]][act["key"]] = rank.own(act["value"])
+    return {}
+
+
+def save(rank, act):
+    rank.engine.save_checkpoint(rank.folder, tag=act["tag"])
+    return {}
+
+
+def load(rank, act):
+    if os.path.isdir(os.path.join(rank.folder, act["tag"])):
+        rank.engine.load_checkpoint(rank.folder, tag=act["tag"])
+    return {}
+
+
+def state(rank, act):
+    return dict(rank.engine.module_state_dict())
+
+
+def export(rank, act):
+    from safetensors.torch import load_file
+
+    rank.engine.save_16bit_model(rank.folder, "exported.safetensors")
+    return load_file(os.path.join(rank.folder, "exported.safetensors")) if rank.rank == 0 else {}
+
+
+def snapshot(rank, act):
+    return dict(rank.engine.snapshot().state_dict())
+
+
+def look_all(rank, act):
+    groups = rank.engine.optimizer.param_groups
+    ids = {id(p) for group in groups for p in group["params"]}
+    values = {}
+    for name, parameter in rank.bound.items():
+        if id(parameter) not in ids or name == "pair.decode.weight":
+            continue
+        ids.discard(id(parameter))
+        values[f"{name} master"] = deeptide.utils.safe_get_full_fp32_param(parameter)
+        for role in STATES[rank.optimizer]:
+            values[f"{name} {role}"] = deeptide.utils.safe_get_full_optimizer_state(parameter, role)
+    return values
+
+
+def look_gradient(rank, act):
+    groups = rank.engine.optimizer.param_groups
+    parameter = rank.bound.get(act["name"])
+    first = next((name for name, p in rank.bound.items() if p is parameter), None)
+    optimized = any(p is parameter for group in groups for p in group["params"])
+    if not optimized or first != act["name"] or first == "pair.decode.weight":
+        return None
+    return {"gradient": deeptide.utils.safe_get_full_grad(parameter)}
+
+
+def set_full(rank, act):
+    parameter = rank.bound.get(act["name"])
+    if parameter is None:
+        return None
+    value = acts.values_for(parameter, act["seed"]).float()
+    if act["role"] == "fp32":
+        deeptide.utils.safe_set_full_fp32_param(parameter, value)
+    elif act["role"] == "gradient":
+        deeptide.utils.safe_set_full_grad(parameter, value)
+    else:
+        deeptide.utils.safe_set_full_optimizer_state(parameter, value, STATES[rank.optimizer][0])
+    return {}
+
+
+def counters(rank, act):
+    return rank.counters()
+
+
+def empty_cache(rank, act):
+    rank.engine.empty_partition_cache()
+    return {}
+
+
+def add_group(rank, act):
+    rank.engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    return {}
+
+
+def diverge(rank, act):
+    call = rank.own(act["calls"])
+    if isinstance(act["calls"], list) and len({pick(act["calls"], r) for r in range(rank.engine.world_size)}) > 1:
+        return TOGETHER[call](rank, {"tag": "diverged"})
+    return None
+
+
+TOGETHER = {
+    f.__name__: f
+    for f in (
+        step, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all, look_gradient,
+        set_full, counters, empty_cache, add_group, diverge,
+    )
+}  # fmt: skip
+
+
+# -- a rank's process -------------------------------------------------------------------------------------------------
+
+
+def _result(rank, act):
+    """("ok", values), or ("raised", type, text, whether the engine is of no use any more)."""
+    try:
+        return ("ok", rank.perform(act))
+    except Exception as error:
+        return ("raised", type(error).__name__, str(error), isinstance(error, deeptide.CommError))
+
+
+def _phase(program, phase, setting, world, folder):
+    rank = start(program, phase, setting, world, folder)
+    results = []
+    try:
+        for act in acts_of(phase):
+            results.append(_result(rank, act))
+            if results[-1][-1] is True:
+                break
+    finally:
+        rank.engine.destroy()
+    return results
+
+
+def run(program, settings, number, size, port, folder):
+    """All settings, one after the other; each result is written as soon as it is there."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    for setting in map(Setting.parse, settings):
+        checkpoints = os.path.join(folder, f"{setting}-checkpoints")
+        results = []
+        for index, phase in enumerate(program["phases"]):
+            if number >= phase["world"]:
+                results.append(None)
+                continue
+            prefix = dist.PrefixStore(f"{os.path.basename(folder)}/{setting}/{index}", store)
+            world = deeptide.make_world(prefix, number, phase["world"])
+            try:
+                results.append(_phase(program, phase, setting.of(phase), world, checkpoints))
+            except Exception as error:
+                results.append([("raised", type(error).__name__, f"initialize: {error}", True)])
+        with open(os.path.join(folder, f"{setting}-{number}.tmp"), "wb") as file:
+            pickle.dump(results, file)
+        os.rename(file.name, os.path.join(folder, f"{setting}-{number}"))
+
+
+def main(program, settings, number, port, folder, limit):
+    faulthandler.dump_traceback_later(limit, exit=True)  # who hangs says where
+    run(json.loads(program), settings, number, most_ranks(json.loads(program)), port, folder)
+    sys.stdout.flush()
+    os._exit(0)  # to end as scripts do takes a forked interpreter longer than the program

@@ -1,0 +1,313 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program on plain torch: what every rank must see at every act, for one setting."""
+
+import copy
+import functools
+import re
+from pathlib import Path
+
+import torch
+from acts import ACTS, UNCOUNTED, values_for
+from expected import (
+    DIFFERENT_CALLS,
+    NO_NEW_GROUP,
+    NO_SYNC,
+    NOT_OPTIMIZED,
+    RAW,
+    SAVE_OF_ANOTHER,
+    UNSAVED,
+    OpenError,
+    Raises,
+    UndefinedError,
+)
+from plain import DocumentedError, FailuresError, Life
+from programs import STATES, acts_of, pick
+
+OPEN = Path(__file__).parent / "open"
+
+
+def expected_of(program, setting, noise=None, avoid=True):
+    """[phase][act][rank]: a dict of values, None for nothing, or Raises. A phase ends early when its engines are dead.
+
+    Errors: UndefinedError; with `avoid`, OpenError for what is known to fail.
+    """
+    saves = {}
+    generator = None if noise is None else torch.Generator().manual_seed(noise)
+    return [_phase(program, phase, setting.of(phase), (saves, avoid), generator) for phase in program["phases"]]
+
+
+def traits_of(program, setting):
+    """What the expectations depend on: settings with equal traits expect the same."""
+    return tuple(_traits(setting.of(phase), phase) for phase in program["phases"])
+
+
+def _traits(setting, phase):
+    """What plain torch's expectations depend on."""
+    several = phase["world"] > 1
+    gated = several and setting.stage == 3 and not setting.shared
+    whole = not several or (setting.stage < 3 and not setting.shared)
+    return gated, whole and phase["bf16"], setting.stage >= 2
+
+
+def _phase(program, phase, setting, common, noise):
+    life = Life(program, phase, setting, noise)
+    results = []
+    for number, act in enumerate(acts_of(phase)):
+        try:
+            results.append(_perform(life, act, *common))
+        except UndefinedError as reason:
+            reason.args = (phase, number, *reason.args)
+            raise
+        if life.dead:
+            break
+    return results
+
+
+def _perform(life, act, saves, avoid):
+    if act["act"] in ACTS:
+        _check_defined(life, act, avoid)
+        return [_local(life, rank, act) for rank in life.ranks]
+    try:
+        values = COLLECTIVE[act["act"]](life, act, saves)
+    except FailuresError as failures:
+        return failures.by_rank
+    return values if isinstance(values, list) else [values] * len(life.ranks)
+
+
+# -- what one rank does alone -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def is_open(name):
+    """Whether a fault is known and not mended: programs that meet it are left out while a file of it is there."""
+    return any(OPEN.glob(f"{name}*.json"))
+
+
+def _differ(life, value):
+    return any(pick(value, rank.rank) != pick(value, 0) for rank in life.ranks)
+
+
+def _note_units(life, act):
+    """Whether ranks may from now on hold different units: plans remember the passes before."""
+    absent = [pick(act.get("seeds"), rank.rank) is None for rank in life.ranks]
+    frozen = [[p.requires_grad for p in rank.bound.values()] for rank in life.ranks]
+    differs = any(_differ(life, value) for value in (absent, act.get("route"), act.get("on"), frozen))
+    if act["act"] == "forward":
+        (life.uneven.add if differs else life.uneven.discard)(act["slot"])
+    life.units_differ = life.units_differ or differs or act.get("slot") in life.uneven
+
+
+def _check_defined(life, act, avoid):
+    """Raises OpenError for what fails as known: sharded parameters written after ranks' passes have differed."""
+    _note_units(life, act)
+    if avoid and act["act"] == "write" and life.gated and life.units_differ and is_open("write_"):
+        raise OpenError("writes at stage 3")
+    persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
+    if life.gated and persists and (act["act"] == "read_raw" or act.get("way") in ("numpy", "share", *UNCOUNTED)):
+        raise UndefinedError("which parameters are small enough to be kept whole")
+    if act["act"] == "swap" and act["way"] == "double":
+        for rank in life.ranks:
+            rank.rehung.add(act["name"])
+    if act["act"] in ("model_zero_grad", "set_grad") and any(rank.rehung for rank in life.ranks):
+        raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+
+
+def _local(life, rank, act):
+    raw = act["act"] == "read_raw" or act.get("way") in ("numpy", "share")
+    parameter = rank.parameter(act["name"]) if "name" in act and pick(act.get("on", True), rank.rank) else None
+    if raw and life.gated and parameter is not None and parameter.numel():
+        return RAW
+    try:
+        return rank.perform(act)
+    except DocumentedError as difference:
+        return difference.raises
+    except Exception as error:
+        return Raises((type(error).__name__,), re.escape(str(error)[:24]))
+
+
+# -- what ranks do together -------------------------------------------------------------------------------------------
+
+
+def step(life, act, saves):
+    outcome = life.step()
+    return [_seen(life, rank, outcome) for rank in life.ranks]
+
+
+def _seen(life, rank, outcome):
+    return {**outcome, "lr": [group["lr"] for group in rank.hyper], **counters(life, None, None)}
+
+
+def counters(life, act, saves):
+    return {"counters": [life.global_steps, life.skipped_steps, life.micro_steps]}
+
+
+def zero_grad(life, act, saves):
+    life.enter()
+    life.drop_gradients()
+    return {}
+
+
+def _micro_batches(life, act, counts, alone):
+    """Each rank's forward, backward and step, `counts` times; ranks that are through take part as `alone` says."""
+    rows = []
+    for i in range(max(counts)):
+        through = [rank.rank for rank in life.ranks if i >= counts[rank.rank]]
+        for rank in life.ranks:
+            if rank.rank not in through:
+                rank.perform(
+                    {"act": "forward", "slot": "own", "seeds": act["seed"] + 10 * i + rank.rank, **_route(act)}
+                )
+                rank.perform({"act": "backward", "slot": "own", "via": "engine"})
+        rows.append(life.step(through if alone else ()))
+    return rows
+
+
+def _route(act):
+    return {"route": act["route"], "mode": "train"}
+
+
+def join(life, act, saves):
+    counts = [pick(act["counts"], rank.rank) for rank in life.ranks]
+    if any(not p.requires_grad for rank in life.ranks for p in rank.bound.values()):
+        raise UndefinedError("a loss may not require grad")
+    life.units_differ = life.units_differ or len(set(counts)) > 1
+    _micro_batches(life, act, counts, alone=True)
+    life.enter(life._check_step)  # the round in which all have joined
+    return counters(life, act, saves)
+
+
+def no_sync(life, act, saves):
+    if life.setting.stage >= 2:
+        return NO_SYNC
+    before, life.override = life.override, False
+    _micro_batches(life, act, [act["micros"]] * len(life.ranks), alone=False)
+    life.override = before
+    return counters(life, act, saves)
+
+
+def boundary(life, act, saves):
+    life.override = act["value"]
+    return {}
+
+
+def hyper(life, act, saves):
+    for rank in life.ranks:
+        if act["group"] < len(rank.hyper):
+            rank.hyper[act["group"]][act["key"]] = pick(act["value"], rank.rank)
+    return {}
+
+
+def save(life, act, saves):
+    if any(rank.rehung for rank in life.ranks):
+        raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+    within = life.micro_steps % life.phase["gas"] and life.override is None
+    unsafe = [within or bool(rank.sums) for rank in life.ranks]
+    if any(unsafe):
+        life.enter(lambda rank: UNSAVED if within or rank.sums else SAVE_OF_ANOTHER)
+    life.enter()
+    saves[act["tag"]] = life.save()
+    return {}
+
+
+def load(life, act, saves):
+    if act["tag"] in saves:
+        life.enter()
+        life.load(saves[act["tag"]])
+    return {}
+
+
+def state(life, act, saves):
+    life.enter()
+    return [_cloned(rank.model.state_dict()) for rank in life.ranks]
+
+
+def export(life, act, saves):
+    life.enter()
+    return [_cloned(rank.model.state_dict()) if rank.rank == 0 else {} for rank in life.ranks]
+
+
+def snapshot(life, act, saves):
+    return [_cloned(copy.deepcopy(rank.model).state_dict()) for rank in life.ranks]
+
+
+def look_all(life, act, saves):
+    life.enter()
+    life.refresh()
+    values = {}
+    for trained in life.trained:
+        values[f"{trained.name} master"] = trained.master.detach().clone()
+        state = life.optimizer.state.get(trained.master, {})
+        for role in STATES[life.program["optimizer"]["type"]]:
+            kept = role != "momentum_buffer" or life.program["optimizer"]["params"]["momentum"]
+            values[f"{trained.name} {role}"] = _or_zeros(state.get(role), trained.master) if kept else None
+    return values
+
+
+def _or_zeros(state, like):
+    return torch.zeros_like(like).detach() if state is None else state.clone()
+
+
+def look_gradient(life, act, saves):
+    trained = life.by_name.get(act["name"])
+    if trained is None or trained.name != act["name"]:
+        return None
+    if life.phase["gas"] > 1 or life.override is not None:
+        raise UndefinedError("which gradients there are within an accumulation")
+    life.enter()
+    total = life._total(trained)
+    if total is None and any(rank.sums for rank in life.ranks):
+        return {"gradient": torch.zeros_like(trained.master).detach()}
+    return {"gradient": total}
+
+
+def set_full(life, act, saves):
+    """safe_set_full_*: the value is that of the name's own shape."""
+    name, role = act["name"], act["role"]
+    if name not in life.ranks[0].bound:
+        return None
+    if role == "gradient" and (life.phase["gas"] > 1 or life.override is not None):
+        raise UndefinedError("which gradients there are within an accumulation")
+    life.enter()
+    trained = life.by_name.get(name)
+    if trained is None:
+        return NOT_OPTIMIZED
+    value = values_for(life.ranks[0].bound[name], act["seed"]).float()
+    value = value.t() if trained.names[name] else value
+    if role == "fp32":
+        life.set_master(trained, value)
+    elif role == "gradient":
+        life.set_gradient(trained, value)
+    else:
+        life.set_state(trained, STATES[life.program["optimizer"]["type"]][0], value)
+    return {}
+
+
+def empty_cache(life, act, saves):
+    life.enter()
+    return {}
+
+
+def add_group(life, act, saves):
+    return NO_NEW_GROUP
+
+
+def diverge(life, act, saves):
+    calls = [pick(act["calls"], rank.rank) for rank in life.ranks]
+    if len(set(calls)) == 1:
+        return None
+    life.dead = True
+    return DIFFERENT_CALLS
+
+
+def _cloned(state):
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+COLLECTIVE = {
+    f.__name__: f
+    for f in (
+        step, counters, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all,
+        look_gradient, set_full, empty_cache, add_group, diverge,
+    )
+}  # fmt: skip

@@ -1,0 +1,357 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plain torch as the oracle: a replica of the model per rank, fp32 masters beside them, one of torch's optimizers.
+
+It holds what docs/architecture.md states of an engine's life, act by act, in the simplest form that could be right.
+"""
+
+import subject
+import torch
+from acts import Rank
+from expected import BY_HAND, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, UNFROZEN, UndefinedError
+from programs import STATES
+from torch import nn
+
+TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
+EPSILON = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}  # of gradients that are summed and rounded again
+OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13}  # in bf16 enough for some elements to round elsewhere
+
+
+def cast(model):
+    """A model as bf16 trains it: modules with running statistics stay fp32."""
+    model.bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.float()
+    if model.pair is not None:  # which torch unties
+        model.pair.decode.weight.data = model.pair.encode.weight.data.t()
+
+
+class PlainRank(Rank):
+    """Takes each gradient out of .grad as backward finishes it; a parameter's tensors share one sum."""
+
+    def __init__(self, rank, model, gas):
+        super().__init__(rank, model)
+        self.gas = gas
+        self.sums = {}  # name -> fp32, since the last step
+        self.sizes = {}  # name -> the sum of what was added, without signs
+        self.counts = {}  # name -> how many gradients were added
+        self.added = set()  # in this micro-batch
+        self.rehung = set()  # names that an engine hooks again at the next step, and whose .grad it leaves until then
+        self.hyper = []
+
+    def follow(self, name, tensor, transposed):
+        if tensor.requires_grad:
+            tensor.register_post_accumulate_grad_hook(lambda p: self.take(name, p, transposed))
+
+    def take(self, name, parameter, transposed):
+        if parameter.grad is None:  # frozen since its forward
+            return
+        gradient, parameter.grad = parameter.grad.to_dense().float(), None
+        gradient = gradient.t() if transposed else gradient
+        self.sums[name] = self.sums.get(name, 0) + gradient
+        self.sizes[name] = self.sizes.get(name, 0) + gradient.abs()
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.added.add(name)
+
+    def give(self, name, total):
+        """Sets the sum over what this rank was given."""
+        self.sums[name], self.sizes[name], self.counts[name] = total, total.abs(), 1
+
+    def forget(self, name):
+        for held in (self.sums, self.sizes, self.counts):
+            held.pop(name, None)
+
+    def drop(self):
+        self.sums, self.sizes, self.counts = {}, {}, {}
+
+    def backward(self, loss, act):
+        if act["via"] == "engine" and not loss.requires_grad:
+            raise DocumentedError(NEEDS_GRAD)
+        whole = act["via"] == "engine" and act.get("sum")
+        (loss * self.gas if whole else loss).backward(retain_graph=bool(act.get("retain")))
+
+
+class DocumentedError(Exception):
+    """Where plain torch goes on, or fails otherwise, and an engine raises what its documentation says."""
+
+    def __init__(self, raises):
+        super().__init__(raises)
+        self.raises = raises
+
+
+class Trained:
+    """One distinct parameter that the optimizer has: its fp32 value, and its tensors per rank."""
+
+    def __init__(self, name, group, ranks):
+        self.name, self.group = name, group
+        first = ranks[0].bound[name]
+        self.master = nn.Parameter(first.detach().float().clone())
+        self.names = {name: False}  # every name, and whether it is the transpose
+        if name == "pair.encode.weight":
+            self.names[TRANSPOSE] = True
+        self.names.update({other: False for other, p in ranks[0].bound.items() if p is first})
+        distinct = {id(ranks[0].bound[n]): (n, t) for n, t in self.names.items()}.values()
+        self.tensors = [[(rank.bound[n], t) for n, t in distinct] for rank in ranks]
+        self.written = False
+        self.version = self.version_now()
+        for rank, tensors in zip(ranks, self.tensors, strict=True):
+            for tensor, transposed in tensors:
+                rank.follow(name, tensor, transposed)
+
+    @property
+    def low(self):
+        return self.tensors[0][0][0].dtype != torch.float32
+
+    def version_now(self):
+        return sum(tensor._version for tensor, _ in self.tensors[0])
+
+    def note(self, counted_only):
+        version = self.version_now()
+        self.written = self.written or version != self.version or not counted_only
+        self.version = version
+
+    def refresh(self):
+        """The master follows what was written: where the parameter still is what it rounds to, it keeps its rest."""
+        value = self.tensors[0][0][0].detach()
+        if not self.low:
+            self.master.data.copy_(value)
+        elif self.written:
+            stays = self.master.detach().to(value.dtype) == value
+            self.master.data.copy_(torch.where(stays, self.master.detach(), value.float()))
+        self.written = False
+
+    def publish(self):
+        with torch.no_grad():
+            for tensors in self.tensors:
+                for tensor, transposed in tensors:
+                    tensor.copy_(self.master.t() if transposed else self.master)
+        self.version = self.version_now()
+        self.written = False
+
+
+class Life:
+    """What all ranks' engines are together, from initialize to destroy. noise: a generator, or None.
+
+    With noise, gradients and masters are moved by what rounding may move them: two lives tell how far an engine may be.
+    """
+
+    def __init__(self, program, phase, setting, noise=None):
+        self.program, self.phase, self.noise = program, phase, noise
+        world, self.setting = phase["world"], setting
+        self.gated = world > 1 and setting.stage == 3 and not setting.shared
+        self.whole = world == 1 or (setting.stage < 3 and not setting.shared)
+        spec, seed = program["model"], program["seed"]
+        models = [subject.make(spec, seed) for _ in range(world)]
+        names = subject.optimized_names(models[0], spec)
+        if phase["bf16"]:
+            for model in models:
+                cast(model)
+        self.ranks = [PlainRank(rank, model, phase["gas"]) for rank, model in enumerate(models)]
+        self.trained = [
+            Trained(name, g, self.ranks) for g, group in enumerate(names) for name in group if name != TRANSPOSE
+        ]
+        self.by_name = {name: trained for trained in self.trained for name in trained.names}
+        self.optimizer = self._optimizer(len(names))
+        for rank in self.ranks:
+            rank.hyper = [{k: g[k] for k in ("lr", "weight_decay")} for g in self.optimizer.param_groups]
+        trainable = set(self.by_name)
+        self.frozen = [n for n, p in self.ranks[0].bound.items() if not p.requires_grad and n not in trainable]
+        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.override = None
+        self.dead = False
+        self.units_differ = False  # ranks' passes have differed, hence their plans may
+        self.uneven = set()  # losses whose passes differed by rank
+
+    def _optimizer(self, num_groups):
+        given = self.program["optimizer"]
+        groups = [{"params": [t.master for t in self.trained if t.group == g]} for g in range(num_groups)]
+        for group in groups[1:]:
+            group["weight_decay"] = 0.0
+        return getattr(torch.optim, given["type"])(groups, **given["params"])
+
+    # -- boundaries ---------------------------------------------------------------------------------------------------
+
+    def _moved(self, rank):
+        away = [rank.bound.get(name) is rank.parameter(name) for name in rank.put_aside]
+        return MOVED if any(away) or any(p.is_shared() for p in rank.bound.values()) else None
+
+    def enter(self, prepare=lambda rank: None):
+        """Raises what ranks are to raise, else notes what programs wrote."""
+        failures = [self._moved(rank) or prepare(rank) for rank in self.ranks]
+        if any(failures):
+            raise FailuresError([failure or OF_ANOTHER for failure in failures])
+        for trained in self.trained:
+            trained.note(counted_only=self.whole)
+
+    def _check_step(self, rank):
+        if any(rank.bound[name].requires_grad for name in self.frozen):
+            return UNFROZEN
+        for name, trained in self.by_name.items():
+            if rank.bound[name].grad is not None and trained.name in rank.added:
+                return BY_HAND
+        return None
+
+    def _take_by_hand(self, rank):
+        index = rank.rank
+        for trained in self.trained:
+            for tensor, transposed in trained.tensors[index]:
+                if tensor.grad is not None:
+                    rank.take(trained.name, tensor, transposed)
+
+    def drop_gradients(self):
+        for rank in self.ranks:
+            for name in self.by_name:
+                rank.bound[name].grad = None
+            rank.drop()
+            rank.added.clear()
+
+    def refresh(self):
+        for trained in self.trained:
+            trained.refresh()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def is_boundary(self):
+        return self.override if self.override is not None else (self.micro_steps + 1) % self.phase["gas"] == 0
+
+    def step(self, joined=()):
+        """Returns the outcome as every rank sees it; `joined` are the ranks that only take part."""
+        self.enter(self._check_step)
+        for rank in self.ranks:
+            self._take_by_hand(rank)
+        if not any(rank.sums for rank in self.ranks):
+            raise FailuresError([NO_GRADIENT] * len(self.ranks))
+        outcome = {"result": "accumulating"}
+        if self.is_boundary():
+            leader = next(rank for rank in self.ranks if rank.rank not in joined)
+            for rank in self.ranks:
+                rank.hyper = [dict(group) for group in leader.hyper]
+            outcome = self._apply()
+        for rank in self.ranks:
+            rank.added.clear()
+            rank.rehung.clear()
+        self.micro_steps += 1
+        return outcome
+
+    def _total(self, trained):
+        """The mean over ranks and micro-batches; None where no rank was reached."""
+        sums = [rank.sums[trained.name] for rank in self.ranks if trained.name in rank.sums]
+        if not sums:
+            return None
+        count = len(self.ranks) * self.phase["gas"]
+        total = sum(sums) / count
+        if self.noise is not None and total.numel():
+            often = any(rank.counts.get(trained.name, 0) > 1 for rank in self.ranks)
+            # In bf16 the gradients of parameters that stay fp32 travel in bf16, too.
+            rounded = often if trained.low else self.phase["bf16"]
+            epsilon = EPSILON[torch.bfloat16 if rounded else torch.float32]
+            size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
+            total = total + epsilon * size * torch.randn(total.shape, generator=self.noise)
+        return total
+
+    def totals(self):
+        return {trained.name: self._total(trained) for trained in self.trained}
+
+    def _apply(self):
+        totals = self.totals()
+        norm = sum(t.double().square().sum().item() for t in totals.values() if t is not None) ** 0.5
+        self.global_steps += 1
+        for rank in self.ranks:
+            rank.drop()
+        if not norm < float("inf"):
+            self.skipped_steps += 1
+            return {"result": "non_finite"}
+        clip = self.program["clipping"]
+        scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        self.refresh()
+        for group, values in zip(self.optimizer.param_groups, self.ranks[0].hyper, strict=True):
+            group.update(values)
+        for trained in self.trained:
+            total = totals[trained.name]
+            trained.master.grad = None if total is None else total * scale
+        self.optimizer.step()
+        for trained in self.trained:
+            if trained.master.grad is None:
+                continue
+            if self.noise is not None:
+                moved = OF_MASTERS[torch.bfloat16 if trained.low else torch.float32]
+                noise = torch.randn(trained.master.shape, generator=self.noise)
+                trained.master.data.mul_(1 + moved * noise)
+            trained.master.grad = None
+            trained.publish()
+        for group in (group for rank in self.ranks for group in rank.hyper):
+            group["lr"] *= self.program["schedule"] or 1.0
+        return {"result": "applied", "norm": norm}
+
+    # -- what is set from outside -----------------------------------------------------------------------------------
+
+    def set_master(self, trained, value):
+        self.refresh()
+        trained.master.data.copy_(value)
+        trained.publish()
+
+    def set_gradient(self, trained, value):
+        for rank in self.ranks:
+            rank.forget(trained.name)
+        self.ranks[0].give(trained.name, value * len(self.ranks) * self.phase["gas"])
+
+    def set_state(self, trained, role, value):
+        state = self.optimizer.state[trained.master]
+        for missing in STATES[self.program["optimizer"]["type"]] if not state else ():
+            state["step"] = torch.tensor(0.0)
+            state[missing] = torch.zeros_like(trained.master).detach()
+        state[role].copy_(value)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def save(self):
+        self.refresh()
+        model = self.ranks[0].model
+        if self.has_replaced():
+            raise UndefinedError("what a load does with parameters that were replaced")
+        return {
+            "masters": {t.name: t.master.detach().clone() for t in self.trained},
+            "others": {n: p.detach().clone() for n, p in model.named_parameters() if n not in self.by_name},
+            "states": {t.name: _copied(self.optimizer.state.get(t.master, {})) for t in self.trained},
+            "buffers": [{n: b.clone() for n, b in rank.model.named_buffers()} for rank in self.ranks],
+            "hyper": [dict(group) for group in self.ranks[0].hyper],
+            "counters": (self.global_steps, self.skipped_steps, self.micro_steps),
+        }
+
+    def load(self, saved):
+        if self.has_replaced():
+            raise UndefinedError("what a load does with parameters that were replaced")
+        self.drop_gradients()
+        for trained in self.trained:
+            trained.master.data.copy_(saved["masters"][trained.name])
+            self.optimizer.state[trained.master] = _copied(saved["states"][trained.name])
+            trained.publish()
+        for rank in self.ranks:
+            buffers = saved["buffers"][rank.rank if rank.rank < len(saved["buffers"]) else 0]
+            parameters = dict(rank.model.named_parameters())
+            with torch.no_grad():
+                for name, value in saved["others"].items():
+                    parameters[name].copy_(value)
+                for name, buffer in rank.model.named_buffers():
+                    buffer.copy_(buffers[name])
+            rank.hyper = [dict(group) for group in saved["hyper"]]
+        self.global_steps, self.skipped_steps, micro_steps = saved["counters"]
+        self.micro_steps = micro_steps - micro_steps % self.phase["gas"]
+
+    def has_replaced(self):
+        now = dict(self.ranks[0].model.named_parameters(remove_duplicate=False))
+        bound = self.ranks[0].bound
+        return now.keys() != bound.keys() or any(now[name] is not bound[name] for name in now)
+
+
+class FailuresError(Exception):
+    """What each rank is to raise; nothing has changed."""
+
+    def __init__(self, by_rank):
+        super().__init__(by_rank)
+        self.by_rank = by_rank
+
+
+def _copied(state):
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a program is: plain data, so that it prints, travels to ranks as JSON and shrinks.
+
+program = {
+  "seed": number,
+  "model": {"width", "blocks", "norm": layer | batch, "tie": none | head | transposed, "extras": […], "frozen": [names],
+            "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
+  "optimizer": a ds_config section, "schedule": what each step multiplies lr by, or None, "clipping": number,
+  "phases": [{"world", "bf16", "gas", "shift": added to the stage, "flip": the other memory, "config": {…}, "offload",
+              "acts": [{"act": name, …}]}]
+}
+
+A phase is one life of an engine; the next begins with a new model, and may load what earlier ones saved. An act happens
+on all ranks. Values that differ by rank are lists: rank r takes the one at r modulo the list's length, and None means
+"not on this rank". Any acts in any order are a program: an act whose object is missing does nothing.
+"""
+
+import json
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """How an engine runs a program: phases shift the stage and flip the memory from here."""
+
+    stage: int
+    shared: bool
+
+    def __str__(self):
+        return f"stage{self.stage}-{'shared' if self.shared else 'apart'}"
+
+    @classmethod
+    def parse(cls, text):
+        return cls(int(text[5]), text.endswith("shared"))
+
+    def of(self, phase):
+        return Setting((self.stage + phase["shift"]) % 4, self.shared != phase["flip"])
+
+
+SETTINGS = [Setting(stage, shared) for stage in range(4) for shared in (True, False)]
+
+
+def pick(values, rank):
+    """A rank's own value of a list; anything else is everybody's."""
+    return values[rank % len(values)] if isinstance(values, list) else values
+
+
+# What an optimizer keeps of each parameter, by torch's names.
+STATES = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "SGD": ("momentum_buffer",),
+    "Adagrad": ("sum",),
+    "RMSprop": ("square_avg",),
+}
+
+
+# What every phase ends with: the final look. `look` reads each parameter's master and optimizer states.
+FINALE = [
+    {"act": "clone", "way": "clone", "on": [True]},
+    {"act": "state"},
+    {"act": "look_all"},
+    {"act": "counters"},
+]
+
+
+def acts_of(phase):
+    return phase["acts"] + FINALE
+
+
+def most_ranks(program):
+    return max(phase["world"] for phase in program["phases"])
+
+
+def dump(program):
+    """JSON with one act a line."""
+    head = {key: value for key, value in program.items() if key != "phases"}
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    phases = []
+    for phase in program["phases"]:
+        own = json.dumps({key: value for key, value in phase.items() if key != "acts"})[1:-1]
+        acts = ",\n    ".join(json.dumps(act) for act in phase["acts"])
+        phases.append(f'  {{{own}, "acts": [\n    {acts}\n  ]}}')
+    return "{\n" + ",\n".join(lines) + ',\n"phases": [\n' + ",\n".join(phases) + "\n]\n}\n"

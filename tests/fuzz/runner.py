@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program on engines in ranks of their own processes, forked from one that has loaded torch."""
+
+import datetime
+import json
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "python"))
+
+import torch.distributed as dist  # noqa: E402
+from programs import most_ranks  # noqa: E402
+from zygote import Zygote  # noqa: E402
+
+import deeptide  # noqa: E402
+
+_CALL = "import sys, json, on_engine; on_engine.main(*json.loads(sys.argv[1]))"
+
+
+class Run(NamedTuple):
+    """results: {setting: [by rank, or None where it did not end]}; hung: ranks that were killed; logs by rank."""
+
+    results: dict
+    hung: list
+    logs: list
+
+
+class Runner:
+    """Keeps the processes that ranks are forked from, and the store where they meet."""
+
+    def __init__(self):
+        package = Path(deeptide.__file__).parent.parent
+        search = [str(package), str(HERE), str(HERE.parent / "python"), os.environ.get("PYTHONPATH", "")]
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, search)),
+            "OMP_NUM_THREADS": "1",
+        }
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # as in tests/python/conftest.py; ranks inherit it
+        # Two: ranks differ in their hashes of strings, as users' do.
+        self._zygotes = [Zygote(self._environment) for _ in range(2)]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store.set_timeout(datetime.timedelta(seconds=60))
+
+    def run(self, program, settings, limit=None):
+        """limit: seconds until ranks count as hanging."""
+        limit = limit or 60 + 5 * len(settings)
+        folder = tempfile.mkdtemp(prefix="deeptide-fuzz-")
+        try:
+            return self._run(program, settings, folder, limit)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self, program, settings, folder, limit):
+        size = most_ranks(program)
+        for setting in settings:
+            os.mkdir(os.path.join(folder, f"{setting}-checkpoints"))
+        ranks, logs = [], [None] * size
+        for number in range(size):
+            call = [json.dumps(program), list(map(str, settings)), number, self._store.port, folder, limit]
+            ranks.append(self._zygotes[number % 2].start([_CALL, json.dumps(call)], self._environment))
+        readers = [
+            threading.Thread(target=lambda r=r: logs.__setitem__(r, ranks[r].communicate()), daemon=True)
+            for r in range(size)
+        ]
+        for reader in readers:
+            reader.start()
+        deadline = time.monotonic() + limit + 10
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        late = [r for r in range(size) if ranks[r].poll() is None]
+        for r in late:
+            ranks[r].kill()
+        for reader in readers:
+            reader.join(10)
+        hung = sorted({*late, *(r for r in range(size) if ranks[r].returncode != 0)})
+        return Run({s: [_read(folder, s, r) for r in range(size)] for s in settings}, hung, logs)
+
+
+def _read(folder, setting, number):
+    try:
+        with open(os.path.join(folder, f"{setting}-{number}"), "rb") as file:
+            return pickle.load(file)
+    except FileNotFoundError:
+        return None
