@@ -1,0 +1,225 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""get_accelerator(): DeepSpeed's name for the device's part of torch. Asks for a device only when it is called."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Accelerator:
+    """The device that torch would train on: CUDA's where there is one, else the CPU."""
+
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._communication_backend_name = "nccl" if kind == "cuda" else "gloo"
+
+    @property
+    def _cuda(self) -> bool:
+        return self._name == "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Tensor") and hasattr(torch, name):  # FloatTensor, LongTensor, …
+            dtype = getattr(torch, name).dtype
+            return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
+        if not name.startswith("_") and self._cuda and hasattr(torch.cuda, name):
+            return getattr(torch.cuda, name)
+        raise AttributeError(f"the {self._name} accelerator has no '{name}' here; use torch's own function")
+
+    # -- devices ------------------------------------------------------------------------------------------------
+
+    def is_available(self) -> bool:
+        """Whether it can be used."""
+        return torch.cuda.is_available() if self._cuda else True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Its name: "cpu", "cuda" or "cuda:0"."""
+        return self._name if device_index is None or not self._cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """The same as a torch.device."""
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        """The index of the device in use; on a CPU this rank's number on its machine."""
+        return torch.cuda.current_device() if self._cuda else int(os.environ.get("LOCAL_RANK", "0"))
+
+    def current_device_name(self) -> str:
+        """The name with the index in use: "cpu" or "cuda:0"."""
+        return self.device_name(torch.cuda.current_device()) if self._cuda else "cpu"
+
+    def set_device(self, device_index: int) -> None:
+        """Makes a device the one in use; nothing on a CPU."""
+        if self._cuda:
+            torch.cuda.set_device(device_index)
+
+    def device_count(self) -> int:
+        """Devices that ranks of this machine may use; on a CPU its ranks."""
+        return torch.cuda.device_count() if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies there."""
+        return tensor.device.type == self._name
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Waits for what was started; nothing on a CPU."""
+        if self._cuda:
+            torch.cuda.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """The name of its collectives: "nccl" or "gloo"."""
+        return self._communication_backend_name
+
+    def is_synchronized_device(self) -> bool:
+        """Whether operators end before they return."""
+        return not self._cuda
+
+    # -- random numbers -----------------------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds this device."""
+        (torch.cuda.manual_seed if self._cuda else torch.manual_seed)(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds all devices."""
+        (torch.cuda.manual_seed_all if self._cuda else torch.manual_seed)(seed)
+
+    def initial_seed(self) -> int:
+        """The seed it began with."""
+        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The generator's state."""
+        if not self._cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state(self.current_device() if device_index is None else device_index)
+
+    def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
+        """Sets it."""
+        if not self._cuda:
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, self.current_device() if device_index is None else device_index)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator."""
+        return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
+
+    # -- memory: of the device; on a CPU of the process -----------------------------------------------------------
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in use."""
+        return torch.cuda.memory_allocated(device_index) if self._cuda else _process_bytes("VmRSS")
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Most bytes in use so far."""
+        return torch.cuda.max_memory_allocated(device_index) if self._cuda else _process_bytes("VmHWM")
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds."""
+        return torch.cuda.memory_reserved(device_index) if self._cuda else _process_bytes("VmRSS")
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Most bytes that it held so far."""
+        return torch.cuda.max_memory_reserved(device_index) if self._cuda else _process_bytes("VmHWM")
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes that there are."""
+        if self._cuda:
+            return torch.cuda.get_device_properties(device_index or self.current_device()).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        if self._cuda:
+            return self.total_memory(device_index) - self.memory_allocated(device_index)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def empty_cache(self) -> None:
+        """Gives unused memory back; nothing on a CPU."""
+        if self._cuda:
+            torch.cuda.empty_cache()
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forgets the peaks; nothing on a CPU."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Page-locked, where there is a device to copy to."""
+        return tensor.pin_memory() if self._cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is page-locked."""
+        return tensor.is_pinned() if self._cuda else False
+
+    # -- types, streams, marks ----------------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        """Whether bfloat16 is worth while."""
+        return torch.cuda.is_bf16_supported() if self._cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether float16 is."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What models may be in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def is_triton_supported(self) -> bool:
+        """False: nothing here uses Triton."""
+        return False
+
+    def stream(self, stream: object) -> AbstractContextManager[Any]:
+        """Inside, that stream is in use."""
+        return torch.cuda.stream(stream) if self._cuda else nullcontext()  # type: ignore[arg-type, unused-ignore]
+
+    def range_push(self, message: str) -> None:
+        """A mark for a profiler; nothing on a CPU."""
+        if self._cuda:
+            torch.cuda.nvtx.range_push(message)
+
+    def range_pop(self) -> None:
+        """Ends it."""
+        if self._cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def lazy_call(self, callback: Callable[[], object]) -> None:
+        """Calls it, when the device is there."""
+        if self._cuda:
+            torch.cuda._lazy_call(callback)
+        else:
+            callback()
+
+
+def _process_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+@functools.cache
+def get_accelerator() -> Accelerator:
+    """The accelerator: "cuda" where torch finds a device, else "cpu"; DS_ACCELERATOR chooses."""
+    kind = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"DS_ACCELERATOR: got {kind!r}, expected cuda or cpu; leave it out to have torch's choice")
+    return Accelerator(kind)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the accelerator is one of those known here."""
+    return get_accelerator()._name in ("cuda", "cpu")

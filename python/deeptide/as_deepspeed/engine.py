@@ -1,0 +1,252 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine under DeepSpeed's names: an nn.Module around the model, with what libraries read of it."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deeptide import zero
+from deeptide._C import Config, ConfigError, StepOutcome
+from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
+from deeptide.as_deepspeed._answers import CONSTANTS, EngineAnswers
+from deeptide.as_deepspeed.names import ENGINE
+from deeptide.as_deepspeed.parameters import OffloadStandIn, give_back, is_zero_param
+from deeptide.engine import Engine
+
+
+class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
+    """What deepspeed.initialize returns: `module` is the model, `config` the dictionary that was given."""
+
+    given_config: dict[str, Any]
+
+    def __init__(self, core: Any, model: torch.nn.Module, config: Config, *rest: Any) -> None:
+        torch.nn.Module.__init__(self)
+        Engine.__init__(self, core, model, config, *rest)
+        self.given_config = {}
+        self.training = model.training
+        self._clean = True  # no gradient since the last step, as far as this engine saw
+        self.parameter_offload: OffloadStandIn | None = None
+
+    # nn.Module's, so that hooks on the engine run; Engine's own calls forward.
+    __call__ = torch.nn.Module.__call__
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules")
+        if modules and name in modules:
+            return modules[name]
+        if modules is None or name.startswith("__"):
+            raise AttributeError(f"'DeepSpeedEngine' has no attribute '{name}'")
+        if name in CONSTANTS:
+            return functools.partial(CONSTANTS.__getitem__, name)
+        if name in ENGINE:
+            raise NotSupportedError(f"DeepSpeedEngine.{name} is not supported by Deeptide: {ENGINE[name]}")
+        try:
+            return getattr(modules["module"], name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither Deeptide's engine, under DeepSpeed's names, nor its {type(modules['module']).__name__} "
+                f"has an attribute '{name}'; docs/from-deepspeed.md lists the engine's"
+            ) from None
+
+    @property
+    def config(self) -> Any:
+        """The configuration as it was given to initialize: a dictionary."""
+        return self.given_config
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        self._clean = self._clean and not torch.is_grad_enabled()
+        return super().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        """Sets the training mode; returns the engine."""
+        self.training = mode
+        super().train(mode)
+        return self
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **others: Any
+    ) -> torch.Tensor:
+        """Runs autograd from a scalar loss; calls add up until step()."""
+        for name in others:
+            if name not in ("allreduce_gradients", "release_loss"):
+                raise TypeError(f"backward() got an unexpected keyword argument '{name}'")
+        self._clean = False
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
+        """Ends the micro-batch; at an accumulation boundary steps."""
+        at_boundary = self.is_gradient_accumulation_boundary()
+        outcome = super().step(lr_kwargs)
+        self._clean = at_boundary
+        return outcome
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops accumulated gradients. Right after a step there are none, and no rank has to hear of it."""
+        if not self._clean:
+            super().zero_grad()
+            self._clean = True
+
+    def compile(
+        self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: object = None, **others: Any
+    ) -> None:
+        """Torch's compiler on the model, in place."""
+        if schedule is not None:
+            raise NotSupportedError("engine.compile(schedule=…): there is no DeepCompile here; leave it out")
+        kwargs = dict(compile_kwargs or {})
+        if backend is not None:
+            kwargs["backend"] = backend
+        self.module.compile(**kwargs)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compile() was called."""
+        return getattr(self, "_is_compiled", False)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self.was_step_skipped()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: object = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> str:
+        """Saves all that a resume needs; returns its folder. Collective.
+
+        client_state may hold whatever pickle can: such a checkpoint runs code when it is loaded, as DeepSpeed's do.
+        exclude_frozen_parameters: frozen ones are saved all the same.
+        """
+        if exclude_frozen_parameters and any(not p.requires_grad for p in self.module.parameters()):
+            self._say_once("save_checkpoint: exclude_frozen_parameters has no effect here: frozen ones are saved too")
+        if self.global_rank == 0 and save_dir:
+            consolidate.write_script(save_dir)  # before the collectives: afterwards it is there for every rank
+        return super().save_checkpoint(save_dir, tag, _client_state.packed(client_state), save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: object = None,
+    ) -> Any:
+        """Returns (path, client_state), or (None, None) without a checkpoint. Collective."""
+        path, state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        self._clean = True
+        return path, _client_state.unpacked(state)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether saves at stage 3 gather the weights."""
+        return bool(self._config.zero.gather_16bit_weights_on_model_save)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Whole weights on rank 0, None elsewhere; tied ones share their memory. Collective."""
+        if self.zero_optimization_stage() != 3:
+            raise ValueError("this function requires ZeRO-3 mode; at other stages use module.state_dict()")
+        return consolidate.whole_weights(self, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def whole_state(self, only_rank: int | None = None) -> OrderedDict[str, Any]:
+        """Whole parameters and buffers on the CPU: of every rank, or of one. Collective."""
+        return super().module_state_dict(only_rank)
+
+    def module_state_dict(  # type: ignore[override, unused-ignore]
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """The model's state_dict(); where parameters are sharded, whole ones on the CPU. Collective there."""
+        if any(map(zero._is_gated, self.module.parameters())):
+            state = OrderedDict((prefix + name, tensor) for name, tensor in self.whole_state().items())
+        else:
+            state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Loads checkpoint["module"] into the model; the masters follow at the next step. The same on all ranks."""
+        state = checkpoint["module"]
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Whole weights into one file by torch.save, or of safetensors where the name says so. Collective."""
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            return super().save_16bit_model(save_dir, save_filename)
+        consolidate.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    def destroy(self) -> None:
+        """Returns every byte; the model is whole afterwards, for another initialize. Collective at stage 3."""
+        if self._core.closed:
+            return
+        with give_back(self.module):
+            super().destroy()
+        if self.optimizer is not None:
+            self.optimizer = None
+        for parameter in self.module.parameters():
+            if is_zero_param(parameter):
+                for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_active_sub_modules", "partition_numel"):
+                    parameter.__dict__.pop(name, None)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the accumulation steps so that a step has so many samples."""
+        sizes = self.get_batch_info()
+        if train_batch_size == sizes[0]:
+            return
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): the batch is {sizes[0]} = {sizes[1]} x {sizes[2]} x "
+            f"{self.world_size} ranks, and stays so; use set_gradient_accumulation_boundary() for windows of your own"
+        )
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Only samples are counted by it, so another size is an error."""
+        if micro_batch_size != self.train_micro_batch_size_per_gpu():
+            raise ConfigError(
+                f"set_train_micro_batch_size({micro_batch_size}): it is {self.train_micro_batch_size_per_gpu()}; "
+                "batches may have any size in fact, and only the count of samples follows the configuration"
+            )

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""deepspeed.initialize and deepspeed.init_distributed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deeptide import _C, _world
+from deeptide._C import ConfigError
+from deeptide._groups import OptimizerPlan, plan_optimizer
+from deeptide._initialize import make_engine
+from deeptide._model import check_model, parameter_names
+from deeptide.as_deepspeed import NotSupportedError
+from deeptide.as_deepspeed.configuration import read_config
+from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.as_deepspeed.parameters import OffloadStandIn, mark, no_external_parameters
+
+# The engines without an optimizer, by their model: one that trains may take their place.
+_idle: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = _C.DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Makes torch's default process group, also for a world of one, as DeepSpeed does."""
+    if dist.is_initialized():
+        return
+    _world.init_distributed(
+        dist_backend,
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+        timeout,
+        init_method,
+        dist_init_required,
+        None,
+        rank,
+        world_size,
+    )
+    if not dist.is_initialized():
+        backend = dist_backend or ("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _place(model: torch.nn.Module) -> None:
+    """Moves the model to this rank's GPU, where there is one: DeepSpeed's callers leave that to it."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        model.to(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _plan(model: torch.nn.Module, config: _C.Config, optimizer: Any, model_parameters: Any) -> OptimizerPlan | None:
+    if model_parameters is not None and not isinstance(model_parameters, torch.Tensor):
+        model_parameters = list(model_parameters)
+        if not model_parameters and optimizer is None:  # an engine for inference
+            return None
+    if isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer):
+        model_parameters = model_parameters if callable(optimizer) else None
+    return plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters or None, extra_keys=True)
+
+
+def initialize(
+    args: object = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = _C.DEFAULT_PORT,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: object = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
+
+    As deeptide.initialize, and as DeepSpeed's: moves the model to this rank's GPU, makes the default process group,
+    translates what libraries write into configurations, and takes the place of an engine that only evaluated the model.
+    """
+    if mpu is not None or mesh_param is not None:
+        raise NotSupportedError(
+            "initialize(mpu=…, mesh_param=…): there is no tensor or pipeline parallelism yet; leave them out"
+        )
+    model = check_model(model)
+    given, parsed = read_config(config if config is not None else config_params, args)
+    init_distributed(distributed_port=distributed_port)
+    previous = _idle.pop(id(model), None)
+    if previous is not None:
+        previous.destroy()
+    _place(model)
+    plan = _plan(model, parsed, optimizer, model_parameters)
+    if plan is None and parsed.scheduler.type:
+        parsed = parsed.without_scheduler()
+    engine, optimizer, loader, scheduler = make_engine(
+        DeepSpeedEngine, model, parsed, plan, lr_scheduler, training_data, collate_fn
+    )
+    assert isinstance(engine, DeepSpeedEngine)
+    engine.given_config = given
+    _dress(engine, model)
+    if plan is None:
+        _idle[id(model)] = engine
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
+    """What libraries look for at stage 3, and an optimizer's stand-in where there is none."""
+    if engine.zero_optimization_stage() != 3:
+        return
+    mark(model.parameters(), engine.world_size)
+    for module in model.modules():
+        module.__dict__.setdefault("ds_external_parameters", no_external_parameters)
+    stand_in = OffloadStandIn(model)
+    if engine.optimizer is None:
+        engine.optimizer = stand_in
+    else:
+        engine.optimizer.parameter_offload = stand_in
+
+
+__all__ = ["ConfigError", "init_distributed", "initialize"]

@@ -1,0 +1,465 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of DeepSpeed's public names: what each is here. Modules, docs/from-deepspeed.md and tests follow it."""
+
+from __future__ import annotations
+
+from deeptide.as_deepspeed._entries import Name, Status, absent, differs, ours, torchs, works
+
+__all__ = ["ALIASES", "ENGINE", "MODULES", "Name", "Status"]
+
+_PIPE = "there is no pipeline parallelism yet; train the model as one module, with ZeRO"
+_MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
+_TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
+_SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
+_INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
+_COMPRESSION = "there is no compression; quantise with torch.ao or peft"
+_ONE_BIT = "there are no 1-bit optimizers; choose Adam or Lamb with ZeRO"
+_OPS = "no operator is compiled here; the engine's kernels are built in"
+_PROFILER = "there is no profiler; use torch.profiler"
+_DATA = "there is no curriculum of data yet; order the data set yourself"
+_ZENFLOW = "ZenFlow is not here yet"
+_LONG = "ulysses and tiled layers are not here; use gradient checkpointing for long sequences"
+_TIMER = "the engine is timed by time.perf_counter() around engine.step()"
+_HYBRID = "there is no hybrid engine; engine.module.generate() works between steps"
+_AUTOTUNE = "there is no autotuning yet; change the configuration by hand"
+
+_STATE_FUNCTIONS = {
+    name: works(f"deeptide.utils:{name}")
+    for name in ("safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state")
+} | {
+    name: ours(f"states:{name}")
+    for name in (
+        "safe_set_full_fp32_param",
+        "safe_set_full_grad",
+        "safe_set_full_optimizer_state",
+        "safe_get_local_fp32_param",
+        "safe_get_local_grad",
+        "safe_get_local_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_grad",
+        "safe_set_local_optimizer_state",
+    )
+}
+
+_COMM = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_global_rank",
+    "get_rank",
+    "get_world_size",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+]
+_COMM_OURS = [
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_world_group",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "initialize_mesh_device",
+]
+
+_GROUPS = {
+    **{
+        name: ours(f"groups:{name}")
+        for name in (
+            "_clone_world_group",
+            "_get_data_parallel_group",
+            "_get_data_parallel_group_ranks",
+            "_get_data_parallel_rank",
+            "_get_data_parallel_world_size",
+            "_get_model_parallel_world_size",
+            "_get_sequence_data_parallel_group",
+            "_get_sequence_data_parallel_rank",
+            "_get_sequence_data_parallel_world_size",
+            "_get_sequence_parallel_group",
+            "_get_sequence_parallel_rank",
+            "_get_sequence_parallel_world_size",
+            "get_data_parallel_group",
+            "get_data_parallel_rank",
+            "get_data_parallel_world_size",
+            "get_model_parallel_group",
+            "get_model_parallel_rank",
+            "get_model_parallel_world_size",
+            "get_tensor_model_parallel_group",
+            "get_tensor_model_parallel_rank",
+            "get_tensor_model_parallel_world_size",
+        )
+    },
+    "initialize": absent(_MOE),
+    "_get_expert_parallel_group": absent(_MOE),
+    "_get_expert_parallel_rank": absent(_MOE),
+    "_get_expert_parallel_world_size": absent(_MOE),
+    "_get_expert_data_parallel_group": absent(_MOE),
+    "_get_max_expert_size_name": absent(_MOE),
+}
+
+_SCHEDULES = {
+    **{name: ours(f"schedules:{name}") for name in ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR")},
+    **{name: ours(f"schedules:{name}") for name in ("WarmupCosineLR", "OneCycle", "LRRangeTest")},
+    "add_tuning_arguments": absent("write the schedule into the configuration's scheduler section"),
+}
+
+_LEAVES = "nothing has to be marked: ranks may take different branches. Says so, and returns the modules it matched"
+_CHECKPOINTING = {
+    name: ours(f"checkpointing:{name}")
+    for name in (
+        "CheckpointFunction",
+        "configure",
+        "get_cuda_rng_tracker",
+        "is_configured",
+        "model_parallel_cuda_manual_seed",
+        "model_parallel_reconfigure_tp_seed",
+        "non_reentrant_checkpoint",
+        "partition_activations_in_checkpoint",
+        "reset",
+        "set_num_layers",
+    )
+} | {"checkpoint": differs("checkpointing:checkpoint", "torch.utils.checkpoint, reentrant as in DeepSpeed")}
+
+_LOGGING = {name: ours(f"logging:{name}") for name in ("logger", "log_dist", "log_dist_once", "print_rank_0")} | {
+    name: ours(f"logging:{name}") for name in ("set_log_level_from_string", "warning_once", "should_log_le")
+}
+
+_ZERO = {
+    "Init": differs("parameters:Init", "the model is built whole on each rank, and sharded by initialize"),
+    "GatheredParameters": differs(
+        "deeptide.zero:GatheredParameters",
+        "without modifier_rank, writes stay where a rank holds parameters whole (stages 0 to 2, ranks of one host)",
+    ),
+    "register_external_parameter": differs(
+        "deeptide.zero:register_external_parameter", "does nothing: any operator may use any parameter"
+    ),
+    "unregister_external_parameter": differs("deeptide.zero:unregister_external_parameter", "does nothing"),
+    "ZeroParamStatus": works("deeptide.zero:ZeroParamStatus"),
+    "ZeroParamType": works("deeptide.zero:ZeroParamType"),
+    "unwrap_model_for_generation": differs(
+        "parameters:unwrap_model_for_generation", "yields the model: generate() works"
+    ),
+    "DeepSpeedZeRoOffload": absent("parameters are sharded by initialize; use zero.Init and deepspeed.initialize"),
+    "TiledLinear": absent(_LONG),
+    "TiledLinearReturnBias": absent(_LONG),
+}
+
+_OPTIMIZERS = {
+    "adam": {
+        "FusedAdam": ours("optimizers:FusedAdam"),
+        "DeepSpeedCPUAdam": ours("optimizers:DeepSpeedCPUAdam"),
+        "ZenFlowCPUAdam": absent(_ZENFLOW),
+        "ZenFlowSelectiveAdamW": absent(_ZENFLOW),
+    },
+    "adagrad": {"DeepSpeedCPUAdagrad": ours("optimizers:DeepSpeedCPUAdagrad")},
+    "lion": {"DeepSpeedCPULion": ours("optimizers:DeepSpeedCPULion"), "FusedLion": ours("optimizers:FusedLion")},
+    "lamb": {"FusedLamb": absent('write it into the configuration: "optimizer": {"type": "Lamb"}')},
+}
+
+_FP32 = {
+    name: ours(f"consolidate:{name}")
+    for name in (
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    )
+} | {
+    "get_model_state_file": absent("a checkpoint here has no such file; use get_fp32_state_dict_from_zero_checkpoint"),
+    "get_optim_files": absent("a checkpoint here has no such files; use get_fp32_state_dict_from_zero_checkpoint"),
+}
+
+_PIPE_NAMES = {name: absent(_PIPE) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule")}
+
+_TOP = {
+    "__version__": ours("versions:version"),
+    "__version_major__": ours("versions:major"),
+    "__version_minor__": ours("versions:minor"),
+    "__version_patch__": ours("versions:patch"),
+    "__git_hash__": ours("versions:git_hash"),
+    "__git_branch__": ours("versions:git_branch"),
+    "version": ours("versions:version"),
+    "git_hash": ours("versions:git_hash"),
+    "git_branch": ours("versions:git_branch"),
+    "HAS_TRITON": ours("versions:has_triton"),
+    "initialize": ours("initialize:initialize"),
+    "init_distributed": ours("initialize:init_distributed"),
+    "add_config_arguments": works("deeptide._arguments:add_config_arguments"),
+    "DeepSpeedEngine": ours("engine:DeepSpeedEngine"),
+    "DeepSpeedOptimizer": ours("optimizers:DeepSpeedOptimizer"),
+    "DeepSpeedOptimizerCallable": ours("optimizers:DeepSpeedOptimizerCallable"),
+    "DeepSpeedSchedulerCallable": ours("optimizers:DeepSpeedSchedulerCallable"),
+    "DeepSpeedConfig": differs("configuration:DeepSpeedConfig", "the keys that this page and docs/config.md name"),
+    "DeepSpeedConfigError": works("deeptide._C:ConfigError"),
+    "DeepSpeedDataLoader": works("deeptide.data:DataLoader"),
+    "OnDevice": differs("parameters:OnDevice", "torch.device and torch.set_default_dtype"),
+    "get_accelerator": works("deeptide.accelerator:get_accelerator"),
+    "log_dist": ours("logging:log_dist"),
+    "logger": ours("logging:logger"),
+    "TORCH_DISTRIBUTED_DEFAULT_PORT": works("deeptide._C:DEFAULT_PORT"),
+    "init_inference": absent(_INFERENCE),
+    "InferenceEngine": absent(_INFERENCE),
+    "DeepSpeedInferenceConfig": absent(_INFERENCE),
+    "default_inference_config": absent(_INFERENCE),
+    "DeepSpeedHybridEngine": absent(_HYBRID),
+    "PipelineEngine": absent(_PIPE),
+    "PipelineModule": absent(_PIPE),
+    "DualPipeVEngine": absent(_PIPE),
+    "DualPipeVModule": absent(_PIPE),
+    "tp_model_init": absent(_TENSOR),
+    "set_autotp_mode": absent(_TENSOR),
+    "replace_transformer_layer": absent(_INFERENCE),
+    "revert_transformer_layer": absent(_INFERENCE),
+    "DeepSpeedTransformerLayer": absent(_OPS),
+    "DeepSpeedTransformerConfig": absent(_OPS),
+}
+
+_UTILS = {
+    **_LOGGING,
+    **_STATE_FUNCTIONS,
+    **{name: differs(f"helpers:{name}", _LEAVES) for name in ("set_z3_leaf_modules", "unset_z3_leaf_modules")},
+    **{name: differs(f"helpers:{name}", _LEAVES) for name in ("set_z3_leaf_module", "z3_leaf_module")},
+    **{name: differs(f"helpers:{name}", _LEAVES) for name in ("get_z3_leaf_modules", "z3_leaf_parameter")},
+    "RepeatingLoader": works("deeptide.data:RepeatingLoader"),
+    "OnDevice": _TOP["OnDevice"],
+    "instrument_w_nvtx": differs("helpers:instrument_w_nvtx", "returns the function"),
+    "is_initialized": torchs("distributed:is_initialized"),
+    "recursive_getattr": ours("helpers:recursive_getattr"),
+    "recursive_setattr": ours("helpers:recursive_setattr"),
+    "get_numactl_cmd": absent("`deeptide --bind_cores_to_rank` shares cores out"),
+}
+
+MODULES: dict[str, dict[str, Name]] = {
+    "deepspeed": _TOP,
+    "deepspeed.accelerator": {
+        "get_accelerator": _TOP["get_accelerator"],
+        "is_current_accelerator_supported": works("deeptide.accelerator:is_current_accelerator_supported"),
+        "DeepSpeedAccelerator": works("deeptide.accelerator:Accelerator"),
+        "set_accelerator": absent("the environment variable DS_ACCELERATOR chooses cpu or cuda"),
+    },
+    "deepspeed.autotuning": {"Autotuner": absent(_AUTOTUNE)},
+    "deepspeed.checkpoint.utils": {
+        "clone_tensors_for_torch_save": ours("helpers:clone_tensors_for_torch_save"),
+        "get_model_ckpt_name_for_rank": absent("a checkpoint here is safetensors files and a manifest"),
+    },
+    "deepspeed.checkpoint": {
+        "DeepSpeedCheckpoint": absent("deeptide.load_checkpoint reads checkpoints of any world into any other"),
+        "universal_checkpoint_info": absent("every checkpoint here is universal: any world loads it"),
+    },
+    "deepspeed.comm": {
+        **{name: torchs(f"distributed:{name}") for name in _COMM},
+        **{name: works(f"deeptide.comm:{name}") for name in _COMM_OURS},
+        "init_distributed": _TOP["init_distributed"],
+        "log_summary": absent("`deeptide bench comm` measures collectives; the flight log names them"),
+        "configure": absent("there is no log of collectives; `deeptide bench comm` measures them"),
+    },
+    "deepspeed.compression.helper": {
+        "recursive_getattr": _UTILS["recursive_getattr"],
+        "recursive_setattr": _UTILS["recursive_setattr"],
+    },
+    "deepspeed.compression.compress": {
+        "init_compression": absent(_COMPRESSION),
+        "redundancy_clean": absent(_COMPRESSION),
+    },
+    "deepspeed.constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": _TOP["TORCH_DISTRIBUTED_DEFAULT_PORT"]},
+    "deepspeed.elasticity": {
+        "compute_elastic_config": works("deeptide.elasticity:compute_elastic_config"),
+        "elasticity_enabled": works("deeptide.elasticity:elasticity_enabled"),
+    },
+    "deepspeed.env_report": {"main": ours("commands:report"), "cli_main": ours("commands:report")},
+    "deepspeed.git_version_info": {
+        "version": _TOP["version"],
+        "git_hash": _TOP["git_hash"],
+        "git_branch": _TOP["git_branch"],
+        "torch_info": ours("versions:torch_info"),
+        "installed_ops": ours("versions:installed_ops"),
+        "compatible_ops": ours("versions:installed_ops"),
+    },
+    "deepspeed.inference.engine": {"InferenceEngine": absent(_INFERENCE)},
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": ours("commands:ENVIRONMENT_FILE"),
+        "main": differs("commands:launch", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
+    },
+    "deepspeed.linear": {"LoRAConfig": absent("use peft's LoRA"), "OptimizedLinear": absent("use peft's LoRA")},
+    "deepspeed.module_inject": {"replace_transformer_layer": _TOP["replace_transformer_layer"]},
+    "deepspeed.moe.layer": {"MoE": absent(_MOE)},
+    "deepspeed.moe.sharded_moe": {"MOELayer": absent(_MOE), "TopKGate": absent(_MOE)},
+    "deepspeed.moe.utils": {
+        "is_moe_param": ours("helpers:is_moe_param"),
+        "has_moe_layers": ours("helpers:has_moe_layers"),
+        "split_params_into_different_moe_groups_for_optimizer": absent(_MOE),
+        "split_params_grads_into_shared_and_expert_params": absent(_MOE),
+    },
+    "deepspeed.monitor.monitor": {
+        "MonitorMaster": absent("there are no monitors yet; write engine.get_lr() and the like")
+    },
+    "deepspeed.ops": {},
+    **{f"deepspeed.ops.{name}": entries for name, entries in _OPTIMIZERS.items()},
+    "deepspeed.ops.op_builder": {},
+    "deepspeed.ops.op_builder.builder": {"OpBuilder": absent(_OPS)},
+    "deepspeed.ops.sparse_attention": {"SparseSelfAttention": absent("use torch's flex_attention")},
+    "deepspeed.ops.transformer": {
+        "DeepSpeedTransformerLayer": absent(_OPS),
+        "DeepSpeedTransformerConfig": absent(_OPS),
+    },
+    "deepspeed.pipe": _PIPE_NAMES,
+    "deepspeed.profiling.flops_profiler": {
+        "FlopsProfiler": absent(_PROFILER),
+        "get_model_profile": absent(_PROFILER),
+    },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.base_optimizer": {
+        "DeepSpeedOptimizer": _TOP["DeepSpeedOptimizer"],
+        "ZeROOptimizer": ours("optimizers:ZeROOptimizer"),
+    },
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": absent("every optimizer here keeps fp32 masters")},
+    "deepspeed.runtime.compiler": {
+        "is_compile_supported": ours("helpers:is_compile_supported"),
+        "disable": ours("helpers:disable_compile"),
+    },
+    "deepspeed.runtime.config": {
+        "DeepSpeedConfig": _TOP["DeepSpeedConfig"],
+        "DeepSpeedConfigError": _TOP["DeepSpeedConfigError"],
+        **{
+            name: ours(f"configuration:{name}")
+            for name in (
+                "ADAGRAD_OPTIMIZER",
+                "ADAMW_OPTIMIZER",
+                "ADAM_OPTIMIZER",
+                "LAMB_OPTIMIZER",
+                "LION_OPTIMIZER",
+                "ONEBIT_ADAM_OPTIMIZER",
+                "ONEBIT_LAMB_OPTIMIZER",
+                "SGD_OPTIMIZER",
+                "ZERO_ONE_ADAM_OPTIMIZER",
+            )
+        },
+    },
+    "deepspeed.runtime.config_utils": {
+        "DeepSpeedConfigModel": absent("deeptide.Config reads and checks configurations")
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {"MMapIndexedDataset": absent(_DATA)},
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {"remove_random_ltd_state_dict": absent(_DATA)},
+    "deepspeed.runtime.dataloader": {
+        "DeepSpeedDataLoader": _TOP["DeepSpeedDataLoader"],
+        "RepeatingLoader": _UTILS["RepeatingLoader"],
+    },
+    "deepspeed.runtime.engine": {
+        "DeepSpeedEngine": _TOP["DeepSpeedEngine"],
+        "DeepSpeedOptimizerCallable": _TOP["DeepSpeedOptimizerCallable"],
+        "DeepSpeedSchedulerCallable": _TOP["DeepSpeedSchedulerCallable"],
+    },
+    "deepspeed.runtime.fp16.onebit": {"OnebitAdam": absent(_ONE_BIT), "OnebitLamb": absent(_ONE_BIT)},
+    "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": absent(_HYBRID)},
+    "deepspeed.runtime.lr_schedules": _SCHEDULES,
+    "deepspeed.runtime.pipe": _PIPE_NAMES,
+    "deepspeed.runtime.pipe.engine": {"PipelineEngine": absent(_PIPE)},
+    "deepspeed.runtime.pipe.module": _PIPE_NAMES,
+    "deepspeed.runtime.pipe.topology": {
+        "PipeModelDataParallelTopology": absent(_PIPE),
+        "ProcessTopology": absent(_PIPE),
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPAttentionHF": absent(_SEQUENCE),
+        "UlyssesSPDataLoaderAdapter": absent(_SEQUENCE),
+    },
+    "deepspeed.runtime.tensor_parallel": {"tp_model_init": absent(_TENSOR)},
+    "deepspeed.runtime.utils": {
+        "see_memory_usage": ours("helpers:see_memory_usage"),
+        "set_random_seed": ours("helpers:set_random_seed"),
+        "clip_grad_norm_": absent('gradients are sharded; write "gradient_clipping" into the configuration'),
+        "get_grad_norm": absent("call engine.get_global_grad_norm()"),
+        "required_torch_version": ours("versions:required_torch_version"),
+    },
+    "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": {
+        "ZeroStageEnum": ours("configuration:ZeroStageEnum"),
+        "DeepSpeedZeroConfig": absent("deeptide.Config reads and checks configurations"),
+    },
+    "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum": ours("configuration:OffloadDeviceEnum")},
+    "deepspeed.runtime.zero.partition_parameters": {
+        **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
+        "register_external_parameter": _ZERO["register_external_parameter"],
+        "get_accelerator": _TOP["get_accelerator"],
+        "zero_wrapper_for_fp_tensor_constructor": differs(
+            "parameters:unchanged_constructor", "returns the constructor"
+        ),
+        "_orig_torch_arange": torchs(":arange"),
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": ours("optimizers:ZeROOptimizer"),
+        "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": ours("optimizers:ZeROOptimizer")},
+    "deepspeed.runtime.zero.utils": {
+        "is_zero_param": ours("parameters:is_zero_param"),
+        "is_zero_supported_optimizer": ours("optimizers:is_zero_supported_optimizer"),
+    },
+    "deepspeed.sequence.layer": {"DistributedAttention": absent(_SEQUENCE)},
+    "deepspeed.utils": _UTILS,
+    "deepspeed.utils.groups": _GROUPS,
+    "deepspeed.utils.logging": _LOGGING,
+    "deepspeed.utils.nvtx": {"instrument_w_nvtx": _UTILS["instrument_w_nvtx"]},
+    "deepspeed.utils.tensor_fragment": _STATE_FUNCTIONS,
+    "deepspeed.utils.timer": {
+        "SynchronizedWallClockTimer": absent(_TIMER),
+        "ThroughputTimer": absent(_TIMER),
+    },
+    "deepspeed.utils.zero_to_fp32": _FP32,
+}
+
+# Other paths of the same modules.
+ALIASES = {
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
+    "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
+    "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
+    "deepspeed.runtime.zero.parameter_offload": "deepspeed.runtime.zero",
+    "deepspeed.utils.init_on_device": "deepspeed.utils",
+    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",
+    "deepspeed.zero": "deepspeed.runtime.zero",
+}
+
+# Methods and attributes of DeepSpeed's engine that this one does not have; the others are its methods.
+ENGINE: dict[str, str] = {
+    "coalesce_grad_reduction": "gradients are always reduced in whole units; leave it out",
+    "allreduce_gradients": "gradients are reduced by engine.step()",
+    "register_compile_pass": "there is no DeepCompile; engine.compile() compiles the model",
+    "get_sequence_parallel_group": _SEQUENCE,
+    "set_data_post_process_func": _DATA,
+    "set_custom_curriculum_learning_schedule": _DATA,
+    "flops_profiler": _PROFILER,
+    "train_batch": "a pipeline engine's; call forward, backward and step",
+    "eval_batch": "a pipeline engine's; call the engine under torch.no_grad()",
+    "offload_states": "states stay where the configuration places them",
+    "reload_states": "states stay where the configuration places them",
+    "deepspeed_io": "give training_data to initialize, or use torch's DataLoader",
+    "save_fp16_model": "its present name is save_16bit_model",
+}

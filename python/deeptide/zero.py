@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's names for sharded parameters: zero.Init, GatheredParameters, register_external_parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+# parameter -> its place in an order that all ranks have: that of construction inside Init, then of engines.
+_places = WeakIdKeyDictionary()
+_next_place = itertools.count()
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's states of a parameter. Here operators bring parameters in, so a reader always finds AVAILABLE."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """DeepSpeed's kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def number_parameters(parameters: Iterable[torch.Tensor]) -> None:
+    """Gives each parameter its place in the order in which all ranks act on it; one that has a place keeps it."""
+    for parameter in parameters:
+        if parameter not in _places:
+            _places[parameter] = next(_next_place)
+
+
+def place_of(parameter: torch.Tensor) -> int | None:
+    """The parameter's place in that order; None for a tensor that neither Init nor an engine knows."""
+    place: int | None = _places.get(parameter)
+    return place
+
+
+class Init(contextlib.ContextDecorator):
+    """Accepts models that are built inside, under DeepSpeed's name; a model is still built whole on each rank.
+
+    `initialize` takes rank 0's values and shards them, so ranks may hold anything until then. Arguments that say how
+    DeepSpeed would shard at once have no effect; `enabled=False` makes it nothing at all.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: object = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: object = None,
+        config: object = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: object = None,
+        **others: object,
+    ) -> None:
+        self.enabled = enabled
+        self._hook: Any = None
+        if module is not None and enabled:
+            self._take(module.parameters())
+
+    def _take(self, parameters: Iterable[torch.Tensor]) -> None:
+        number_parameters(parameters)
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            self._hook = register_module_parameter_registration_hook(self._registered)
+        return self
+
+    def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None:
+            self._take([parameter])
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _is_gated(parameter: torch.Tensor) -> bool:
+    """Whether operators on it bring it in from the ranks: sharded, and on no rank whole."""
+    return "DeferredInit" in str(torch._C._dispatch_keys(parameter))
+
+
+class _Lent:
+    """One parameter inside GatheredParameters: whole memory of its own in place of the shard's."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.own: torch.Tensor | None = None
+        if _is_gated(parameter):
+            with torch.no_grad():
+                whole = parameter.detach().clone()
+            self.own = parameter.data
+            parameter.data = whole
+
+    def end(self, source: int | None) -> None:
+        """Gives the shard its memory back, with rank `source`'s values where there is one."""
+        with torch.no_grad():
+            values = self.parameter.detach().clone() if source is not None else None
+            if values is not None and dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(values, source)
+            if self.own is not None:
+                self.parameter.data = self.own
+            if values is not None:
+                self.parameter.copy_(values)  # also on `source`: a write through .data tells nobody, this does
+
+
+def _flat(params: object) -> Iterator[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        yield params
+    elif isinstance(params, torch.nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, dict):
+        yield from _flat(params.values())
+    elif isinstance(params, Iterable):
+        for item in params:
+            yield from _flat(item)
+
+
+class GatheredParameters:
+    """Inside, the parameters are whole on every rank and may be read and written without any other rank. Collective.
+
+    params: a tensor, or any iterable of them, in any order; those that belong to no engine and were not built inside
+    Init are left alone. modifier_rank: the rank whose values all ranks have afterwards; without it what was written is
+    dropped where parameters are sharded. An exception passes through, and what it left is kept.
+    """
+
+    def __init__(
+        self,
+        params: object,
+        modifier_rank: int | None = None,
+        fwd_module: torch.nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        known: dict[int, torch.Tensor] = {}
+        for parameter in _flat(params) if enabled else ():
+            place = place_of(parameter)
+            if place is not None:
+                known[place] = parameter
+        self.params = [known[place] for place in sorted(known)]
+        self.src_rank = modifier_rank
+        self._lent: list[_Lent] = []
+
+    def __enter__(self) -> None:
+        self._lent = [_Lent(parameter) for parameter in self.params]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lent, self._lent = self._lent, []
+        for one in lent:
+            one.end(self.src_rank)
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Does nothing, under DeepSpeed's name: any operator may use a parameter, in whichever module it stands."""
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError(f"register_external_parameter: got {type(parameter).__name__}, expected a Parameter")
+
+
+unregister_external_parameter: Callable[[torch.nn.Module, torch.nn.Parameter], None] = register_external_parameter
