@@ -18,8 +18,8 @@ PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-python bench lint tidy format docs
-.PHONY: wheel asan tsan clean help bench-comm bench-optimizer bench-startup
+.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-python fuzz bench lint tidy format docs
+.PHONY: wheel wheel-deepspeed asan tsan clean help bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -72,6 +72,11 @@ test-python: build-all
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/hosts
 
+# Programs of user actions on the engine and on plain torch: docs/testing.md. ARGS: --seed 7, --program file.json, …
+FUZZ_SECONDS ?= 3600
+fuzz: build setup-test  ## Compare random programs with plain torch (FUZZ_SECONDS=3600, ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) tests/fuzz --seconds $(FUZZ_SECONDS) --jobs $(JOBS) $(ARGS)
+
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)
 
@@ -102,12 +107,16 @@ format: setup-lint  ## Rewrite all sources in the house's format
 	@$(RUFF) check --fix --select I $(PYTHON_FOLDERS)
 	@$(RUFF) format $(PYTHON_FOLDERS)
 
-docs: configure-all  ## Write docs/config.md and the JSON schema anew from the table of keys
+docs: configure-all  ## Write docs/config.md, its JSON schema and docs/from-deepspeed.md anew from their tables
 	@$(CMAKE) --build $(BUILD) --target config_docs
+	@$(PYTHON) tools/from_deepspeed.py
 
 # c++ as CMake finds it, where the backend would take g++: then a compiler cache recognises what was built before.
 wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
 	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+
+wheel-deepspeed: setup-lint  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
+	@$(PYTHON) tools/deepspeed_wheel.py dist
 
 asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
 	@$(CTEST) --preset asan -j $(JOBS)

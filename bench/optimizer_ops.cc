@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The engine's kernels as operators of torch, for bench/optimizer_step.py; and the loop that sets their limit.
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include "device/parallel.h"
@@ -17,17 +18,36 @@ void squares(const Tensor& gradient, const Tensor& sum_of_squares) {
   deeptide::numerics::ordered_squares({gradient}, sum_of_squares);
 }
 
-void adam_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& gradient,
-               const std::optional<Tensor>& param, int64_t step, double gradient_scale) {
-  static const deeptide::optim::Rule& adam = deeptide::optim::find_rule("AdamW");
-  static const deeptide::Hyperparameters defaults("AdamW");
-  adam.step({master, {exp_avg, exp_avg_sq}, gradient, param.value_or(Tensor())}, defaults, {step, gradient_scale});
+/// A step with the table's hyper-parameters and `more` of them by name. `states`: those that the rule keeps, in order.
+void rule_step(const std::string& type, const Tensor& master, at::TensorList states, const Tensor& gradient,
+               const std::optional<Tensor>& param, int64_t step, double gradient_scale, int64_t rows,
+               const c10::Dict<std::string, double>& more) {
+  const deeptide::optim::Rule& rule = deeptide::optim::find_rule(type);
+  deeptide::Hyperparameters hyper(type);
+  for (const auto& number : more) hyper.set(number.key(), number.value());
+  deeptide::optim::Segment segment{master, {}, gradient, param.value_or(Tensor()), rows};
+  for (size_t role = 0, next = 0; role < rule.roles().size(); ++role) {
+    segment.states.push_back(rule.keeps(role, hyper) ? states.at(next++) : Tensor());
+  }
+  rule.step(segment, hyper, {step, gradient_scale});
 }
 
 /// Compiled once for each instruction set, chosen when the library is loaded.
-__attribute__((target_clones("avx512f", "avx2", "default"))) void triad_loop(float* __restrict p, float* __restrict m,
-                                                                             float* __restrict v,
-                                                                             const float* __restrict g, int64_t count) {
+#define DEEPTIDE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+
+DEEPTIDE_CLONES void triad_loop_1(float* __restrict p, const float* __restrict g, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) p[i] = p[i] * 0.5f + g[i];
+}
+
+DEEPTIDE_CLONES void triad_loop_2(float* __restrict p, float* __restrict m, const float* __restrict g, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    p[i] = p[i] * 0.5f + g[i];
+    m[i] = m[i] * 0.5f + g[i];
+  }
+}
+
+DEEPTIDE_CLONES void triad_loop_3(float* __restrict p, float* __restrict m, float* __restrict v,
+                                  const float* __restrict g, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     p[i] = p[i] * 0.5f + g[i];
     m[i] = m[i] * 0.5f + g[i];
@@ -35,11 +55,17 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) void triad_loop(flo
   }
 }
 
-/// An fp32 step's seven streams, four read and three written, with next to no arithmetic: 28 bytes an element.
-void triad(const Tensor& p, const Tensor& m, const Tensor& v, const Tensor& g) {
+/// An fp32 step's streams with next to no arithmetic: one read, and each of `updated` (one to three) read and written,
+/// so 4 bytes an element and 8 more for each.
+void triad(at::TensorList updated, const Tensor& g) {
+  TORCH_CHECK_VALUE(!updated.empty() && updated.size() <= 3, "triad: got ", updated.size(),
+                    " tensors, expected 1 to 3");
   deeptide::parallel_blocks(g.numel(), /*block=*/1024, /*grain=*/32, [&](int64_t begin, int64_t end) {
-    triad_loop(p.mutable_data_ptr<float>() + begin, m.mutable_data_ptr<float>() + begin,
-               v.mutable_data_ptr<float>() + begin, g.const_data_ptr<float>() + begin, end - begin);
+    const auto at = [&](size_t i) { return updated[i].mutable_data_ptr<float>() + begin; };
+    const float* read = g.const_data_ptr<float>() + begin;
+    if (updated.size() == 1) triad_loop_1(at(0), read, end - begin);
+    if (updated.size() == 2) triad_loop_2(at(0), at(1), read, end - begin);
+    if (updated.size() == 3) triad_loop_3(at(0), at(1), at(2), read, end - begin);
   });
 }
 
@@ -48,8 +74,8 @@ void triad(const Tensor& p, const Tensor& m, const Tensor& v, const Tensor& g) {
 TORCH_LIBRARY(deeptide_bench, library) {
   library.def("squares(Tensor gradient, Tensor(a!) sum_of_squares) -> ()", &squares);
   library.def(
-      "adam_step(Tensor(a!) master, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor gradient, Tensor(d!)? param, "
-      "int step, float gradient_scale) -> ()",
-      &adam_step);
-  library.def("triad(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g) -> ()", &triad);
+      "rule_step(str type, Tensor(a!) master, Tensor(b!)[] states, Tensor gradient, Tensor(c!)? param, int step, "
+      "float gradient_scale, int rows, Dict(str, float) more) -> ()",
+      &rule_step);
+  library.def("triad(Tensor(a!)[] updated, Tensor g) -> ()", &triad);
 }

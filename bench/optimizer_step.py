@@ -22,12 +22,26 @@ BYTES = {
     },
     "fp32": {"triad": 28, "Deeptide": 28, "DeepSpeedCPUAdam": 28, "torch fused AdamW": 28},
 }
+# The rules in fp32, and the triad over as many streams: 4 bytes read, and 8 for the parameter and for each state. LAMB
+# passes twice: 24 bytes, then 16.
+RULE_BYTES = {
+    "SGD": (12, "triad, 0 states"),
+    "SGD, momentum": (20, "triad, 1 states"),
+    "Lion": (20, "triad, 1 states"),
+    "Adagrad": (20, "triad, 1 states"),
+    "RMSprop": (20, "triad, 1 states"),
+    "RMSprop, momentum": (28, "triad, 2 states"),
+    "AdamW": (28, "triad, 2 states"),
+    "LAMB": (40, "triad, 2 states"),
+}
+TRIAD_BYTES = {"triad, 0 states": 12, "triad, 1 states": 20, "triad, 2 states": 28}
 LEGEND = """\
 bf16: gradient and parameter in bf16, fp32 master and moments; norm, finite check, clipping, update and cast to bf16.
 fp32: the update alone, beside a triad of the same seven streams (four read, three written). All ways work on the same
 memory, in large pages. Best and median over the repetitions; bytes: what the way's passes read and write for an
 element; x and %: each repetition's ratio to Deeptide's time (above 1: Deeptide is faster) and its share of the triad's
-speed, then the median."""
+speed, then the median. Every optimizer: the update alone in fp32, and its bytes per second as a share of those of a
+triad over as many streams."""
 
 
 def parse_arguments():
@@ -67,6 +81,19 @@ def _table(precision, seconds, numel):
     return output.table(header, rows)
 
 
+def _rules_table(seconds, numel):
+    rows = []
+    for name, (size, triad) in RULE_BYTES.items():
+        own, speed = seconds[name], lambda way, bytes: bytes * numel / min(seconds[way]) / 1e9
+        share = _ratio(seconds[triad], own) * size / TRIAD_BYTES[triad]
+        rows.append([
+            name, f"{min(own) * 1e3:.1f}", f"{median(own) * 1e3:.1f}", size, f"{speed(name, size):.1f}",
+            f"{speed(triad, TRIAD_BYTES[triad]):.1f}", f"{100 * share:.0f}",
+        ])  # fmt: skip
+    header = ["optimizer", "best (ms)", "median (ms)", "bytes", "GB/s, best", "triad's GB/s, best", "% of triad"]
+    return output.table(header, rows)
+
+
 def markdown(record):
     parts = [output.head("Optimizer step", record, f"{LEGEND}\n\n{record['numel']} elements.")]
     for run in record["runs"]:
@@ -75,6 +102,9 @@ def markdown(record):
             parts.append(f"## {threads}: failed\n\n{run['error']}\n")
             continue
         for precision, seconds in run["ranks"][0].items():
+            if precision == "rules":
+                parts.append(f"## Every optimizer, {threads}\n\n{_rules_table(seconds, record['numel'])}")
+                continue
             parts.append(f"## {precision}, {threads}\n\n{_table(precision, seconds, record['numel'])}")
     return "\n".join(parts)
 

@@ -18,6 +18,17 @@ from settings import BETAS, EPSILON
 LEARNING_RATE = 1e-3  # what optimizer_ops.cc leaves at its default
 CLIP = 1.0
 CHECKED_NUMEL = 100_003
+# {name: (type, states that it keeps, hyper-parameters)}. Muon is not here: products take its time, not streams.
+RULES = {
+    "SGD": ("SGD", 0, {}),
+    "SGD, momentum": ("SGD", 1, {"momentum": 0.9}),
+    "Lion": ("Lion", 1, {}),
+    "Adagrad": ("Adagrad", 1, {}),
+    "RMSprop": ("RMSprop", 1, {}),
+    "RMSprop, momentum": ("RMSprop", 2, {"momentum": 0.9}),
+    "AdamW": ("AdamW", 2, {}),
+    "LAMB": ("Lamb", 2, {}),
+}
 
 
 def parse_arguments():
@@ -50,21 +61,43 @@ def clip_scale(norm):
 
 def deeptide_ways(shard):
     kernels = torch.ops.deeptide_bench
-    states = (shard.master, shard.exp_avg, shard.exp_avg_sq)
+    states = [shard.exp_avg, shard.exp_avg_sq]
     squares, steps = torch.zeros(1, dtype=torch.float64), iter(range(1, sys.maxsize))
 
     def mixed():
         kernels.squares(shard.gradient, squares)
         scale = clip_scale(math.sqrt(squares.item()))
-        kernels.adam_step(*states, shard.gradient, shard.param, next(steps), scale)
+        kernels.rule_step("AdamW", shard.master, states, shard.gradient, shard.param, next(steps), scale, 1, {})
 
     def update():
-        kernels.adam_step(*states, shard.wide_gradient, None, next(steps), 1.0)
+        kernels.rule_step("AdamW", shard.master, states, shard.wide_gradient, None, next(steps), 1.0, 1, {})
 
     def triad():
-        kernels.triad(*states, shard.wide_gradient)
+        kernels.triad([shard.master, *states], shard.wide_gradient)
 
     return {"bf16": {"Deeptide": mixed}, "fp32": {"triad": triad, "Deeptide": update}}
+
+
+def rule_ways(shard):
+    """{"rules": {name: step}} of every optimizer but Adam, and of triads over as many streams."""
+    kernels = torch.ops.deeptide_bench
+    states, steps = [shard.exp_avg, shard.exp_avg_sq], iter(range(1, sys.maxsize))
+
+    def step_of(type, kept, rows, more):
+        def step():
+            kernels.rule_step(
+                type, shard.master, states[:kept], shard.wide_gradient, None, next(steps), 1.0, rows, more
+            )
+
+        return step
+
+    def triad_of(kept):
+        return lambda: kernels.triad([shard.master, *states[:kept]], shard.wide_gradient)
+
+    ways = {f"triad, {kept} states": triad_of(kept) for kept in (0, 1, 2)}
+    for name, (type, kept, more) in RULES.items():
+        ways[name] = step_of(type, kept, 1, more)
+    return {"rules": ways}
 
 
 def staged_ways(shard, name, make_optimizer, first_step):
@@ -96,7 +129,7 @@ def cpu_adam(parameters):
 
 def ways_over(shard):
     """{precision: {name: step}}."""
-    ways = deeptide_ways(shard)
+    ways = deeptide_ways(shard) | rule_ways(shard)
     more = [staged_ways(shard, "torch fused AdamW", fused_adamw, torch.tensor(0.0))]
     try:
         more.append(staged_ways(shard, "DeepSpeedCPUAdam", cpu_adam, 0))

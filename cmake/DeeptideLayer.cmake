@@ -29,11 +29,26 @@ function(deeptide_add_layer name)
   set_property(GLOBAL APPEND PROPERTY DEEPTIDE_OBJECTS $<TARGET_OBJECTS:deeptide_${name}>)
 endfunction()
 
+# deeptide_through_<layer>: the objects of this layer and of all below it, for tests and benchmarks, which use what the
+# library hides. A program that links it has a gate of its own: it must not load libdeeptide as well.
+function(deeptide_close_layer layer)
+  get_property(objects GLOBAL PROPERTY DEEPTIDE_OBJECTS)
+  get_property(libraries GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES)
+  list(REMOVE_DUPLICATES libraries)
+  if(deeptide_torch IN_LIST libraries)
+    list(APPEND libraries torch)
+  endif()
+  add_library(deeptide_through_${layer} INTERFACE)
+  target_include_directories(deeptide_through_${layer} INTERFACE
+    ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_BINARY_DIR}/include)
+  target_link_libraries(deeptide_through_${layer} INTERFACE ${objects} ${libraries})
+endfunction()
+
 function(deeptide_finish_library)
   get_property(objects GLOBAL PROPERTY DEEPTIDE_OBJECTS)
   get_property(libraries GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES)
   list(REMOVE_DUPLICATES libraries)
-  add_library(deeptide SHARED ${PROJECT_SOURCE_DIR}/src/base/version.cc ${objects})
+  add_library(deeptide SHARED ${objects})
   add_library(deeptide::deeptide ALIAS deeptide)
   target_include_directories(deeptide PUBLIC
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_BINARY_DIR}/include>
@@ -41,18 +56,27 @@ function(deeptide_finish_library)
   target_link_libraries(deeptide PUBLIC torch PRIVATE ${libraries})
   # Never unloaded: tensors made by our allocator, and the gate's registration, outlive every handle to the library.
   target_link_options(deeptide PRIVATE -Wl,-z,nodelete)
+  # What headers of others and static libraries bring along is not marked hidden.
+  set(exports ${PROJECT_SOURCE_DIR}/cmake/exports.map)
+  target_link_options(deeptide PRIVATE -Wl,--version-script=${exports})
+  set_property(TARGET deeptide APPEND PROPERTY LINK_DEPENDS ${exports})
   set_target_properties(deeptide PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0)
 endfunction()
 
-# deeptide_add_test(<name> SOURCES … [LABELS …]): one gtest executable for a layer's tests. For each label, the target
-# deeptide_tests_<label> builds its executables.
+# deeptide_add_test(<name> SOURCES … [THROUGH <layer>] [LABELS …]): one gtest executable for a layer's tests, with the
+# objects up to that layer, or up to a higher one that they use too. For each label, the target deeptide_tests_<label>
+# builds its executables.
 function(deeptide_add_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LABELS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT;THROUGH" "SOURCES;LABELS;LIBRARIES" ${ARGN})
+  if(NOT ARG_THROUGH)
+    get_filename_component(ARG_THROUGH ${CMAKE_CURRENT_SOURCE_DIR} NAME)
+  endif()
   add_executable(deeptide_${name}_test ${ARG_SOURCES})
-  target_include_directories(deeptide_${name}_test PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_include_directories(deeptide_${name}_test PRIVATE ${PROJECT_SOURCE_DIR}/tests)
   # -O1: a third off the time to compile tests, whose speed hardly depends on it.
   target_compile_options(deeptide_${name}_test PRIVATE ${DEEPTIDE_WARNINGS} $<$<CONFIG:Release,RelWithDebInfo>:-O1>)
-  target_link_libraries(deeptide_${name}_test PRIVATE deeptide deeptide_torch GTest::gtest GTest::gtest_main ${ARG_LIBRARIES})
+  target_link_libraries(deeptide_${name}_test PRIVATE
+    deeptide_through_${ARG_THROUGH} GTest::gtest GTest::gtest_main ${ARG_LIBRARIES})
   deeptide_unite(deeptide_${name}_test)
   foreach(label ${ARG_LABELS})
     if(NOT TARGET deeptide_tests_${label})

@@ -27,4 +27,7 @@ if(DEEPTIDE_SANITIZE)
     add_compile_options(-fno-sanitize=vptr)
   endif()
 endif()
+# Nothing leaves the library but what include/ marks with DEEPTIDE_API.
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)

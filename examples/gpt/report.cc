@@ -3,7 +3,7 @@
 // Numbers into words: one line redrawn on a terminal, JSON lines, the table of bytes.
 #include "report.h"
 
-#include <spdlog/fmt/fmt.h>
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>

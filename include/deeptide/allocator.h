@@ -5,13 +5,15 @@
 
 #include <cstdint>
 
+#include "deeptide/export.h"
+
 namespace deeptide {
 
 /// Makes torch allocate CPU tensors of 256 KiB or more from a heap that keeps their pages. `initialize` calls it unless
 /// `deeptide.tune_allocator` is false. Lasts until the process ends, since tensors outlive engines; later calls do
 /// nothing. Earlier tensors keep their memory. Returns false, and changes nothing, if the program has set a CPU
 /// allocator of its own, and under the address and thread sanitizers.
-bool install_cpu_allocator();
+DEEPTIDE_API bool install_cpu_allocator();
 
 struct CpuAllocatorStats {
   int64_t in_use_bytes = 0;
@@ -20,9 +22,9 @@ struct CpuAllocatorStats {
 };
 
 /// Reports what the installed allocator holds.
-CpuAllocatorStats cpu_allocator_stats();
+DEEPTIDE_API CpuAllocatorStats cpu_allocator_stats();
 
 /// Returns idle memory to the kernel, in large pages; destroying an engine does so too.
-void release_idle_cpu_memory();
+DEEPTIDE_API void release_idle_cpu_memory();
 
 }  // namespace deeptide

@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "deeptide/export.h"
 #include "deeptide/hyperparameters.h"
 
 namespace deeptide {
@@ -38,6 +39,7 @@ struct BatchSizes {
 struct OptimizerConfig {
   std::string type;          // as written: "AdamW"; empty: the section is absent
   Hyperparameters defaults;  // empty likewise
+  Hyperparameters rest;      // Muon's, of parameters that are no matrices; empty for other types
 };
 
 /// Parameters of the schedule "LRRangeTest".
@@ -102,7 +104,7 @@ using SchedulerConfig = std::variant<std::monostate, LRRangeTestConfig, OneCycle
                                      WarmupDecayLRConfig, WarmupCosineLRConfig>;
 
 /// The schedule's "type", or an empty string without a schedule.
-std::string_view scheduler_type(const SchedulerConfig& scheduler);
+DEEPTIDE_API std::string_view scheduler_type(const SchedulerConfig& scheduler);
 
 /// The section "zero_optimization". Sizes are in elements, as in DeepSpeed.
 struct ZeroConfig {
@@ -118,6 +120,16 @@ struct ZeroConfig {
   bool gather_16bit_weights_on_model_save = false;
 };
 
+enum class OffloadDevice : uint8_t { none, cpu, nvme };
+
+/// The section "zero_optimization.offload_optimizer".
+struct OffloadOptimizerConfig {
+  OffloadDevice device = OffloadDevice::none;
+  std::vector<std::string> folders;  // "nvme_path"
+  int64_t buffer_count = 0;          // blocks of 4 MiB in memory for each kind of state
+  double ratio = 0.0;                // share of the states that is offloaded
+};
+
 /// The section "elasticity": one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
@@ -131,6 +143,14 @@ struct ElasticityConfig {
   double version = 0.0;  // 0.1: any number of ranks; 0.2: whole nodes
   bool prefer_larger_batch = false;
   bool ignore_non_elastic_batch_info = false;
+};
+
+/// The batch that such a section gives.
+struct ElasticBatch {
+  int64_t train = 0;
+  std::vector<int64_t> valid_worlds;  // ascending; numbers of data-parallel ranks
+  int64_t micro = 0;                  // the largest that divides the batch per rank; 0 without a world
+  int64_t preferred_micro = 0;        // version 0.2: the first that divides, or the largest if preferred
 };
 
 struct PrecisionConfig {
@@ -188,11 +208,12 @@ struct RuntimeConfig {
 /// A parsed ds_config.json. Construction validates every key at every depth; afterwards nothing changes it.
 /// Errors: ConfigError (a std::invalid_argument, ValueError in Python) with origin, line, key and the nearest known
 /// key.
-class Config {
+class DEEPTIDE_API Config {
  public:
   /// Every section, found by its type.
-  using Sections = std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, ElasticityConfig,
-                              PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
+  using Sections =
+      std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig, ElasticityConfig,
+                 PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
 
   Config();  // every key at its default
   static Config from_file(const std::string& path);
@@ -214,6 +235,7 @@ class Config {
   const OptimizerConfig& optimizer() const { return std::get<OptimizerConfig>(sections_); }
   const SchedulerConfig& scheduler() const { return std::get<SchedulerConfig>(sections_); }
   const ZeroConfig& zero() const { return std::get<ZeroConfig>(sections_); }
+  const OffloadOptimizerConfig& offload_optimizer() const { return std::get<OffloadOptimizerConfig>(sections_); }
   const ElasticityConfig& elasticity() const { return std::get<ElasticityConfig>(sections_); }
   const PrecisionConfig& precision() const { return std::get<PrecisionConfig>(sections_); }
   const GradientConfig& gradients() const { return std::get<GradientConfig>(sections_); }
@@ -238,8 +260,8 @@ class Config {
 };
 
 /// The JSON Schema (draft 2020-12) of everything that Config accepts, generated from the table of keys.
-std::string config_json_schema();
+DEEPTIDE_API std::string config_json_schema();
 /// The page docs/config.md, generated from the same table.
-std::string config_markdown();
+DEEPTIDE_API std::string config_markdown();
 
 }  // namespace deeptide

@@ -85,14 +85,21 @@ DEEPTIDE_API const char* text(MemoryRole role);
 /// One line of the memory table. Units: bytes on this rank.
 struct MemoryLine {
   MemoryRole role = MemoryRole::parameters;
-  int64_t predicted_bytes = 0;
-  int64_t measured_bytes = 0;  // allocated by the engine, at its peak
+  int64_t predicted_bytes = 0;  // while ranks keep pace
+  int64_t measured_bytes = 0;   // allocated by the engine, at its peak
+  int64_t late_bytes = 0;       // at most so many more while another rank is late
 };
 
 /// A loaded checkpoint: its folder, and its `client_state` as JSON text.
 struct LoadedCheckpoint {
   std::string path;
   std::string client_state_json;
+};
+
+/// This rank's part of one parameter's state: consecutive elements of the flattened parameter.
+struct LocalState {
+  int64_t begin = 0;  // the first one's index
+  at::Tensor values;  // (elements,) fp32, on the CPU
 };
 
 struct LoadOptions {
@@ -165,6 +172,14 @@ class DEEPTIDE_API Engine {
   /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one
   /// of the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);
+  /// Collective. Overwrites what full_state returns. Parameters follow their masters at once; a gradient is the sum
+  /// that the next step uses, before clipping. Shapes: `value` as the parameter, equal on all ranks. Errors: ValueError
+  /// if the parameter is not optimized, the role is unknown, or the values differ between ranks.
+  void set_full_state(const std::string& parameter, const std::string& role, const at::Tensor& value);
+  /// Collective. As full_state, but only the elements that this rank holds: its slice, or all at stage 0.
+  std::optional<LocalState> local_state(const std::string& parameter, const std::string& role);
+  /// Collective. Overwrites the elements that local_state returns. Errors: as set_full_state.
+  void set_local_state(const std::string& parameter, const std::string& role, const at::Tensor& values);
   /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();
 

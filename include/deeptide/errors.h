@@ -6,11 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#if defined(__GNUC__)
-#define DEEPTIDE_API __attribute__((visibility("default")))
-#else
-#define DEEPTIDE_API
-#endif
+#include "deeptide/export.h"
 
 namespace deeptide {
 

@@ -9,6 +9,8 @@
 #include <string_view>
 #include <vector>
 
+#include "deeptide/export.h"
+
 namespace deeptide {
 
 /// One number of an optimizer: "lr", "beta1", "nesterov".
@@ -24,7 +26,7 @@ struct HyperparameterInfo {
 };
 
 /// An optimizer that the configuration's table offers.
-struct OptimizerInfo {
+struct DEEPTIDE_API OptimizerInfo {
   std::string name;                // the first of its types: "Adam"
   std::vector<std::string> types;  // "Adam", "AdamW"
   std::vector<HyperparameterInfo> hyperparameters;
@@ -34,12 +36,12 @@ struct OptimizerInfo {
 };
 
 /// All optimizers that can be had, in the table's order.
-const std::vector<OptimizerInfo>& optimizers();
+DEEPTIDE_API const std::vector<OptimizerInfo>& optimizers();
 /// By any of its types, in any case; null: no optimizer that can be had.
-const OptimizerInfo* find_optimizer(std::string_view type);
+DEEPTIDE_API const OptimizerInfo* find_optimizer(std::string_view type);
 
 /// The hyper-parameters of one parameter group: a number for each name in its optimizer's table.
-class Hyperparameters {
+class DEEPTIDE_API Hyperparameters {
  public:
   Hyperparameters() = default;  // of no optimizer: empty
   explicit Hyperparameters(const OptimizerInfo& optimizer);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Lets a language binding install how to wait, and how to fail, beneath its interpreter.
+// Lets a language binding install how to wait, to be interrupted and to fail beneath its interpreter.
 #pragma once
 
 #include <functional>
@@ -12,6 +12,12 @@ namespace deeptide {
 /// Runs a blocking wait with the interpreter's lock released if this thread holds it.
 using BlockingRegion = std::function<void(const std::function<void()>&)>;
 DEEPTIDE_API void set_blocking_region(BlockingRegion region);
+
+/// Runs the interpreter's handlers of signals that have arrived, if this thread is the one that runs them, and throws
+/// what they throw. Waits call it every quarter of a second, also inside torch's operators, without the interpreter's
+/// lock.
+using InterruptCheck = std::function<void()>;
+DEEPTIDE_API void set_interrupt_check(InterruptCheck check);
 
 /// Throws the error as the language's own. Torch's operators and autograd, between a wait and the user's code, would
 /// turn a CommError into a nameless runtime error.

@@ -10,6 +10,8 @@
 #include <optional>
 #include <tuple>
 
+#include "deeptide/export.h"
+
 /// Dispatcher operators `deeptide::…` with gradients; sharded parameters arrive whole. Fast for fp32 and bf16 on the
 /// CPU, with one result for any number of threads. All else (other types and devices, autocast, torch.func, tracing)
 /// uses torch's operators and their semantics. A second derivative needs double, which uses torch.
@@ -17,32 +19,34 @@ namespace deeptide::ops {
 
 /// Returns input weightᵀ + bias. Shapes: input (…, I), weight (O, I), bias (O,) or undefined -> (…, O).
 /// If torch's BLAS leaves half of the processor unused (fp32, AVX-512, not Intel's), oneDNN multiplies.
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias = {});
+DEEPTIDE_API at::Tensor linear(const at::Tensor& input, const at::Tensor& weight,
+                               const std::optional<at::Tensor>& bias = {});
 
 /// torch's cross_entropy without class weights; computes the gradient along with the loss.
 /// Shapes: logits (N, V), targets (N,) int64 -> a scalar, or (N,) with Reduction::None; fp32 for bf16 logits too.
 /// Errors: IndexError for a target that is neither a class nor `ignore_index`; ValueError for shapes.
-at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignore_index = -100,
-                         int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
+DEEPTIDE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignore_index = -100,
+                                      int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
 
 /// Returns cross_entropy(hidden weightᵀ, targets), some rows at a time: at most 32 MiB of logits exist at once.
 /// Shapes: hidden (N, D), weight (V, D), targets (N,) -> a scalar in fp32. Reduction: Mean or Sum.
-at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& targets,
-                                int64_t ignore_index = -100, int64_t reduction = at::Reduction::Mean,
-                                double label_smoothing = 0.0);
+DEEPTIDE_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                             const at::Tensor& targets, int64_t ignore_index = -100,
+                                             int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
 
 /// Returns x times the normal distribution's integral at x, by its tanh approximation (arXiv:1606.08415). Any shape.
-at::Tensor gelu_tanh(const at::Tensor& x);
+DEEPTIDE_API at::Tensor gelu_tanh(const at::Tensor& x);
 
 /// torch's layer_norm over the last dimensions, `normalized_shape`. Statistics are fp32 for every input type.
-at::Tensor layer_norm(const at::Tensor& x, at::IntArrayRef normalized_shape,
-                      const std::optional<at::Tensor>& weight = {}, const std::optional<at::Tensor>& bias = {},
-                      double eps = 1e-5);
+DEEPTIDE_API at::Tensor layer_norm(const at::Tensor& x, at::IntArrayRef normalized_shape,
+                                   const std::optional<at::Tensor>& weight = {},
+                                   const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
 
 /// Returns layer_norm(x + residual) and x + residual, the start of the next residual branch, in one pass.
-std::tuple<at::Tensor, at::Tensor> residual_layer_norm(const at::Tensor& x, const at::Tensor& residual,
-                                                       at::IntArrayRef normalized_shape,
-                                                       const std::optional<at::Tensor>& weight = {},
-                                                       const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
+DEEPTIDE_API std::tuple<at::Tensor, at::Tensor> residual_layer_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                                    at::IntArrayRef normalized_shape,
+                                                                    const std::optional<at::Tensor>& weight = {},
+                                                                    const std::optional<at::Tensor>& bias = {},
+                                                                    double eps = 1e-5);
 
 }  // namespace deeptide::ops

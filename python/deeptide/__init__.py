@@ -28,7 +28,19 @@ _HOME = {
     "initialize": "_initialize",
     "make_world": "_C",
 }
-_MODULES = ("config", "data", "elasticity", "engine", "ops", "optimizer", "schedule", "utils")
+_MODULES = (
+    "accelerator",
+    "comm",
+    "config",
+    "data",
+    "elasticity",
+    "engine",
+    "ops",
+    "optimizer",
+    "schedule",
+    "utils",
+    "zero",
+)
 
 __all__ = ["__version__", *_HOME]
 
@@ -52,3 +64,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_MODULES})
+
+
+if os.environ.get("DEEPTIDE_AS_DEEPSPEED") == "1":
+    importlib.import_module("deeptide.as_deepspeed")

@@ -1,5 +1,7 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
+from deeptide import accelerator as accelerator
+from deeptide import comm as comm
 from deeptide import config as config
 from deeptide import data as data
 from deeptide import elasticity as elasticity
@@ -8,6 +10,7 @@ from deeptide import ops as ops
 from deeptide import optimizer as optimizer
 from deeptide import schedule as schedule
 from deeptide import utils as utils
+from deeptide import zero as zero
 from deeptide._arguments import add_config_arguments as add_config_arguments
 from deeptide._C import CheckpointError as CheckpointError
 from deeptide._C import CommError as CommError

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -13,6 +14,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
+from deeptide._muon import muon_groups
 
 ParamGroup: TypeAlias = dict[str, Any]  # as torch's optimizers hold them
 OptimizerSource: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -20,6 +22,8 @@ ParametersSource: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch
 
 # Keys that say how torch would compute, not what; ours replaces that. "initial_lr" is a torch scheduler's.
 _HARMLESS = {"params", "param_names", "name", "initial_lr", "foreach", "fused", "capturable"}
+# Keys of torch's own optimizers that become a number of ours under another name.
+_TRANSLATED = ("adjust_lr_fn",)
 _CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
@@ -123,21 +127,23 @@ def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
     return groups
 
 
-def _check_keys(groups: list[ParamGroup], info: OptimizerInfo) -> None:
-    known = {*keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH}
+def _check_keys(
+    groups: list[ParamGroup], info: OptimizerInfo, translated: Iterable[str] = (), extra_keys: bool = False
+) -> None:
+    known = {*keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH, *translated}
     for number, group in enumerate(groups):
         for key in _CHANGES_THE_MATH:
             if group.get(key):
                 raise ConfigError(f"optimizer group {number}: {key}={group[key]!r} is not supported yet; leave it out")
         for key in group:
-            if key not in known:
+            if key not in known and not extra_keys:
                 raise ConfigError(
                     f"optimizer group {number}: unknown key {key!r}; {info.name} knows {', '.join(sorted(known))}"
                 )
 
 
 def _fits(value: Any, number: HyperparameterInfo) -> bool:
-    above = number.lowest is None or float(value) >= number.lowest
+    above = math.isfinite(value) and (number.lowest is None or float(value) >= number.lowest)
     if number.highest is None:
         return above
     return above and (float(value) < number.highest if number.highest_excluded else float(value) <= number.highest)
@@ -146,7 +152,7 @@ def _fits(value: Any, number: HyperparameterInfo) -> bool:
 def _range_text(numbers: list[HyperparameterInfo]) -> str:
     first = numbers[0]
     if first.highest is None:
-        return f"a number of at least {first.lowest:g}"
+        return "finite numbers" if first.lowest is None else f"a number of at least {first.lowest:g}"
     interval = f"[{first.lowest:g}, {first.highest:g}{')' if first.highest_excluded else ']'}"
     return f"both in {interval}" if len(numbers) == 2 else f"all in {interval}" if first.element >= 0 else interval
 
@@ -192,7 +198,10 @@ def _name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[
 
 
 def _info_of_instance(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    """The table's optimizer of the same name, for one of torch's own classes."""
+    """The table's optimizer of the same name, for one of torch's own classes, or one that names itself."""
+    named = _C.find_optimizer(getattr(type(optimizer), "deeptide_type", ""))
+    if named is not None:
+        return named
     taken: dict[type, OptimizerInfo] = {}
     for info in _C.optimizers():
         taken.update({getattr(torch.optim, type): info for type in info.types if hasattr(torch.optim, type)})
@@ -210,7 +219,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, str]) -> OptimizerPlan:
+def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, str], extra_keys: bool) -> OptimizerPlan:
     info = _info_of_instance(optimizer)
     if _has_stepped(optimizer):
         raise ConfigError(
@@ -218,11 +227,14 @@ def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, s
             "give a fresh one and load its state from a checkpoint"
         )
     groups = optimizer.param_groups
-    _check_keys(groups, info)
+    _check_keys(groups, info, _TRANSLATED, extra_keys)
     _check_numbers(groups, info)
     for group in groups:
         if "decoupled_weight_decay" in keys_of(info.name):
             group.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+        if "match_rms_adamw" in keys_of(info.name):
+            group.setdefault("match_rms_adamw", group.get("adjust_lr_fn") == "match_rms_adamw")
+            group.setdefault("use_muon", True)
     return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
 
 
@@ -232,14 +244,18 @@ def plan_optimizer(
     config: Config,
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
+    extra_keys: bool = False,
 ) -> OptimizerPlan | None:
-    """The plan for what the caller gave; None when neither the caller nor the configuration names an optimizer."""
+    """The plan for what the caller gave; None when neither the caller nor the configuration names an optimizer.
+
+    extra_keys: groups may hold keys of the program's own.
+    """
     given = None if model_parameters is None else _plain_groups(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         parameters: Any = given or [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer(parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _plan_of_instance(optimizer, model_names)
+        return _plan_of_instance(optimizer, model_names, extra_keys)
     if optimizer is not None:
         raise ConfigError(
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
@@ -249,9 +265,12 @@ def plan_optimizer(
     if info is None:
         return None
     groups: list[ParamGroup] = given or [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    _check_keys(groups, info)
+    _check_keys(groups, info, extra_keys=extra_keys)
     _check_numbers(groups, info)
+    if "use_muon" in keys_of(info.name):
+        groups = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]))
     plan = OptimizerPlan(info, groups, _name_groups(groups, model_names))
     for group in groups:
-        write_group(group, info, read_group(group, info, config.optimizer.defaults))
+        defaults = config.optimizer.defaults if group.get("use_muon", True) else config.optimizer.rest
+        write_group(group, info, read_group(group, info, defaults))
     return plan

@@ -14,7 +14,7 @@ import torch.utils.data
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, World
-from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
+from deeptide._groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, device_of, parameter_names
 from deeptide._world import find_world
 from deeptide.config import ConfigSource, load_config
@@ -63,7 +63,8 @@ def initialize(
     """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
 
     config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
-    optimizer: torch's Adam, AdamW, SGD or Adagrad, or a function of parameters; else the configuration's.
+    optimizer: torch's Adam, AdamW, SGD, Adagrad, RMSprop or Muon, or a function of parameters that makes one; else the
+    configuration's.
     model_parameters: parameters or param groups; else all that require a gradient.
     training_data: a dataset; each rank gets its part. lr_scheduler: an instance or a function of the optimizer.
     world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
@@ -72,11 +73,38 @@ def initialize(
     model = check_model(model)
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise ConfigError(f"{name} is not supported yet (tensor and pipeline parallelism); leave it out")
+            raise ConfigError(f"{name} is not supported yet (tensor and pipeline parallelism); omit it")
     config = load_config(config, args, config_params)
+    plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
+    return make_engine(
+        Engine,
+        model,
+        config,
+        plan,
+        lr_scheduler,
+        training_data,
+        collate_fn,
+        world,
+        dist_init_required,
+        distributed_port,
+    )
+
+
+def make_engine(
+    kind: type[Engine],
+    model: torch.nn.Module,
+    config: Config,
+    plan: OptimizerPlan | None,
+    lr_scheduler: Any = None,
+    training_data: torch.utils.data.Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    world: World | None = None,
+    dist_init_required: bool | None = None,
+    distributed_port: int = _C.DEFAULT_PORT,
+) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | None, Any]:
+    """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
-    plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     world, group = find_world(world, device_of(model), dist_init_required, distributed_port)
     loader = _loader(training_data, collate_fn, config, world)
     defaults = config.optimizer.defaults
@@ -88,7 +116,7 @@ def initialize(
         core = _C.Engine(describe(model), config, options)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
-        return Engine(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
+        return kind(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
     except BaseException:
         # Now and not when the traceback goes: the caller may catch this and use his model.
         if core is not None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the front finds the ranks that train together, and hands them to the core."""
+"""Finds the ranks that train together and passes them to the core."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _backend_for(device_type: str) -> str:
 
 
 def _publish(place: _C.Discovery) -> None:
-    """Tells code that reads torch's variables where it stands, whatever the launcher's own language is."""
+    """Sets torch's variables for code that reads them, under any launcher."""
     variables: dict[str, int | str] = {"RANK": place.rank, "WORLD_SIZE": place.size, "LOCAL_RANK": place.local_rank}
     if place.address:
         variables |= {"MASTER_ADDR": place.address, "MASTER_PORT": place.port}
@@ -44,14 +44,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialises torch.distributed once, for whoever launched this process: `deeptide`, torchrun, mpirun, srun, ...
+    """Initialises torch.distributed once, under any launcher: `deeptide`, torchrun, mpirun, srun, ...
 
-    Without a launcher (a plain `python train.py`) it does nothing: a world of one needs no process group.
-    auto_mpi_discovery: False reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT only. distributed_port: where rank 0
-    listens when nothing else says. timeout: a timedelta; else DEEPSPEED_TIMEOUT minutes, else 10. init_method:
-    tcp://HOST:PORT, file://PATH or env://, where all meet. config: is validated. rank, world_size: instead of what the
-    launcher says.
-    Errors: ConfigError, e.g. listing two launchers that disagree; CommError if the ranks do not meet.
+    Has no effect without a launcher (a plain `python train.py`), because a world of one needs no process group.
+    auto_mpi_discovery: False reads only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. distributed_port: the port of
+    rank 0, unless the environment gives one. timeout: a timedelta; default DEEPSPEED_TIMEOUT minutes, or 10 minutes.
+    init_method: the meeting point, tcp://HOST:PORT, file://PATH or env://. config: validated, otherwise unused. rank,
+    world_size: override the launcher's values.
+    Errors: ConfigError, for example for two launchers that disagree; CommError if the ranks do not meet.
     """
     if config is not None:
         load_config(config)
@@ -84,7 +84,7 @@ def init_distributed(
 
 
 def _from_torch_distributed(device: torch.device) -> tuple[_C.World, dist.ProcessGroup | None]:
-    """The default group's ranks; returns the world and the NCCL group that was made for it, if any."""
+    """Returns the world of the default group's ranks, and the NCCL group that was made for it, if any."""
     number = next(_engine_numbers)
     store = dist.PrefixStore(f"deeptide/{number}", dist.distributed_c10d._get_default_store())
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
@@ -103,7 +103,7 @@ def find_world(
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
 ) -> tuple[_C.World, dist.ProcessGroup | None]:
-    """The world given, else torch.distributed's, else the launcher's, else a world of one; and a group to destroy."""
+    """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and a group to destroy."""
     if world is not None:
         if not isinstance(world, _C.World):
             raise ConfigError(f"world: got {type(world).__name__}, expected a deeptide.World (deeptide.make_world)")

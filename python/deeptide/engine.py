@@ -45,7 +45,7 @@ class Engine:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.module = model
-        self.config = config
+        self._config = config
         self.world = core.world()
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -85,7 +85,7 @@ class Engine:
 
         With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16.
         """
-        if self.config.fp16 and self.config.auto_cast:
+        if self._config.fp16 and self._config.auto_cast:
             args, kwargs = tree_map_only(torch.Tensor, _to_half, (args, kwargs))
         lower = self.torch_autocast_dtype()
         if lower is None:
@@ -95,13 +95,13 @@ class Engine:
 
     def torch_autocast_enabled(self) -> bool:
         """Whether `forward` runs under torch.autocast."""
-        return self.config.autocast is not None
+        return self._config.autocast is not None
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """The lower type of autocast; None when it is off."""
-        if self.config.autocast is None:
+        if self._config.autocast is None:
             return None
-        return torch.float16 if self.config.autocast == DataType.fp16 else torch.bfloat16
+        return torch.float16 if self._config.autocast == DataType.fp16 else torch.bfloat16
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs autograd from a scalar loss; calls add up until step(). Returns the loss over the accumulation steps.
@@ -211,6 +211,11 @@ class Engine:
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
+    def config(self) -> Any:
+        """The configuration, validated: a deeptide.Config."""
+        return self._config
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self._core.device()
@@ -269,31 +274,31 @@ class Engine:
 
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
-        return self.config.zero.stage
+        return self._config.zero.stage
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
-        return self.config.zero.stage > 0
+        return self._config.zero.stage > 0
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bfloat16."""
-        return self.config.bf16
+        return self._config.bf16
 
     def fp16_enabled(self) -> bool:
         """Whether parameters are float16."""
-        return self.config.fp16
+        return self._config.fp16
 
     def fp16_auto_cast(self) -> bool:
         """Whether the model's floating inputs are cast to fp16."""
-        return self.config.fp16 and self.config.auto_cast
+        return self._config.fp16 and self._config.auto_cast
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows; false without fp16."""
-        return self.config.fp16 and self.config.loss_scale == 0
+        return self._config.fp16 and self._config.loss_scale == 0
 
     def loss_scale(self) -> float:
         """The configuration's fixed loss scale; 0 when it is dynamic. `cur_scale` is the one in force."""
-        return self.config.loss_scale
+        return self._config.loss_scale
 
     @property
     def cur_scale(self) -> float:
@@ -302,11 +307,11 @@ class Engine:
 
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0 when they are not."""
-        return self.config.gradient_clipping
+        return self._config.gradient_clipping
 
     def steps_per_print(self) -> int | None:
         """Steps between two lines of progress; None for silence."""
-        return self.config.steps_per_print
+        return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
         """Whether the parts of a step are timed: not supported yet, so always False."""
@@ -319,12 +324,15 @@ class Engine:
     def get_mom(self) -> list[float | tuple[float, float]]:
         """Each group's two betas, or its momentum; 0 for an optimizer with neither."""
         return [
-            (values["beta1"], values["beta2"]) if "beta1" in values else values.get("momentum", 0.0)
+            values.get("momentum", 0.0)
+            if "beta1" not in values or values.get("use_muon", 0.0)
+            else (values["beta1"], values["beta2"])
             for values in self._hyperparameters()
         ]
 
     def _hyperparameters(self) -> list[_C.Hyperparameters]:
-        return [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
+        with self._synced():  # a schedule of the caller's has written into the groups after the step
+            return [self._core.hyperparameters(group) for group in range(self._core.num_groups())]
 
     def get_global_grad_norm(self) -> float | None:
         """The last step's gradient norm before clipping; None before the first."""
@@ -339,7 +347,7 @@ class Engine:
         return self._outcome is not None and self._outcome.result == StepResult.non_finite
 
     def memory(self) -> list[_C.MemoryLine]:
-        """The table of bytes on this rank: predicted and measured."""
+        """The table of bytes on this rank: predicted, measured, and how many more a late peer may cost."""
         return self._core.memory()
 
     def summary(self) -> str:
@@ -424,7 +432,7 @@ class Engine:
             raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
         if exclude_frozen_parameters:
             raise ConfigError("save_16bit_model: exclude_frozen_parameters is not supported yet; leave it out")
-        zero = self.config.zero
+        zero = self._config.zero
         if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
             if self.world.rank == 0:
                 say(

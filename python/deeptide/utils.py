@@ -1,10 +1,14 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whole values of sharded things, by parameter, under DeepSpeed's names; and its RepeatingLoader."""
+"""State by parameter, whole or this rank's part, read and written under DeepSpeed's names; and its RepeatingLoader.
+
+Every function here but `RepeatingLoader` is collective: all ranks call it, for the same parameter.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,7 +21,22 @@ from deeptide.data import RepeatingLoader
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
-__all__ = ["RepeatingLoader", "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state"]
+__all__ = [
+    "RepeatingLoader",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
 
 # parameter -> (its engine, its name); both go when the parameter or the engine goes.
 _owners = WeakIdKeyDictionary()
@@ -35,26 +54,112 @@ def register(engine: Engine) -> None:
         _owners[parameter] = (reference, name)
 
 
-def _full_state(param: Tensor, role: str) -> Tensor | None:
+def _place(param: Tensor) -> tuple[_C.Engine, str]:
     reference, name = _owners.get(param, (lambda: None, None))
     engine: Engine | None = reference()
     if engine is None:
         raise ConfigError(f"this tensor of shape {tuple(param.shape)} is no parameter of a living engine")
-    return engine._core.full_state(name, role)
+    return engine._core, name
+
+
+def _role(optim_state_key: str) -> str:
+    if optim_state_key not in _ROLES:
+        raise ConfigError(f"optimizer state: got {optim_state_key!r}, expected one of {', '.join(_ROLES)}")
+    return _ROLES[optim_state_key]
+
+
+def _get_full(param: Tensor, role: str) -> Tensor | None:
+    core, name = _place(param)
+    return core.full_state(name, role)
+
+
+def _set_full(param: Tensor, role: str, value: Tensor) -> None:
+    core, name = _place(param)
+    core.set_full_state(name, role, value)
+
+
+def _get_local(param: Tensor, role: str) -> Tensor | None:
+    core, name = _place(param)
+    state = core.local_state(name, role)
+    return None if state is None else state[1]
+
+
+def _set_local(param: Tensor, role: str, value: Tensor) -> None:
+    core, name = _place(param)
+    core.set_local_state(name, role, value)
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole fp32 value of a parameter; None when it is not optimized. Collective."""
-    return _full_state(param, "master")
+    """The whole fp32 value of a parameter; None when it is not optimized."""
+    return _get_full(param, "master")
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole accumulated gradient of a parameter; None when there is none. Collective."""
-    return _full_state(param, "gradient")
+    """The whole gradient of a parameter, summed over ranks and micro-batches so far; None when there is none."""
+    return _get_full(param, "gradient")
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A whole optimizer state, such as "exp_avg" or "momentum_buffer"; None when there is none. Collective."""
-    if optim_state_key not in _ROLES:
-        raise ConfigError(f"optimizer state: got {optim_state_key!r}, expected one of {', '.join(_ROLES)}")
-    return _full_state(param, _ROLES[optim_state_key])
+    """A whole optimizer state, such as "exp_avg" or "momentum_buffer"; None when there is none."""
+    return _get_full(param, _role(optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Sets the whole fp32 value; the parameter follows at once. Shapes: value as the parameter, equal on all ranks.
+
+    Errors: ValueError when the parameter is not optimized, or shapes or ranks' values differ.
+    """
+    _set_full(param, "master", value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Sets the whole gradient that the next step uses, before clipping. Shapes and errors: as above."""
+    _set_full(param, "gradient", value)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Sets a whole optimizer state, such as "exp_avg". Shapes and errors: as above."""
+    _set_full(param, _role(optim_state_key), value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Replaces each parameter's gradient by `update_func(gradient, parameter)`, where it has one."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """The fp32 values that this rank holds, flat: its slice, or all at stage 0; None when it is not optimized."""
+    return _get_local(param, "master")
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """The elements of the gradient that this rank holds, flat; None when there is none."""
+    return _get_local(param, "gradient")
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The elements of an optimizer state that this rank holds, flat; None when there is none."""
+    return _get_local(param, _role(optim_state_key))
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Sets the fp32 values that this rank holds; the parameter follows on all ranks.
+
+    Errors: ValueError when the parameter is not optimized or `value` has another number of elements.
+    """
+    _set_local(param, "master", value)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Sets the elements of the gradient that this rank holds. Errors: as above."""
+    _set_local(param, "gradient", value)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Sets the elements of an optimizer state that this rank holds. Errors: as above."""
+    _set_local(param, _role(optim_state_key), value)

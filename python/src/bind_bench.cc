@@ -1,33 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The benchmark of collectives, for `deeptide bench comm`.
-#include <algorithm>
-
-#include "bench/collective_bench.h"
 #include "bindings.h"
+#include "deeptide/binding.h"
 
 namespace deeptide::python {
 namespace {
 
-using bench::Collective;
-using bench::CollectiveBench;
-using bench::CollectiveTimes;
-
-Collective collective_of(const std::string& name) {
-  for (const Collective collective : bench::kCollectives) {
-    if (name == bench::name_of(collective)) return collective;
-  }
-  throw ConfigError("collective '" + name +
-                    "': expected all-reduce, all-gather, reduce-scatter, all-to-all or broadcast");
-}
-
-CollectiveTimes measure(CollectiveBench& bench, const std::string& name, int64_t bytes, int warmups, int trials) {
-  return bench.measure(collective_of(name), bytes, warmups, trials);
-}
-
-double bus_factor(const std::string& name, int world_size) {
-  return bench::bus_factor(collective_of(name), world_size);
-}
+using binding::CollectiveBench;
+using binding::CollectiveTimes;
 
 }  // namespace
 
@@ -41,9 +22,9 @@ void bind_bench(py::module_& module) {
            py::arg("device"), py::arg("max_bytes"), py::arg("shared_memory") = true, NoGil())
       .def_property_readonly("path", &CollectiveBench::path)
       .def_property_readonly("num_hosts", &CollectiveBench::num_hosts)
-      .def("measure", &measure, py::arg("collective"), py::arg("bytes"), py::arg("warmups"), py::arg("trials"),
-           NoGil());
-  module.def("bus_factor", &bus_factor, py::arg("collective"), py::arg("world_size"));
+      .def("measure", &CollectiveBench::measure, py::arg("collective"), py::arg("bytes"), py::arg("warmups"),
+           py::arg("trials"), NoGil());
+  module.def("bus_factor", &binding::bus_factor, py::arg("collective"), py::arg("world_size"));
 }
 
 }  // namespace deeptide::python

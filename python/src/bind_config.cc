@@ -2,8 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Config and its sections, read-only in Python.
 #include "bindings.h"
-#include "config/elasticity.h"
-#include "config/table/schema.h"
+#include "deeptide/binding.h"
 #include "deeptide/config.h"
 
 namespace deeptide::python {
@@ -17,19 +16,8 @@ struct Scheduler {
 };
 
 Scheduler scheduler_of(const Config& config) {
-  Scheduler scheduler{std::string(scheduler_type(config.scheduler())), {}, {}};
-  const auto* variant = config::find_variant(*config::find_key("scheduler.params"), scheduler.type);
-  if (!variant) return scheduler;
-  for (const config::Key& key : variant->keys) {
-    const JsonValue value = key.binding ? key.binding->read(key, config.sections()) : JsonValue();
-    if (value.is(JsonKind::null)) continue;
-    if (value.is(JsonKind::string)) {
-      scheduler.names[key.name] = value.string;
-    } else {
-      scheduler.params[key.name] = value.is(JsonKind::boolean) ? value.boolean : value.number;
-    }
-  }
-  return scheduler;
+  auto [numbers, words] = binding::scheduler_parameters(config);
+  return {std::string(scheduler_type(config.scheduler())), std::move(numbers), std::move(words)};
 }
 
 void bind_enums(py::module_& module) {
@@ -46,7 +34,8 @@ void bind_sections(py::module_& module) {
       .def_readonly("accumulation", &BatchSizes::accumulation);
   py::class_<OptimizerConfig>(module, "OptimizerConfig")
       .def_readonly("type", &OptimizerConfig::type)
-      .def_readonly("defaults", &OptimizerConfig::defaults);
+      .def_readonly("defaults", &OptimizerConfig::defaults)
+      .def_readonly("rest", &OptimizerConfig::rest);
   py::class_<Scheduler>(module, "SchedulerConfig")
       .def_readonly("type", &Scheduler::type)
       .def_readonly("params", &Scheduler::params)
@@ -64,7 +53,7 @@ void bind_sections(py::module_& module) {
 
 // Returns (batch, valid worlds, largest micro-batch, preferred micro-batch, version).
 py::tuple elastic_batch(const Config& config, int64_t world_size) {
-  const config::ElasticBatch batch = config::elastic_batch_unchecked(config.elasticity(), world_size);
+  const ElasticBatch batch = binding::elastic_batch(config.elasticity(), world_size);
   return py::make_tuple(batch.train, batch.valid_worlds, batch.micro, batch.preferred_micro,
                         config.elasticity().version);
 }

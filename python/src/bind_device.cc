@@ -3,9 +3,7 @@
 // What the CPU allocator holds, for those who weigh a process; and what the kernels run on.
 #include "bindings.h"
 #include "deeptide/allocator.h"
-#include "numerics/ordered_sum.h"
-#include "ops/kernels.h"
-#include "optim/rule.h"
+#include "deeptide/binding.h"
 
 namespace deeptide::python {
 
@@ -13,9 +11,7 @@ namespace {
 
 py::dict kernel_targets() {
   py::dict targets;
-  targets["optimizer"] = optim::kernel_target();
-  targets["gradient sums"] = numerics::kernel_target();
-  targets["operators"] = ops::kernel_target();
+  for (const auto& [kind, target] : binding::kernel_targets()) targets[py::str(kind)] = target;
   return targets;
 }
 

@@ -85,6 +85,13 @@ NamedTensors module_state(EngineHandle& handle, std::optional<int> only_rank) {
   return state;
 }
 
+std::optional<std::pair<int64_t, at::Tensor>> local_state(EngineHandle& handle, const std::string& parameter,
+                                                          const std::string& role) {
+  auto state = handle.get()->local_state(parameter, role);
+  if (!state) return std::nullopt;
+  return std::pair(state->begin, std::move(state->values));
+}
+
 void export_safetensors(EngineHandle& handle, const std::string& path, const NamedTensors& more) {
   std::vector<NamedTensor> tensors;
   for (const auto& [name, tensor] : more) tensors.push_back({name, tensor});
@@ -134,6 +141,11 @@ void bind_state(EngineClass& engine) {
       .def("module_state_dict", &module_state, py::arg("only_rank") = std::nullopt, NoGil())
       .def("export_safetensors", &export_safetensors, py::arg("path"), py::arg("more") = NamedTensors(), NoGil())
       .def("full_state", forward_to(&Engine::full_state), py::arg("parameter"), py::arg("role"), NoGil())
+      .def("set_full_state", forward_to(&Engine::set_full_state), py::arg("parameter"), py::arg("role"),
+           py::arg("value"), NoGil())
+      .def("local_state", &local_state, py::arg("parameter"), py::arg("role"), NoGil())
+      .def("set_local_state", forward_to(&Engine::set_local_state), py::arg("parameter"), py::arg("role"),
+           py::arg("values"), NoGil())
       .def("empty_partition_cache", forward_to(&Engine::empty_partition_cache), NoGil());
 }
 

@@ -1,7 +1,9 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Our exceptions as Python classes; torch's own errors keep torch's own translation.
+#include <sys/syscall.h>
 #include <torch/csrc/Exceptions.h>
+#include <unistd.h>
 
 #include "bindings.h"
 #include "deeptide/interpreter.h"
@@ -69,6 +71,14 @@ void wait_without_gil(const std::function<void()>& wait) {
   }
 }
 
+/// Python runs handlers on its main thread only. Other threads do not ask: they would wait for the lock, and a thread
+/// that waits for it while the interpreter ends does not come back.
+void check_signals() {
+  if (::syscall(SYS_gettid) != ::getpid() || !Py_IsInitialized()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 }  // namespace
 
 void bind_errors(py::module_& module) {
@@ -79,6 +89,7 @@ void bind_errors(py::module_& module) {
                                PyExc_RuntimeError);
   set_error_thrower(&throw_in_python);
   set_blocking_region(&wait_without_gil);
+  set_interrupt_check(&check_signals);
   py::register_local_exception_translator(&translate);
 }
 

@@ -83,6 +83,7 @@ void bind_results(py::module_& module) {
       .def_property_readonly("role", [](const MemoryLine& line) { return text(line.role); })
       .def_readonly("predicted_bytes", &MemoryLine::predicted_bytes)
       .def_readonly("measured_bytes", &MemoryLine::measured_bytes)
+      .def_readonly("late_bytes", &MemoryLine::late_bytes)
       .def("__repr__", &memory_repr);
 }
 

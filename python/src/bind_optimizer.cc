@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Optimizers of the configuration's table, and hyper-parameters as a mapping from name to number.
 #include "bindings.h"
+#include "deeptide/binding.h"
 #include "deeptide/hyperparameters.h"
-#include "optim/rule.h"
 
 namespace deeptide::python {
 namespace {
@@ -23,12 +23,9 @@ void bind_info(py::module_& module) {
       .def_readonly("name", &OptimizerInfo::name)
       .def_readonly("types", &OptimizerInfo::types)
       .def_readonly("hyperparameters", &OptimizerInfo::hyperparameters)
-      .def("state_roles", [](const OptimizerInfo& info) {
-        std::vector<std::string> names;
-        for (const optim::StateRole& role : optim::find_rule(info.name).roles()) names.emplace_back(role.name);
-        return names;
-      });
+      .def("state_roles", &binding::state_roles);
   module.def("optimizers", &optimizers, py::return_value_policy::reference);
+  module.def("is_muon_matrix", &binding::is_muon_matrix, py::arg("name"), py::arg("sizes"));
   module.def("find_optimizer", &find_optimizer, py::arg("type"), py::return_value_policy::reference);
 }
 

@@ -7,8 +7,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
+#include "deeptide/binding.h"
 #include "deeptide/world.h"
-#include "world/distributed_options.h"
 
 namespace deeptide::python {
 namespace {
@@ -30,11 +30,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
 void set_timeout(DistributedOptions& options, double seconds) { options.timeout = milliseconds_of(seconds); }
 
 double timeout_s(const DistributedOptions& options) {
-  return static_cast<double>(world::timeout_of(world::Environment::of_process(), options).count()) / 1000;
-}
-
-std::optional<Discovery> find_place(const DistributedOptions& options) {
-  return world::find_place(world::Environment::of_process(), options);
+  return static_cast<double>(binding::timeout_of(options).count()) / 1000;
 }
 
 World join(const Discovery& place, double timeout_s) { return join_world(place, milliseconds_of(timeout_s)); }
@@ -75,7 +71,7 @@ void bind_world(py::module_& module) {
       .def_readwrite("world_size", &DistributedOptions::world_size)
       .def_property("timeout_s", &timeout_s, &set_timeout);
   module.attr("DEFAULT_PORT") = kDefaultPort;
-  module.def("find_place", &find_place, py::arg("options"), NoGil());
+  module.def("find_place", &binding::find_place, py::arg("options"), NoGil());
   module.def("join_world", &join, py::arg("place"), py::arg("timeout_s") = 300.0, NoGil());
   module.def("make_world", &make_world, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("host") = "",
              NoGil());

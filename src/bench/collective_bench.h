@@ -11,11 +11,13 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "deeptide/binding.h"
 #include "host/host.h"
 #include "world/failure_board.h"
 
 namespace deeptide::bench {
 
+using binding::CollectiveTimes;
 using comm::Group;
 
 enum class Collective : uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast };
@@ -50,11 +52,6 @@ double time_calls(
     Group& group, const std::function<void()>& call, int64_t calls, const std::function<void()>& finish = [] {});
 /// Returns enough calls to move about 16 MiB, so that the clock's resolution does not show.
 int64_t calls_for(int64_t bytes);
-
-struct CollectiveTimes {
-  int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines
-  std::vector<double> seconds;  // per call on the slowest rank; one value per trial
-};
 
 /// Runs collectives of one Group, as an engine makes it. All calls are collective. One per world.
 class CollectiveBench {

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "base/interrupt.h"
 #include "comm/blocking.h"
 #include "host/host.h"
 #include "world/failure_board.h"
@@ -27,6 +28,7 @@ namespace {
 
 // The transport times out after us: our error carries more.
 constexpr milliseconds kTransportGrace{2000};
+constexpr milliseconds kMeanwhile{5};
 
 /// Whether all ranks are on this host, so that no name needs resolving.
 bool is_local(const World& world) {
@@ -70,6 +72,24 @@ std::unique_ptr<Transport> make_transport(const World& own, const Team& team, co
   return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), num_hosts, options.timeout));
 }
 
+/// Makes the transport on a thread of its own: Gloo connects, or waits for ranks that never come, without a look at
+/// signals. Returns null with the text of the failure.
+std::unique_ptr<Transport> connect(const World& own, const Team& team, const std::string& name,
+                                   const ChannelOptions& options, std::string& failure) {
+  using Made = std::pair<std::unique_ptr<Transport>, std::string>;
+  Made made = run_beside<Made>(
+      [own, team, name, options]() -> Made {
+        try {
+          return {make_transport(own, team, name, options), ""};
+        } catch (const std::exception& error) {
+          return {nullptr, error.what()};
+        }
+      },
+      &check_interrupts);
+  failure = std::move(made.second);
+  return std::move(made.first);
+}
+
 // Maps "1/gathers" to "gathers", and a second engine's "2/gathers" to "gathers 2": each engine counts separately.
 std::string channel_of(const std::string& name) {
   const size_t slash = name.rfind('/');
@@ -101,14 +121,13 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
   }
   token_ = at::zeros({1}, at::kByte);
   tokens_ = at::zeros({size()}, at::kByte);
-  try {
-    run_blocking([&] { transport_ = make_transport(team_.within(world), team_, name, options_); });
-  } catch (const std::exception& error) {
-    throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
-                    " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
-                    " ms: " + error.what() +
-                    ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the interface).");
-  }
+  std::string failure;
+  run_blocking([&] { transport_ = connect(team_.within(world), team_, name, options_, failure); });
+  if (transport_) return;
+  throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
+                  " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
+                  " ms: " + failure +
+                  ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the interface).");
 }
 
 Group::~Group() = default;
@@ -177,6 +196,16 @@ std::string Group::text(const Site& site) const {
 bool Group::wait_for(Pending& pending, milliseconds limit, const Site& site) {
   if (!pending.valid()) return true;
   trace::flight_log().waiting(pending.ticket_, step(), site.phase, site.what);
+  const auto end = steady_clock::now() + limit;
+  for (;;) {
+    const auto left = std::chrono::ceil<milliseconds>(end - steady_clock::now());
+    if (advance(pending, std::clamp(left, milliseconds(0), kInterruptPeriod), site)) return true;
+    check_interrupts();
+    if (steady_clock::now() >= end) return false;
+  }
+}
+
+bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   std::string failure;
   bool done = false;
   run_blocking([&] {
@@ -205,9 +234,15 @@ void Group::order_before(const device::Lane& lane, Pending& pending, const Site&
   pending = Pending();
 }
 
-void Group::wait(Pending& pending, const Site& site) {
+void Group::wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile) {
   const auto begin = steady_clock::now();
-  while (!wait_for(pending, std::min(world::kPollFailures, options_.timeout), site)) {
+  const milliseconds period = std::min(world::kPollFailures, options_.timeout);
+  auto look = begin + period;  // at the board: its store is remote
+  if (meanwhile) meanwhile();
+  while (!wait_for(pending, meanwhile ? kMeanwhile : period, site)) {
+    if (meanwhile) meanwhile();
+    if (steady_clock::now() < look) continue;
+    look += period;
     if (const auto failure = options_.board->failure()) {
       // A peer that ended after its part may be reported before its part has arrived.
       if (wait_for(pending, world::kPollFailures, site)) return;

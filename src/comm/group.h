@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -18,10 +19,6 @@
 namespace deeptide::world {
 class FailureBoard;
 }  // namespace deeptide::world
-
-namespace deeptide::world {
-class FailureBoard;
-}
 
 namespace deeptide::comm {
 
@@ -91,8 +88,10 @@ class Group {
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
 
-  /// Errors: CommError, at once if a peer has reported a failure, else after the timeout; names the missing ranks.
-  void wait(Pending& pending, const Site& site);
+  /// Errors: CommError, at once if a peer has reported a failure, else after the timeout; names the missing ranks. What
+  /// the handler of a signal throws.
+  /// `meanwhile`, if any, is called at once and then every few milliseconds.
+  void wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile = {});
   /// Makes work issued to `lane` later run after the collective. The host waits, as `wait` does, only where the
   /// transport needs it: on a CPU. Errors: as `wait`.
   void order_before(const device::Lane& lane, Pending& pending, const Site& site);
@@ -100,6 +99,8 @@ class Group {
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
+  /// Works for at most `limit` and ends `pending` when it is done. Errors: as `wait`.
+  bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);
   std::string text(const Site& site) const;
 
   Team team_;

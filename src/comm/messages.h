@@ -19,6 +19,7 @@ struct Wishes {
 
   int32_t num_needs = 0;   // units[0 … num_needs) block this rank
   int32_t num_wishes = 0;  // units[num_needs … num_needs + num_wishes) are used soon
+  int32_t rounds = 0;      // of reductions that this rank has begun, if it waits for others to begin them too
   std::array<int32_t, kMaxUnits> units{};
 
   bool full() const { return num_needs + num_wishes == kMaxUnits; }

@@ -115,7 +115,7 @@ BatchSizes Config::batch_sizes(int64_t world_size) const {
     throw ConfigError(origin_ + ": the world size: " + std::to_string(world_size) +
                       " has to be greater than 0; give at least 1");
   }
-  const config::ElasticBatch elastic = config::elastic_batch(elasticity(), world_size);
+  const ElasticBatch elastic = config::elastic_batch(elasticity(), world_size);
   return {elastic.train, elastic.micro, elastic.train / (elastic.micro * world_size)};
 }
 

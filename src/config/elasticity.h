@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "deeptide/config.h"
 #include "deeptide/errors.h"
@@ -15,13 +14,6 @@ namespace deeptide::config {
 class IncompatibleWorldSize : public ConfigError {
  public:
   using ConfigError::ConfigError;
-};
-
-struct ElasticBatch {
-  int64_t train = 0;
-  std::vector<int64_t> valid_worlds;  // ascending; numbers of data-parallel ranks
-  int64_t micro = 0;                  // the largest that divides the batch per rank; 0 without a world
-  int64_t preferred_micro = 0;        // version 0.2: the first that divides, or the largest if preferred
 };
 
 /// Computes the batch of the "elasticity" section. `world_size`: the current number of ranks, checked against the valid

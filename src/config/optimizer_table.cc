@@ -56,7 +56,7 @@ std::vector<OptimizerInfo> read_table() {
     if (variant.later) continue;
     OptimizerInfo info{variant.types.front(), variant.types, {}};
     for (const Key& key : variant.keys) {
-      if (key.status == Status::honoured) append(key, info.hyperparameters);
+      if (key.status == Status::honoured && !key.config_only) append(key, info.hyperparameters);
     }
     all.push_back(std::move(info));
   }
@@ -117,6 +117,22 @@ size_t Hyperparameters::index_of(std::string_view name) const {
 }
 
 namespace config {
+namespace {
+
+/// Muon's two kinds of groups: matrices, and the rest, which AdamW steps. As in DeepSpeed each has a rate of its own,
+/// and "eps" is AdamW's.
+void split_muon(const Values& values, OptimizerConfig& optimizer) {
+  constexpr double kAdamRate = 3e-4, kLeastNorm = 1e-7;
+  const std::string params = "optimizer.params.";
+  const auto rate_of = [&](const std::string& key, double absent) {
+    return values.given(params + key) ? values.number(params + key) : absent;
+  };
+  optimizer.rest = optimizer.defaults;
+  optimizer.rest.set("use_muon", 0.0).set("lr", rate_of("adam_lr", rate_of("lr", kAdamRate)));
+  optimizer.defaults.set("eps", kLeastNorm).set("lr", rate_of("muon_lr", optimizer.defaults.lr()));
+}
+
+}  // namespace
 
 OptimizerConfig optimizer_config(const Values& values) {
   OptimizerConfig optimizer;
@@ -129,6 +145,9 @@ OptimizerConfig optimizer_config(const Values& values) {
     const JsonValue& value = values.value("optimizer.params." + hyper.config_key);
     optimizer.defaults.set_at(i, as_number(hyper.element < 0 ? value : value.items[hyper.element]));
   }
+  if (optimizer.defaults.has("use_muon")) split_muon(values, optimizer);
+  // As in DeepSpeed, whatever adam_w_mode says.
+  if (values.word("optimizer.type") == "AdamW") optimizer.defaults.set("decoupled_weight_decay", 1.0);
   return optimizer;
 }
 

@@ -18,6 +18,8 @@
 #include <mutex>
 #include <vector>
 
+#include "device/memory_limit.h"
+
 namespace deeptide::device {
 
 using at::Tensor;
@@ -30,13 +32,59 @@ int64_t page_size() {
 namespace {
 
 constexpr int64_t kLargePage = 2 << 20;
+constexpr int64_t kWorthALook = 1 << 20;  // at the control groups' limits, which takes some 50 us
 #ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
+#endif
+#ifndef MFD_NOEXEC_SEAL
+constexpr unsigned MFD_NOEXEC_SEAL = 8;  // Linux 6.3; a must where vm.memfd_noexec is 2
 #endif
 
 [[noreturn]] void refuse(const std::string& what) {
   const int error = errno;
   TORCH_CHECK(false, "deeptide: cannot ", what, ": ", std::strerror(error));
+}
+
+[[noreturn]] void refuse_pages(int64_t bytes, const std::string& reason) {
+  TORCH_CHECK(false, "deeptide: cannot take ", bytes, " bytes of shared memory: ", reason,
+              ". Give the job more memory, use more hosts or a smaller model.");
+}
+
+/// The kernel kills a process of a control group that is full, so it has to be asked before.
+void check_limit(int64_t bytes) {
+  if (bytes < kWorthALook) return;
+  const auto limit = tightest_memory_limit();
+  if (!limit || limit->left >= bytes) return;
+  refuse_pages(bytes, "the control group " + limit->group + " allows " + std::to_string(limit->limit) +
+                          " bytes of memory, of which " + std::to_string(std::max<int64_t>(limit->left, 0)) +
+                          " are left");
+}
+
+/// Returns an error number, 0 for success. Touching a page that the kernel cannot give would raise SIGBUS.
+template <typename Call>
+int result_of(Call call) {
+  while (call() != 0) {
+    if (errno != EINTR && errno != EAGAIN) return errno;
+  }
+  return 0;
+}
+
+int take_pages(int fd, char* data, int64_t offset, int64_t bytes) {
+  int error = result_of([&] { return ::madvise(data + offset, bytes, MADV_POPULATE_WRITE); });
+  if (error != EINVAL && error != ENOSYS && error != EPERM) return error;
+  // An older kernel, or a sandbox. This takes pages near the calling core too.
+  error = result_of([&] { return ::fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, bytes); });
+  if (error != EOPNOTSUPP && error != ENOSYS && error != EPERM) return error;
+  for (int64_t at = offset; at < offset + bytes; at += page_size()) {
+    __atomic_fetch_or(data + at, 0, __ATOMIC_RELAXED);  // without changing it
+  }
+  return 0;
+}
+
+/// Returns a descriptor, or -1.
+int create_memory() {
+  const int fd = ::memfd_create("deeptide", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+  return fd >= 0 || errno != EINVAL ? fd : ::memfd_create("deeptide", MFD_CLOEXEC);
 }
 
 /// Maps `bytes` of `fd` at a multiple of a large page, so that large pages can serve if the system has them.
@@ -182,7 +230,7 @@ SharedMemory::~SharedMemory() {
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::create(int64_t bytes) {
-  const int fd = ::memfd_create("deeptide", MFD_CLOEXEC);
+  const int fd = create_memory();
   if (fd < 0) refuse("create shared memory");
   if (::ftruncate(fd, bytes) != 0) {
     ::close(fd);
@@ -219,11 +267,14 @@ Tensor SharedMemory::view(int64_t offset, int64_t numel, at::ScalarType dtype, s
 void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t first = offset / page_size() * page_size();
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
-  if (last <= first || ::madvise(data_ + first, last - first, MADV_POPULATE_WRITE) == 0) return;
-  if (errno != EINVAL)
-    refuse("take " + std::to_string(bytes) + " bytes of shared memory");  // touching it would raise SIGBUS
-  // Older kernels: touch each page without changing it.
-  for (int64_t at = first; at < last; at += page_size()) __atomic_fetch_or(data_ + at, 0, __ATOMIC_RELAXED);
+  if (last <= first) return;
+  check_limit(last - first);
+  if (const int error = take_pages(fd_, data_, first, last - first)) {
+    const bool forbidden = error == EFAULT;  // what the kernel says instead of SIGBUS
+    refuse_pages(last - first, forbidden ? "the kernel has too little memory for it, or vm.overcommit_memory is 2 and "
+                                           "its limit is reached"
+                                         : std::strerror(error));
+  }
 }
 
 void SharedMemory::prefer_large_pages(int64_t offset, int64_t bytes) {
@@ -266,6 +317,7 @@ void PrivateView::forget() {
 }
 
 void PrivateView::check(const std::shared_ptr<SharedMemory>& memory) {
+  memory->populate(0, page_size());
   const auto view = std::make_shared<PrivateView>(memory, 0, page_size());
   const auto written = [&] { return view->any_written([](int64_t, int64_t) { return true; }); };
   volatile char* first = view->data_;

@@ -55,7 +55,10 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   device_ = common_device(parameters);
   assign_groups(parameters, groups);
   const KeepsFullPrecision keeps(model.modules);
-  const auto specs = specs_of(parameters, options.compute_dtype, keeps);
+  auto specs = specs_of(parameters, options.compute_dtype, keeps);
+  for (ParameterSpec& spec : specs) {
+    if (spec.group >= 0 && !options.kinds.empty()) spec.kind = options.kinds.at(spec.group);
+  }
   check_trainable(specs, options.compute_dtype, options.trained_by);
   warn_of_views(parameters);
   cast_buffers(model, options.compute_dtype, keeps);

@@ -22,6 +22,7 @@ struct BindOptions {
   int64_t persistence_threshold = 0;        // units of at most this many elements stay whole
   int64_t model_persistence_threshold = 0;  // total elements of such units, at most
   int64_t max_unit_numel = 0;
+  std::vector<int> kinds;  // by group: parameters of different kinds share no unit; empty: all are of one
   std::string trained_by;  // what configures an optimizer, which needs a trainable parameter; empty: nothing
 };
 

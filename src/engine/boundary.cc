@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "base/interrupt.h"
+
 namespace deeptide::engine {
 
 using comm::Call;
@@ -15,7 +17,7 @@ const char* call_name(Call call) {
   static constexpr const char* kNames[] = {"step()",
                                            "save_checkpoint()",
                                            "load_checkpoint()",
-                                           "module_state_dict() or full_state()",
+                                           "module_state_dict(), full_state() or the like",
                                            "empty_partition_cache()",
                                            "zero_grad()"};
   return kNames[static_cast<int32_t>(call)];
@@ -33,6 +35,7 @@ const Close& leading(const std::vector<Close>& closes) {
 }
 
 std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>& prepare) {
+  refuse_in_interrupt_handler(call_name(call));
   Close own{.call = call};
   std::exception_ptr failure;
   try {
@@ -43,7 +46,10 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
     failure = std::current_exception();
     own.failed = true;
   }
-  auto closes = residency_.close(own, /*ends_pass=*/call != Call::zero_grad);
+  const auto keep_up = [&](int64_t rounds) {
+    if (reducer_) reducer_->keep_up(rounds);
+  };
+  auto closes = residency_.close(own, /*ends_pass=*/call != Call::zero_grad, keep_up);
   check_calls(closes);
   check_failures(closes, failure);
   take_private_writes(closes);

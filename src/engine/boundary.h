@@ -13,6 +13,7 @@
 #include "deeptide/errors.h"
 #include "engine/bound_model.h"
 #include "engine/channels.h"
+#include "gradients/reducer.h"
 #include "sharding/residency.h"
 
 namespace deeptide::engine {
@@ -28,8 +29,9 @@ const comm::Close& leading(const std::vector<comm::Close>& closes);
 
 class Boundary {
  public:
-  Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency)
-      : channels_(channels), model_(model), residency_(residency) {}
+  /// `reducer`: null if there is nothing to train.
+  Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency, gradients::Reducer* reducer)
+      : channels_(channels), model_(model), residency_(residency), reducer_(reducer) {}
 
   /// Collective. Looks at the model, then at what `prepare` checks and fills in; returns each rank's message once all
   /// ranks are in one method and need no more units. Parameters then hold what programs wrote into them.
@@ -74,6 +76,7 @@ class Boundary {
   Channels& channels_;
   BoundModel& model_;
   sharding::Residency& residency_;
+  gradients::Reducer* reducer_;
 };
 
 }  // namespace deeptide::engine

@@ -4,6 +4,7 @@
 #include "deeptide/engine.h"
 
 #include "engine/engine_impl.h"
+#include "engine/optimizer_groups.h"
 
 namespace deeptide {
 
@@ -41,7 +42,7 @@ int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->progress
 Hyperparameters Engine::hyperparameters(int64_t group) const { return impl_->progress.hyperparameters.at(group); }
 void Engine::set_hyperparameters(int64_t group, const Hyperparameters& value) {
   Hyperparameters& own = impl_->progress.hyperparameters.at(group);
-  check_optimizer(value, own.optimizer());
+  engine::check_hyperparameters(value, own.optimizer());
   own = value;
 }
 
@@ -73,6 +74,18 @@ void Engine::export_safetensors(const std::string& path, const std::vector<Named
 }
 at::Tensor Engine::full_state(const std::string& parameter, const std::string& role) {
   return impl_->full_state(parameter, role);
+}
+
+void Engine::set_full_state(const std::string& parameter, const std::string& role, const at::Tensor& value) {
+  impl_->set_full_state(parameter, role, value);
+}
+
+std::optional<LocalState> Engine::local_state(const std::string& parameter, const std::string& role) {
+  return impl_->local_state(parameter, role);
+}
+
+void Engine::set_local_state(const std::string& parameter, const std::string& role, const at::Tensor& values) {
+  impl_->set_local_state(parameter, role, values);
 }
 
 void Engine::empty_partition_cache() {

@@ -3,9 +3,11 @@
 // The parts of an Engine, lowest layer first; destruction runs in the reverse order of members.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "deeptide/engine.h"
@@ -20,6 +22,7 @@
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/residency.h"
+#include "zero/offloaded_states.h"
 #include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
 
@@ -27,16 +30,14 @@ namespace deeptide {
 
 /// The data type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
-/// Errors: ValueError when `hyper` is not of `optimizer`.
-void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer);
 
 /// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
 /// they are methods here: one file each.
-struct Engine::Impl {
+struct __attribute__((visibility("hidden"))) Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
   ~Impl();
 
-  // --- save.cc, load.cc, inspect.cc, export.cc
+  // --- save.cc, load.cc, inspect.cc, export.cc, parameter_state.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               bool save_latest);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
@@ -44,6 +45,9 @@ struct Engine::Impl {
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
   void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more);
   at::Tensor full_state(const std::string& name, const std::string& role);
+  void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
+  std::optional<LocalState> local_state(const std::string& name, const std::string& role);
+  void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 
   // --- summary.cc
   std::string summary() const;
@@ -61,6 +65,7 @@ struct Engine::Impl {
   engine::LiveModel live;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
+  std::unique_ptr<zero::OffloadedStates> offloaded;   // null: optimizer states are in memory
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
@@ -68,13 +73,23 @@ struct Engine::Impl {
   std::unique_ptr<engine::Stepper> stepper;
 
  private:
+  struct StatePlace;
+
   void make_trainer();
+  zero::StatePlacement place_states();
   void check_saving(const std::string& directory) const;
   engine::LooseTensors enter_to_inspect();
   at::Tensor gathered(const sharding::Unit& unit);
   std::string agree_on_tag(const std::string& directory, const std::string& given);
   void publish_parameters(int64_t rounds_begun);
   void gather(const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
+  StatePlace enter_state(const std::string& name, const std::string& role,
+                         const std::function<void(const StatePlace&)>& check = {});
+  void check_writable(const StatePlace& place, const std::string& role) const;
+  std::pair<int64_t, at::Tensor> unit_state(const StatePlace& place, const std::string& role);
+  at::Tensor whole_unit_state(const StatePlace& place, const std::string& role);
+  std::pair<int64_t, int64_t> held_range(const StatePlace& place) const;
+  void write_state(const StatePlace& place, const std::string& role, int64_t first, const at::Tensor& values);
 };
 
 }  // namespace deeptide

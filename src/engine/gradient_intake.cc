@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -22,9 +23,10 @@ namespace {
 Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient) {
   const Tensor &first = p.tensors.front(), &own = p.tensors[tensor];
   const bool same = own.sizes() == first.sizes() && own.strides() == first.strides();
-  if (same || gradient.layout() != at::kStrided) return gradient;
-  Tensor ordered = at::empty(first.sizes(), gradient.options());
-  at::as_strided(ordered, own.sizes(), own.strides(), 0).copy_(gradient);
+  if (same) return gradient;
+  const Tensor dense = gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
+  Tensor ordered = at::empty(first.sizes(), dense.options());
+  at::as_strided(ordered, own.sizes(), own.strides(), 0).copy_(dense);
   return ordered;
 }
 
@@ -43,6 +45,7 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
       }
     }
   }
+  replaced_.resize(places_.size(), false);
   const std::string dropped = drop_left();
   if (!dropped.empty()) {
     log(LogLevel::warning, "parameter '" + dropped +
@@ -54,30 +57,43 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
 }
 
 void GradientIntake::take(int index, const Tensor& gradient) {
+  refuse_in_interrupt_handler("backward()");
   const Place& place = places_[index];
   const Tensor ordered = in_order_of_first(parameter(place), place.tensor, gradient);
   const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
   reducer_.add(place.unit, place.parameter, scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale));
 }
 
-void GradientIntake::take_left() {
-  const std::vector<bool> replaced = hooks_->follow();
+std::vector<bool> GradientIntake::check_left() {
+  const std::vector<bool> now = hooks_->follow();
+  std::vector<bool> units(units_.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
+    replaced_[i] = replaced_[i] || now[i];
     const Place& place = places_[i];
-    const Tensor& own = tensor(place);
-    if (!own.grad().defined()) continue;
-    const Tensor gradient = own.grad();
+    if (!tensor(place).grad().defined()) continue;
+    gradients::check_layout(parameter(place), tensor(place).grad());
     TORCH_CHECK_VALUE(
-        replaced[i] || !reducer_.has_added(place.unit, place.parameter), "parameter '", parameter(place).name,
+        replaced_[i] || !reducer_.has_added(place.unit, place.parameter), "parameter '", parameter(place).name,
         "' has a .grad that was set by hand, and backward has given it a gradient since the last step, "
         "which the engine has taken already: it cannot tell which of the two is meant. Set .grad to None, "
         "or call engine.zero_grad() before setting it.");
+    units[place.unit] = true;
+  }
+  return units;
+}
+
+void GradientIntake::take_left() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Tensor& own = tensor(places_[i]);
+    if (!own.grad().defined()) continue;
+    const Tensor gradient = own.grad();
     own.mutable_grad().reset();
     // What an accumulator without a hook collected came from the engine's own backward.
     std::optional<Scaled> scaled;
-    if (replaced[i]) scaled.emplace(*this);
+    if (replaced_[i]) scaled.emplace(*this);
     take(static_cast<int>(i), gradient);
   }
+  replaced_.assign(replaced_.size(), false);
 }
 
 std::string GradientIntake::drop_left() {

@@ -19,9 +19,11 @@ class GradientIntake {
   /// `trainable`: by position, as the reducer has them. Drops what lies in `.grad`: it is from before initialize.
   GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer);
 
-  /// Before a step: takes each gradient in `.grad`, as if backward had just given it. They are there because the
-  /// program put them there, or because the parameter's accumulator was replaced and had no hook; it has one from now
-  /// on. Errors: ValueError naming a parameter that backward has already given a gradient: which of the two counts?
+  /// Before a step: looks for gradients in `.grad`. They are there because the program put them there, or because the
+  /// parameter's accumulator was replaced and had no hook; it has one from now on. Returns the units that have some.
+  /// Errors: ValueError naming a parameter that backward has already given a gradient: which of the two counts?
+  std::vector<bool> check_left();
+  /// Once no rank's check has failed: takes these gradients, as if backward had just given them.
   void take_left();
   /// Gradients travel multiplied by `scale`. Those of a backward that is not the engine's are not yet, and are then.
   void set_loss_scale(double scale) { loss_scale_ = scale; }
@@ -55,6 +57,7 @@ class GradientIntake {
   std::vector<sharding::Unit*> units_;
   gradients::Reducer& reducer_;
   std::vector<Place> places_;
+  std::vector<bool> replaced_;  // by place: its accumulator, since gradients were last taken from .grad
   std::atomic<double> loss_scale_{1.0};
   std::atomic<int> scaled_{0};  // engine's backward passes under way; autograd's threads read it
   std::unique_ptr<gradients::GradientHooks> hooks_;

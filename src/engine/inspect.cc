@@ -1,10 +1,9 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Inspects state: whole parameters, optimizer states and gradients by name.
+// Inspects the model: whole parameters and buffers by name.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
 #include <set>
 
 #include "engine/engine_impl.h"
@@ -58,35 +57,6 @@ Tensor Engine::Impl::gathered(const sharding::Unit& unit) {
       device::allocate_flat(ledger, device::Role::gathered, unit.numel(), unit.layout().dtype, model.device());
   gather(whole, unit.shard(), "unit '" + unit.layout().name + "'");
   return whole;
-}
-
-Tensor Engine::Impl::full_state(const std::string& name, const std::string& role) {
-  at::NoGradGuard no_grad;
-  engine::BoundName bound;
-  const auto closes = boundary->enter(Call::gather_state, [&](comm::Close& own) {
-    own.rounds = reducer ? reducer->rounds_wanted() : 0;
-    bound = model.find(name);
-    TORCH_CHECK_VALUE(bound.parameter != nullptr, "the model has no parameter '", name, "'");
-  });
-  if (role == "gradient" && reducer) reducer->finish(engine::most_rounds(closes));  // also what is left in buckets
-  if (optimizer) optimizer->refresh_masters();
-  const Parameter* p = bound.parameter;
-  const auto trainable = model.trainable();
-  const auto place = std::find(trainable.begin(), trainable.end(), p->unit);
-  if (!optimizer || place == trainable.end()) return {};
-  const int u = static_cast<int>(place - trainable.begin());
-  Tensor mine;
-  if (role == "gradient" && reducer->has_gradient()) mine = reducer->gradient(u).sum().div(stepper->loss_scale());
-  for (const auto& state : optimizer->states(u)) {
-    if (state.role == role) mine = state.data.copy();
-  }
-  if (!mine.defined()) return {};
-  Tensor whole = mine;
-  if (mine.numel() != p->unit->numel()) {
-    whole = at::empty({p->unit->numel()}, mine.options());
-    gather(whole, mine, role + " of '" + name + "'");
-  }
-  return p->view_of(whole, bound.tensor).clone().cpu();
 }
 
 void Engine::Impl::gather(const Tensor& whole, const Tensor& shard, const std::string& what) {

@@ -24,6 +24,7 @@ using checkpoint::TensorId;
 using comm::Call;
 using comm::Vote;
 using engine::Progress;
+using zero::StateName;
 
 namespace {
 
@@ -67,32 +68,28 @@ void add_loose(const std::vector<NamedTensor>& loose, const Coordinates& coordin
   }
 }
 
-/// Roles of the rule that the engine's groups do not need, such as the momentum of an SGD without one.
-std::set<std::string> unkept_roles(const zero::ShardedOptimizer* optimizer) {
-  std::set<std::string> roles;
-  if (!optimizer) return roles;
-  for (size_t role = 0; role < optimizer->rule().roles().size(); ++role) {
-    if (!optimizer->keeps(role)) roles.insert(optimizer->rule().roles()[role].name);
-  }
-  return roles;
-}
+StateName name_of(const Piece& piece) { return {piece.name, piece.role.moment_name()}; }
 
-/// Takes out of `wanted` the states that this engine keeps but the groups saved did not: they start anew, as zeros.
-std::set<std::string> take_fresh_roles(const checkpoint::Reader& reader, const optim::Rule& rule,
-                                       const std::vector<Hyperparameters>& saved, std::vector<Piece>& wanted) {
-  std::set<std::string> fresh;
-  for (size_t role = 0; role < rule.roles().size() && !saved.empty(); ++role) {
-    const auto keeps = [&](const Hyperparameters& hyper) { return rule.keeps(role, hyper); };
-    if (std::none_of(saved.begin(), saved.end(), keeps)) fresh.insert(rule.roles()[role].name);
+/// Takes out of `wanted` the states that this engine keeps but the groups saved did not, such as the momentum of an SGD
+/// that had none: they start anew, as zeros.
+std::set<StateName> take_fresh_states(const checkpoint::Reader& reader, const optim::Rule& rule,
+                                      const engine::BoundModel& model, const std::vector<Hyperparameters>& saved,
+                                      std::vector<Piece>& wanted) {
+  std::set<StateName> fresh;
+  for (const auto* p : model.parameters()) {
+    for (size_t role = 0; role < rule.roles().size() && p->group >= 0; ++role) {
+      const bool kept = rule.keeps(role, saved.at(p->group));
+      if (!kept) fresh.insert({p->name, rule.roles()[role].name});
+    }
   }
-  for (const Piece& piece : reader.table()) fresh.erase(piece.role.moment_name());
-  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(piece.role.moment_name()); });
+  for (const Piece& piece : reader.table()) fresh.erase(name_of(piece));
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(name_of(piece)); });
   return fresh;
 }
 
 /// What this load leaves out on purpose: buffers as other ranks saved them, moments if they are not wanted, and moments
 /// that this engine does not keep.
-std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<std::string>& unkept,
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
                                    const std::vector<Piece>& wanted) {
   std::set<std::string> buffers;
   for (const Piece& piece : wanted) {
@@ -101,7 +98,7 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   std::set<TensorId> ignored;
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
-    const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(piece.role.moment_name()));
+    const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
     if (of_another_rank || unkept_moment) ignored.insert({piece.name, piece.role});
   }
   return ignored;
@@ -151,18 +148,19 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::vector<Tensor> staged;
   Progress saved;
   engine::Generators generators;
-  std::set<std::string> fresh;
+  std::set<StateName> fresh;
   boundary->together("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
     saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress);
     generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
-    if (moments && differences.empty()) optimizer->keep_states(saved.hyperparameters);
+    if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
-    if (moments && differences.empty()) fresh = take_fresh_roles(*reader, *rule, saved.hyperparameters, wanted);
+    if (moments && differences.empty()) fresh = take_fresh_states(*reader, *rule, model, saved.hyperparameters, wanted);
     translate_roles(*reader, wanted);
     add_loose(loose, coordinates, *reader, wanted, staged);
-    const auto ignored = ignored_tensors(*reader, moments, unkept_roles(optimizer.get()), wanted);
+    const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
+    const auto ignored = ignored_tensors(*reader, moments, unkept, wanted);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     if (lines.empty()) return;
@@ -170,10 +168,12 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
                           " does not fit the model (nothing was changed):" + joined(lines, 20));
   });
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
-  if (!fresh.empty()) optimizer->zero_states(fresh);
-  for (size_t i = 0; i < staged.size(); ++i) {
-    loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
-  }
+  boundary->together("restoring buffers", [&] {
+    if (!fresh.empty()) optimizer->states().zero(fresh);
+    for (size_t i = 0; i < staged.size(); ++i) {
+      loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
+    }
+  });
   publish_parameters(engine::most_rounds(closes));
   if (!options.module_only) {
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });

@@ -86,11 +86,13 @@ std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptim
         pieces.push_back(piece_of(*unit, p, Role::param(), shard, unit->shard_begin(), extent));
       }
     } else {
-      for (const auto& state : optimizer->states(trained)) {
+      const zero::OptimizerStates& states = optimizer->states();
+      for (const auto& state : states.buffers(trained)) {
         const Role role = role_of_state(state.role);
         if (!moments && role.is_moment()) continue;
         for (const Parameter& p : unit->parameters()) {
-          pieces.push_back(piece_of(*unit, p, role, state.data, optimizer->state_begin(trained), extent));
+          if (!states.has(p, state.role)) continue;
+          pieces.push_back(piece_of(*unit, p, role, state.data, states.begin(trained), extent));
         }
       }
     }

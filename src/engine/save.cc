@@ -49,12 +49,12 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
     check_saving(directory);
     loose = live.look();
   });
-  if (optimizer) optimizer->refresh_masters();
+  if (optimizer) optimizer->states().refresh_masters();
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
   const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0};
   const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
   const checkpoint::SaveTarget target{directory, tag, names.front().nonce};
-  if (optimizer) progress.parameter_steps = optimizer->uneven_steps();
+  if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
   nlohmann::json state = engine::to_json(progress);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();

@@ -5,9 +5,11 @@
 
 #include "base/log.h"
 #include "deeptide/allocator.h"
+#include "deeptide/errors.h"
 #include "device/parallel.h"
 #include "engine/agreement.h"
 #include "engine/engine_impl.h"
+#include "engine/optimizer_groups.h"
 
 namespace deeptide {
 
@@ -20,14 +22,19 @@ ScalarType scalar_type(DataType type) {
   return kTypes[static_cast<int>(type)];
 }
 
-std::vector<ParameterGroup> groups_of(const Config& config, const InitOptions& options) {
-  if (!options.groups.empty()) return options.groups;
-  return {ParameterGroup{{}, config.optimizer().defaults}};
-}
-
 const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
   const std::string type = options.optimizer.value_or(config.optimizer().type);
   return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+/// By group: matrices of a rule that takes them whole need other states than the rest, so other units.
+std::vector<int> kinds_of(const optim::Rule* rule, const std::vector<ParameterGroup>& groups) {
+  std::vector<int> kinds;
+  for (const ParameterGroup& group : groups) {
+    const bool whole = rule && rule->reach(group.hyperparameters) == optim::Reach::whole_parameter;
+    kinds.push_back(whole ? 1 : 0);
+  }
+  return kinds;
 }
 
 /// Collective. Returns `model` if all ranks have the same model, groups and configuration.
@@ -37,8 +44,10 @@ const ModelDescription& agreed(const ModelDescription& model, const std::vector<
   return model;
 }
 
-engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, bool trains) {
+engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
+                                 const std::vector<ParameterGroup>& groups) {
   engine::BindOptions options;
+  options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
   options.persistence_threshold = config.zero().param_persistence_threshold;
@@ -47,7 +56,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   options.max_unit_numel = std::min(config.zero().reduce_bucket_size, config.zero().allgather_bucket_size);
   if (config.runtime().unit_size > 0)
     options.max_unit_numel = std::min(options.max_unit_numel, config.runtime().unit_size);
-  if (trains) options.trained_by = config.origin();
+  if (rule) options.trained_by = config.origin();
   return options;
 }
 
@@ -101,12 +110,6 @@ at::ScalarType reduce_type(const Config& config) {
   return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
 }
 
-void check_optimizer(const Hyperparameters& hyper, const OptimizerInfo* optimizer) {
-  const auto name = [](const OptimizerInfo* info) { return info ? info->name : "no optimizer"; };
-  TORCH_CHECK_VALUE(hyper.optimizer() == optimizer, "hyper-parameters of a group: got ", name(hyper.optimizer()),
-                    "'s, expected ", name(optimizer), "'s as the engine's optimizer is");
-}
-
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
       ledger(std::make_shared<device::Ledger>()),
@@ -115,16 +118,16 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
       rule(rule_of(config, options)),
       policy(zero::kStages.at(config.zero().stage)),
-      groups(groups_of(config, options)),
-      model(agreed(description, groups, config, channels.control()), options.groups,
-            bind_options(config, policy, rule != nullptr), *channels.host(), channels.gathers(), ledger),
+      groups(engine::optimizer_groups(description, config, options)),
+      model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
+            bind_options(config, policy, rule, groups), *channels.host(), channels.gathers(), ledger),
       live(model, description, options.describe) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), residency_limits(config, model));
-  boundary = std::make_unique<engine::Boundary>(channels, model, *residency);
   if (rule) make_trainer();
+  boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get());
   const engine::StepperParts parts{config, batch,      policy,        channels,     *boundary,       model,
                                    live,   *residency, reducer.get(), intake.get(), optimizer.get(), progress};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
@@ -141,24 +144,46 @@ Engine::Impl::~Impl() {
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 
+/// Absent: states lie in memory, beside the parameters.
+zero::StatePlacement Engine::Impl::place_states() {
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  if (asked.device == OffloadDevice::none) return {};
+  if (!model.device().is_cpu()) {
+    throw ConfigError(config.origin() + ": zero_optimization.offload_optimizer is not supported yet on " +
+                      model.device().str() + "; set its device to \"none\"");
+  }
+  if (asked.device == OffloadDevice::cpu || asked.ratio == 0.0) return {};  // the host's memory is where they are
+  if (asked.folders.empty()) {
+    throw ConfigError(config.origin() +
+                      ": zero_optimization.offload_optimizer.device \"nvme\" needs nvme_path: a folder "
+                      "on the drive, or a list of folders");
+  }
+  const int kinds = 1 + static_cast<int>(rule->roles().size());
+  offloaded = std::make_unique<zero::OffloadedStates>(
+      zero::OffloadOptions{asked.folders, asked.ratio, kinds * static_cast<int>(asked.buffer_count)}, ledger);
+  return [states = offloaded.get()](int64_t numel) { return states->place(numel); };
+}
+
 void Engine::Impl::make_trainer() {
   for (const ParameterGroup& group : groups) {
-    check_optimizer(group.hyperparameters, &rule->info());
+    engine::check_hyperparameters(group.hyperparameters, &rule->info());
     progress.hyperparameters.push_back(group.hyperparameters);
   }
   const auto trainable = model.trainable();
+  engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = reducer_options(config, batch, channels.data(), policy);
   if (!on_cpu) how.finite_check = gradients::FiniteCheckTime::each_step;
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   how.keep_rows = on_cpu && keeps_rows(config, batch, channels.data(), policy) &&
-                  trainable.size() <= host::Exchange::kMaxOffers / 2;
+                  trainable.size() <= host::Exchange::kMaxOffers / 4;
+  how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
   auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
   auto& reductions = channels.reductions();
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
-                                                       reductions, model.device());
+                                                       reductions, model.device(), place_states());
   intake = std::make_unique<engine::GradientIntake>(trainable, *reducer);
 }
 

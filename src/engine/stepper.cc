@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "engine/agreement.h"
 
@@ -24,7 +25,8 @@ namespace {
 
 /// An optimizer's betas or its momentum; 0 when it has neither.
 std::string momentum_text(const Hyperparameters& h) {
-  if (h.has("beta1")) return fmt::format("({:.6g}, {:.6g})", h.get("beta1"), h.get("beta2"));
+  const bool orthogonalizes = h.has("use_muon") && h.get("use_muon") != 0.0;
+  if (h.has("beta1") && !orthogonalizes) return fmt::format("({:.6g}, {:.6g})", h.get("beta1"), h.get("beta2"));
   return fmt::format("{:.6g}", h.has("momentum") ? h.get("momentum") : 0.0);
 }
 
@@ -50,6 +52,7 @@ void Stepper::follow_schedule() {
 }
 
 void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
+  refuse_in_interrupt_handler("backward()");
   TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
   TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin(),
                     " has no \"optimizer\" section and none was given to initialize)");
@@ -87,15 +90,22 @@ void Stepper::zero_grad() {
 }
 
 std::vector<Close> Stepper::close(bool joined) {
-  return parts_.boundary.enter(Call::step, [&](Close& own) {
+  const auto closes = parts_.boundary.enter(Call::step, [&](Close& own) {
     own.boundary = is_boundary();
     own.joined = joined;
     own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
     parts_.model.check_trained();
-    parts_.intake->take_left();
-    own.has_gradient = parts_.reducer->has_pending();
-    own.rounds = parts_.reducer->rounds_wanted();
+    const std::vector<bool> left = parts_.intake->check_left();
+    own.has_gradient = parts_.reducer->has_pending() || std::find(left.begin(), left.end(), true) != left.end();
+    own.rounds = parts_.reducer->rounds_wanted_with(left);
   });
+  // Not before all ranks' checks have passed: a failure leaves every rank as it was.
+  if (leading(closes).call == Call::step) {
+    parts_.intake->take_left();
+  } else {
+    parts_.intake->drop_left();
+  }
+  return closes;
 }
 
 std::optional<StepOutcome> Stepper::step(bool joined) {
@@ -247,7 +257,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   }
   scale /= outcome.loss_scale;
   parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, agree_on_active(verdicts));
-  progress.optimizer_steps = parts_.optimizer->steps();
+  progress.optimizer_steps = parts_.optimizer->states().steps();
   parts_.reducer->clear_accumulated();
   parts_.residency.release_all();
   if (schedule_) ++progress.schedule_iteration;
@@ -296,7 +306,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   if (moments) {
     progress.optimizer_steps = saved.optimizer_steps;
     progress.parameter_steps = saved.parameter_steps;
-    parts_.optimizer->set_steps(saved.optimizer_steps, saved.parameter_steps);
+    parts_.optimizer->states().set_steps(saved.optimizer_steps, saved.parameter_steps);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
     if (precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;

@@ -94,6 +94,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
+  if (offloaded) text += "\n  optimizer states: " + offloaded->text();
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
@@ -109,15 +110,17 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
   const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
     return unit->memory() == sharding::UnitMemory::sharded;
   });
-  const auto line = [&](MemoryRole name, Role role, int64_t predicted, int64_t uncounted = 0) {
-    return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted};
+  const auto line = [&](MemoryRole name, Role role, int64_t predicted, int64_t late = 0, int64_t uncounted = 0) {
+    return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted, late};
   };
   return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
-          line(MemoryRole::gradients, Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0),
-          line(MemoryRole::optimizer_states, Role::optimizer, optimizer ? optimizer->predicted_bytes() : 0),
+          line(MemoryRole::gradients, Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0,
+               reducer ? reducer->late_gradient_bytes() : 0),
+          line(MemoryRole::optimizer_states, Role::optimizer,
+               (optimizer ? optimizer->states().predicted_bytes() : 0) + (offloaded ? offloaded->staging_bytes() : 0)),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
           line(MemoryRole::communication, Role::communication, reducer ? reducer->predicted_communication_bytes() : 0,
-               transport)};
+               reducer ? reducer->late_communication_bytes() : 0, transport)};
 }
 
 }  // namespace deeptide

@@ -38,6 +38,12 @@ void FiniteCheck::note(int unit, const Contributions& rows, const Tensor& sum, b
   }
 }
 
+void FiniteCheck::note_overwritten(int unit, const Tensor& sum) {
+  if (bad_ && bad_->unit == units_[unit]->index()) bad_.reset();
+  if (maxima_.defined()) maxima_[unit].zero_();
+  if (!bad_ && !std::isfinite(squares_[unit].item<double>())) name(unit, numerics::find_non_finite({sum}, sum), -1);
+}
+
 double FiniteCheck::total(const std::vector<bool>& units) const {
   const Tensor squares = squares_.cpu();
   double total = 0.0;

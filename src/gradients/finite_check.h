@@ -32,6 +32,8 @@ class FiniteCheck {
 
   /// After a unit's rows were summed. `sum`: undefined when it was not written. `first`: of this unit in this step.
   void note(int unit, const numerics::Contributions& rows, const at::Tensor& sum, bool first);
+  /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.
+  void note_overwritten(int unit, const at::Tensor& sum);
   /// The sum of the squares of these units, by position; non-finite if any element is. Reads the device once.
   double total(const std::vector<bool>& units) const;
   /// After `total` was not finite: finds what `note` left open. `sum_of(unit)`: the unit's accumulated sum, fp32.

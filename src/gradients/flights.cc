@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "comm/blocking.h"
@@ -33,7 +34,8 @@ constexpr int kSideNice = 10;
 
 }  // namespace
 
-/// While it lives, the side thread starts no sum; the constructor waits for the current one.
+/// While it lives, the side thread starts no sum; the constructor waits for the current one. Errors: what ended the
+/// side thread, each time.
 class Flights::Pause {
  public:
   explicit Pause(Flights& flights) : flights_(flights) {
@@ -43,6 +45,7 @@ class Flights::Pause {
       flights_.side_may_work_ = false;
       flights_.changed_.wait(lock, [&] { return !flights_.side_is_busy_; });
     });
+    if (flights_.side_failure_) std::rethrow_exception(flights_.side_failure_);
   }
   ~Pause() {
     if (!flights_.side_thread_.joinable()) return;
@@ -88,8 +91,8 @@ Flights::~Flights() {
   comm::run_blocking([&] { side_thread_.join(); });
 }
 
-void Flights::launch(int unit, Tensor bucket) {
-  limit();
+void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanwhile) {
+  limit(meanwhile);
   trace::flight_log().enter(group_.step(), "backward", units_[unit]->layout().name);
   Flight flight;
   flight.unit = unit;
@@ -111,13 +114,24 @@ void Flights::launch(int unit, Tensor bucket) {
   changed_.notify_all();
 }
 
-void Flights::limit() {
+/// Of all offers that some rank has not read, another rank that is ahead has as many, and rows that stay are some more.
+size_t Flights::most_ahead() const {
+  return std::clamp(kMaxRoundsAhead * units_.size(), pace(), static_cast<size_t>(host::Exchange::kMaxOffers / 4));
+}
+
+bool Flights::has_room() {
+  std::lock_guard lock(mutex_);
+  return queue_.size() < most_ahead();
+}
+
+void Flights::limit(const std::function<void()>& meanwhile) {
   {
     std::lock_guard lock(mutex_);
-    if (queue_.size() < (exchange_ ? kMaxOffers : kMaxFlights)) return;
+    if (queue_.size() < pace()) return;
   }
   const Pause pause(*this);
   if (queue_.empty()) return;
+  if (queue_.size() >= most_ahead()) return retire_front(meanwhile);
   Flight& front = queue_.front();
   if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
   peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
@@ -134,9 +148,9 @@ void Flights::drain() {
   while (!queue_.empty()) retire_front();
 }
 
-void Flights::retire_front() {
+void Flights::retire_front(const std::function<void()>& meanwhile) {
   Flight& flight = queue_.front();
-  group_.wait(flight.pending, site(flight.unit));
+  group_.wait(flight.pending, site(flight.unit), meanwhile);
   sum(flight);
   queue_.pop_front();
   peers_elsewhere_ = false;
@@ -237,6 +251,16 @@ bool Flights::has_accumulated() const {
   return false;
 }
 
+void Flights::overwrite(int unit, int64_t begin, const Tensor& values) {
+  accumulate_kept();
+  const Tensor total = accumulator(unit);
+  if (!accumulated_[unit]) total.zero_();
+  accumulated_[unit] = true;
+  total.narrow(0, begin, values.numel()).copy_(values);
+  numerics::ordered_squares(total, sums_of_squares_.narrow(0, unit, 1));
+  check_.note_overwritten(unit, total);
+}
+
 void Flights::clear_accumulated() {
   for (Flight& flight : std::exchange(kept_, {})) give_back(flight);
   kept_at_.assign(kept_at_.size(), -1);
@@ -244,7 +268,7 @@ void Flights::clear_accumulated() {
   check_.clear();
 }
 
-/// Sums arrived flights. Late or lost flights remain for `drain`, which reports them.
+/// Sums arrived flights. Late or lost flights remain for `drain`, which reports them, as it does an exception here.
 void Flights::run_side_thread() {
   ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kSideNice);
   const RunInline on_this_thread;
@@ -256,12 +280,20 @@ void Flights::run_side_thread() {
     side_is_busy_ = true;
     Flight& front = queue_.front();
     lock.unlock();
-    const bool arrived = front.pending.wait_for(kSidePatience);
-    if (arrived) sum(front);
+    bool arrived = false;
+    std::exception_ptr failure;
+    try {
+      arrived = front.pending.wait_for(kSidePatience);
+      if (arrived) sum(front);
+    } catch (...) {
+      failure = std::current_exception();
+    }
     lock.lock();
-    if (arrived) queue_.pop_front();
+    if (arrived && !failure) queue_.pop_front();
     side_is_busy_ = false;
+    side_failure_ = failure;
     changed_.notify_all();
+    if (failure) return;
   }
 }
 

@@ -7,6 +7,8 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,6 +29,9 @@ namespace deeptide::gradients {
 inline constexpr size_t kMaxFlights = 2;
 /// As kMaxFlights, in shared memory, where nothing is received and ranks may drift further apart.
 inline constexpr size_t kMaxOffers = 4;
+/// Rounds of buckets that wait for a late peer before this rank waits too. A peer in another branch, or in a collective
+/// of the program's own, may depend on this rank: it should not wait at once.
+inline constexpr size_t kMaxRoundsAhead = 2;
 
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;  // on the wire
@@ -37,6 +42,9 @@ struct ReducerOptions {
   bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
+  /// Called over and over while this rank waits because it is too far ahead, with the rounds that it has begun: it may
+  /// serve the others, and tell those that have no more gradients.
+  std::function<void(int64_t rounds)> while_ahead;
 };
 
 /// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
@@ -49,9 +57,14 @@ class Flights {
           device::BufferPool& buckets);
   ~Flights();
 
-  /// Sends a unit's bucket (numel,), of the wire type. Waits for the earliest flight if too many are under way, but
-  /// only briefly: a peer may be in another branch, and then flights accumulate.
-  void launch(int unit, at::Tensor bucket);
+  /// Sends a unit's bucket (numel,), of the wire type. Waits for the earliest flight if too many are under way: at
+  /// first briefly, since a peer may be in another branch, and flights then accumulate; with `most_ahead()` of them
+  /// until it arrives, and calls `meanwhile` over and over. Errors: CommError.
+  void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
+  /// The most flights that accumulate.
+  size_t most_ahead() const;
+  /// Whether `launch` would not wait for a late peer.
+  bool has_room();
   /// Sums arrived flights, without waiting.
   void retire_ready();
   /// Waits for all flights and sums them. Errors: CommError.
@@ -65,6 +78,8 @@ class Flights {
   double sum_of_squares();
   const std::optional<BadGradient>& bad() const { return check_.bad(); }
   bool has_accumulated() const;
+  /// Overwrites elements [begin, begin + values) of the unit's sum; whatever was kept as rows is summed first.
+  void overwrite(int unit, int64_t begin, const at::Tensor& values);
   void clear_accumulated();
 
  private:
@@ -82,8 +97,9 @@ class Flights {
   };
   class Pause;
 
-  void limit();
-  void retire_front();
+  size_t pace() const { return exchange_ ? kMaxOffers : kMaxFlights; }
+  void limit(const std::function<void()>& meanwhile);
+  void retire_front(const std::function<void()>& meanwhile = {});
   void sum(Flight& flight);
   void keep(Flight& flight);
   void accumulate_kept();
@@ -119,6 +135,7 @@ class Flights {
   bool side_is_busy_ = false;
   bool side_may_work_ = false;
   bool stop_ = false;
+  std::exception_ptr side_failure_;  // its sum is half done: no thread may go on
   std::thread side_thread_;
 };
 

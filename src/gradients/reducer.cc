@@ -19,10 +19,27 @@ using sharding::Unit;
 
 namespace {
 
+/// Adds the gradient to its place in the bucket. Rows of a sparse one may repeat. Not by add_(sparse): where every
+/// dimension is sparse, torch 2.13 adds to a view's storage offset twice.
+void add_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
+  Tensor place = p.view_of(bucket);
+  if (gradient.layout() == at::kStrided) {
+    place.add_(gradient);
+  } else if (gradient.sparse_dim() == 1) {
+    place.index_add_(0, gradient._indices()[0], gradient._values().to(bucket.scalar_type()));
+  } else {
+    place.add_(gradient.to_dense());
+  }
+}
+
 /// Copies the gradient to its place in the bucket, with cast. Avoids ATen for a plain copy: models of many small
 /// parameters make one call for each.
 void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient) {
   if (p.numel == 0) return;  // an empty tensor has no memory to copy from
+  if (gradient.layout() != at::kStrided) {
+    p.view_of(bucket).zero_();
+    return add_into(bucket, p, gradient);
+  }
   const auto place = [&] { return static_cast<char*>(bucket.mutable_data_ptr()) + p.offset * bucket.element_size(); };
   if (gradient.is_cpu() && gradient.scalar_type() == bucket.scalar_type() && gradient.is_contiguous() &&
       !gradient.is_neg() && gradient.numel() == p.numel) {
@@ -42,6 +59,12 @@ device::BufferPool::Source bucket_source(const host::Exchange* exchange, const s
 Role role_of(bool buckets_stay) { return buckets_stay ? Role::gradients : Role::communication; }
 
 }  // namespace
+
+void check_layout(const Parameter& parameter, const Tensor& gradient) {
+  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.layout() == at::kSparse, "deeptide: parameter '",
+                    parameter.name, "' received a gradient of layout ", gradient.layout(),
+                    ", expected a dense one or one sparse by coordinates");
+}
 
 Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
                  std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
@@ -73,8 +96,7 @@ void Reducer::add(int unit, int parameter, const Tensor& gradient) {
 
 void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
   const Parameter& p = unit.parameters()[parameter];
-  TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "deeptide: parameter '", p.name,
-                    "' received a sparse gradient, which is not supported yet; build its embedding with sparse=False");
+  check_layout(p, gradient);
   if (!bucket.data.defined()) {
     flights_->reclaim();
     bucket.data = pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
@@ -94,7 +116,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     wide.copy_(bucket.data);
     pool_.put(std::exchange(bucket.data, wide));
   }
-  p.view_of(bucket.data).add_(gradient);
+  add_into(bucket.data, p, gradient);
 }
 
 void Reducer::set_local(bool local) {
@@ -114,7 +136,10 @@ void Reducer::empty(Bucket& bucket) {
 }
 
 void Reducer::issue_complete() {
-  while (complete(order_[next_])) issue_next();
+  const auto meanwhile = [this] {
+    if (options_.while_ahead) options_.while_ahead(begun());
+  };
+  while (complete(order_[next_])) issue_next(meanwhile);
   flights_->retire_ready();
 }
 
@@ -141,9 +166,9 @@ Tensor Reducer::outgoing(int unit) {
 }
 
 /// Sends the next unit of the round under way.
-void Reducer::issue_next() {
+void Reducer::issue_next(const std::function<void()>& meanwhile) {
   const int unit = order_[next_++];
-  flights_->launch(unit, outgoing(unit));
+  flights_->launch(unit, outgoing(unit), meanwhile);
   if (next_ < order_.size()) return;
   ++rounds_done_;
   next_ = 0;
@@ -174,21 +199,63 @@ int64_t Reducer::predicted_communication_bytes() const {
   return kept + largest * static_cast<int64_t>(buckets);
 }
 
+/// One side's: what is sent, or received, or what the others have still to read.
+int64_t Reducer::late_bytes() const {
+  if (num_ranks_ == 1) return 0;
+  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
+  int64_t round = 0, largest = 0;
+  for (const Unit* unit : units_) {
+    round += unit->numel() * item;
+    largest = std::max(largest, unit->numel() * item);
+  }
+  return std::min(static_cast<int64_t>(kMaxRoundsAhead) * round,
+                  static_cast<int64_t>(flights_->most_ahead()) * largest);
+}
+
+int64_t Reducer::late_gradient_bytes() const {
+  if (buckets_stay_) return 2 * late_bytes();
+  return options_.keep_rows ? late_bytes() : 0;
+}
+
+int64_t Reducer::late_communication_bytes() const {
+  if (buckets_stay_) return 0;
+  return options_.keep_rows ? late_bytes() : 2 * late_bytes();
+}
+
+int64_t Reducer::rounds_wanted_with(std::vector<bool> coming) {
+  {
+    std::lock_guard lock(mutex_);
+    coming_ = std::move(coming);
+  }
+  return rounds_wanted();
+}
+
+bool Reducer::comes(int unit) const { return !coming_.empty() && coming_[unit]; }
+
 int64_t Reducer::rounds_wanted() const {
   std::lock_guard lock(mutex_);
-  if (local_) return 0;
+  // What was sent before the accumulation's boundary moved away travels on; what came since stays here.
+  if (local_) return begun();
   // The round under way takes what waits in units ahead of it; a bucket refilled behind it needs another round.
   bool ahead = next_ > 0, behind = false;
   for (size_t i = 0; i < order_.size(); ++i) {
-    if (!buckets_[order_[i]].data.defined()) continue;
+    if (!comes(order_[i]) && !buckets_[order_[i]].data.defined()) continue;
     (i >= next_ ? ahead : behind) = true;
   }
   return rounds_done_ + (ahead ? 1 : 0) + (behind ? 1 : 0);
 }
 
+void Reducer::keep_up(int64_t rounds) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  while (rounds_done_ < rounds && !comes(order_[next_]) && flights_->has_room()) issue_next();
+  flights_->retire_ready();
+}
+
 void Reducer::finish(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
+  coming_.clear();
   while (rounds_done_ < rounds) issue_next();
   flights_->drain();
   rounds_done_ = 0;
@@ -203,6 +270,13 @@ void Reducer::clear_accumulated() {
   std::lock_guard lock(mutex_);
   flights_->clear_accumulated();
   for (Bucket& bucket : buckets_) bucket.seen.assign(bucket.seen.size(), false);
+}
+
+void Reducer::set_gradient(int unit, int parameter, int64_t begin, const Tensor& values) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  flights_->overwrite(unit, begin, values);
+  buckets_[unit].seen[parameter] = true;
 }
 
 bool Reducer::has_added(int unit, int parameter) const {
@@ -225,8 +299,10 @@ bool Reducer::has_pending() const {
 
 int64_t Reducer::rounds_begun() const {
   std::lock_guard lock(mutex_);
-  return rounds_done_ + (next_ > 0 ? 1 : 0);
+  return begun();
 }
+
+int64_t Reducer::begun() const { return rounds_done_ + (next_ > 0 ? 1 : 0); }
 
 void Reducer::discard(int64_t rounds) {
   {

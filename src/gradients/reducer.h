@@ -14,6 +14,9 @@
 
 namespace deeptide::gradients {
 
+/// Errors: ValueError naming the parameter, for a gradient of a layout that no bucket takes.
+void check_layout(const sharding::Parameter& parameter, const at::Tensor& gradient);
+
 /// Takes gradients from hooks and reduces them bucket by bucket. A *round* is one reduction of every unit, in one order
 /// on all ranks; a rank lacking a gradient contributes zeros. Ranks may have started different numbers of rounds:
 /// `finish` evens that out. Thread-safe.
@@ -33,6 +36,11 @@ class Reducer {
 
   /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.
   int64_t rounds_wanted() const;
+  /// As above for a rank that adds gradients of these units before `finish`: until then it does not send them.
+  int64_t rounds_wanted_with(std::vector<bool> coming);
+  /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
+  /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
+  void keep_up(int64_t rounds);
   /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final.
   void finish(int64_t rounds);
 
@@ -43,6 +51,9 @@ class Reducer {
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
   numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  /// After `finish`: overwrites elements [begin, begin + values) of the unit's shard of the gradient, which is one of
+  /// `parameter` then. All ranks call it, also those that hold no element of it: sums need memory from then on.
+  void set_gradient(int unit, int parameter, int64_t begin, const at::Tensor& values);
   /// Whether received rows stay unsummed until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
@@ -51,6 +62,9 @@ class Reducer {
   int64_t predicted_gradient_bytes() const;
   /// Memory of buckets under way, if ranks keep pace.
   int64_t predicted_communication_bytes() const;
+  /// The most memory of further buckets while another rank is late, as gradients and for communication.
+  int64_t late_gradient_bytes() const;
+  int64_t late_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
@@ -75,9 +89,12 @@ class Reducer {
 
   void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
   void issue_complete();
-  void issue_next();
+  void issue_next(const std::function<void()>& meanwhile = {});
   at::Tensor outgoing(int unit);
   bool complete(int unit) const;
+  bool comes(int unit) const;
+  int64_t begun() const;
+  int64_t late_bytes() const;
   void empty(Bucket& bucket);
 
   std::vector<sharding::Unit*> units_;
@@ -88,7 +105,8 @@ class Reducer {
   ReducerOptions options_;
 
   mutable std::mutex mutex_;
-  std::vector<int> order_;  // unit positions, last module first
+  std::vector<bool> coming_;  // by unit: its gradient is added later, before `finish`
+  std::vector<int> order_;    // unit positions, last module first
   std::vector<Bucket> buckets_;
   std::unique_ptr<Flights> flights_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish

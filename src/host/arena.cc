@@ -83,6 +83,13 @@ int64_t Arena::padded(int64_t bytes) { return round_up(bytes, device::page_size(
 Tensor Arena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes) {
   const int64_t taken = round_up(std::max<int64_t>(bytes, 1), device::page_size());
   const int64_t offset = heap_->take(taken);
+  try {
+    memory_->populate(offset, taken);
+  } catch (...) {
+    memory_->discard(offset, taken);
+    heap_->give_back(offset, taken);
+    throw;
+  }
   ledger->add(role, bytes);
   return memory_->view(offset, bytes, at::kByte, [self = shared_from_this(), ledger, role, bytes, offset, taken] {
     ledger->add(role, -bytes);

@@ -27,7 +27,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   static int64_t padded(int64_t bytes);
 
   /// Returns (bytes,) uint8 from this rank's heap, on large-page boundaries from 2 MiB on, counted in `ledger` until
-  /// its last reference is released. Errors: RuntimeError when the heap is full.
+  /// its last reference is released. Errors: RuntimeError when the heap is full or there is too little memory.
   at::Tensor allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes);
   /// Returns the offset of a tensor from `allocate`, for the other ranks. Units: bytes.
   int64_t offset_of(const at::Tensor& tensor) const;

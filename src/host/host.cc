@@ -3,18 +3,16 @@
 // Finds the ranks of one host through the store, and watches their processes.
 #include "host/host.h"
 
-#include <poll.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <fstream>
 #include <map>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "device/parallel.h"
@@ -31,7 +29,6 @@ namespace {
 constexpr int64_t kSignalBytesPerRank = 16 << 20;  // reserved, not taken
 constexpr int64_t kLine = 128;                     // two cache lines: what one rank writes disturbs no other
 constexpr milliseconds kShortestNap{1}, kLongestNap{20};
-constexpr int kUnwatched = -1, kGone = -2;  // instead of a process handle
 
 std::string inode(const char* path) {
   struct stat status {};
@@ -75,11 +72,7 @@ bool has_cores_for(int num_ranks) {
 Host::Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board)
     : world_(world), prefix_(std::move(prefix)), board_(std::move(board)) {}
 
-Host::~Host() {
-  for (int handle : process_handles_) {
-    if (handle >= 0) ::close(handle);
-  }
-}
+Host::~Host() = default;
 
 /// Returns the key's value once it is set.
 std::string Host::await(const std::string& key) const {
@@ -96,6 +89,7 @@ std::string Host::await(const std::string& key) const {
       auto failure = find_dead();
       if (!failure && board_) failure = board_->failure();
       if (failure && !store.check({key})) throw CommError(*failure);  // the key may have been set before the failure
+      check_interrupts();
     }
     std::this_thread::sleep_for(nap);
   }
@@ -119,12 +113,17 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   std::vector<std::string> lines;
   const std::string own = Place{::getpid(), enabled, host_identity(world)}.line();
   if (world.size > 1) {
-    try {
+    const auto explain = [&](const std::exception& error) {
+      return CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) +
+                       " could not learn where the other ranks run: " + std::string(error.what()).substr(0, 300) +
+                       ". Check that all ranks have been started.");
+    };
+    try {  // what a signal's handler throws passes
       lines = host->gather_lines(prefix, own);
-    } catch (const std::exception& error) {
-      throw CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) +
-                      " could not learn where the other ranks run: " + std::string(error.what()).substr(0, 300) +
-                      ". Check that all ranks have been started.");
+    } catch (const CommError& error) {
+      throw explain(error);
+    } catch (const c10::Error& error) {  // the store's
+      throw explain(error);
     }
   } else {
     lines = {own};
@@ -173,7 +172,7 @@ std::string Host::text() const {
 
 std::string Host::connect() {
   std::string why_not;
-  watch_processes(pids_);
+  watch_processes();
   if (size() > 1) signals_ = share(kSignalBytesPerRank * size(), why_not);
   return why_not;
 }
@@ -211,26 +210,26 @@ char* Host::reserve(int64_t size_bytes) {
   return signals_->data() + begin;
 }
 
-void Host::watch_processes(const std::vector<int>& pids) {
-  for (int pid : pids) {
-    int handle = kUnwatched;
-#ifdef SYS_pidfd_open
-    if (pid != ::getpid()) {
-      handle = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
-      if (handle < 0) handle = errno == ESRCH ? kGone : kUnwatched;
-    }
-#endif
-    process_handles_.push_back(handle);
-  }
+void Host::take_pages(const char* begin, int64_t size_bytes) {
+  signals_->populate(begin - signals_->data(), size_bytes);
+}
+
+void Host::watch_processes() {
+  for (int pid : pids_) processes_.emplace_back(pid);
+  const auto worst = std::max_element(processes_.begin(), processes_.end(),
+                                      [](const auto& one, const auto& other) { return one.by() < other.by(); });
+  if (index_ != 0 || worst->by() == WatchBy::descriptor) return;
+  const bool sees_all = worst->by() == WatchBy::start_time;
+  log(sees_all ? LogLevel::info : LogLevel::warning,
+      std::string("the ranks of this host watch each other through ") +
+          (sees_all ? "/proc" : "signals, and notice a dead rank only once its parent has waited for it") + " (" +
+          worst->why_not() + ")");
 }
 
 std::optional<std::string> Host::find_dead() const {
-  for (size_t i = 0; i < process_handles_.size(); ++i) {
-    if (process_handles_[i] == kUnwatched) continue;
-    pollfd entry{process_handles_[i], POLLIN, 0};
-    if (process_handles_[i] == kGone || ::poll(&entry, 1, 0) > 0) {
-      return "rank " + std::to_string(ranks_[i]) + "'s process " + std::to_string(pids_[i]) + " has ended";
-    }
+  for (size_t i = 0; i < processes_.size(); ++i) {
+    if (processes_[i].pid() == ::getpid() || !processes_[i].has_ended()) continue;
+    return "rank " + std::to_string(ranks_[i]) + "'s process " + std::to_string(pids_[i]) + " has ended";
   }
   return std::nullopt;
 }

@@ -11,14 +11,11 @@
 
 #include "deeptide/world.h"
 #include "device/shared_memory.h"
+#include "host/process_watch.h"
 
 namespace deeptide::world {
 class FailureBoard;
 }  // namespace deeptide::world
-
-namespace deeptide::world {
-class FailureBoard;
-}
 
 namespace deeptide::host {
 
@@ -46,8 +43,11 @@ class Host {
   /// network".
   std::string text() const;
 
-  /// Returns the next `bytes` of the signal memory, zeroed. All ranks of the host call it in the same order.
+  /// Returns the next `bytes` of the signal memory, zeroed. All ranks of the host call it in the same order. Touch them
+  /// only after `take_pages`.
   char* reserve(int64_t bytes);
+  /// Takes the pages of what `reserve` returned. Errors: RuntimeError if there is too little memory.
+  void take_pages(const char* begin, int64_t bytes);
   /// Collective over the host: zeroed memory that its ranks share. Null on all ranks if one cannot map it or fails
   /// `check` (which throws then, and leaves the memory unchanged), with the reason in `why_not`.
   using Check = std::function<void(const std::shared_ptr<device::SharedMemory>&)>;
@@ -63,7 +63,7 @@ class Host {
   std::vector<std::string> gather_lines(const std::string& prefix, const std::string& own) const;
   /// Returns the reason of a failure, or an empty text.
   std::string connect();
-  void watch_processes(const std::vector<int>& pids);
+  void watch_processes();
 
   World world_;
   std::string prefix_;
@@ -74,8 +74,8 @@ class Host {
   int index_ = 0;
   bool core_each_ = false;
   int num_shared_ = 0;
-  std::vector<int> process_handles_;  // by index; kUnwatched: also this process; kGone: ended before the watch began
-  std::vector<int> pids_;
+  std::vector<int> pids_;                // by index
+  std::vector<ProcessWatch> processes_;  // by index
   std::shared_ptr<device::SharedMemory> signals_;
   int64_t reserved_ = 0;
 };

@@ -124,6 +124,7 @@ OperationPtr Pipes::receive(Tensor tensor, int from) { return start(in_.at(from)
 
 OperationPtr Pipes::start(End& end, Tensor tensor, bool sends) {
   TORCH_CHECK(end.pipe != nullptr, "deeptide: a rank cannot send to itself or receive from itself");
+  if (!end.last) host_->take_pages(end.pipe->memory, kPipeBytes);
   auto before = end.last && !end.last->advance(milliseconds(0)) ? end.last : nullptr;
   end.last = std::make_shared<Transit>(end.pipe, std::move(tensor), sends, std::move(before));
   end.last->advance(milliseconds(0));

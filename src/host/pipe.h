@@ -38,7 +38,7 @@ class Pipes {
     OperationPtr last;           // the previous transfer
   };
 
-  static OperationPtr start(End& end, at::Tensor tensor, bool sends);
+  OperationPtr start(End& end, at::Tensor tensor, bool sends);
 
   std::shared_ptr<Host> host_;
   std::vector<End> out_;  // by index

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <bit>
 
 #include "host/counter.h"
@@ -30,6 +31,7 @@ Ring::Ring(std::shared_ptr<Host> host, int num_slots, int64_t slot_bytes)
       counters_(host_->reserve(static_cast<int64_t>(sizeof(Counters)) * size_)),
       slots_(host_->reserve(slot_bytes * num_slots * size_)) {
   TORCH_INTERNAL_ASSERT(std::has_single_bit(static_cast<uint32_t>(num_slots)), num_slots, " slots do not divide 2^32");
+  host_->take_pages(counters_, static_cast<int64_t>(sizeof(Counters)) * size_);
 }
 
 Ring::Counters& Ring::counters(int peer) const {
@@ -47,7 +49,20 @@ char* Ring::next_slot() {
   const uint32_t number = num_posted();
   // Slot n + num_slots reuses the memory of slot n. The first slots are free, whatever the (wrapped) count.
   if (!all_read(number - static_cast<uint32_t>(num_slots_))) return nullptr;
-  return const_cast<char*>(slot(index_, number));
+  char* next = const_cast<char*>(slot(index_, number));
+  take_pages(next);
+  return next;
+}
+
+/// A channel that is never used costs no memory. Others read a slot only once it has been posted.
+void Ring::take_pages(const char* next) {
+  const char* own = slots_ + static_cast<int64_t>(index_) * num_slots_ * slot_bytes_;
+  if (next + slot_bytes_ <= own + taken_) return;
+  constexpr int64_t kAtOnce = 64 << 10;
+  const int64_t wanted = std::max(next + slot_bytes_ - own, taken_ + kAtOnce);
+  const int64_t end = std::min(wanted, slot_bytes_ * num_slots_);
+  host_->take_pages(own + taken_, end - taken_);
+  taken_ = end;
 }
 
 uint32_t Ring::post() {

@@ -26,7 +26,8 @@ class Ring {
   int64_t slot_bytes() const { return slot_bytes_; }
   int num_slots() const { return num_slots_; }
 
-  /// Returns this rank's next slot; null while some rank has not read its current content.
+  /// Returns this rank's next slot; null while some rank has not read its current content. Errors: RuntimeError if
+  /// there is too little memory for it.
   char* next_slot();
   /// Publishes the slot from `next_slot` to all ranks; returns its number.
   uint32_t post();
@@ -51,6 +52,7 @@ class Ring {
   struct Counters;
 
   Counters& counters(int peer) const;
+  void take_pages(const char* next);
   template <typename Word>
   bool wait_all(Word Counters::*word, uint32_t number, std::chrono::milliseconds limit);
 
@@ -61,6 +63,7 @@ class Ring {
   int64_t slot_bytes_;
   char* counters_;
   char* slots_;
+  int64_t taken_ = 0;  // bytes of this rank's slots whose pages are there
 };
 
 }  // namespace deeptide::host

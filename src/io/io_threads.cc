@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// pread and pwrite: each thread takes every n-th block.
+// Uses pread and pwrite; of n threads, each takes every n-th block.
 #include <unistd.h>
 
 #include <cerrno>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One ring per file: each completed request makes room for the next block.
+// Uses one ring per file, in which each completed request makes room for the next block.
 #include <liburing.h>
 
 #include <cerrno>
@@ -12,10 +12,10 @@
 namespace deeptide::io {
 namespace {
 
-constexpr int kPatience_s = 120;  // without a completion
+constexpr int kPatience_s = 120;  // limit without a completion
 constexpr int kDrain_s = 10;
 
-/// A ring and its requests under way.
+/// A ring and its requests in flight.
 class Ring {
  public:
   explicit Ring(const Pass& pass) : pass_(pass) {
@@ -23,7 +23,7 @@ class Ring {
     if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
     places_.resize(pass.blocks.size());
   }
-  // After an error, drains the ring: the kernel must not write into freed buffers.
+  // Drains the ring after an error, because the kernel must not write into freed buffers.
   ~Ring() {
     io_uring_cqe* done = nullptr;
     while (num_flying_ > 0 && wait(&done, kDrain_s) >= 0) {
@@ -36,7 +36,7 @@ class Ring {
   Ring& operator=(const Ring&) = delete;
 
   void start(size_t buffer, int64_t at) {
-    io_uring_sqe* request = io_uring_get_sqe(&ring_);  // there is one for each buffer
+    io_uring_sqe* request = io_uring_get_sqe(&ring_);  // the ring has one per buffer
     if (!pass_.read) pass_.prepare(buffer, at);
     const auto size = static_cast<unsigned>(pass_.block_bytes);
     if (pass_.read) {
@@ -51,7 +51,7 @@ class Ring {
 
   bool idle() const { return num_flying_ == 0; }
 
-  /// Submits what was started and waits for at least one; calls use(buffer) for each that has ended.
+  /// Submits the started requests and waits for at least one; calls use(buffer) for each that has completed.
   void collect(const std::function<void(size_t)>& use) {
     io_uring_cqe* done = nullptr;
     const int error = wait(&done, kPatience_s);

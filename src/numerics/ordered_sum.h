@@ -15,6 +15,7 @@ namespace deeptide::numerics {
 /// A gradient as the ranks contributed it: `scale` times the sum of the rows, one a rank, in rank order in fp32.
 /// Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of one type and on one device; at least one.
 struct Contributions {
+  Contributions() = default;                               // none
   Contributions(at::Tensor sum) : rows{std::move(sum)} {}  // NOLINT: a sum is a contribution of its own
   Contributions(std::vector<at::Tensor> rows_by_rank, double factor) : rows(std::move(rows_by_rank)), scale(factor) {}
 

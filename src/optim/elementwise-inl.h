@@ -59,12 +59,18 @@ HWY_INLINE void step_vector(InMemory part, const Streams& io, size_t i, const Up
     V state = part.get(io.states[0] + i);
     p = update(p, g, state);
     part.put(state, io.states[0] + i);
-  } else {
-    static_assert(kStates == 2, "add a case for more states");
+  } else if constexpr (kStates == 2) {
     V first = part.get(io.states[0] + i), second = part.get(io.states[1] + i);
     p = update(p, g, first, second);
     part.put(first, io.states[0] + i);
     part.put(second, io.states[1] + i);
+  } else {
+    static_assert(kStates == 3, "add a case for more states");
+    V first = part.get(io.states[0] + i), second = part.get(io.states[1] + i), third = part.get(io.states[2] + i);
+    p = update(p, g, first, second, third);
+    part.put(first, io.states[0] + i);
+    part.put(second, io.states[1] + i);
+    part.put(third, io.states[2] + i);
   }
   part.put(p, io.master + i);
   store_param<kOutput>(part, p, io.param, i);
@@ -92,6 +98,29 @@ HWY_INLINE void step_streams(const Streams& io, size_t count, const Update& upda
     step_range<kStates, Output::fp16, Source::summed>(io, count, update);
   }
   // What went past the cache is visible to other threads before they hear of the step.
+  if (io.param.past_cache) hwy::FlushStream();
+}
+
+template <Output kOutput, typename NewMaster>
+void move_range(Streams io, size_t count, NewMaster new_master) {
+  each_vector(0, count, [&](auto part, size_t i) {
+    const V p = new_master(part, i);
+    part.put(p, io.master + i);
+    store_param<kOutput>(part, p, io.param, i);
+  });
+}
+
+/// A second pass over `count` elements, which writes no state. `new_master(part, i)`: the vector of parameters from
+/// element `i` on.
+template <typename NewMaster>
+HWY_INLINE void move_master(const Streams& io, size_t count, const NewMaster& new_master) {
+  if (io.param.output == Output::none) {
+    move_range<Output::none>(io, count, new_master);
+  } else if (io.param.output == Output::bf16) {
+    move_range<Output::bf16>(io, count, new_master);
+  } else {
+    move_range<Output::fp16>(io, count, new_master);
+  }
   if (io.param.past_cache) hwy::FlushStream();
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "device/parallel.h"
+#include "numerics/piece_squares.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/elementwise.cc"
@@ -94,6 +95,36 @@ void over_streams(const Segment& segment, const StepTerms& terms,
       const int64_t count = std::min(length, end - first);
       own.rows[0] = reader.read(first, count, scratch);
       kernel(streams_at(segment, first, own), static_cast<size_t>(count));
+    }
+  });
+}
+
+Streams streams_from(const Segment& segment, int64_t begin) {
+  return streams_at(segment, begin, {{}, 1.0f, 1.0f, Source::summed});
+}
+
+void over_states(const Segment& segment, c10::function_ref<void(const Streams& streams, size_t count)> kernel) {
+  parallel_blocks(segment.master.numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
+    kernel(streams_from(segment, begin), static_cast<size_t>(end - begin));
+  });
+}
+
+void over_blocks(const Segment& segment, int64_t first,
+                 c10::function_ref<void(int64_t begin, int64_t count, const float* gradient)> visit) {
+  constexpr int64_t kSquares = numerics::PieceSquares::kBlock;
+  static_assert(kSquares % kBlock == 0);
+  const int64_t numel = segment.master.numel();
+  const int64_t origin = first / kSquares * kSquares;  // of the block of squares in which the segment begins
+  const numerics::SumReader reader(segment.gradient);
+  parallel_blocks(first - origin + numel, kSquares, /*grain=*/1, [&](int64_t from, int64_t to) {
+    HWY_ALIGN float scratch[kBlock];
+    int64_t begin = std::max<int64_t>(origin + from - first, 0);
+    const int64_t end = origin + to - first;
+    while (begin < end) {
+      const int64_t next_block = ((first + begin) / kBlock + 1) * kBlock - first;
+      const int64_t count = std::min(next_block, end) - begin;
+      visit(begin, count, reader.read(begin, count, scratch));
+      begin += count;
     }
   });
 }

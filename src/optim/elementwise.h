@@ -13,7 +13,7 @@
 
 namespace deeptide::optim::detail {
 
-inline constexpr size_t kMaxStates = 2;
+inline constexpr size_t kMaxStates = 3;
 
 enum class Output : uint8_t { none, bf16, fp16 };
 
@@ -43,9 +43,21 @@ struct Streams {
   ParamStream param;
 };
 
+/// The segment's streams from element `begin` on, without its gradient.
+Streams streams_from(const Segment& segment, int64_t begin);
+
 /// Calls `kernel(streams, count)` for ranges that cover the segment, on torch's threads.
 void over_streams(const Segment& segment, const StepTerms& terms,
                   c10::function_ref<void(const Streams& streams, size_t count)> kernel);
+
+/// The same without a gradient: for a second pass.
+void over_states(const Segment& segment, c10::function_ref<void(const Streams& streams, size_t count)> kernel);
+
+/// Calls `visit(begin, count, gradient)` for blocks of at most numerics::SumReader::kBlock elements that cover the
+/// segment, on torch's threads: the sum from element `begin` on, not scaled yet. Blocks of one PieceSquares block, of
+/// whose range the segment begins at `first`, come in ascending order and on one thread.
+void over_blocks(const Segment& segment, int64_t first,
+                 c10::function_ref<void(int64_t begin, int64_t count, const float* gradient)> visit);
 
 /// The gradient's sum times the step's scale, plus `l2_decay` times the master: a new tensor.
 at::Tensor scaled_gradient(const Segment& segment, const StepTerms& terms, float l2_decay);

@@ -31,7 +31,7 @@ std::vector<const Rule*> make_rules() {
   return rules;
 }
 
-void check_like_master(const std::string& what, const char* name, const Tensor& tensor, const Tensor& master) {
+void check_like_master(const std::string& what, const std::string& name, const Tensor& tensor, const Tensor& master) {
   TORCH_CHECK_VALUE(tensor.defined(), what, ": ", name, " is undefined, expected a tensor like master");
   TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.numel() == master.numel(), what, ": ", name, " has shape ",
                     tensor.sizes(), ", expected ", master.sizes(), " as master has");
@@ -40,7 +40,7 @@ void check_like_master(const std::string& what, const char* name, const Tensor& 
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, ": ", name, " is not contiguous; pass one slice of a flat buffer");
 }
 
-void check_fp32(const std::string& what, const char* name, const Tensor& tensor, const Tensor& master) {
+void check_fp32(const std::string& what, const std::string& name, const Tensor& tensor, const Tensor& master) {
   check_like_master(what, name, tensor, master);
   TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat, what, ": ", name, " is ", tensor.scalar_type(),
                     ", expected Float");
@@ -63,7 +63,9 @@ void check_gradient(const std::string& what, const numerics::Contributions& grad
 Rule::Rule(const OptimizerInfo& info, std::vector<StateRole> roles, Reach reach)
     : info_(info), roles_(std::move(roles)), reach_(reach) {
   for (const StateRole& role : roles_) {
-    if (role.unless_zero) index_of(role.unless_zero);
+    for (const char* name : {role.unless_zero, role.only_at_zero}) {
+      if (name) index_of(name);
+    }
   }
 }
 
@@ -75,25 +77,27 @@ size_t Rule::index_of(const char* name) {
 }
 
 bool Rule::keeps(size_t role, const Hyperparameters& hyper) const {
-  const char* name = roles_.at(role).unless_zero;
-  return name == nullptr || hyper.get(name) != 0.0;
+  const StateRole& state = roles_.at(role);
+  if (state.unless_zero && hyper.get(state.unless_zero) == 0.0) return false;
+  return state.only_at_zero == nullptr || hyper.get(state.only_at_zero) == 0.0;
 }
 
-void Rule::check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) const {
   const std::string what = name() + " step";
   const Tensor& master = segment.master;
   TORCH_CHECK_VALUE(hyper.optimizer() == &info_, what, ": got hyper-parameters of ",
                     hyper.optimizer() ? hyper.optimizer()->name : "no optimizer", ", expected ", name(), "'s");
   TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
   check_fp32(what, "master", master, master);
-  check_gradient(what, segment.gradient, master);
   TORCH_CHECK_VALUE(segment.states.size() == roles_.size(), what, ": got ", segment.states.size(), " states, expected ",
                     roles_.size());
   for (size_t i = 0; i < roles_.size(); ++i) {
     const StateRole& role = roles_[i];
     const Tensor& state = segment.states[i];
-    TORCH_CHECK_VALUE(keeps(i, hyper) || !state.defined(), what, ": ", role.unless_zero, " is 0 but the state ",
-                      role.name, " is defined; expected a state exactly when ", role.unless_zero, " is not 0");
+    const char* decides = role.unless_zero ? role.unless_zero : role.only_at_zero;
+    TORCH_CHECK_VALUE(keeps(i, hyper) || !state.defined(), what, ": ", decides, " is ", hyper.get(decides),
+                      " but the state ", role.name, " is defined; expected a state exactly when ", decides, " is ",
+                      role.unless_zero ? "not 0" : "0");
     if (keeps(i, hyper)) check_fp32(what, role.name, state, master);
   }
   if (segment.param.defined()) {
@@ -102,7 +106,15 @@ void Rule::check(const Segment& segment, const Hyperparameters& hyper, const Ste
     TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, what, ": param is ", type,
                       ", expected BFloat16 or Half; in fp32 training leave it undefined");
   }
+}
+
+void Rule::check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
+  check_states(segment, hyper);
+  const std::string what = name() + " step";
+  check_gradient(what, segment.gradient, segment.master);
   TORCH_CHECK_VALUE(terms.step >= 1, what, ": step is ", terms.step, ", expected at least 1: steps are counted from 1");
+  TORCH_CHECK_VALUE(segment.rows >= 1 && segment.master.numel() % segment.rows == 0, what, ": ", segment.rows,
+                    " rows do not divide the parameter's ", segment.master.numel(), " elements");
 }
 
 void Rule::step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {

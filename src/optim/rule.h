@@ -20,14 +20,15 @@ namespace deeptide::optim {
 /// What one step of an element depends on.
 enum class Reach : uint8_t {
   elementwise,      // the element's own gradient and states: a shard may be cut anywhere
-  parameter_norms,  // and sums over its whole parameter, as LAMB's
-  whole_parameter,  // its whole parameter as a matrix, as Muon's
+  parameter_norms,  // and sums over its whole parameter, as LAMB's: a NormRule
+  whole_parameter,  // its whole parameter as a matrix, as Muon's: a MatrixRule
 };
 
 /// A state: one fp32 number per element, zero before the first step.
 struct StateRole {
-  const char* name;                   // in checkpoints, `full_state` and messages
-  const char* unless_zero = nullptr;  // the hyper-parameter at whose 0 the state is not kept
+  std::string name;                    // in checkpoints, `full_state` and messages
+  const char* unless_zero = nullptr;   // the hyper-parameter at whose 0 the state is not kept
+  const char* only_at_zero = nullptr;  // ... or that without whose 0 it is not
 };
 
 /// The flat tensors of one segment, all (N,), contiguous, on one device.
@@ -36,6 +37,7 @@ struct Segment {
   std::vector<at::Tensor> states;    // fp32, updated; by the rule's roles, undefined where a role is not kept
   numerics::Contributions gradient;  // read, and summed on the way
   at::Tensor param;                  // bf16 | fp16, receives the rounded master; undefined in fp32 training
+  int64_t rows = 1;                  // of a whole parameter as a matrix (rows, N / rows), for rules that take it so
 };
 
 /// Which step this is.
@@ -54,15 +56,18 @@ class Rule {
 
   const OptimizerInfo& info() const { return info_; }
   const std::string& name() const { return info_.name; }
-  Reach reach() const { return reach_; }
+  /// What a step under these hyper-parameters depends on.
+  virtual Reach reach(const Hyperparameters& /*hyper*/) const { return reach_; }
   const std::vector<StateRole>& roles() const { return roles_; }
   /// Whether a group with these hyper-parameters needs the state of role `role`.
   bool keeps(size_t role, const Hyperparameters& hyper) const;
   /// The names of the hyper-parameters that the step reads.
   const std::set<std::string>& names_read() const { return names_read_; }
 
-  /// One step over a segment. An elementwise rule gives the same bits however a shard is cut and on any number of
-  /// threads. Errors: ValueError on tensors that do not fit, hyper-parameters of another rule, or a step below 1.
+  /// One step over a segment; for a rule that reaches beyond elements the segment is one whole parameter. An
+  /// elementwise rule gives the same bits however a shard is cut. The kernels give the same bits on any number of
+  /// threads; the products of matrices are torch's.
+  /// Errors: ValueError on tensors that do not fit, hyper-parameters of another rule, or a step below 1.
   void step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
   /// The same in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
   void step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
@@ -70,11 +75,13 @@ class Rule {
  protected:
   /// The index of a hyper-parameter, for `hyper[index]` in steps. Errors: std::logic_error when the table lacks it.
   size_t index_of(const char* name);
+  /// The checks of `step`, and, of a pass that reads no gradient, those of the other tensors. Errors: ValueError.
+  void check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
+  void check_states(const Segment& segment, const Hyperparameters& hyper) const;
 
  private:
   virtual void step_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
   virtual void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
-  void check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
 
   const OptimizerInfo& info_;
   std::vector<StateRole> roles_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <tuple>
 
 #include "device/memory.h"
 
@@ -117,13 +118,14 @@ class Packer {
   Packer(const std::vector<ParameterSpec>& parameters, const LayoutOptions& options)
       : parameters_(parameters), options_(options) {}
 
-  /// Splits one run by (dtype, trainable) and by `limit`, keeping the order.
+  /// Splits one run by (dtype, trainable, kind) and by `limit`, keeping the order.
   void pack(const Run& run, int64_t limit) {
-    std::map<std::pair<at::ScalarType, bool>, UnitLayout> open;
-    std::vector<std::pair<at::ScalarType, bool>> order;
+    using Sort = std::tuple<at::ScalarType, bool, int>;
+    std::map<Sort, UnitLayout> open;
+    std::vector<Sort> order;
     for (int index : run.parameters) {
       const auto& spec = parameters_[index];
-      const auto key = std::make_pair(spec.dtype, spec.trainable);
+      const Sort key{spec.dtype, spec.trainable, spec.kind};
       auto found = open.find(key);
       if (found != open.end() && limit > 0 && found->second.used + spec.numel > limit) {
         close(std::move(found->second), run);

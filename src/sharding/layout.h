@@ -18,6 +18,7 @@ struct ParameterSpec {
   at::ScalarType dtype = at::kFloat;
   bool trainable = true;
   int group = -1;  // optimizer group; -1: none (frozen)
+  int kind = 0;    // parameters of different kinds share no unit
 };
 
 struct ModuleSpec {
@@ -49,7 +50,7 @@ struct LayoutOptions {
 
 /// Cuts the parameters, in the given order, into units. Each repeated block (an outermost module of a numbered
 /// container of two or more like children) is one unit. Parameters between blocks are grouped up to a block's size. A
-/// unit has one dtype and one trainable flag, so a block may give several units. Deterministic.
+/// unit has one dtype, one trainable flag and one kind, so a block may give several units. Deterministic.
 std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters,
                                      const std::vector<ModuleSpec>& modules, const LayoutOptions& options);
 

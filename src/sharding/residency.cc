@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "base/interrupt.h"
 #include "comm/blocking.h"
 #include "device/unseen.h"
 
@@ -62,6 +63,13 @@ const Wishes& wishes_of(const Word& word) {
   return wishes ? *wishes : kNone;
 }
 
+/// Returns the most reductions that a rank has begun and waits in.
+int64_t most_announced(const std::vector<Word>& words) {
+  int64_t rounds = 0;
+  for (const Word& word : words) rounds = std::max<int64_t>(rounds, wishes_of(word).rounds);
+  return rounds;
+}
+
 bool mentions(const Wishes& wishes, int unit) {
   const auto all = wishes.all();
   return std::find(all.begin(), all.end(), unit) != all.end();
@@ -110,6 +118,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
 Residency::~Residency() { entries_.clear(); }
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
+  refuse_in_interrupt_handler("an operator with a sharded parameter");
   auto work = [&] { acquire_locked(uses); };
   comm::run_blocking(std::ref(work));  // by reference: no allocation per operator
 }
@@ -290,8 +299,23 @@ void Residency::count(const Unit& unit, int sign) {
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
 }
 
-std::vector<Close> Residency::close(const Close& own, bool ends_pass) {
-  std::lock_guard lock(mutex_);
+void Residency::attend(int64_t rounds) {
+  auto work = [&] {
+    std::lock_guard lock(mutex_);
+    if (rendezvous_.ready()) {
+      serve(rendezvous_.collect({"backward", "serving ranks that are behind"}));
+      land_all();
+    }
+    if (rendezvous_.posted()) return;
+    Wishes word;
+    word.rounds = static_cast<int32_t>(rounds);
+    rendezvous_.post(word);
+  };
+  comm::run_blocking(std::ref(work));
+}
+
+std::vector<Close> Residency::close(const Close& own, bool ends_pass, const KeepUp& keep_up) {
+  std::unique_lock lock(mutex_);
   needed_.clear();
   const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
   for (;;) {
@@ -301,7 +325,13 @@ std::vector<Close> Residency::close(const Close& own, bool ends_pass) {
     land_all();
     const bool all_close =
         std::all_of(words.begin(), words.end(), [](const Word& word) { return std::holds_alternative<Close>(word); });
-    if (!all_close) continue;
+    if (!all_close) {
+      // Without the lock: whoever reduces may hold its own, and call attend().
+      lock.unlock();
+      if (const int64_t rounds = most_announced(words); keep_up && rounds > 0) keep_up(rounds);
+      lock.lock();
+      continue;
+    }
     if (ends_pass) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();

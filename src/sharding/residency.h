@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -49,8 +50,13 @@ class Residency {
   void release(c10::ArrayRef<Use> uses, bool succeeded);
 
   /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Returns
-  /// each rank's message in the team's order. `ends_pass`: the plan learns which units the pass has used.
-  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass);
+  /// each rank's message in the team's order. `ends_pass`: the plan learns which units the pass has used. `keep_up` is
+  /// called between rounds with the most reductions that a rank has begun and announced.
+  using KeepUp = std::function<void(int64_t rounds)>;
+  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass, const KeepUp& keep_up = {});
+  /// Serves the others while this rank waits for their reductions: call it over and over. Announces that this rank has
+  /// begun `rounds` reductions. Waits for gathers that are due, never for a rank that is not in a round.
+  void attend(int64_t rounds);
   /// Collective, among ranks that have all closed: every rank receives every rank's message.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {

@@ -37,6 +37,8 @@ class Store {
   virtual void close(Block block, Access access) noexcept = 0;
   /// Announces that `block` will be opened soon.
   virtual void prefetch(Block block) = 0;
+  /// Of `numel` elements, how many are always in memory.
+  virtual int64_t resident_numel(int64_t numel) const { return numel; }
   /// All elements (numel,) where they lie for good; undefined for a store that moves them.
   virtual at::Tensor in_place() const { return {}; }
 };
@@ -77,6 +79,11 @@ class Buffer {
   at::ScalarType dtype() const { return dtype_; }
   Tier tier() const { return store_->tier(); }
   int64_t nbytes() const { return numel_ * static_cast<int64_t>(c10::elementSize(dtype_)); }
+
+  /// The part of nbytes() that is always in memory.
+  int64_t resident_bytes() const {
+    return store_->resident_numel(numel_) * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
 
   int64_t block_numel() const { return block_numel_; }
   int64_t num_blocks() const { return block_numel_ == 0 ? 0 : (numel_ + block_numel_ - 1) / block_numel_; }

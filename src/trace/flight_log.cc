@@ -18,14 +18,14 @@
 namespace deeptide::trace {
 namespace {
 
-// Exact to a few milliseconds, enough for waits of seconds, at a tenth of the exact clock's cost.
+// Accurate to a few milliseconds, which suffices for waits of seconds, at a tenth of the exact clock's cost.
 int64_t now_ns() {
   timespec time{};
   ::clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// Long names keep their end, which distinguishes them: "…blocks.12.mlp".
+// Keeps the end of long names, which distinguishes them: "…blocks.12.mlp".
 template <size_t N>
 void copy_text(char (&to)[N], std::string_view from) {
   if (from.size() >= N) from.remove_prefix(from.size() - (N - 1));
@@ -33,8 +33,8 @@ void copy_text(char (&to)[N], std::string_view from) {
   to[from.size()] = '\0';
 }
 
-/// Returns the launcher's ring, or null. A file number inherited in the environment may name another file by now: size,
-/// magic and an ended writer identify ours.
+/// Returns the launcher's ring, or null. The inherited file number may refer to another file by now, so checks the
+/// size, the magic, and that no process has claimed the ring.
 FlightRing* launchers_ring() {
   const char* text = std::getenv(kFlightVariable);
   if (text == nullptr || *text == '\0') return nullptr;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What this process's ranks have been doing: a ring of their last collectives, which outlives a stopped or dead rank.
+// Records the last collectives of this process's ranks in a ring, which stays readable when a rank is stopped or dead.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace deeptide::trace {
 
-/// What a collective reports about itself.
+/// Description of a collective.
 struct Flight {
   std::string_view operation;  // "all-gather"
   std::string_view channel;    // "gathers"
@@ -23,21 +23,21 @@ struct Flight {
   int rank = 0;
 };
 
-/// Lock-free, from any thread, never throws; about 50 ns per call. Ranks as threads share their process's log.
+/// Lock-free and callable from any thread. Never throws. Takes about 50 ns per call. Ranks as threads share one log.
 class FlightLog {
  public:
-  using Ticket = uint64_t;  // 0: none; calls with it do nothing
+  using Ticket = uint64_t;  // 0: none; calls with it have no effect
 
   /// Writes to `ring`, which must outlive the log.
   explicit FlightLog(FlightRing& ring);
 
   /// Records that a collective is issued.
   Ticket begin(const Flight& flight) noexcept;
-  /// Records that a thread now only waits for it. One call per collective is enough.
+  /// Records that a thread now waits for the collective. One call per collective is enough.
   void waiting(Ticket ticket) noexcept;
-  /// Records the wait and its place, which `begin` could not know of a collective issued ahead of need.
+  /// Records the wait and its place, which was unknown to `begin` for a collective that was issued early.
   void waiting(Ticket ticket, int64_t step, std::string_view phase, std::string_view unit) noexcept;
-  /// Records that it is complete or abandoned. Ignores an entry that the ring has since reused.
+  /// Records that the collective is complete or abandoned. Ignores an entry that the ring has since reused.
   void end(Ticket ticket) noexcept;
   /// Records where the rank computes: call it on entry to a unit, in forward and in backward.
   void enter(int64_t step, std::string_view phase, std::string_view module) noexcept;
@@ -48,7 +48,7 @@ class FlightLog {
   FlightRing& ring_;
 };
 
-/// The process's log: in the launcher's memory when DEEPTIDE_FLIGHT_FD names it, else in plain memory.
+/// Returns the process's log: in the launcher's memory if DEEPTIDE_FLIGHT_FD names it, else in private memory.
 FlightLog& flight_log();
 
 }  // namespace deeptide::trace

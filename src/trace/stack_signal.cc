@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Calls backtrace(3) in a signal handler and writes to a file in memory.
+// Calls backtrace(3) in a signal handler and writes the result to a file in memory.
 #include "trace/stack_signal.h"
 
 #include <execinfo.h>
@@ -26,7 +26,7 @@ int stacks_fd = -1;
 
 void put(const char* text, size_t length) { [[maybe_unused]] const ssize_t written = ::write(stacks_fd, text, length); }
 
-// Uses only what a signal handler may call: no allocation, no lock.
+// Uses only functions that a signal handler may call: no allocation, no lock.
 void write_stack(int, siginfo_t*, void*) {
   const int error = errno;
   char line[64] = "thread ";
@@ -50,7 +50,7 @@ void write_stack(int, siginfo_t*, void*) {
   errno = error;
 }
 
-/// The number may name another file by now: a shell between us and the launcher may have closed and reused it.
+/// True if the number still refers to the launcher's file. A shell in between may have closed and reused it.
 bool is_launchers_file(int fd) {
   char target[64] = {};
   const std::string link = "/proc/self/fd/" + std::to_string(fd);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Tables of the launchers' variables: which one names our rank, and which one names rank 0's host.
+// Finds this rank and rank 0's host from tables of the launchers' variables.
 #include "world/discovery.h"
 
 #include <limits.h>
@@ -26,11 +26,11 @@ constexpr int kMaxLocal = 1 << 16;
 
 enum class Kind : uint8_t { by_hand, mpi, slurm, sagemaker, kubernetes };
 
-/// A launcher and its variables; the first variable of each list that is set counts.
+/// A launcher and its variables. The first variable in a list that is set counts.
 struct Source {
   const char* name;
   Kind kind;
-  Names needed = {};  // the launcher is present when all of these are set
+  Names needed = {};  // the launcher is present if all of these are set
   Names rank = {}, size = {}, local_rank = {}, local_size = {};
   Names node_rank = {}, num_nodes = {};
   Names job = {};    // distinguishes the launcher's jobs
@@ -93,14 +93,15 @@ const Source kSources[] = {
      .needed = {"JOB_COMPLETION_INDEX"},
      .rank = {"JOB_COMPLETION_INDEX"},
      .size = {"WORLD_SIZE", "JOB_COMPLETIONS"},
-     .cure = "set MASTER_ADDR to the host name of the pod with index 0, and WORLD_SIZE to the job's completions"},
+     .cure =
+         "set MASTER_ADDR to the host name of the pod with index 0, and WORLD_SIZE to the job's number of completions"},
 };
 
 struct Variable {
   std::string name, value;
 };
 
-/// What one source reports; a rank of -1 or a size of 0 is not reported.
+/// The report of one source. A rank of -1 or a size of 0 is unknown.
 struct Claim {
   const Source* source;
   std::string name;
@@ -202,7 +203,7 @@ Claim claim_of(const Source& source, const Environment& environment) {
 bool is_present(const Source& source, const Environment& environment) {
   const auto set = [&](const char* name) { return is_set(environment, name); };
   if (!std::all_of(source.needed.begin(), source.needed.end(), set)) return false;
-  // A pod's index alone makes it no rank; and with RANK set, WORLD_SIZE counts processes, not pods.
+  // A pod needs a size to be a rank. With RANK set, WORLD_SIZE counts processes, not pods.
   return source.kind != Kind::kubernetes || (first_set(environment, source.size) && !set("RANK"));
 }
 
@@ -214,14 +215,14 @@ std::vector<Claim> all_claims(const Environment& environment) {
   return claims;
 }
 
-/// Whether `outer`'s one process per host may be the agent of `inner`: `srun torchrun`, mpirun's daemons under SLURM.
+/// True if `outer`'s one process per host may be an agent of `inner`: `srun torchrun`, mpirun's daemons under SLURM.
 bool gives_way(const Claim& outer, const Claim& inner) {
   const bool launched_within = inner.source->kind == Kind::mpi || inner.name == "torchrun" || inner.name == "deeptide";
   return outer.local_size == 1 && (inner.size > outer.size || (launched_within && inner.size == outer.size));
 }
 
-/// Returns the innermost source. Each other source must agree with it or be one that started its agents. Those that
-/// agree fill in what it leaves out: `srun --mpi=pmi2` sets PMI's variables without a local rank.
+/// Returns the innermost source. Each other source must agree with it or have started its agents. Sources that agree
+/// fill in its missing values: `srun --mpi=pmi2` sets PMI's variables without a local rank.
 Claim agreed(const std::vector<Claim>& claims) {
   Claim inner = claims.front();
   for (const Claim& other : claims) {
@@ -256,7 +257,7 @@ std::string before_colon(const std::string& text) { return text.substr(0, text.f
 std::string as_it_is(const std::string& text) { return text; }
 std::string first_of_hosts(const std::string& text) { return sagemaker_hosts(text).front(); }
 
-/// Where rank 0 is, if MASTER_ADDR does not state it; the first variable that is set counts.
+/// Sources of rank 0's address without MASTER_ADDR. The first variable that is set counts.
 const struct {
   const char* variable;
   std::string (*host)(const std::string&);
@@ -269,7 +270,7 @@ const struct {
     {"SLURM_NODELIST", &first_of_node_list},
 };
 
-/// "train-3.train.space.svc" of an indexed job becomes "train-0.train.space.svc".
+/// Returns the first pod of an indexed job: "train-0.train.space.svc" for "train-3.train.space.svc".
 std::string first_pod(const std::string& host, const std::string& index) {
   const size_t dot = std::min(host.find('.'), host.size());
   const std::string ending = "-" + index;
@@ -279,7 +280,7 @@ std::string first_pod(const std::string& host, const std::string& index) {
 
 std::string address_of(const Environment& environment, const Claim& claim) {
   if (const Text given = environment.variable("MASTER_ADDR")) return *given;
-  // If RANK and WORLD_SIZE were set by hand, guessing an address would hide a mistake.
+  // A guess would hide a mistake if RANK and WORLD_SIZE were set by hand.
   if (claim.source->kind == Kind::by_hand || claim.size == 1) return "";
   if (claim.local_size == claim.size) return "127.0.0.1";
   for (const auto& address : kAddresses) {
@@ -290,7 +291,7 @@ std::string address_of(const Environment& environment, const Claim& claim) {
   return "";
 }
 
-// Below the range from which kernels assign ports (32768 on), so that a passing connection does not hold the port.
+// Stays below the range from which kernels assign ports (32768 on), so that no passing connection holds the port.
 int port_of_job(const std::string& job) {
   constexpr uint32_t kFirst = 20'000, kCount = 12'000;
   uint32_t hash = 2166136261u;  // FNV-1a
@@ -315,7 +316,7 @@ void check_address(const Environment& environment, const Claim& claim, const std
     missing += std::string(missing.empty() ? "" : ", ") + "MASTER_PORT";
   }
   if (missing.empty()) return;
-  throw ConfigError("rank 0's address cannot be found from " + claim.text + "; missing: " + missing +
+  throw ConfigError("rank 0's address cannot be determined from " + claim.text + "; missing: " + missing +
                     ". Cure: " + claim.source->cure + ".");
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Reads from the environment which rank this process is, whatever launched it. Needs no torch.
+// Determines this process's rank from the environment of any launcher, without torch.
 #pragma once
 
 #include <functional>
@@ -11,15 +11,15 @@
 
 namespace deeptide::world {
 
-/// The source of variables and of the host's name: the real environment, or a test's.
+/// Gives the variables and the host's name: those of the process, or a test's.
 struct Environment {
-  std::function<std::optional<std::string>(const std::string&)> variable;  // nothing if unset or empty
+  std::function<std::optional<std::string>(const std::string&)> variable;  // empty if the variable is unset or empty
   std::function<std::string()> host_name;                                  // fully qualified if known
 
   static Environment of_process();
 };
 
-/// A process among its job's hosts, as far as the launcher's variables describe it.
+/// The place of a process among its job's hosts, as far as the launcher's variables describe it.
 struct Placement {
   Discovery place;
   int local_size = 0;  // ranks on this host; 0: unknown
@@ -27,12 +27,12 @@ struct Placement {
   int num_nodes = 0;   // 0: unknown
 };
 
-/// Finds this process. Returns nothing if no launcher has set its variables: a world of one. `default_port` serves if
-/// neither MASTER_PORT nor a job's number gives a port.
-/// Errors: ConfigError listing the variables that are missing, malformed, or contradict each other, with their values.
+/// Finds the place of this process. Returns nothing for a world of one, if no launcher has set its variables.
+/// `default_port` applies if neither MASTER_PORT nor a job's id gives a port.
+/// Errors: ConfigError listing the missing, malformed or contradictory variables with their values.
 std::optional<Placement> discover_placement(const Environment& environment, int default_port);
 
-/// As discover_placement, without the hosts.
+/// As discover_placement, but returns only the discovery.
 std::optional<Discovery> discover(const Environment& environment, int default_port);
 
 }  // namespace deeptide::world

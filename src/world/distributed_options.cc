@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Overrides variables with options: discovery sees the environment as the program wants it to be.
+// Overrides the environment's variables with the program's options before discovery reads them.
 #include "world/distributed_options.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using Text = std::optional<std::string>;
 
-/// Where all ranks meet according to an init_method; empty: the method does not state it.
+/// The meeting point that an init_method states; empty: none.
 struct MeetingPoint {
   std::string address, port, file;
   bool empty() const { return address.empty() && file.empty(); }
@@ -51,12 +51,12 @@ void check(const DistributedOptions& options) {
   }
   if (options.dist_init_required == false) {
     throw ConfigError(
-        "dist_init_required is false, but no world has been initialised; leave it out, or pass the world (in "
-        "Python the process group) that you have");
+        "dist_init_required is false, but no world has been initialised; omit it, or pass the existing world (in "
+        "Python: the process group)");
   }
 }
 
-/// Hides the variables that only MPI, SLURM and the like set.
+/// Hides the variables that only MPI, SLURM and similar launchers set.
 Environment without_launchers(const Environment& environment) {
   static constexpr std::string_view kNames[] = {"RANK",
                                                 "WORLD_SIZE",
@@ -76,7 +76,7 @@ Environment without_launchers(const Environment& environment) {
           environment.host_name};
 }
 
-/// Sets `name` to this value, over the environment's; with `weak`, only if the environment has none.
+/// Sets `name` to `value`; with `weak`, only if the environment does not set it.
 Environment with(const Environment& environment, const std::string& name, const std::string& value, bool weak = false) {
   return {[=](const std::string& asked) -> Text {
             const Text found = asked == name && !weak ? std::nullopt : environment.variable(asked);
@@ -85,7 +85,7 @@ Environment with(const Environment& environment, const std::string& name, const 
           environment.host_name};
 }
 
-/// Returns the environment as the options want it seen.
+/// Returns the environment with the options applied.
 Environment seen(Environment environment, const DistributedOptions& options, const MeetingPoint& point) {
   if (options.rank >= 0) {
     environment = with(without_launchers(environment), "RANK", std::to_string(options.rank));
@@ -115,9 +115,10 @@ std::optional<Discovery> find_place(const Environment& environment, const Distri
   std::optional<Discovery> place = discover(seen(environment, options, point), options.distributed_port);
   if (!place) {
     if (point.empty()) return std::nullopt;
-    throw ConfigError("init_method='" + options.init_method +
-                      "' states where ranks meet, but nothing states which rank this is; give rank and world_size, or "
-                      "start with `deeptide` or `torchrun`");
+    throw ConfigError(
+        "init_method='" + options.init_method +
+        "' gives the meeting point, but no argument or variable gives the rank of this process; pass rank and "
+        "world_size, or start with `deeptide` or `torchrun`");
   }
   if (options.rank >= 0) {
     place->source = "arguments";

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Joins what a program and its launcher state about the world; C++ and Python share it.
+// Combines the program's options with the launcher's variables, for C++ and Python alike.
 #pragma once
 
 #include <chrono>
@@ -11,8 +11,8 @@
 
 namespace deeptide::world {
 
-/// Returns where the options put this process; the launcher's variables fill in what they omit. Nothing: neither places
-/// it, a world of one. Errors: ConfigError for options that conflict, and as `discover`.
+/// Returns the place of this process from the options, completed by the launcher's variables. Returns nothing for a
+/// world of one, if neither gives a place. Errors: ConfigError for conflicting options, and as `discover`.
 std::optional<Discovery> find_place(const Environment& environment, const DistributedOptions& options);
 
 /// Errors: ConfigError if the option or DEEPSPEED_TIMEOUT is not a valid duration.

@@ -14,7 +14,8 @@
 namespace deeptide::world {
 namespace {
 
-constexpr auto kGrace = std::chrono::milliseconds(300);  // lets ranks that time out together write before one reads
+constexpr auto kGrace =
+    std::chrono::milliseconds(300);  // lets ranks that time out together write before any rank reads
 
 /// Keeps the message of a torch store error, without its stack trace.
 std::string first_line(const std::exception& error) {
@@ -43,7 +44,7 @@ void FailureBoard::report_failure(const std::string& text) noexcept {
     store_->set(prefix_ + "/failed", to_bytes(own));
     store_->set(key("place", rank_), to_bytes(text));
   } catch (const std::exception&) {
-    // The store's host is gone as well: the peers find out by their own timeouts.
+    // The store's host is gone too. The peers detect that by their own timeouts.
   }
 }
 
@@ -70,7 +71,7 @@ std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
       }
     }
     if (missing.empty()) return "every rank is waiting" + placed;
-    return "no word from rank " + missing + placed;
+    return "no report from rank " + missing + placed;
   } catch (const std::exception&) {
     return "the store is unreachable; rank 0 has probably ended";
   }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where ranks leave messages after a failure: which rank failed, which wait, which never arrived.
+// Exchanges reports after a failure: which rank failed, which ranks wait, which never arrived.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@
 
 namespace deeptide::world {
 
-/// How often a wait checks for reports of others.
+/// Interval at which a wait checks for reports of other ranks.
 inline constexpr std::chrono::milliseconds kPollFailures{250};
 
 /// Lives in the world's store; used only on failure and by long waits. Thread-safe.
@@ -24,7 +24,7 @@ class FailureBoard {
   void report_failure(const std::string& text) noexcept;
   /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none.
   std::optional<std::string> failure() noexcept;
-  /// Records where this rank waited to no avail, then returns all others' reports: where they wait, which are missing.
+  /// Records the place where this rank timed out, then returns the places of all others and the missing ranks.
   std::string diagnose(const std::string& own_place) noexcept;
 
  private:

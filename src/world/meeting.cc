@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Meets in three keys of the store: hello, sign in, welcome.
+// Uses three keys of the store: hello, sign in, welcome.
 #include "world/meeting.h"
 
 #include <limits.h>
@@ -12,6 +12,7 @@
 
 #include "base/sha256.h"
 #include "base/text.h"
+#include "world/store_wait.h"
 
 using c10d::Store;
 using std::chrono::milliseconds;
@@ -21,6 +22,7 @@ namespace {
 
 const std::string kHello = "deeptide/hello";
 const std::string kWelcome = "deeptide/welcome";
+constexpr const char* kCheckPort = "check that no other job uses this address and port";
 const std::string kOpen = "open";  // replaces a proof if there is no token
 
 std::string key_of(int rank) { return "deeptide/rank/" + std::to_string(rank); }
@@ -36,7 +38,7 @@ class Meeting {
   Meeting(Store& store, int rank, int size, const std::string& token, milliseconds timeout)
       : store_(store), rank_(rank), size_(size), token_(token), timeout_(timeout) {}
 
-  /// A second meeting of one process finds its own first hello.
+  /// In a second meeting, a process finds its own first hello.
   void say_hello() {
     nonce_ = random_hex(16);
     const std::string hello = std::to_string(size_) + " " + nonce_ + " " + proof("hello");
@@ -51,16 +53,16 @@ class Meeting {
     if (written == own) return;
     throw ConfigError("two processes claim rank " + std::to_string(rank_) + ": " +
                       written.substr(0, written.find(' ')) + " and " + own_name() +
-                      "; each needs a rank of its own, or another job holds this address and port");
+                      "; give each process its own rank, and " + kCheckPort);
   }
 
-  /// Rank 0 collects each rank's proof before any continues.
+  /// Rank 0 checks every rank's proof before any rank continues.
   void welcome_all() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < size_; ++rank) keys.push_back(key_of(rank));
     try {
-      store_.wait(keys, timeout_);
-    } catch (const std::exception&) {
+      wait_for_keys(store_, keys, timeout_);
+    } catch (const c10::Error&) {
       throw CommError("rank 0 waited " + seconds() + " s for the others to sign in; missing: rank " + missing(keys));
     }
     const auto signatures = store_.multiGet(keys);
@@ -71,7 +73,7 @@ class Meeting {
       if (equal_in_constant_time(given, proof(keys[rank]))) continue;
       const std::string text = "rank " + std::to_string(rank) + " (" + name +
                                ") did not prove the job's token and is "
-                               "refused; its DEEPTIDE_JOB_TOKEN is not rank 0's";
+                               "refused; its DEEPTIDE_JOB_TOKEN differs from rank 0's";
       store_.set(kWelcome, to_bytes(text));
       throw CommError(text);
     }
@@ -79,7 +81,7 @@ class Meeting {
   }
 
   void be_welcomed() {
-    const std::string given = wait_for(kWelcome, "rank 0 did not welcome all ranks");
+    const std::string given = wait_for(kWelcome, "rank 0 did not confirm that all ranks have arrived");
     if (!equal_in_constant_time(given, proof("welcome"))) throw CommError(given.substr(0, 300));
   }
 
@@ -95,25 +97,24 @@ class Meeting {
     int size = 0;
     std::string given;
     words >> size >> nonce_ >> given;
-    const std::string who = "this rank " + std::to_string(rank_);
-    const std::string cure = "; pass DEEPTIDE_JOB_TOKEN to every rank, or another job holds this address and port";
+    const std::string own = "rank " + std::to_string(rank_) + " (this process)";
+    const std::string cure = std::string("; pass DEEPTIDE_JOB_TOKEN to every rank, and ") + kCheckPort;
     if (token_.empty() && given != kOpen)
-      throw CommError("rank 0 expects the job's token, " + who + " has none" + cure);
-    if (!token_.empty() && given == kOpen) throw CommError(who + " holds a job's token, rank 0 has none" + cure);
+      throw CommError("rank 0 expects the job's token, but " + own + " has none" + cure);
+    if (!token_.empty() && given == kOpen) throw CommError(own + " holds a job's token, but rank 0 has none" + cure);
     if (size != size_) {
-      throw ConfigError(who + " was started in a world of " + std::to_string(size_) + ", rank 0 in one of " +
-                        std::to_string(size) +
-                        "; start all with the same launcher, or another job holds this address and port");
+      throw ConfigError(own + " was started in a world of " + std::to_string(size_) + ", but rank 0 in one of " +
+                        std::to_string(size) + "; start all ranks with the same launcher, and " + kCheckPort);
     }
     if (!equal_in_constant_time(given, proof("hello"))) {
-      throw CommError(who + " and rank 0 hold different job's tokens" + cure);
+      throw CommError(own + " and rank 0 hold different job tokens" + cure);
     }
   }
 
   std::string wait_for(const std::string& key, const std::string& complaint) {
     try {
-      store_.wait({key}, timeout_);
-    } catch (const std::exception&) {
+      wait_for_keys(store_, {key}, timeout_);
+    } catch (const c10::Error&) {
       throw CommError("rank " + std::to_string(rank_) + " reached the store, but " + complaint + " within " +
                       seconds() + " s; does this address belong to this job's Deeptide store?");
     }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Does row-major arithmetic on the grid of ranks.
+// Converts between ranks and coordinates in row-major order.
 #include "world/mesh.h"
 
 #include <functional>
@@ -25,7 +25,7 @@ Mesh::Mesh(int world_size, const Sizes& sizes) : sizes_(sizes) {
     product *= sizes[i];
   }
   if (product != world_size) {
-    throw ConfigError("the mesh " + text() + " holds " + std::to_string(product) + " ranks, the world has " +
+    throw ConfigError("the mesh " + text() + " has " + std::to_string(product) + " ranks, but the world has " +
                       std::to_string(world_size));
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The ranks as a grid with named axes; every parameter names the axes over which it is sharded and reduced.
+// Arranges the ranks in a grid with named axes, over which parameters are sharded and reduced.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace deeptide::world {
 
-/// Outermost first: neighbours in rank order differ in the innermost axis, which communicates most.
+/// Axes, outermost first. Neighbours in rank order differ in the innermost axis, which communicates most.
 enum class Axis : uint8_t { pipe, data, expert, sequence, tensor };
 inline constexpr int kNumAxes = 5;
 const char* axis_name(Axis axis);
@@ -23,16 +23,16 @@ class Mesh {
 
   /// Errors: ConfigError if a size is not positive or the product is not `world_size`.
   Mesh(int world_size, const Sizes& sizes);
-  /// All ranks on the data axis.
+  /// Returns a mesh with all ranks on the data axis.
   static Mesh data_parallel(int world_size);
 
   int num_ranks() const;
   int size(Axis axis) const { return sizes_[static_cast<int>(axis)]; }
   Coordinates coordinates(int rank) const;
   int rank(const Coordinates& coordinates) const;
-  /// The ranks that differ from `rank` along `axis` only, in axis order, `rank` included.
+  /// Returns the ranks that differ from `rank` only along `axis`, in axis order, including `rank`.
   std::vector<int> peers(int rank, Axis axis) const;
-  /// Names the axes larger than one, or one axis: "data=4", "pipe=2 data=4".
+  /// Returns the axes larger than one, such as "data=4" or "pipe=2 data=4"; "data=1" if there are none.
   std::string text() const;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finds the world by the launcher's variables, or makes a world of one.
+// Finds the world from the launcher's variables, or makes a world of one.
 #include "deeptide/world.h"
 
 #include <cstdlib>
@@ -10,8 +10,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/interrupt.h"
 #include "deeptide/config.h"
 #include "trace/flight_log.h"
+#include "world/attempt.h"
 #include "world/discovery.h"
 #include "world/distributed_options.h"
 #include "world/meeting.h"
@@ -37,15 +39,19 @@ c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::mil
   options.isServer = place.rank == 0 && !place.agent_hosts_store;
   options.numWorkers = place.size;
   options.waitWorkers = false;
-  options.multiTenant = true;  // a second world of this process meets at this server too
+  options.multiTenant = true;  // a second world of this process uses the same server
   options.timeout = timeout;
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(place.address, options);
-  } catch (const std::exception& error) {
-    throw CommError("rank " + std::to_string(place.rank) + " could not reach the store at " + place.address + ":" +
-                    std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
-                    " s: " + std::string(error.what()).substr(0, 300));
-  }
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  const auto make = [options, place, timeout]() -> StorePtr {
+    try {
+      return c10::make_intrusive<c10d::TCPStore>(place.address, options);
+    } catch (const std::exception& error) {
+      throw CommError("rank " + std::to_string(place.rank) + " could not reach the store at " + place.address + ":" +
+                      std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
+                      " s: " + std::string(error.what()).substr(0, 300));
+    }
+  };
+  return run_beside<StorePtr>(make, &check_interrupts);  // it tries until the timeout, whatever signals arrive
 }
 
 }  // namespace
@@ -68,7 +74,7 @@ World make_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size, cons
 World init_distributed(const DistributedOptions& options) {
   if (!options.dist_backend.empty() && options.dist_backend != "gloo" && options.dist_backend != "cpu:gloo") {
     throw ConfigError("dist_backend='" + options.dist_backend +
-                      "': expected gloo; set World::make_backend for a backend of another kind");
+                      "': expected gloo; set World::make_backend to use any other backend");
   }
   if (!options.config.empty()) Config::from_file(options.config);
   const auto environment = world::Environment::of_process();
@@ -77,12 +83,14 @@ World init_distributed(const DistributedOptions& options) {
 }
 
 World join_world(const Discovery& place, std::chrono::milliseconds timeout) {
-  trace::flight_log();  // makes this rank's position readable from here on
+  trace::flight_log();  // makes this rank's position readable from now on
   if (place.address.empty() && place.file.empty()) {
     if (place.size == 1) return single();
     throw ConfigError("a world of " + std::to_string(place.size) + " needs the address of rank 0; got none");
   }
-  World world = make_world(connect(place, timeout), place.rank, place.size);
+  auto store = connect(place, timeout);
+  if (place.agent_hosts_store) store = world::join_attempt(store, place.rank, place.size, timeout);
+  World world = make_world(std::move(store), place.rank, place.size);
   world.local_rank = place.local_rank;
   world.source = place.source;
   const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");

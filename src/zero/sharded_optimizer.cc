@@ -1,20 +1,21 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One kernel call per segment of each shard, then the all-gathers that publish.
+// One kernel call per segment of each shard, what whole parameters need in between, then the all-gathers that publish.
 #include "zero/sharded_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/where.h>
 
 #include <algorithm>
-
-#include "deeptide/errors.h"
+#include <numeric>
 
 namespace deeptide::zero {
 
 using at::Tensor;
 using device::Role;
+using optim::MatrixRule;
+using optim::NormRule;
+using optim::Reach;
+using optim::Segment;
 using sharding::Unit;
 using tiers::Access;
 using tiers::Block;
@@ -22,18 +23,14 @@ using tiers::Buffer;
 
 namespace {
 
-void check_reach(const optim::Rule& rule) {
-  if (rule.reach() == optim::Reach::elementwise) return;
-  const char* needs = rule.reach() == optim::Reach::parameter_norms ? "sums over each whole parameter"
-                                                                    : "each whole parameter as a matrix";
-  throw ConfigError("optimizer " + rule.name() + " needs " + needs + ", which shards do not give yet; choose an " +
-                    "optimizer whose step is elementwise, such as AdamW");
-}
-
 StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::Device device) {
   return [ledger, device](int64_t numel) {
     return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, at::kFloat, device));
   };
+}
+
+bool reaches(const std::vector<Run>& runs, Reach reach) {
+  return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
 }
 
 }  // namespace
@@ -42,165 +39,36 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
                                    StatePlacement place)
-    : units_(std::move(units)),
-      rule_(rule),
+    : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device)),
       policy_(policy),
-      ledger_(std::move(ledger)),
       group_(group),
-      gradient_pool_(ledger_, Role::communication, device),
-      place_(place ? std::move(place) : resident_on(ledger_, device)),
-      kept_(rule.roles().size(), false) {
-  check_reach(rule);
-  at::NoGradGuard no_grad;
-  for (size_t i = 0; i < units_.size(); ++i) {
-    const Tensor parameters = parameters_of(static_cast<int>(i));
-    UnitState state;
-    state.aliased = parameters.scalar_type() == at::kFloat;
-    state.master = state.aliased ? Buffer::resident(parameters) : place_(parameters.numel());
-    state.states.resize(kept_.size());
-    state.steps.assign(units_[i]->parameters().size(), 0);
-    if (!state.aliased) {
-      for_each_block(state.master, {0, parameters.numel()}, [&](Block block) {
-        const auto master = state.master.lease(block, Access::write);
-        master.tensor().copy_(parameters.narrow(0, block.begin, block.count));
-      });
-    }
-    states_.push_back(std::move(state));
-  }
-  keep_states(groups);
-}
-
-void ShardedOptimizer::keep_states(const std::vector<Hyperparameters>& groups) {
-  for (size_t role = 0; role < kept_.size(); ++role) {
-    const auto needs = [&](const Hyperparameters& hyper) { return rule_.keeps(role, hyper); };
-    if (kept_[role] || std::none_of(groups.begin(), groups.end(), needs)) continue;
-    for (UnitState& state : states_) state.states[role] = place_(state.master.numel());
-    kept_[role] = true;
-  }
-}
-
-void ShardedOptimizer::zero_states(const std::set<std::string>& roles) {
-  at::NoGradGuard no_grad;
-  for (size_t role = 0; role < kept_.size(); ++role) {
-    if (!kept_[role] || !roles.contains(rule_.roles()[role].name)) continue;
-    for (UnitState& state : states_) {
-      Buffer& buffer = state.states[role];
-      for_each_block(buffer, {0, buffer.numel()},
-                     [&](Block block) { buffer.lease(block, Access::write).tensor().zero_(); });
-    }
-  }
-}
-
-int ShardedOptimizer::num_states() const { return static_cast<int>(std::count(kept_.begin(), kept_.end(), true)); }
-
-/// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
-Tensor ShardedOptimizer::parameters_of(int unit) const {
-  return policy_.shard_optimizer ? units_[unit]->shard() : units_[unit]->whole();
-}
-
-int64_t ShardedOptimizer::state_begin(int unit) const {
-  return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0;
-}
-
-std::vector<UnitStateBuffer> ShardedOptimizer::states(int unit) const {
-  const UnitState& state = states_[unit];
-  std::vector<UnitStateBuffer> buffers{{"master", state.master}};
-  for (size_t role = 0; role < kept_.size(); ++role) {
-    if (kept_[role]) buffers.push_back({rule_.roles()[role].name, state.states[role]});
-  }
-  return buffers;
-}
-
-int64_t ShardedOptimizer::predicted_bytes() const {
-  int64_t elements = 0;
-  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    const Tensor parameters = parameters_of(i);
-    elements += (num_states() + (parameters.scalar_type() == at::kFloat ? 0 : 1)) * parameters.numel();
-  }
-  return elements * static_cast<int64_t>(sizeof(float));
-}
-
-/// Masters follow what the program has written, element by element: where a parameter still is what its master rounds
-/// to, the master keeps its extra precision. Over-reporting written elements is therefore harmless.
-void ShardedOptimizer::refresh_masters(int unit) {
-  const Tensor parameters = parameters_of(unit);
-  const int64_t begin = state_begin(unit), end = begin + parameters.numel();
-  for (sharding::Parameter& p : units_[unit]->parameters()) {
-    if (!std::exchange(p.rewritten, false) || states_[unit].aliased) continue;
-    const int64_t first = std::max(p.offset, begin);
-    const int64_t count = std::min(p.offset + p.numel, end) - first;
-    if (count <= 0) continue;
-    const Buffer& buffer = states_[unit].master;
-    for_each_block(buffer, {first - begin, count}, [&](Block block) {
-      const auto lease = buffer.lease(block, Access::update);
-      const Tensor &master = lease.tensor(), written = parameters.narrow(0, block.begin, block.count);
-      master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
-    });
-  }
-}
-
-void ShardedOptimizer::refresh_masters() {
-  at::NoGradGuard no_grad;
-  for (int i = 0; i < static_cast<int>(units_.size()); ++i) refresh_masters(i);
-}
-
-std::map<std::string, int64_t> ShardedOptimizer::uneven_steps() const {
-  std::map<std::string, int64_t> uneven;
-  for (size_t i = 0; i < units_.size(); ++i) {
-    for (size_t p = 0; p < states_[i].steps.size(); ++p) {
-      if (states_[i].steps[p] != steps_) uneven[units_[i]->parameters()[p].name] = states_[i].steps[p];
-    }
-  }
-  return uneven;
-}
-
-void ShardedOptimizer::set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven) {
-  steps_ = steps;
-  for (size_t i = 0; i < units_.size(); ++i) {
-    for (size_t p = 0; p < states_[i].steps.size(); ++p) {
-      const auto found = uneven.find(units_[i]->parameters()[p].name);
-      states_[i].steps[p] = found == uneven.end() ? steps : found->second;
-    }
-  }
-}
-
-/// Counts this step for the unit's active parameters and returns them as runs. The gap after a parameter belongs to it.
-std::vector<ShardedOptimizer::Run> ShardedOptimizer::count_step(int unit, const ActiveParameters& active) {
-  const auto& parameters = units_[unit]->parameters();
-  std::vector<int64_t>& steps = states_[unit].steps;
-  std::vector<Run> runs;
-  for (size_t p = 0; p < parameters.size(); ++p) {
-    if (!active.has(unit, static_cast<int>(p))) continue;
-    ++steps[p];
-    const int64_t begin = parameters[p].offset;
-    const int64_t end = p + 1 < parameters.size() ? parameters[p + 1].offset : units_[unit]->numel();
-    const bool joins = !runs.empty() && runs.back().end == begin && runs.back().group == parameters[p].group &&
-                       runs.back().steps == steps[p];
-    if (joins) {
-      runs.back().end = end;
-    } else {
-      runs.push_back({begin, end, parameters[p].group, steps[p]});
-    }
-  }
-  return runs;
-}
+      device_(device),
+      pool_(std::move(ledger), Role::communication, device),
+      units_(std::move(units)) {}
 
 void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
                             const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   at::NoGradGuard no_grad;
-  keep_states(groups);
-  ++steps_;
+  states_.keep(groups);
+  states_.count_step();
+  std::unique_ptr<ParameterNorms> norms;
+  if (dynamic_cast<const NormRule*>(&rule())) norms = std::make_unique<ParameterNorms>(units_, group_.size());
+  std::vector<std::vector<Run>> runs;
+  for (int i = 0; i < states_.num_units(); ++i) {
+    states_.refresh_masters(i);
+    runs.push_back(states_.count_step(i, active, groups));
+    if (runs[i].empty()) continue;
+    UnitPass pass{i, reducer.gradient(i), gradient_scale, groups};
+    if (gathers_gradients()) pass.gradient = whole_gradient(i, pass.gradient.sum());
+    first_pass(pass, runs[i], norms.get());
+    if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows[0]));
+  }
+  if (norms) {
+    if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
+    for (int i = 0; i < states_.num_units(); ++i) apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
+  }
   std::vector<int> published;
-  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    refresh_masters(i);
-    const auto runs = count_step(i, active);
-    if (gathers_gradients() && !runs.empty()) {
-      Tensor gradient = whole_gradient(i, reducer.gradient(i).sum());
-      step_unit(i, {gradient}, gradient_scale, groups, runs);
-      gradient_pool_.put(std::move(gradient));
-    } else {
-      step_unit(i, reducer.gradient(i), gradient_scale, groups, runs);
-    }
+  for (int i = 0; i < states_.num_units(); ++i) {
     for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
       if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
     }
@@ -210,45 +78,148 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
 }
 
 Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
-  Tensor whole = gradient_pool_.take(units_[unit]->numel(), at::kFloat);
+  Tensor whole = pool_.take(units_[unit]->numel(), at::kFloat);
   auto pending = group_.all_gather(whole, shard);
   group_.wait(pending, {"step", "gathering gradients of unit '" + units_[unit]->layout().name + "'"});
   return whole;
 }
 
-void ShardedOptimizer::step_unit(int unit, const numerics::Contributions& gradient, double gradient_scale,
-                                 const std::vector<Hyperparameters>& groups, const std::vector<Run>& runs) {
-  UnitState& state = states_[unit];
-  const Tensor parameters = state.aliased ? Tensor() : parameters_of(unit);
-  const int64_t begin = state_begin(unit);
-  const int64_t end = begin + state.master.numel();
+/// Of elements [begin, end) of the unit, those whose states this rank has, counted from the states' beginning.
+Block ShardedOptimizer::own_part(int unit, int64_t begin, int64_t end) const {
+  const int64_t first = std::max(begin, states_.begin(unit));
+  const int64_t count = std::min(end, states_.end(unit)) - first;
+  return {first - states_.begin(unit), std::max<int64_t>(count, 0)};
+}
+
+/// Visits segments of `range`, block by block, wherever the states lie: what is resident is one block.
+void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block range, SegmentAccess access,
+                                    const Visit& visit) {
+  const Hyperparameters& hyper = pass.groups.at(run.group);
+  const Buffer& master = states_.master(pass.unit);
+  const size_t num_roles = rule().roles().size();
+  const Tensor parameters = states_.is_aliased(pass.unit) ? Tensor() : states_.parameters(pass.unit);
+  std::vector<const Buffer*> buffers{&master};
+  for (size_t role = 0; role < num_roles; ++role) {
+    if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
+  }
+  for_each_block(std::span<const Buffer* const>(buffers), range, [&](Block block) {
+    const auto lease = master.lease(block, access.master);
+    std::vector<tiers::Lease> leases(num_roles);
+    Segment segment{lease.tensor(), std::vector<Tensor>(num_roles), {}, {}};
+    for (size_t role = 0; role < num_roles; ++role) {
+      if (!rule().keeps(role, hyper)) continue;
+      leases[role] = states_.state(pass.unit, role).lease(block, access.states);
+      segment.states[role] = leases[role].tensor();
+    }
+    prefetch_after(pass.unit, block);
+    if (!pass.gradient.rows.empty()) segment.gradient = pass.gradient.narrow(block.begin, block.count);
+    if (parameters.defined()) segment.param = parameters.narrow(0, block.begin, block.count);
+    visit(block, segment);
+  });
+}
+
+/// Announces what the step reads next: the blocks behind `block`, or the first ones of the next unit.
+void ShardedOptimizer::prefetch_after(int unit, Block block) {
+  int64_t next = block.begin + block.count;
+  if (next >= states_.master(unit).numel()) {
+    next = 0;
+    if (++unit == states_.num_units()) return;
+  }
+  const auto announce = [&](const Buffer& buffer) {
+    if (buffer.defined() && next < buffer.numel()) buffer.prefetch({next, 1});
+  };
+  announce(states_.master(unit));
+  for (size_t role = 0; role < rule().roles().size(); ++role) announce(states_.state(unit, role));
+}
+
+/// All of an elementwise step; of others what precedes the exchange over whole parameters. Matrices are exchanged here,
+/// unit by unit; norms once for the model.
+void ShardedOptimizer::first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms) {
   for (const Run& run : runs) {
-    const int64_t first = std::max(run.begin, begin);
-    const int64_t count = std::min(run.end, end) - first;
-    if (count <= 0) continue;
-    step_segment(state, parameters, gradient, {first - begin, count}, groups.at(run.group),
-                 {run.steps, gradient_scale});
+    if (run.reach == Reach::elementwise) step_elements(pass, run);
+    if (run.reach == Reach::parameter_norms) measure(pass, run, *norms);
+  }
+  if (reaches(runs, Reach::whole_parameter)) step_matrices(pass, runs);
+}
+
+void ShardedOptimizer::step_elements(const UnitPass& pass, const Run& run) {
+  const Block range = own_part(pass.unit, run.begin, run.end);
+  each_segment(pass, run, range, {Access::update, Access::update}, [&](Block, const Segment& segment) {
+    rule().step(segment, pass.groups.at(run.group), pass.terms(run));
+  });
+}
+
+/// Moves the states of one parameter and notes its squares, slice by slice.
+void ShardedOptimizer::measure(const UnitPass& pass, const Run& run, ParameterNorms& norms) {
+  const auto& norm_rule = static_cast<const NormRule&>(rule());
+  const int64_t shard = units_[pass.unit]->layout().shard;
+  for (int slice = 0; slice < group_.size(); ++slice) {
+    const int64_t begin = std::max(run.begin, slice * shard), end = std::min(run.end, (slice + 1) * shard);
+    const Block range = begin < end ? own_part(pass.unit, begin, end) : Block();
+    if (range.count == 0) continue;
+    optim::NormSums sums(range.count);
+    each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
+      norm_rule.measure(segment, pass.groups.at(run.group), pass.terms(run), block.begin - range.begin, sums);
+    });
+    norms.set(slice, pass.unit, run.parameter, sums.totals());
   }
 }
 
-/// Block by block, wherever the states lie: what is resident is one block.
-void ShardedOptimizer::step_segment(UnitState& state, const Tensor& parameters, const numerics::Contributions& gradient,
-                                    Block range, const Hyperparameters& hyper, const optim::StepTerms& terms) {
-  std::vector<const Buffer*> buffers{&state.master};
-  for (size_t role = 0; role < kept_.size(); ++role) {
-    if (rule_.keeps(role, hyper)) buffers.push_back(&state.states[role]);
+void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>& runs, const ParameterNorms& norms) {
+  const auto& norm_rule = static_cast<const NormRule&>(rule());
+  for (const Run& run : runs) {
+    const Hyperparameters& hyper = pass.groups.at(run.group);
+    const double ratio = norm_rule.ratio(norms.whole(pass.unit, run.parameter), hyper);
+    const Block range = own_part(pass.unit, run.begin, run.end);
+    each_segment(pass, run, range, {Access::update, Access::read},
+                 [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratio); });
   }
-  for_each_block(std::span<const Buffer* const>(buffers), range, [&](Block block) {
-    const auto master = state.master.lease(block, Access::update);
-    std::vector<tiers::Lease> leases(kept_.size());
-    std::vector<Tensor> states(kept_.size());
-    for (size_t role = 0; role < kept_.size(); ++role) {
-      if (!rule_.keeps(role, hyper)) continue;
-      leases[role] = state.states[role].lease(block, Access::update);
-      states[role] = leases[role].tensor();
-    }
-    const Tensor rounded = parameters.defined() ? parameters.narrow(0, block.begin, block.count) : Tensor();
-    rule_.step({master.tensor(), std::move(states), gradient.narrow(block.begin, block.count), rounded}, hyper, terms);
+}
+
+/// Each rank makes its slice of the unit's directions, then the updates of the matrices in which its slice lies.
+void ShardedOptimizer::step_matrices(const UnitPass& pass, const std::vector<Run>& runs) {
+  const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
+  Tensor own = pool_.take(states_.master(pass.unit).numel(), at::kBFloat16);
+  for (const Run& run : runs) {
+    if (run.reach != Reach::whole_parameter) continue;
+    const Block range = own_part(pass.unit, run.begin, run.end);
+    each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
+      matrix_rule.direct(segment, pass.groups.at(run.group), pass.terms(run), own.narrow(0, block.begin, block.count));
+    });
+  }
+  Tensor whole = whole_direction(pass.unit, std::move(own));
+  for (const Run& run : runs) {
+    if (run.reach == Reach::whole_parameter) apply_update(pass, run, whole);
+  }
+  pool_.put(std::move(whole));
+}
+
+Tensor ShardedOptimizer::whole_direction(int unit, Tensor own) {
+  if (own.numel() == units_[unit]->numel()) return own;
+  Tensor whole = pool_.take(units_[unit]->numel(), at::kBFloat16);
+  auto pending = group_.all_gather(whole, own);
+  group_.wait(pending, {"step", "gathering the matrices of unit '" + units_[unit]->layout().name + "'"});
+  pool_.put(std::move(own));
+  return whole;
+}
+
+void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const Tensor& direction) {
+  const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
+  const Block range = own_part(pass.unit, run.begin, run.end);
+  if (range.count == 0) return;
+  const sharding::Parameter& p = units_[pass.unit]->parameters()[run.parameter];
+  const int64_t rows = p.tensors.front().dim() > 0 ? p.tensors.front().size(0) : 1;
+  const optim::MatrixSizes sizes{rows, p.numel / rows};
+  const Hyperparameters& hyper = pass.groups.at(run.group);
+  const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
+  const Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
+  const Buffer& buffer = states_.master(pass.unit);
+  const Tensor parameters = states_.is_aliased(pass.unit) ? Tensor() : states_.parameters(pass.unit);
+  for_each_block(buffer, range, [&](Block block) {
+    const auto master = buffer.lease(block, Access::update);
+    const Tensor param = parameters.defined() ? parameters.narrow(0, block.begin, block.count) : Tensor();
+    const int64_t first = states_.begin(pass.unit) + block.begin - p.offset;
+    matrix_rule.apply(master.tensor(), param, hyper, sizes, update.narrow(0, first, block.count));
   });
 }
 
@@ -268,12 +239,18 @@ void ShardedOptimizer::publish(const std::vector<int>& units) {
 }
 
 void ShardedOptimizer::publish_all() {
+  std::vector<int> all(units_.size());
+  std::iota(all.begin(), all.end(), 0);
+  publish_masters(all);
+}
+
+void ShardedOptimizer::publish_masters(const std::vector<int>& units) {
   at::NoGradGuard no_grad;
   std::vector<int> published;
-  for (int i = 0; i < static_cast<int>(units_.size()); ++i) {
-    const Buffer& buffer = states_[i].master;
-    const Tensor parameters = parameters_of(i);
-    if (!states_[i].aliased) {
+  for (const int i : units) {
+    const Buffer& buffer = states_.master(i);
+    const Tensor parameters = states_.parameters(i);
+    if (!states_.is_aliased(i)) {
       for_each_block(buffer, {0, buffer.numel()}, [&](Block block) {
         const auto master = buffer.lease(block, Access::read);
         parameters.narrow(0, block.begin, block.count).copy_(master.tensor());

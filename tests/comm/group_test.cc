@@ -85,7 +85,7 @@ TEST(Group, SaysWhoNeverCameWhereAndWhichSettingLimitsTheWait) {
   });
   EXPECT_EQ(errors[1], "");
   for (int r : {0, 2}) {
-    for (const char* part : {"step 7, forward, gathering unit 'h.3'", "no word from rank 1"}) {
+    for (const char* part : {"step 7, forward, gathering unit 'h.3'", "no report from rank 1"}) {
       EXPECT_NE(errors[r].find(part), std::string::npos) << part << " is not in: " << errors[r];
     }
     EXPECT_EQ(errors[r].find("rank " + std::to_string(r)), 0u) << errors[r];

@@ -50,6 +50,14 @@ const JsonValue& default_of(const TableCase& c) {
   throw std::logic_error(c.path() + " derives from '" + c.key->sibling + "', which is not beside it");
 }
 
+/// `value`, or the usual spelling of the same enumerator.
+JsonValue usual_spelling(const Key& key, const JsonValue& value) {
+  const size_t choice = find_choice(key, value.string);
+  if (!value.is(JsonKind::string) || choice >= key.enumerators.size()) return value;
+  const auto first = std::find(key.enumerators.begin(), key.enumerators.end(), key.enumerators[choice]);
+  return JsonValue(std::string_view(key.choices[first - key.enumerators.begin()]));
+}
+
 TEST(Binding, ExistsForEveryHonouredKeyThatNoOtherCodeReads) {
   for (const TableCase& c : all_leaves()) {
     if (c.key->status != Status::honoured) continue;
@@ -84,7 +92,8 @@ TEST(Binding, FillsTheFieldWithWhatTheTextGivesAndNoOther) {
     const auto before = c.key->must_be_given ? fields_of(c.text("5")) : fields_of(text_without(c));
     for (const std::string& value : values) {
       const auto fields = fields_of(c.text(value));
-      const JsonValue given = value == "\"auto\"" ? default_of(c) : parse_json(value, "value");
+      JsonValue given = value == "\"auto\"" ? default_of(c) : usual_spelling(*c.key, parse_json(value, "value"));
+      if (c.key->or_single && !given.is(JsonKind::array)) given = parse_json("[" + value + "]", "value");
       for (const auto& [path, field] : fields) {
         const bool own = path == c.path();
         const Key* sibling = nullptr;

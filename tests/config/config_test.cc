@@ -93,6 +93,9 @@ TEST(Config, ReadsAdamInAllItsSpellings) {
   EXPECT_TRUE(decided(adam, "\"Adam\" decouples weight decay"));
   const Config l2 = Config::from_text(R"({"optimizer": {"type": "ADAM", "params": {"adam_w_mode": false}}})");
   EXPECT_FALSE(l2.optimizer().defaults.get("decoupled_weight_decay"));
+  const Config w = Config::from_text(R"({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}})");
+  EXPECT_TRUE(w.optimizer().defaults.get("decoupled_weight_decay"));
+  EXPECT_TRUE(decided(w, "\"AdamW\" decouples weight decay, also with adam_w_mode: false"));
 }
 
 TEST(Config, ReadsLionAndAdagradInAnyCase) {
@@ -127,7 +130,49 @@ TEST(Hyperparameters, AreTheTablesDefaultsByName) {
   EXPECT_EQ(error_of_name(Hyperparameters("Lion"), "eps"),
             "Lion: no hyper-parameter 'eps', expected one of lr, beta1, beta2, weight_decay");
   EXPECT_EQ(error_of_name(Hyperparameters(), "lr"), "this group has no optimizer, so no hyper-parameter 'lr'");
-  EXPECT_THROW(Hyperparameters("Lamb"), ConfigError);
+  EXPECT_THROW(Hyperparameters("OneBitAdam"), ConfigError);
+}
+
+TEST(Config, ReadsRmspropAndLamb) {
+  const Config rmsprop = Config::from_text(
+      R"({"optimizer": {"type": "rmsprop", "params": {"alpha": 0.9, "centered": true, "momentum": 0.5}}})");
+  ASSERT_NE(rmsprop.optimizer().defaults.optimizer(), nullptr);
+  EXPECT_EQ(rmsprop.optimizer().defaults.optimizer()->name, "RMSprop");
+  EXPECT_EQ(rmsprop.optimizer().defaults.lr(), 1e-2);
+  EXPECT_EQ(rmsprop.optimizer().defaults.get("alpha"), 0.9);
+  EXPECT_EQ(rmsprop.optimizer().defaults.get("centered"), 1.0);
+  const Config lamb = Config::from_text(
+      R"({"optimizer": {"type": "LAMB", "params": {"lr": 0.5, "max_coeff": 0.3, "min_coeff": 0.1, "max_grad_norm": 0.0}}})");
+  EXPECT_EQ(lamb.optimizer().defaults.optimizer()->name, "Lamb");
+  EXPECT_EQ(lamb.optimizer().defaults.get("max_coeff"), 0.3);
+  EXPECT_EQ(lamb.optimizer().defaults.get("eps_inside_sqrt"), 0.0);
+  EXPECT_EQ(lamb.optimizer().rest.optimizer(), nullptr);
+}
+
+/// Matrices and the rest have numbers of their own, with DeepSpeed's defaults.
+TEST(Config, ReadsMuonForMatricesAndForTheRest) {
+  const auto read = [](const std::string& params) {
+    return Config::from_text(R"({"optimizer": {"type": "Muon", "params": {)" + params + "}}}").optimizer();
+  };
+  const OptimizerConfig plain = read("");
+  EXPECT_EQ(plain.defaults.optimizer()->name, "Muon");
+  EXPECT_EQ(plain.defaults.get("use_muon"), 1.0);
+  EXPECT_EQ(plain.rest.get("use_muon"), 0.0);
+  EXPECT_EQ(plain.defaults.lr(), 0.02);
+  EXPECT_EQ(plain.rest.lr(), 3e-4);
+  EXPECT_EQ(plain.defaults.get("eps"), 1e-7);
+  EXPECT_EQ(plain.rest.get("eps"), 1e-10);
+  EXPECT_EQ(plain.rest.get("beta2"), 0.95);
+  EXPECT_EQ(plain.defaults.get("ns_coefficient2"), -4.7750);
+  const OptimizerConfig one = read(R"("lr": 0.5, "eps": 1e-6, "ns_method": "standard")");
+  EXPECT_EQ(one.defaults.lr(), 0.5);
+  EXPECT_EQ(one.rest.lr(), 0.5);
+  EXPECT_EQ(one.defaults.get("eps"), 1e-7);
+  EXPECT_EQ(one.rest.get("eps"), 1e-6);
+  const OptimizerConfig two = read(R"("lr": 0.5, "muon_lr": 0.25, "adam_lr": 0.125)");
+  EXPECT_EQ(two.defaults.lr(), 0.25);
+  EXPECT_EQ(two.rest.lr(), 0.125);
+  EXPECT_FALSE(two.defaults.has("muon_lr")) << "param groups have a rate each";
 }
 
 TEST(Config, ReadsSgd) {
@@ -221,10 +266,10 @@ TEST(Config, SaysWhichKeysContradictEachOther) {
                   "bfloat16 and fp16 modes cannot be simultaneously enabled"));
   EXPECT_TRUE(has(error_of("{\"zero\": {\"stage\": 3},\n\"gradient_allreduce_op\": \"sum\"}"),
                   "ds_config.json:2: gradient_allreduce_op: \"sum\" is not supported with ZeRO stage 3"));
-  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}})"),
-                  "optimizer.params.adam_w_mode: false has no effect here because type AdamW"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "SGD", "params": {"nesterov": true}}})"),
                   "Nesterov momentum requires a momentum above 0 and zero dampening"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}})"),
+                  "optimizer.params.min_coeff: the lower bound of the trust ratio is above max_coeff"));
 }
 
 TEST(Config, NamesTheCureForWhatBelongsElsewhere) {

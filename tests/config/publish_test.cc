@@ -73,6 +73,8 @@ TEST(Publish, SchemaAgreesWithConfigOnWholeFiles) {
            R"({"zero_optimization": true, "optimizer": {"type": "ADAMW", "params": {"lr": 1}}})",
            R"({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}})",
            R"({"optimizer": {"type": "Lamb"}})",
+           R"({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1, "ns_method": "gram"}}})",
+           R"({"optimizer": {"type": "OneBitAdam"}})",
            R"({"scheduler": {"type": "WarmupDecayLR"}})",
            R"({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}})",
            R"({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": [1]}}})",
@@ -83,6 +85,14 @@ TEST(Publish, SchemaAgreesWithConfigOnWholeFiles) {
            R"({"bf16": {"enabled": true, "check_grad_overflow": false}})",
            R"({"bf16": {"enabled": false, "check_grad_overflow": false}})",
            R"({"amp": {"enabled": false, "anything": 1}})",
+           R"({"zero": {"offload_param": {"device": "none", "buffer_size": "large", "_why": 1}}})",
+           R"({"zero": {"offload_param": {"device": "gpu"}}})",
+           R"({"zero": {"offload_param": {"device": null, "buffer_siz": 1}}})",
+           R"({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": false},
+               "different_groups": {"one": {"params": {"quantization_period": 0}}, "two": 2}}}})",
+           R"({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": true},
+               "different_groups": {"one": {"params": {"quantization_period": 0}}}}}})",
+           R"({"prescale_gradients": true, "_comment": "x", "//": [], "aio": {"queue_depth": 32}})",
        }) {
     expect_agreement(schema, text);
   }

@@ -24,12 +24,23 @@ bool has_type(const json& type, const json& value) {
   return type == value.type_name();
 }
 
+/// Patterns accept whatever they match, in this schema.
+bool matches_a_pattern(const json& schema, const std::string& name, const json& member) {
+  if (!schema.contains("patternProperties")) return false;
+  for (const auto& [pattern, rule] : schema["patternProperties"].items()) {
+    if (std::regex_search(name, std::regex(pattern)) && satisfies(rule, member)) return true;
+  }
+  return false;
+}
+
 bool members_satisfy(const json& schema, const json& value) {
   if (!value.is_object()) return true;
   const auto properties = schema.find("properties");
   for (const auto& [name, member] : value.items()) {
     if (properties != schema.end() && properties->contains(name)) {
       if (!satisfies((*properties)[name], member)) return false;
+    } else if (matches_a_pattern(schema, name, member)) {
+      continue;
     } else if (schema.contains("additionalProperties") && !satisfies(schema["additionalProperties"], member)) {
       return false;
     }
@@ -64,7 +75,7 @@ bool one_keyword(const std::string& word, const json& rule, const json& schema, 
   if (word == "maximum") return !value.is_number() || value <= rule;
   if (word == "exclusiveMinimum") return !value.is_number() || value > rule;
   if (word == "exclusiveMaximum") return !value.is_number() || value < rule;
-  const char* const told_only[] = {"then", "description", "default", "title", "$schema"};
+  const char* const told_only[] = {"then", "description", "default", "title", "$schema", "patternProperties"};
   if (std::find(std::begin(told_only), std::end(told_only), word) != std::end(told_only)) return true;
   throw std::invalid_argument("unknown keyword " + word);
 }

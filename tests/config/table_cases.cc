@@ -98,8 +98,8 @@ std::vector<TableCase> all_leaves() { return collect(false); }
 std::vector<TableCase> all_sections() { return collect(true); }
 
 std::string other_value(const Key& key) {
-  std::vector<std::string> candidates = {"true", "false", "7",         "8",   "0.5",        "0.25",
-                                         "1.5",  "2",     "\"other\"", "[7]", "[0.5, 0.25]"};
+  std::vector<std::string> candidates = {"true", "false", "7",         "8",   "0.5",         "0.25",
+                                         "1.5",  "2",     "\"other\"", "[7]", "[0.5, 0.25]", "[3, 2, 1]"};
   for (const std::string& name : key.choices) candidates.push_back("\"" + name + "\"");
   candidates.push_back("[\"other\"]");
   const auto off = [&](const JsonValue& value) {
@@ -125,7 +125,7 @@ std::vector<std::string> wrong_values(const Key& key) {
   if (key.kind == Kind::boolean) values.insert(values.end(), {"0", "\"true\""});
   if (key.kind == Kind::number) values.push_back("\"0.5\"");
   if (key.kind == Kind::word && !key.choices.empty()) values.push_back("\"no such word\"");
-  if (key.kind == Kind::list) values.push_back("\"word\"");
+  if (key.kind == Kind::list && !key.or_single) values.push_back("\"word\"");
   if (key.kind == Kind::list && key.length) values.push_back("[0.5]");
   const bool number = key.kind == Kind::integer || key.kind == Kind::number;
   if (number && key.lowest) values.push_back(to_text(JsonValue(*key.lowest - 1)));

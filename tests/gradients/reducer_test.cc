@@ -10,7 +10,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <random>
 #include <thread>
@@ -240,6 +242,29 @@ TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
   });
 }
 
+TEST_P(Sums, CompleteARoundThatBeganBeforeTheBoundaryMovedAway) {
+  run_ranks(world(), [&](const World& w) {
+    Training training(w, options(), 5000);
+    const auto goes = [](int rank, int u) { return rank == 0 || u == 3; };  // the others skip all but the last unit
+    const auto go_backward = [&](float value) {
+      training.backwards([&](int u, int p, int64_t n) {
+        if (goes(w.rank, u)) training.reducer->add(u, p, at::full({n}, value));
+      });
+    };
+    go_backward(1);
+    training.reducer->set_local(true);
+    go_backward(2);
+    training.finish();
+    training.reducer->set_local(false);
+    go_backward(4);
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) {
+      const int ranks = goes(w.size - 1, u) ? w.size : 1;
+      training.expect_sum(u, p, at::full({n}, 7.0f * static_cast<float>(ranks)));
+    });
+  });
+}
+
 TEST_P(Sums, ForgetWhatIsDiscarded) {
   run_ranks(world(), [&](const World& w) {
     Training training(w, options());
@@ -321,6 +346,29 @@ TEST(SideThread, SumsWhileBackwardGoesOn) {
   }
 }
 
+size_t num_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
+TEST(SideThread, LeavesItsExceptionToTheThreadThatNeedsTheSum) {
+  run_ranks(1, [](const World& w) {
+    const size_t before = num_threads();
+    Training training(w, {.reduce_dtype = at::kDouble, .side_thread = true});  // the sum does not know doubles
+    ASSERT_EQ(num_threads(), before + 1);
+    training.reducer->add(3, 0, at::full({64}, 1.0f));
+    while (num_threads() > before) std::this_thread::yield();  // it has met the sum
+    for (int time = 0; time < 2; ++time) {
+      try {
+        training.reducer->finish(1);
+        FAIL() << "expected an error";
+      } catch (const std::exception& error) {
+        EXPECT_NE(std::string(error.what()).find("Double"), std::string::npos) << error.what();
+      }
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Settings, Sums,
                          testing::Combine(testing::Values(1, 2, 4), testing::Values(at::kFloat, at::kBFloat16),
                                           testing::Bool(), testing::Bool()),
@@ -359,16 +407,29 @@ TEST(Reducer, LeavesTheSumToTheTransportWhenAsked) {
   });
 }
 
-TEST(Reducer, RefusesSparseGradientsByName) {
+TEST(Reducer, SumsSparseGradientsLikeDenseOnes) {
+  run_ranks(2, [](const World& w) {
+    Training training(w, {.scale = 1.0});
+    training.backwards([&](int u, int p, int64_t n) {
+      const Tensor whole = at::full({n}, whole_number(w.rank, u, p, 0));
+      training.reducer->add(u, p, p % 2 == 0 ? whole : whole.to_sparse());
+    });
+    training.finish();
+    training.backwards([&](int u, int p, int64_t n) {
+      training.expect_sum(u, p, at::full({n}, whole_number(0, u, p, 0) + whole_number(1, u, p, 0)));
+    });
+  });
+}
+
+TEST(Reducer, RefusesOtherLayoutsByName) {
   run_ranks(1, [](const World& w) {
     Training training(w);
     try {
-      training.reducer->add(2, 1, at::full({3}, 1.0f).to_sparse());
-      FAIL() << "took a sparse gradient";
+      training.reducer->add(2, 1, at::full({3}, 1.0f).reshape({1, 3}).to_sparse_csr());
+      FAIL() << "took a compressed sparse gradient";
     } catch (const std::exception& error) {
-      EXPECT_NE(std::string(error.what()).find("'u2.p1' received a sparse gradient"), std::string::npos)
+      EXPECT_NE(std::string(error.what()).find("'u2.p1' received a gradient of layout SparseCsr"), std::string::npos)
           << error.what();
-      EXPECT_NE(std::string(error.what()).find("sparse=False"), std::string::npos);
     }
     EXPECT_FALSE(training.reducer->has_pending());
   });
@@ -390,6 +451,34 @@ TEST(Reducer, DoesNotBlockBackwardOnAPeerThatIsElsewhere) {
   });
 }
 
+TEST(Reducer, WaitsForALatePeerWithinTheMemoryThatItPredicts) {
+  constexpr int kPasses = 12;
+  for (const bool keep_rows : {false, true}) {
+    std::atomic<int64_t> announced{0};
+    std::atomic<bool> done{false};
+    run_ranks(2, [&](const World& w) {
+      ReducerOptions options{.reduce_dtype = at::kBFloat16, .keep_rows = keep_rows};
+      options.while_ahead = [&](int64_t rounds) { announced = rounds; };
+      Training training(w, options);
+      const auto go_backward = [&] {
+        training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
+      };
+      go_backward();
+      if (w.rank == 0) {
+        for (int pass = 1; pass < kPasses; ++pass) go_backward();
+        EXPECT_GT(announced, 1);
+        done = true;
+      } else {  // has no more gradients
+        while (!done) training.reducer->keep_up(announced);
+      }
+      training.finish();
+      training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, kPasses + 1.0f)); });
+      const auto peak = training.ledger->peak(device::Role::communication);
+      EXPECT_LE(peak, training.reducer->predicted_communication_bytes() + training.reducer->late_communication_bytes());
+    });
+  }
+}
+
 TEST(Reducer, SaysWhichUnitItCouldNotReduce) {
   const auto errors = errors_of_ranks(2, [](const World& w) {
     Training training(w, {}, 1500);
@@ -402,7 +491,7 @@ TEST(Reducer, SaysWhichUnitItCouldNotReduce) {
     training.reducer->finish(1);
   });
   EXPECT_NE(errors[0].find("step 4, backward, reducing gradients of unit 'u3'"), std::string::npos) << errors[0];
-  EXPECT_NE(errors[0].find("no word from rank 1"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("no report from rank 1"), std::string::npos) << errors[0];
 }
 
 }  // namespace

@@ -102,8 +102,8 @@ TEST(HostFailures, NameTheRankThatNeverCame) {
   });
   EXPECT_EQ(errors[1], "");
   for (int r : {0, 2}) {
-    for (const char* part :
-         {"timed out after 0.7", "step 7, backward, reducing unit 'h.3'", "no word from rank 1", "\"comm_timeout\""}) {
+    for (const char* part : {"timed out after 0.7", "step 7, backward, reducing unit 'h.3'", "no report from rank 1",
+                             "\"comm_timeout\""}) {
       EXPECT_NE(errors[r].find(part), std::string::npos) << part << " is not in: " << errors[r];
     }
   }

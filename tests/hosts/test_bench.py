@@ -36,6 +36,6 @@ def test_doctor_tells_which_hosts_can_be_used(hosts):
     words = ("doctor", "-H", hosts.network.hostfile(2, 2), "--launcher_args", hosts.network.ssh_arguments)
     job = hosts.run_bare(*words, "--python", "/bin/true")
     assert job.code == 1
-    assert "ok    ssh worker-1: logs in without a password; deeptide " in job.output
+    assert "ok    ssh worker-1: the login works without a password; deeptide " in job.output
     lost = next(line for line in job.output.splitlines() if line.startswith("fail  ssh worker-2: "))
     assert "Connection refused" in lost and ". Cure: " in lost

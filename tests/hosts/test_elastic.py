@@ -42,7 +42,7 @@ def test_a_lost_host_is_left_out_and_taken_back_when_it_returns(hosts):
     worker = hosts.workers[1]
     worker.set_link("down")
     job.wait_for("attempt 1 rank 1/2", timeout=30)
-    assert "host worker-2 cannot be reached" in job.errors and "it is left out" in job.errors
+    assert "host worker-2 cannot be reached" in job.errors and "continuing without it" in job.errors
     worker.set_link("up")
     deadline = time.monotonic() + 10
     while worker.processes():  # its agent has noticed too
@@ -73,7 +73,7 @@ def test_too_few_hosts_end_the_job(hosts):
     job.wait_for("attempt 0 rank 3/4")
     hosts.workers[1].set_link("down")
     assert job.wait(30) == 255
-    assert "only 1 of 2 hosts can be used, too few to go on" in job.errors
+    assert "only 1 of 2 hosts can be used, too few to continue" in job.errors
     hosts.expect_nothing_left()
 
 

@@ -53,7 +53,7 @@ class Training:
 
     def report(self, number=1, timeout=30):
         """What the launcher says of the hang of this number, all of it."""
-        mark = "who waits for whom:"
+        mark = "state of the ranks:"
         deadline = time.monotonic() + timeout
         while self.job.errors.count(mark) < number:
             assert time.monotonic() < deadline, self.job.errors
@@ -107,7 +107,7 @@ def test_one_report_over_all_hosts_names_the_late(hosts):
         assert f"rank {rank}, process {training.pids[rank]} on worker-2:" in report, report
     stopped = [line for line in report.splitlines() if " stopped (SIGSTOP or a debugger)" in line]
     assert stopped and all("on worker-2" in line for line in stopped), report
-    assert "it cannot answer" in report and "system call" in report, report
+    assert "the process cannot answer" in report and "system call" in report, report
     assert "on worker-1 waiting for " in report, report
     assert report.index("stopped") < report.index("on worker-1 waiting for"), report
     training.end()
@@ -130,7 +130,7 @@ def test_ps_and_stacks_show_the_job_on_all_hosts(hosts, launcher):
     assert stacks.startswith("ranks 0-3 on worker-1, worker-2 are not in the engine, waiting for no collective\n"), (
         stacks
     )
-    assert "it cannot answer" in stacks, stacks
+    assert "the process cannot answer" in stacks, stacks
     job.signal(signal.SIGINT)
     assert job.wait() == 130
     assert hosts.run_bare("ps").output == "no live jobs\n"
@@ -174,7 +174,7 @@ def test_ranks_whose_link_is_gone_report_by_themselves(hosts):
     hosts.head.run("iptables", "-A", *drop)
     try:
         (hosts.folder / "sleep").touch()
-        training.job.wait_for_error("who waits for whom:", timeout=40)
+        training.job.wait_for_error("state of the ranks:", timeout=40)
         report = training.job.errors
         assert "rank 0 waiting for " in report or "rank 1 waiting for " in report or "rank 2 waiting" in report, report
         training.end()
@@ -186,7 +186,7 @@ def test_a_host_that_does_not_answer_is_named(hosts):
     training = Training(hosts, "--hang_timeout", "2", "--heartbeat_timeout", "60")
     hosts.workers[1].set_link("down")
     report = training.report()
-    assert report.startswith("\nranks 2, 3 on worker-2: no answer from their host\n"), report
+    assert report.startswith("\nranks 2, 3 on worker-2: no answer from the host\n"), report
     assert "on worker-1 waiting for " in report, report
     hosts.workers[1].set_link("up")
     training.end()

@@ -82,9 +82,9 @@ def test_cores_are_shared_out_on_each_host(hosts):
     assert all(line.endswith(" 1") for line in job.output.splitlines()), job.output  # threads as cores
     job = hosts.run("--bind_cores_to_rank", "--bind_core_list", "4000", "true")
     assert job.code == 2 and "host worker-" in job.errors
-    assert "--bind_core_list: core 4000 cannot be used here; usable are" in job.errors
+    assert "--bind_core_list: core 4000 is not available here; available cores:" in job.errors
     job = hosts.run("--bind_cores_to_rank", "true", slots=(1, 4096))
-    assert job.code == 2 and "host worker-2: --bind_cores_to_rank needs a core for each rank: 4096" in job.errors
+    assert job.code == 2 and "host worker-2: --bind_cores_to_rank needs at least one core per rank: 4096" in job.errors
 
 
 def test_a_venv_script_chooses_the_python(hosts):

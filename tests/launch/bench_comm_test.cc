@@ -53,8 +53,8 @@ TEST_F(BenchComm, SaysWhatItDoesNotUnderstand) {
   const std::pair<Words, const char*> cases[] = {
       {{"--async-op"}, "unknown option '--async-op'"},
       {{"all-reduce"}, "deeptide bench comm: got 'all-reduce', expected options only"},
-      {{"--maxsize", "64X"}, "a size, got '64X'"},
-      {{"--maxsize", "63"}, "a size, got '63', expected at most 1024G"},
+      {{"--maxsize", "64X"}, "invalid size '64X'"},
+      {{"--maxsize", "63"}, "invalid size '63': expected at most 1024G"},
       {{"--minsize", "2M", "--maxsize", "1M"}, "--minsize 2M is above --maxsize 1M"},
       {{"--dtype", "int8"}, "--dtype"},
       {{"--trials", "0"}, "--trials"},

@@ -67,9 +67,10 @@ TEST(Doctor, TriesTheLoginToEachHost) {
   const LaunchResult result =
       launch({"doctor", "--python", python, "-H", hosts}, {{"PATH", folder.path("") + ":/usr/bin:/bin"}});
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_TRUE(has(result.output, "ok    ssh good: logs in without a password; " + version)) << result.output;
-  EXPECT_TRUE(has(result.output, "fail  ssh old: has deeptide 0.0.9, here is ")) << result.output;
-  EXPECT_TRUE(has(result.output, "fail  ssh bare: logs in, but finds no deeptide command. Cure: ")) << result.output;
+  EXPECT_TRUE(has(result.output, "ok    ssh good: the login works without a password; " + version)) << result.output;
+  EXPECT_TRUE(has(result.output, "fail  ssh old: has deeptide 0.0.9, but this host has ")) << result.output;
+  EXPECT_TRUE(has(result.output, "fail  ssh bare: the login works, but the host has no deeptide command. Cure: "))
+      << result.output;
   EXPECT_TRUE(has(result.output, "fail  ssh odd: Welcome. Cure: ")) << result.output;
   EXPECT_TRUE(has(result.output, "fail  ssh bad: no route. Cure: ")) << result.output;
 }

@@ -13,7 +13,7 @@ using deeptide::trace::Flight;
 using deeptide::trace::flight_log;
 
 // Exported and never inlined, so that its name stands in a native stack.
-extern "C" __attribute__((noinline)) void compute_for_ever() {
+extern "C" __attribute__((noinline, visibility("default"))) void compute_for_ever() {
   while (true) ::usleep(10'000);
 }
 

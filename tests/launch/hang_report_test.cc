@@ -110,7 +110,7 @@ TEST(HangReport, BlamesAStoppedRankThatHasIssuedAll) {
 TEST(HangReport, BlamesNobodyWhenAllHaveIssuedAll) {
   const std::string report = hang_report({rank_at(0, 314, true), rank_at(1, 314, true)});
   EXPECT_EQ(report.find("ranks 0, 1 waiting for reduce-scatter 314"), 0u) << report;
-  EXPECT_TRUE(has(report, "the transport between them does not move")) << report;
+  EXPECT_TRUE(has(report, "the transport between the ranks makes no progress")) << report;
 }
 
 TEST(HangReport, SaysWhatACollectiveIsForIfItServesNoUnit) {
@@ -228,8 +228,8 @@ TEST(Hang, DoesNotCountTheTimeForWhichTheJobWasPaused) {
   std::this_thread::sleep_for(std::chrono::milliseconds(2500));
   job.send_signal(SIGCONT);
   std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  EXPECT_FALSE(has(job.errors_so_far(), "who waits for whom")) << job.errors_so_far();
-  EXPECT_TRUE(eventually([&] { return has(job.errors_so_far(), "who waits for whom"); }));
+  EXPECT_FALSE(has(job.errors_so_far(), "state of the ranks")) << job.errors_so_far();
+  EXPECT_TRUE(eventually([&] { return has(job.errors_so_far(), "state of the ranks"); }));
   job.send_signal(SIGTERM);
   job.wait();
 }

@@ -84,7 +84,7 @@ TEST(HangWatch, MergesAllHostsIntoOneReport) {
   job.watch().check();
   ASSERT_EQ(job.reports.size(), 1u);
   const std::string& report = job.reports[0];
-  EXPECT_TRUE(has(report, "no collective has ended for 12 s")) << report;
+  EXPECT_TRUE(has(report, "no collective has completed for 12 s")) << report;
   EXPECT_TRUE(has(report,
                   "rank 3 on worker-2 is in backward at step 7; its last in 'reductions' is all-to-all 4; the "
                   "others are at 5\n  rank 3, process 1003 on worker-2:\n    stack of 3\n"))
@@ -158,7 +158,7 @@ TEST(HangWatch, NamesAHostThatDoesNotAnswerAndDropsItsLateAnswer) {
     return !job.reports.empty();
   }));
   ASSERT_EQ(job.reports.size(), 1u);
-  EXPECT_TRUE(has(job.reports[0], "ranks 2, 3 on worker-2: no answer from their host\n")) << job.reports[0];
+  EXPECT_TRUE(has(job.reports[0], "ranks 2, 3 on worker-2: no answer from the host\n")) << job.reports[0];
   EXPECT_FALSE(has(job.reports[0], "every rank has come")) << job.reports[0];
   job.mute.clear();
   job.answer(1, job.asked[1].second);

@@ -33,12 +33,12 @@ TEST(Hostfile, NamesTheLineOfAMistake) {
       {"a slots=1\nb\n", "f:2: bad entry 'b': expected 'NAME slots=N'"},
       {"\na slots=x", "f:2: bad entry 'a slots=x': expected 'NAME slots=N', N from 1 to 4096"},
       {"a slots=0",
-       "f:1: bad entry 'a slots=0': a host has at least one slot; put '#' before the line to leave it out"},
+       "f:1: bad entry 'a slots=0': a host needs at least one slot; comment the line out with '#' to skip the host"},
       {"a slots=1\n#\na slots=2",
-       "f:3: a second entry for host 'a', the first is on line 1; give its slots in one line"},
+       "f:3: duplicate entry for host 'a', which is already on line 1; list its slots in one entry"},
       {"-oProxyCommand=x slots=1",
-       "f:1: bad entry '-oProxyCommand=x slots=1': '-oProxyCommand=x' cannot be a host's name"},
-      {"# none\n", "f: the hostfile names no host; expected 'NAME slots=N'"},
+       "f:1: bad entry '-oProxyCommand=x slots=1': '-oProxyCommand=x' is not a valid host name"},
+      {"# none\n", "f: the hostfile lists no hosts; expected 'NAME slots=N'"},
   };
   for (const auto& [text, expected] : cases) {
     EXPECT_EQ(error_of([&, &text = text] { parse_hostfile(text, "f"); }), expected);
@@ -75,8 +75,7 @@ TEST(ShellSplit, UndoesQuoting) {
   EXPECT_EQ(shell_split(shell_join(words), "x"), words);
   const std::vector<std::string> expected = {"-o", "A=b c", "d\"e", "f g"};
   EXPECT_EQ(shell_split(" -o 'A=b c'  \"d\\\"e\" f\\ g ", "x"), expected);
-  EXPECT_EQ(error_of([] { shell_split("a 'b", "--launcher_args"); }),
-            "--launcher_args: a quote (') is not closed in: a 'b");
+  EXPECT_EQ(error_of([] { shell_split("a 'b", "--launcher_args"); }), "--launcher_args: unclosed quote (') in: a 'b");
 }
 
 TEST(Exports, AreThePrefixesAndTheFilesOnly) {

@@ -75,7 +75,7 @@ TEST(Command, AnswersHelpAndVersion) {
   const LaunchResult help = launch({"--help"});
   EXPECT_EQ(help.exit_code, 0);
   expect_in("--num_gpus", help.output);
-  expect_in("if asked for with --local_rank", help.output);
+  expect_in("for all scripts with --local_rank", help.output);
   const LaunchResult version = launch({"--version"});
   EXPECT_EQ(version.exit_code, 0);
   EXPECT_EQ(version.output.substr(0, 9), "deeptide ");

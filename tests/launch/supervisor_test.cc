@@ -122,7 +122,7 @@ TEST(Job, DecodesSignals) {
   expect_in("rank 1 was killed by signal 11 (SIGSEGV); the others were stopped", result.errors);
   const LaunchResult killed = launch({"--num_ranks", "1", "sh", "-c", "kill -KILL $$"});
   EXPECT_EQ(killed.exit_code, 137);
-  expect_in("too little memory", killed.errors);
+  expect_in("often sent by the kernel's out-of-memory killer; peak memory ", killed.errors);
 }
 
 TEST(Job, EndsWhatARankLeftRunning) {
@@ -348,7 +348,7 @@ TEST(Terminal, InterruptsOnceWithOneKey) {
                   exit_code, "\x03");
   EXPECT_EQ(exit_code, 130) << shown;
   expect_in("saved", shown);
-  expect_in("^C again kills", shown);
+  expect_in("^C again to kill", shown);
 }
 
 TEST(Terminal, DoesNotStopARankThatReadsIt) {

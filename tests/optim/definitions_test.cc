@@ -4,11 +4,14 @@
 #include <ATen/Context.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/linalg_svd.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "kernel_modes.h"
@@ -105,6 +108,119 @@ TEST(Lion, FollowsThePaperInDoubles) {
       }
     }
   }
+}
+
+/// You et al., with DeepSpeed's bounds and its correction of bias, over fifty steps.
+TEST(Lamb, FollowsItsDefinitionInDoubles) {
+  const auto& rule = dynamic_cast<const NormRule&>(find_rule("Lamb"));
+  constexpr int kSteps = 50;
+  for (const Hyperparameters& hyper : variants_of(rule)) {
+    for (const int64_t numel : kFewSizes) {
+      at::manual_seed(4);
+      const double lr = hyper.lr(), beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), eps = hyper.get("eps");
+      const Segment segment = make_segment(rule, hyper, numel);
+      Tensor p = segment.master.to(at::kDouble), m = segment.states[0].to(at::kDouble),
+             v = segment.states[1].to(at::kDouble);
+      for (int step = 1; step <= kSteps; ++step) {
+        segment.gradient.rows[0].normal_();
+        rule.step(segment, hyper, {step, 0.5});
+        const Tensor g = segment.gradient.rows[0].to(at::kDouble) * 0.5;
+        m = m * beta1 + g * (1 - beta1);
+        v = v * beta2 + g * g * (1 - beta2);
+        const Tensor root = hyper.get("eps_inside_sqrt") != 0 ? (v + eps).sqrt() : v.sqrt() + eps;
+        const Tensor u = m / root + p * hyper.get("weight_decay");
+        const double norm = p.norm().item<double>(), length = u.norm().item<double>();
+        const double trust =
+            norm > 0 && length > 0 ? std::clamp(norm / length, hyper.get("min_coeff"), hyper.get("max_coeff")) : 1.0;
+        const bool corrects = hyper.get("bias_correction") != 0;
+        const double rate = corrects ? lr * std::sqrt(1 - std::pow(beta2, step)) / (1 - std::pow(beta1, step)) : lr;
+        p = p - u * (rate * trust);
+      }
+      // A step moves a weight by lr times the bound, at most; a dozen fp32 roundings of 6e-8 of it and of the weight.
+      const double moved = lr * std::max(hyper.get("max_coeff"), 1.0);
+      EXPECT_TRUE(at::allclose(segment.master.to(at::kDouble), p, 5e-6, kSteps * (moved * 1e-6 + 2e-7))) << numel;
+      EXPECT_TRUE(at::allclose(segment.states[0].to(at::kDouble), m, 1e-5, 1e-6)) << numel;
+    }
+  }
+}
+
+TEST(Lamb, TakesTheRatioOfTheNormsWithinItsBounds) {
+  const auto& rule = dynamic_cast<const NormRule&>(find_rule("Lamb"));
+  const Hyperparameters hyper = Hyperparameters("Lamb").set("min_coeff", 0.5).set("max_coeff", 4.0);
+  EXPECT_EQ(rule.ratio({9.0, 4.0}, hyper), 1.5);
+  EXPECT_EQ(rule.ratio({1.0, 100.0}, hyper), 0.5);
+  EXPECT_EQ(rule.ratio({100.0, 1.0}, hyper), 4.0);
+  EXPECT_EQ(rule.ratio({0.0, 1.0}, hyper), 1.0);
+  EXPECT_EQ(rule.ratio({1.0, 0.0}, hyper), 1.0);
+}
+
+/// The update has the singular vectors of the direction, and singular values near 1: by the polynomial's coefficients
+/// they lie between 0.68 and 1.13 once five iterations have lifted those above 0.01; bf16 adds some hundredths.
+TEST(Muon, OrthogonalizesAMatrixOfAnyShape) {
+  at::manual_seed(5);
+  const auto& rule = dynamic_cast<const MatrixRule&>(find_rule("Muon"));
+  const Hyperparameters hyper("Muon");
+  for (const auto& [rows, columns] : {std::pair<int64_t, int64_t>{32, 32}, {16, 48}, {48, 16}, {1, 64}, {64, 1}}) {
+    const Tensor matrix = at::randn({rows, columns});
+    const auto [u, s, vt] = at::linalg_svd(matrix, /*full_matrices=*/false);
+    const Tensor update = rule.update_of(matrix.to(at::kBFloat16), hyper);
+    ASSERT_EQ(update.sizes(), matrix.sizes());
+    const Tensor core = at::mm(at::mm(u.t(), update.to(at::kFloat)), vt.t());
+    const Tensor values = core.diagonal(), lifted = values.masked_select(s.gt(0.01 * s.norm()));
+    EXPECT_GT(lifted.min().item<float>(), 0.6) << rows << "x" << columns;
+    EXPECT_LT(lifted.max().item<float>(), 1.25) << rows << "x" << columns;
+    // What is not on the diagonal is bf16's rounding, 2^-9 of entries below 1, a few times over.
+    EXPECT_LT((core - values.diag()).abs().max().item<float>(), 0.1) << rows << "x" << columns;
+  }
+}
+
+TEST(Muon, MovesAMatrixByItsOrthogonalizedMomentum) {
+  at::manual_seed(6);
+  const auto& rule = dynamic_cast<const MatrixRule&>(find_rule("Muon"));
+  constexpr int64_t kRows = 24, kColumns = 6;
+  for (const bool nesterov : {true, false}) {
+    for (const bool match_rms : {true, false}) {
+      Hyperparameters hyper("Muon");
+      hyper.set("weight_decay", 0.1).set("momentum", 0.7).set("nesterov", nesterov).set("match_rms_adamw", match_rms);
+      Segment segment = make_segment(rule, hyper, kRows * kColumns);
+      segment.rows = kRows;
+      const Tensor p = segment.master.to(at::kDouble), g = segment.gradient.sum().to(at::kDouble) * 0.5;
+      const Tensor m = segment.states[0].to(at::kDouble) * 0.7 + g * 0.3;
+      const Tensor direction = (nesterov ? g * 0.3 + m * 0.7 : m).to(at::kBFloat16).view({kRows, kColumns});
+      const Tensor update = rule.update_of(direction, hyper).view({-1}).to(at::kDouble);
+      rule.step(segment, hyper, {1, 0.5});
+      const double factor = match_rms ? 0.2 * std::sqrt(kRows) : 2.0;  // sqrt(24 / 6)
+      const Tensor expected = p * (1 - hyper.lr() * 0.1) - update * (hyper.lr() * factor);
+      // The directions may differ in bf16's last bit where fp32 rounds; the updates follow by some of theirs.
+      const double slack = hyper.lr() * factor * 0x1p-6;
+      EXPECT_TRUE(at::allclose(segment.master.to(at::kDouble), expected, 1e-6, slack));
+      EXPECT_TRUE(at::allclose(segment.states[0].to(at::kDouble), m, 1e-6, 1e-6));
+    }
+  }
+}
+
+TEST(Muon, LeavesTheRestToAdamW) {
+  at::manual_seed(7);
+  Hyperparameters muon("Muon"), adam("AdamW");
+  muon.set("use_muon", 0.0);
+  for (const char* name : {"lr", "beta1", "beta2", "eps", "weight_decay"}) adam.set(name, muon.get(name));
+  const Segment theirs = make_segment(find_rule("AdamW"), adam, 1003, at::kBFloat16);
+  Segment ours = copy_of(theirs);
+  ours.states = {{}, ours.states[0], ours.states[1]};
+  find_rule("AdamW").step(theirs, adam, {3, 0.5});
+  find_rule("Muon").step(ours, muon, {3, 0.5});
+  EXPECT_TRUE(at::equal(ours.master, theirs.master));
+  EXPECT_TRUE(at::equal(ours.param, theirs.param));
+  EXPECT_TRUE(at::equal(ours.states[2], theirs.states[1]));
+}
+
+TEST(Muon, TakesMatricesThatAreNeitherEmbeddingNorOutput) {
+  EXPECT_TRUE(is_muon_matrix("h.0.mlp.weight", {4, 8}));
+  EXPECT_TRUE(is_muon_matrix("conv.weight", {4, 8, 3, 3}));
+  EXPECT_FALSE(is_muon_matrix("h.0.mlp.bias", {8}));
+  EXPECT_FALSE(is_muon_matrix("scale", {}));
+  EXPECT_FALSE(is_muon_matrix("model.embed_tokens.weight", {100, 8}));
+  EXPECT_FALSE(is_muon_matrix("lm_head.weight", {100, 8}));
 }
 
 TEST(Lion, OnlyDecaysWhereItsDirectionIsZero) {

@@ -44,11 +44,20 @@ TEST(Rules, AreThoseOfTheConfigurationsTable) {
 
 TEST(Rules, AreRefusedByNameIfThereIsNone) {
   try {
-    find_rule("Lamb");
+    find_rule("OneBitAdam");
     ADD_FAILURE() << "found";
   } catch (const ConfigError& error) {
-    EXPECT_STREQ(error.what(), "optimizer: got \"Lamb\", expected one of Adam, AdamW, SGD, Lion, Adagrad");
+    EXPECT_STREQ(error.what(),
+                 "optimizer: got \"OneBitAdam\", expected one of Adam, AdamW, SGD, Lion, Adagrad, RMSprop, Lamb, Muon");
   }
+}
+
+/// Where directions of two implementations differ in fp32's last bit they may differ in bf16's, and a matrix's update
+/// follows them: by how much a step may then differ.
+double bf16_slack(const Rule& rule, const Hyperparameters& hyper, int64_t numel) {
+  if (rule.reach(hyper) != Reach::whole_parameter) return 0.0;
+  const double factor = hyper.get("match_rms_adamw") != 0.0 ? 0.2 * std::sqrt(static_cast<double>(numel)) : 1.0;
+  return hyper.lr() * factor * 0x1p-6;
 }
 
 class EveryRule : public testing::TestWithParam<const Rule*> {
@@ -88,7 +97,10 @@ TEST_P(EveryRule, AgreesWithItsReferenceOverThreeSteps) {
       const auto got = written(kernel), expected = written(reference);
       for (size_t i = 0; i + 1 < got.size(); ++i) {
         // Thrice a dozen fp32 roundings of 6e-8 of values up to 2; the reference does not fuse its multiply-adds.
-        ASSERT_TRUE(at::allclose(got[i], expected[i], 2e-6, 5e-7)) << numel << " tensor " << i;
+        double slack = i == 0 ? 3 * bf16_slack(rule(), hyper, numel) : 0.0;
+        // RMSprop's momentum adds normalized gradients, of up to 10, in each step.
+        if (i > 0 && rule().name() == "RMSprop") slack = 5e-6;
+        ASSERT_TRUE(at::allclose(got[i], expected[i], 2e-6, 5e-7 + slack)) << numel << " tensor " << i;
       }
       ASSERT_TRUE(at::equal(kernel.param, kernel.master.to(at::kBFloat16))) << numel;
     }
@@ -139,12 +151,12 @@ TEST_P(EveryRule, IsBitEqualHoweverTheShardIsCut) {
     for (const at::ScalarType dtype : kDtypes) {
       const Segment whole = make_segment(rule(), hyper, kNumel, dtype), cut = copy_of(whole), halves = copy_of(whole);
       rule().step(whole, hyper, {3, 0.25});
-      for (int64_t begin = 0, length; begin < kNumel; begin += length) {
-        length = std::min(kNumel - begin, std::uniform_int_distribution<int64_t>(1, 2000)(random));
-        rule().step(narrow(cut, begin, length), hyper, {3, 0.25});
+      std::vector<int64_t> cuts{0};
+      while (cuts.back() < kNumel) {
+        cuts.push_back(std::min(kNumel, cuts.back() + std::uniform_int_distribution<int64_t>(1, 2000)(random)));
       }
-      rule().step(narrow(halves, 0, kNumel / 2), hyper, {3, 0.25});
-      rule().step(narrow(halves, kNumel / 2, kNumel - kNumel / 2), hyper, {3, 0.25});
+      step_in_pieces(rule(), cut, cuts, hyper, {3, 0.25});
+      step_in_pieces(rule(), halves, {0, kNumel / 2, kNumel}, hyper, {3, 0.25});
       ASSERT_TRUE(same_bits(whole, cut)) << dtype;
       ASSERT_TRUE(same_bits(whole, halves)) << dtype;
     }
@@ -172,6 +184,7 @@ TEST_P(EveryRule, IsBitEqualAtAnyAlignmentAndLeavesNeighboursAlone) {
 }
 
 TEST_P(EveryRule, IsBitEqualForOneAndTwoThreads) {
+  if (rule().reach(full()) == Reach::whole_parameter) GTEST_SKIP() << "torch multiplies the matrices";
   at::manual_seed(5);
   const Segment one = make_segment(rule(), full(), 300007, at::kBFloat16), two = copy_of(one);
   {
@@ -198,19 +211,23 @@ TEST_P(EveryRule, AgreesOnEveryInstructionSetOfThisMachine) {
       }
       rule().step(got, hyper, {});
     }
-    ASSERT_TRUE(at::allclose(got.master, expected.master, 5e-7, 1e-7)) << hwy::TargetName(target);
+    const double slack = bf16_slack(rule(), hyper, 1003);
+    ASSERT_TRUE(at::allclose(got.master, expected.master, 5e-7, 1e-7 + slack)) << hwy::TargetName(target);
     ASSERT_TRUE(at::equal(got.param, got.master.to(at::kBFloat16))) << hwy::TargetName(target);
   }
 }
 
-TEST_P(EveryRule, CarriesNaNOfAGradientToItsElementOnly) {
+TEST_P(EveryRule, CarriesNaNOfAGradientAsFarAsItReaches) {
   const Hyperparameters hyper = full();
   const Segment segment = make_segment(rule(), hyper, 37, at::kBFloat16);
   segment.gradient.rows[0][19] = std::numeric_limits<float>::quiet_NaN();
   rule().step(segment, hyper, {2, 1.0});
   for (const Tensor& tensor : written(segment)) {
+    const bool is_state = std::any_of(segment.states.begin(), segment.states.end(),
+                                      [&](const Tensor& state) { return state.is_same(tensor); });
+    const bool whole = rule().reach(hyper) != Reach::elementwise && !is_state;
     EXPECT_TRUE(tensor[19].isnan().item<bool>());
-    EXPECT_EQ(tensor.isnan().sum().item<int64_t>(), 1);
+    EXPECT_EQ(tensor.isnan().sum().item<int64_t>(), whole ? 37 : 1);
   }
 }
 
@@ -241,6 +258,12 @@ TEST_P(EveryRule, RejectsTensorsThatDoNotFit) {
   EXPECT_THROW(rule().step(segment, hyper, {0, 1.0}), c10::ValueError);
   const char* other = rule().name() == "SGD" ? "Adam" : "SGD";
   EXPECT_THROW(rule().step(segment, Hyperparameters(other), {}), c10::ValueError);
+}
+
+TEST_P(EveryRule, RejectsRowsThatDoNotDivideTheParameter) {
+  Segment segment = make_segment(rule(), full(), 8);
+  segment.rows = 3;
+  EXPECT_THROW(rule().step(segment, full(), {}), c10::ValueError);
 }
 
 INSTANTIATE_TEST_SUITE_P(Optimizers, EveryRule, testing::ValuesIn(all_rules()),

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/rule.h"
+#include "optim/two_pass_rule.h"
 
 namespace deeptide::optim {
 
@@ -23,12 +23,14 @@ inline at::Tensor shifted(const at::Tensor& values, int64_t offset) {
   return storage.narrow(0, offset, values.numel()).copy_(values);
 }
 
-/// Random values; states are small and not negative, as second moments are.
+/// Random values; states are small and not negative, as second moments are, and averages are smaller than the root of
+/// their squares'.
 inline Segment make_segment(const Rule& rule, const Hyperparameters& hyper, int64_t numel,
                             at::ScalarType param_dtype = at::kFloat, int64_t offset = 0) {
   Segment made{shifted(at::randn({numel}), offset), {}, shifted(at::randn({numel}), offset), {}};
   for (size_t role = 0; role < rule.roles().size(); ++role) {
     made.states.push_back(rule.keeps(role, hyper) ? shifted(at::rand({numel}) * 0.01, offset) : at::Tensor());
+    if (rule.roles()[role].name == "grad_avg" && made.states[role].defined()) made.states[role].copy_(made.states[0]);
   }
   if (param_dtype != at::kFloat) made.param = shifted(at::zeros({numel}, param_dtype), offset);
   return made;
@@ -71,6 +73,39 @@ inline bool same_bits(const Segment& a, const Segment& b) {
   return true;
 }
 
+/// A step of one whole parameter that comes in pieces, as shards and blocks cut it. `cuts`: where pieces begin,
+/// ascending from 0, then the parameter's end.
+inline void step_in_pieces(const Rule& rule, const Segment& whole, const std::vector<int64_t>& cuts,
+                           const Hyperparameters& hyper, const StepTerms& terms) {
+  const int64_t numel = whole.master.numel();
+  const auto each_piece = [&](auto visit) {
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      visit(narrow(whole, cuts[i], cuts[i + 1] - cuts[i]), cuts[i], cuts[i + 1] - cuts[i]);
+    }
+  };
+  if (rule.reach(hyper) == Reach::elementwise) {
+    each_piece([&](const Segment& piece, int64_t, int64_t) { rule.step(piece, hyper, terms); });
+  } else if (rule.reach(hyper) == Reach::parameter_norms) {
+    const auto& norm_rule = dynamic_cast<const NormRule&>(rule);
+    NormSums sums(numel);
+    each_piece(
+        [&](const Segment& piece, int64_t begin, int64_t) { norm_rule.measure(piece, hyper, terms, begin, sums); });
+    const double ratio = norm_rule.ratio(sums.totals(), hyper);
+    each_piece([&](const Segment& piece, int64_t, int64_t) { norm_rule.apply(piece, hyper, terms, ratio); });
+  } else {
+    const auto& matrix_rule = dynamic_cast<const MatrixRule&>(rule);
+    const MatrixSizes sizes{whole.rows, numel / whole.rows};
+    const at::Tensor direction = at::zeros({numel}, at::kBFloat16);
+    each_piece([&](const Segment& piece, int64_t begin, int64_t length) {
+      matrix_rule.direct(piece, hyper, terms, direction.narrow(0, begin, length));
+    });
+    const at::Tensor update = matrix_rule.update_of(direction.view({sizes.rows, sizes.columns}), hyper).view({numel});
+    each_piece([&](const Segment& piece, int64_t begin, int64_t length) {
+      matrix_rule.apply(piece.master, piece.param, hyper, sizes, update.narrow(0, begin, length));
+    });
+  }
+}
+
 /// Hyper-parameters that reach each branch of a rule; its table's defaults are the first. Empty: the rule has no
 /// variants here yet.
 inline std::vector<Hyperparameters> variants_of(const Rule& rule) {
@@ -91,6 +126,23 @@ inline std::vector<Hyperparameters> variants_of(const Rule& rule) {
         {{"lr", 0.1}, {"momentum", 0.9}, {"nesterov", 1}}}},
       {"Lion", {{}, {{"lr", 0.01}, {"weight_decay", 0.1}}, {{"beta1", 0.5}, {"beta2", 0.0}}}},
       {"Adagrad", {{}, {{"lr", 0.1}, {"weight_decay", 0.1}}, {{"lr_decay", 0.01}, {"eps", 1e-3}}}},
+      {"RMSprop",
+       {{},
+        {{"weight_decay", 0.1}, {"eps", 1e-3}},
+        {{"momentum", 0.9}},
+        {{"centered", 1}, {"alpha", 0.9}},
+        {{"centered", 1}, {"alpha", 0.3}, {"momentum", 0.5}, {"weight_decay", 0.01}}}},
+      {"Lamb",
+       {{},
+        {{"lr", 0.01}, {"weight_decay", 0.1}, {"bias_correction", 0}},
+        {{"eps", 1e-3}, {"eps_inside_sqrt", 1}, {"beta1", 0.3}},
+        {{"max_coeff", 0.5}, {"min_coeff", 0.1}},
+        {{"max_coeff", 100.0}, {"min_coeff", 50.0}}}},
+      {"Muon",
+       {{},
+        {{"weight_decay", 0.1}, {"nesterov", 0}, {"momentum", 0.3}},
+        {{"match_rms_adamw", 1}, {"ns_steps", 2}},
+        {{"use_muon", 0}, {"lr", 1e-3}, {"weight_decay", 0.1}, {"eps", 1e-8}}}},
   };
   std::vector<Hyperparameters> variants;
   const auto found = kVariants.find(rule.name());

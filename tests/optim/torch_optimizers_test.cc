@@ -13,6 +13,7 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <map>
@@ -92,6 +93,22 @@ TEST(Adagrad, FollowsLibTorchsAdagrad) {
   expect_same_path<torch::optim::Adagrad>(
       Options(1e-1).weight_decay(0.1).lr_decay(0.01).eps(1e-6),
       numbers("Adagrad", {{"lr", 1e-1}, {"weight_decay", 0.1}, {"lr_decay", 0.01}, {"eps", 1e-6}}));
+}
+
+TEST(Rmsprop, FollowsLibTorchsRmsprop) {
+  using Options = torch::optim::RMSpropOptions;
+  expect_same_path<torch::optim::RMSprop>(Options(1e-2), numbers("RMSprop", {}));
+  for (const bool centered : {false, true}) {
+    // A larger eps: where the centered variance nearly vanishes, its root and the step amplify each rounding.
+    const double eps = 1e-2;
+    for (const double momentum : {0.0, 0.9}) {
+      expect_same_path<torch::optim::RMSprop>(
+          Options(1e-2).alpha(0.9).eps(eps).weight_decay(0.1).momentum(momentum).centered(centered),
+          numbers(
+              "RMSprop",
+              {{"alpha", 0.9}, {"eps", eps}, {"weight_decay", 0.1}, {"momentum", momentum}, {"centered", centered}}));
+    }
+  }
 }
 
 /// The operators behind torch.optim's fused=True in Python.

@@ -190,13 +190,12 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if metafunc.definition.get_closest_marker("both_ways"):
-        metafunc.fixturenames.append("_memory")
         metafunc.parametrize("_memory", ["shared", "apart"], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _memory(request, monkeypatch):
-    if request.param == "apart":
+    if getattr(request, "param", "shared") == "apart":
         monkeypatch.setenv("DEEPTIDE_TEST_APART", "1")
 
 

@@ -27,6 +27,22 @@ class Net(nn.Module):
         return self.head(x if skip else torch.tanh(self.second(x)))
 
 
+class AutoEncoder(nn.Module):
+    """Two parameters over one memory, one the transpose of the other."""
+
+    def __init__(self, transposed_first=False):
+        super().__init__()
+        self.encoder = nn.Linear(6, 3, bias=False)
+        self.decoder = nn.Linear(3, 6, bias=False)
+        if transposed_first:
+            self.encoder.weight = nn.Parameter(self.decoder.weight.t())
+        else:
+            self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
 def inputs(rank=0, step=0, width=6):
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * rank + step))
 

@@ -182,28 +182,6 @@ def test_a_step_without_gradients_within_an_accumulation_is_the_same_at_all_stag
         assert run_ranks(2, run, stage) == [(True, 1)] * 2
 
 
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(37, 8, sparse=True), nn.Linear(8, 1)
-
-    def forward(self, tokens, _):
-        return self.head(self.words(tokens)).square().mean()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_sparse_gradient_is_named(stage):
-    def run(world):
-        engine = start(world, stage, models.make_model(kind=Sparse))
-        before = snapshot(engine)
-        with pytest.raises(ValueError, match=r"'words.weight' received a sparse gradient.*sparse=False"):
-            engine.backward(loss_of(engine))
-        engine.zero_grad()
-        assert_same(before, snapshot(engine))
-
-    run_ranks(2, run)
-
-
 # -- non-finite gradients ---------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,19 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from edges import STAGES, TOLERANCE, Net, assert_trained_as, final_state, inputs, plain, plain_step, start, train
+from edges import (
+    STAGES,
+    TOLERANCE,
+    AutoEncoder,
+    Net,
+    assert_trained_as,
+    final_state,
+    inputs,
+    plain,
+    plain_step,
+    start,
+    train,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -155,20 +167,6 @@ def test_swapped_data_trains_on(stage):
 
 
 # -- 4: ties ----------------------------------------------------------------------------------------------------------
-
-
-class AutoEncoder(nn.Module):
-    def __init__(self, transposed_first=False):
-        super().__init__()
-        self.encoder = nn.Linear(6, 3, bias=False)
-        self.decoder = nn.Linear(3, 6, bias=False)
-        if transposed_first:
-            self.encoder.weight = nn.Parameter(self.decoder.weight.t())
-        else:
-            self.decoder.weight = nn.Parameter(self.encoder.weight.t())
-
-    def forward(self, x):
-        return self.decoder(torch.tanh(self.encoder(x)))
 
 
 @pytest.mark.parametrize("transposed_first", [False, True])

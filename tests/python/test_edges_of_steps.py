@@ -6,7 +6,19 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from edges import STAGES, Net, assert_trained_as, final_state, inputs, plain, plain_step, plain_update, start, train
+from edges import (
+    STAGES,
+    AutoEncoder,
+    Net,
+    assert_trained_as,
+    final_state,
+    inputs,
+    plain,
+    plain_step,
+    plain_update,
+    start,
+    train,
+)
 
 import deeptide
 
@@ -144,6 +156,48 @@ def test_grad_set_by_hand_after_backward_is_refused_by_name():
     assert engine.module.first.weight.grad is None
     assert train(engine).applied
     engine.destroy()
+
+
+@pytest.mark.parametrize("refused_on", [(0, 1), (1,)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refused_step_takes_no_gradient_on_any_rank(stage, refused_on):
+    def program(world):
+        engine = start(world, stage)
+        engine.backward(engine(inputs(world.rank), skip=True).square().mean())
+        by_hand = engine.module.second.weight, engine.module.head.weight
+        before = by_hand[0].clone()
+        refused = world.rank in refused_on
+        for parameter in by_hand[: 1 + refused]:
+            parameter.grad = torch.ones_like(parameter)
+        text = r"'head.weight' has a \.grad that was set by hand" if refused else "on rank 1 before it began"
+        with pytest.raises(ValueError if refused else RuntimeError, match=text):
+            engine.step()
+        for parameter in by_hand:
+            parameter.grad = None
+        assert engine.step().applied
+        assert torch.equal(by_hand[0].clone(), before), "stepped by a gradient that was taken back"
+        engine.destroy()
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_grad_set_by_hand_on_each_name_of_a_transposed_tie_adds_up(stage):
+    def program(world, by_hand):
+        engine = start(world, stage, kind=AutoEncoder)
+        loss = engine(inputs(world.rank)).square().mean()
+        if by_hand:
+            parameters = list(engine.module.parameters())
+            for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                p.grad = g
+        else:
+            engine.backward(loss)
+        assert engine.step().applied
+        return final_state(engine)
+
+    for one, other in zip(run_ranks(2, program, True), run_ranks(2, program, False), strict=True):
+        for name in one:
+            assert torch.equal(one[name], other[name]), name
 
 
 # -- 8: stale graphs --------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def leave_without_word(world, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_silent_rank_is_named_after_the_timeout(stage):
     text, seconds = run_ranks(2, leave_without_word, stage)[0]
-    assert "rank 0 timed out after 2" in text and "no word from rank 1" in text and '"comm_timeout"' in text, text
+    assert "rank 0 timed out after 2" in text and "no report from rank 1" in text and '"comm_timeout"' in text, text
     assert seconds < 6
 
 
@@ -162,7 +162,7 @@ CALLS = {
     "step()": lambda engine, folder: train(engine),
     "save_checkpoint()": lambda engine, folder: engine.save_checkpoint(folder),
     "load_checkpoint()": lambda engine, folder: engine.load_checkpoint(folder),
-    "module_state_dict() or full_state()": lambda engine, folder: engine.module_state_dict(),
+    "module_state_dict(), full_state() or the like": lambda engine, folder: engine.module_state_dict(),
     "empty_partition_cache()": lambda engine, folder: engine.empty_partition_cache(),
 }
 

@@ -140,7 +140,7 @@ def stepped_adam(model):
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (lambda m: torch.optim.RMSprop(m.parameters()), "torch.optim.*RMSprop is not supported yet"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "torch.optim.*LBFGS is not supported yet"),
         (lambda m: torch.optim.Adam(m.parameters(), amsgrad=True), "amsgrad=True is not supported yet"),
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), "maximize=True is not supported yet"),
         (lambda m: torch.optim.Adam(make_model().parameters()), "is not one of the model's"),
@@ -337,6 +337,18 @@ def test_the_optimizer_does_not_keep_the_engine_alive():
         optimizer.step()
     with pytest.raises(RuntimeError, match="engine is gone"):
         scheduler.get_last_lr()
+
+
+def test_get_lr_and_get_mom_say_what_the_groups_hold():
+    def halve(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    engine, optimizer, _, _ = start(lr_scheduler=halve)
+    before = engine.get_lr()[0]
+    train(engine)
+    assert engine.get_lr() == [before / 2] == [optimizer.param_groups[0]["lr"]]
+    optimizer.param_groups[0]["betas"] = (0.5, 0.75)
+    assert engine.get_mom() == [(0.5, 0.75)]
 
 
 def test_the_configurations_schedule_moves_the_live_groups():

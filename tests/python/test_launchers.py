@@ -203,7 +203,7 @@ def test_ranks_meet_where_init_method_says(kind, free_port, tmp_path):
 def test_rank_with_another_token_is_refused():
     done = run_processes(2, join, "secret", check=False, timeout=60)
     assert [one.returncode for one in done] == [1, 1]
-    assert "CommError: this rank 1 and rank 0 hold different job's tokens" in done[1].stderr
+    assert "CommError: rank 1 (this process) and rank 0 hold different job tokens" in done[1].stderr
     assert "missing: rank 1" in done[0].stderr
 
 

@@ -18,6 +18,9 @@ OPTIMIZERS = {
     "SGD": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01},
     "Lion": {"lr": 1e-3, "weight_decay": 0.1},
     "Adagrad": {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01},
+    "RMSprop": {"lr": 1e-2, "eps": 1e-2, "momentum": 0.5, "centered": True, "weight_decay": 0.01},
+    "Lamb": {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.1},
+    "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1},
 }
 SGD_PLAIN = {"lr": 1e-1}
 
@@ -35,6 +38,11 @@ def train(engine, first=0, last=STEPS):
         part = slice(4 * rank, 4 * rank + 4)
         engine.backward(engine(tokens[part], targets[part]))
         assert engine.step()
+
+
+def rates_of(type):
+    params = OPTIMIZERS[type]
+    return [params["muon_lr"], params["adam_lr"]] if type == "Muon" else [params["lr"]]
 
 
 def state_of(engine):
@@ -66,6 +74,7 @@ def test_stages_are_bit_equal(type, bf16):
 
     expected = run_ranks(2, run, 0)[0]
     roles = _C.find_optimizer(type).state_roles()
+    assert {name.rsplit("/")[-1] for name in expected} == {"master", *roles}
     for name in expected:
         if name.rsplit("/")[-1] in roles:
             assert expected[name].any(), f"{name} was never written"
@@ -74,7 +83,7 @@ def test_stages_are_bit_equal(type, bf16):
             assert_same(state, expected)
 
 
-@pytest.mark.parametrize("type", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("type", ["AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_one_rank_follows_torchs_optimizer_of_this_name(type):
     model = models.make_model()
     theirs = getattr(torch.optim, type)(model.parameters(), **OPTIMIZERS[type])
@@ -137,19 +146,24 @@ def test_groups_have_the_tables_keys_and_keep_their_own_values(type):
     keys = {number.group_key for number in engine.optimizer.info.hyperparameters}
     for group in engine.optimizer.param_groups:
         assert set(group) == {"params", *keys}
-    assert engine.get_lr() == [0.5, OPTIMIZERS[type]["lr"]]
+    assert engine.get_lr() == [0.5, *rates_of(type)]
+
+    def other(number):
+        least = number.lowest or 0.0
+        return 1.0 if number.flag else least + 0.25
+
     for number in engine.optimizer.info.hyperparameters:  # a change of each reaches the core before the next step
         group = engine.optimizer.param_groups[1]
         if number.element >= 0:
             values = list(group[number.group_key])
-            values[number.element] = 0.25
+            values[number.element] = other(number)
             group[number.group_key] = tuple(values)
         else:
-            group[number.group_key] = True if number.flag else 0.25
+            group[number.group_key] = bool(other(number)) if number.flag else other(number)
     train(engine, 0, 1)
     held = engine._core.hyperparameters(1)
     for number in engine.optimizer.info.hyperparameters:
-        assert held[number.name] == (1.0 if number.flag else 0.25), number.name
+        assert held[number.name] == other(number), number.name
 
 
 @pytest.mark.parametrize(
@@ -161,6 +175,12 @@ def test_groups_have_the_tables_keys_and_keep_their_own_values(type):
         ("Lion", {"lr": float("nan")}, "lr=nan, expected a number of at least 0"),
         ("Adagrad", {"lr_decay": -1.0}, "lr_decay=-1.0, expected a number of at least 0"),
         ("Adagrad", {"betas": (0.9, 0.9)}, "unknown key 'betas'; Adagrad knows"),
+        ("SGD", {"dampening": float("nan")}, "dampening=nan, expected finite numbers"),
+        ("RMSprop", {"alpha": 1.0}, r"alpha=1.0, expected \[0, 1\)"),
+        ("Lamb", {"max_coeff": -1.0}, "max_coeff=-1.0, expected a number of at least 0"),
+        ("Muon", {"momentum": 1.5}, r"momentum=1.5, expected \[0, 1\)"),
+        ("Muon", {"ns_coefficients": (1.0, 2.0)}, "expected 3 numbers"),
+        ("Muon", {"adjust_lr_fn": "original"}, "unknown key 'adjust_lr_fn'; Muon knows .*match_rms_adamw"),
     ],
 )
 def test_groups_are_refused_if(type, group, text):
@@ -185,7 +205,10 @@ def test_torchs_adagrad_becomes_ours():
     ("make", "text"),
     [
         (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=1.0), "initial_accumulator_value=1.0 is not supp"),
-        (lambda p: torch.optim.RMSprop(p), "expected torch.optim.Adam, AdamW, SGD or Adagrad, or the configuration's"),
+        (
+            lambda p: torch.optim.LBFGS(p),
+            "expected torch.optim.Adam, AdamW, SGD, Adagrad, RMSprop or Muon, or the configuration's",
+        ),
     ],
 )
 def test_torchs_optimizer_is_refused_if(make, text):
@@ -204,9 +227,18 @@ def test_torchs_adagrad_that_has_stepped_is_refused():
         start(model=model, optimizer=theirs)
 
 
+def test_torchs_rmsprop_becomes_ours():
+    model = models.make_model()
+    theirs = torch.optim.RMSprop(model.parameters(), lr=0.5, alpha=0.75, eps=1e-6, momentum=0.25, centered=True)
+    engine = start(model=model, optimizer=theirs)
+    values = dict(engine._core.hyperparameters(0))
+    assert values == {"lr": 0.5, "alpha": 0.75, "eps": 1e-6, "weight_decay": 0.0, "momentum": 0.25, "centered": 1.0}
+
+
 def test_get_mom_is_the_optimizers_betas_or_its_momentum():
     assert start(type="Lion").get_mom() == [(0.9, 0.999)]
     assert start(type="SGD").get_mom() == [0.9]
+    assert start(type="Muon").get_mom() == [0.95, (0.9, 0.95)]
 
 
 def test_zero_grad_refuses_to_leave_zeros():

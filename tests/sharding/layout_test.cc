@@ -120,6 +120,15 @@ TEST(Layout, SplitsABlockByTypeAndByTrainability) {
   EXPECT_EQ(units[3].dtype, at::kBFloat16);
 }
 
+TEST(Layout, SplitsABlockByKind) {
+  Model model = transformer(2);
+  for (ParameterSpec& spec : model.parameters) spec.kind = spec.numel > 1024 ? 1 : 0;
+  const auto units = build_layout(model.parameters, model.modules, {2, 0});
+  EXPECT_EQ(names(units), (Names{"wte.weight … wpe.weight", "h.0.ln.weight … h.0.attn.qkv.bias",
+                                 "h.0.attn.qkv.weight … h.0.mlp.1.weight", "h.1.ln.weight … h.1.attn.qkv.bias",
+                                 "h.1.attn.qkv.weight … h.1.mlp.1.weight", "ln_f.weight … ln_f.bias"}));
+}
+
 TEST(Layout, SplitsAUnitAtTheLimitButNeverAParameter) {
   const Model model = transformer(2);
   const int64_t limit = 4 * 256 * 256;
@@ -146,6 +155,7 @@ Model random_model(std::mt19937& random) {
       const bool special = mixed > 0 && below(4) == 0;
       model.add(path + ".p" + std::to_string(i), numel, special ? dtypes[below(4)] : at::kFloat,
                 !(mixed > 1 && below(4) == 0), below(3));
+      model.parameters.back().kind = mixed > 0 ? below(2) : 0;
     }
   };
   for (int c = 0; c < containers; ++c) {
@@ -175,6 +185,7 @@ void check_slots(const UnitLayout& unit, const Model& model) {
     ASSERT_EQ(slot.numel, spec.numel);
     ASSERT_EQ(unit.dtype, spec.dtype);
     ASSERT_EQ(unit.trainable, spec.trainable);
+    ASSERT_EQ(model.parameters[unit.slots.front().parameter].kind, spec.kind);
     ASSERT_GE(slot.offset, end) << "parameters do not overlap and keep their order";
     ASSERT_EQ(slot.offset * item % 64, 0);
     ASSERT_LT((slot.offset - end) * item, 64) << "no larger gap than alignment needs";

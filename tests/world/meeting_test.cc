@@ -62,13 +62,14 @@ TEST(Meeting, LetsRanksOfOneJobFindEachOther) {
 
 TEST(Meeting, RefusesARankWithAnotherToken) {
   const auto texts = meet_all(hash_store(), {"secret", "guess"}, kShort);
-  expect_in(texts[1], {"this rank 1 and rank 0 hold different job's tokens", "DEEPTIDE_JOB_TOKEN"});
+  expect_in(texts[1], {"rank 1 (this process) and rank 0 hold different job tokens", "DEEPTIDE_JOB_TOKEN"});
   expect_in(texts[0], {"rank 0 waited", "missing: rank 1"});
 }
 
 TEST(Meeting, RefusesARankWithoutTheTokenAndTheOtherWayRound) {
   expect_in(meet_all(hash_store(), {"secret", ""}, kShort)[1], {"rank 0 expects the job's token"});
-  expect_in(meet_all(hash_store(), {"", "secret"}, kShort)[1], {"this rank 1 holds a job's token, rank 0 has none"});
+  expect_in(meet_all(hash_store(), {"", "secret"}, kShort)[1],
+            {"rank 1 (this process) holds a job's token, but rank 0 has none"});
 }
 
 TEST(Meeting, RefusesAForeignerWhoSignsInWithoutAProof) {
@@ -90,7 +91,7 @@ TEST(Meeting, DoesNotTakeAForeignersHello) {
   const StorePtr store = hash_store();
   store->set("deeptide/hello", bytes_of("2 00 1111"));
   for (const std::string& text : meet_all(store, {"secret", "secret"}, kShort)) {
-    expect_in(text, {"hold different job's tokens"});
+    expect_in(text, {"hold different job tokens"});
   }
 }
 
@@ -104,7 +105,7 @@ TEST(Meeting, KeepsLaterKeysUnderAPrefixThatNobodyElseKnows) {
 TEST(Meeting, FindsTwoProcessesOfOneRank) {
   const StorePtr store = hash_store();
   store->set("deeptide/rank/1", bytes_of("elsewhere:77 open"));
-  expect_in(meet_all(store, {"", ""}, kShort)[1], {"two processes claim rank 1: elsewhere:77 and ", "rank of its own"});
+  expect_in(meet_all(store, {"", ""}, kShort)[1], {"two processes claim rank 1: elsewhere:77 and ", "its own rank"});
 }
 
 TEST(Meeting, LetsAProcessMeetTwice) {
@@ -123,7 +124,7 @@ TEST(Meeting, TellsWorldsOfDifferentSizesApart) {
     meet(store, 1, 4, "", kShort);
     FAIL() << "expected an error";
   } catch (const ConfigError& error) {
-    expect_in(error.what(), {"this rank 1 was started in a world of 4, rank 0 in one of 2"});
+    expect_in(error.what(), {"rank 1 (this process) was started in a world of 4, but rank 0 in one of 2"});
   }
 }
 

@@ -62,7 +62,7 @@ TEST(Mesh, SplitsTheWorldIntoEqualPeerGroupsAlongEachAxis) {
 }
 
 TEST(Mesh, RejectsSizesThatDoNotMultiply) {
-  EXPECT_EQ(error_of(4, {1, 3, 1, 1, 1}), "the mesh data=3 holds 3 ranks, the world has 4");
+  EXPECT_EQ(error_of(4, {1, 3, 1, 1, 1}), "the mesh data=3 has 3 ranks, but the world has 4");
   EXPECT_EQ(error_of(4, {1, 0, 1, 1, 4}), "mesh axis 'data' has size 0, expected at least 1");
   EXPECT_EQ(error_of(4, {2, 2, 1, 1, 1}), "none");
 }

@@ -199,8 +199,8 @@ TEST_F(Board, TellsEveryRankWhoFailed) {
 
 TEST_F(Board, TellsApartWhoWaitsAndWhoNeverCame) {
   world::FailureBoard zero(world(0), "a"), two(world(2), "a");
-  EXPECT_EQ(zero.diagnose("waits: at x"), "no word from rank 1, 2");
-  EXPECT_EQ(two.diagnose("waits: at y"), "no word from rank 1; rank 0: waits: at x");
+  EXPECT_EQ(zero.diagnose("waits: at x"), "no report from rank 1, 2");
+  EXPECT_EQ(two.diagnose("waits: at y"), "no report from rank 1; rank 0: waits: at x");
   world::FailureBoard one(world(1), "a");
   EXPECT_EQ(one.diagnose("waits: at z"), "every rank is waiting; rank 0: waits: at x; rank 2: waits: at y");
 }

@@ -3,25 +3,15 @@
 // The same step at every stage: over shards or whole units, published or left where it is.
 #include "zero/sharded_optimizer.h"
 
-#include <ATen/TensorOperators.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
-#include <map>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "deeptide/errors.h"
-#include "ranks.h"
-#include "sharding/layout.h"
 #include "tiers/copying_store.h"
-#include "world/failure_board.h"
+#include "zero/stage.h"
 
 namespace deeptide::zero {
 namespace {
@@ -30,101 +20,6 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
-using Groups = std::vector<Hyperparameters>;
-
-constexpr int64_t kSizes[] = {50, 1, 33, 200};  // the first two train in group 0, the others in group 1
-
-Tensor start_of(int p) { return at::arange(kSizes[p], at::kFloat) / 100 - 0.25 * p; }
-Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).sin() * (step + 1); }
-
-/// Four parameters in two units, a reducer and an optimizer over them: a stage without model or engine.
-struct Stage {
-  Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
-        const StatePlacement& place = {})
-      : group(world, comm::Team::whole(world), "reductions",
-              {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
-        policy(kStages.at(stage)) {
-    at::NoGradGuard no_grad;
-    const auto memory = policy.shard_parameters ? sharding::UnitMemory::sharded : sharding::UnitMemory::whole;
-    const auto team = comm::Team::whole(world);
-    std::vector<sharding::ParameterSpec> specs;
-    for (int p = 0; p < 4; ++p) specs.push_back({"p" + std::to_string(p), kSizes[p], dtype, true, p / 2});
-    std::vector<Unit*> all;
-    for (auto& layout : sharding::build_layout(specs, {}, {world.size, 0})) {
-      std::vector<Parameter> members;
-      for (const auto& slot : layout.slots) {
-        Parameter p;
-        p.name = specs[slot.parameter].name;
-        p.tensors = {start_of(slot.parameter).to(dtype)};
-        p.offset = slot.offset;
-        p.numel = slot.numel;
-        p.group = specs[slot.parameter].group;
-        members.push_back(std::move(p));
-      }
-      const int index = static_cast<int>(units.size());
-      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members),
-                                             sharding::UnitPlacement{memory, team, team}));
-      Tensor whole = device::allocate_flat(ledger, device::Role::parameters, units.back()->numel(), dtype, at::kCPU);
-      units.back()->pack(whole);
-      units.back()->adopt(std::move(whole), ledger);
-      all.push_back(units.back().get());
-    }
-    const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
-    reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place);
-  }
-
-  int number(const Parameter& p) const { return p.name[1] - '0'; }
-
-  void step(int count, const Groups& groups, double scale = 1.0, const ActiveParameters& active = {}) {
-    for (size_t u = units.size(); u-- > 0;) {
-      for (size_t i = 0; i < units[u]->parameters().size(); ++i) {
-        const int p = number(units[u]->parameters()[i]);
-        reducer->add(static_cast<int>(u), static_cast<int>(i), gradient_of(p, count));
-      }
-    }
-    reducer->finish(1);
-    optimizer->step(*reducer, scale, groups, active);
-    reducer->clear_accumulated();
-  }
-
-  Tensor gathered(Tensor mine, const Unit& unit) {
-    if (mine.numel() == unit.numel()) return mine;
-    Tensor whole = at::empty({unit.numel()}, mine.options());
-    auto pending = group.all_gather(whole, mine);
-    group.wait(pending, {});
-    return whole;
-  }
-
-  /// "p2/parameter", "p2/master", …: whole, by parameter. Collective.
-  std::map<std::string, Tensor> state() {
-    std::map<std::string, Tensor> all;
-    for (size_t u = 0; u < units.size(); ++u) {
-      const Unit& unit = *units[u];
-      std::map<std::string, Tensor> tensors;
-      for (const auto& [role, data] : optimizer->states(static_cast<int>(u))) tensors[role] = data.copy();
-      tensors["parameter"] = unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole();
-      for (const auto& [role, data] : tensors) {
-        const Tensor whole = gathered(data, unit);
-        for (const Parameter& p : unit.parameters()) all[p.name + "/" + role] = p.view_of(whole).clone();
-      }
-    }
-    return all;
-  }
-
-  std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
-  comm::Group group;
-  StagePolicy policy;
-  std::vector<std::unique_ptr<Unit>> units;
-  std::unique_ptr<gradients::Reducer> reducer;
-  std::unique_ptr<ShardedOptimizer> optimizer;
-};
-
-void expect_same_bits(const std::map<std::string, Tensor>& one, const std::map<std::string, Tensor>& other) {
-  ASSERT_EQ(one.size(), other.size());
-  for (const auto& [name, tensor] : one) EXPECT_TRUE(at::equal(tensor, other.at(name))) << name;
-}
-
 /// Two groups that differ, of any rule.
 Groups two_groups(const char* type = "AdamW") {
   const Hyperparameters defaults(type);
@@ -132,14 +27,9 @@ Groups two_groups(const char* type = "AdamW") {
   groups[0].set("lr", 0.01).set("weight_decay", 0.1);
   groups[1].set("lr", 0.002);
   if (defaults.has("beta1")) groups[1].set("beta1", 0.8);
+  if (defaults.has("centered")) groups[1].set("centered", 1.0).set("momentum", 0.5);
+  if (defaults.has("use_muon")) groups[0].set("use_muon", 0.0);
   return groups;
-}
-
-/// A store of this name, so that several stages on the same ranks do not meet.
-World apart(const World& world, const std::string& name) {
-  World own = world;
-  own.store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
-  return own;
 }
 
 /// AdamW in fp64, as its paper has it.
@@ -167,7 +57,7 @@ TEST_P(Worlds, StepAlikeAtEveryStageUnderEachGroupsOwnHyperparameters) {
         const World own = apart(world, "stage" + std::to_string(stage));
         Stage training(own, stage, dtype, optim::find_rule("AdamW"), two_groups());
         for (int step = 0; step < 3; ++step) training.step(step, two_groups());
-        EXPECT_EQ(training.optimizer->steps(), 3);
+        EXPECT_EQ(training.optimizer->states().steps(), 3);
         const auto state = training.state();
         if (stage == 0) expected = state;
         expect_same_bits(state, expected);
@@ -242,7 +132,7 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
       Stage training(own, stage, at::kBFloat16, optim::find_rule("SGD"), groups);
       training.step(0, groups);
       for (size_t u = 0; u < training.units.size(); ++u) {
-        for (const auto& [role, data] : training.optimizer->states(static_cast<int>(u)))
+        for (const auto& [role, data] : training.optimizer->states().buffers(static_cast<int>(u)))
           data.lease(data.block(0), tiers::Access::write).tensor().fill_(role == "master" ? 0.3 : 0.0);
       }
       training.optimizer->publish_all();
@@ -272,14 +162,12 @@ TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
       for (const auto& [name, tensor] : before) {
         EXPECT_EQ(at::equal(tensor, after.at(name)), name.starts_with("p1/")) << name << " at stage " << stage;
       }
-      EXPECT_EQ(training.optimizer->uneven_steps(), (std::map<std::string, int64_t>{{"p1", 1}}));
-      training.optimizer->set_steps(7, {{"p2", 3}});
-      EXPECT_EQ(training.optimizer->uneven_steps(), (std::map<std::string, int64_t>{{"p2", 3}}));
+      EXPECT_EQ(training.optimizer->states().uneven_steps(), (std::map<std::string, int64_t>{{"p1", 1}}));
+      training.optimizer->states().set_steps(7, {{"p2", 3}});
+      EXPECT_EQ(training.optimizer->states().uneven_steps(), (std::map<std::string, int64_t>{{"p2", 3}}));
     }
   });
 }
-
-INSTANTIATE_TEST_SUITE_P(Sizes, Worlds, testing::Values(1, 2, 3));
 
 TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
   run_ranks(2, [](const World& world) {
@@ -295,7 +183,7 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
     shard.fill_(0.75);
     for (sharding::Parameter& p : unit.parameters()) p.rewritten = true;
     training.step(1, groups);
-    const Tensor master = training.optimizer->states(0)[0].data.copy();
+    const Tensor master = training.optimizer->states().master(0).copy();
     for (const sharding::Parameter& p : unit.parameters()) {
       const auto [first, last] = unit.owned_range(p);
       const int64_t at = first - unit.shard_begin(), count = last - first;
@@ -319,7 +207,7 @@ TEST(ShardedOptimizer, HoldsAShareOfTheStatesFromStageOneOn) {
         EXPECT_EQ(whole, bytes_wanted) << "master and two moments in fp32";
       }
       EXPECT_EQ(bytes, stage == 0 ? whole : whole / 2);
-      EXPECT_EQ(training.optimizer->state_begin(0), stage == 0 ? 0 : training.units[0]->shard_begin());
+      EXPECT_EQ(training.optimizer->states().begin(0), stage == 0 ? 0 : training.units[0]->shard_begin());
     }
   });
 }
@@ -330,49 +218,91 @@ TEST(ShardedOptimizer, KeepsAMomentumFromTheStepOnThatNeedsIt) {
     Stage training(world, 1, at::kFloat, optim::find_rule("SGD"), groups);
     training.step(0, groups);
     EXPECT_EQ(training.ledger->current(device::Role::optimizer), 0) << "fp32 masters are the parameters themselves";
-    EXPECT_EQ(training.optimizer->states(0).size(), 1u);
-    EXPECT_EQ(training.optimizer->num_states(), 0);
-    groups[1].set("momentum", 0.5);  // one group is enough
+    auto& states = training.optimizer->states();
+    for (int u = 0; u < states.num_units(); ++u) EXPECT_EQ(states.buffers(u).size(), 1u);
+    groups[1].set("momentum", 0.5);
     training.step(1, groups);
-    ASSERT_EQ(training.optimizer->states(0).size(), 2u);
-    EXPECT_EQ(training.optimizer->states(0)[1].role, "momentum");
-    EXPECT_EQ(training.optimizer->num_states(), 1);
+    int64_t bytes = 0;
+    for (int u = 0; u < states.num_units(); ++u) {
+      const auto& members = states.unit(u).parameters();
+      const bool moves = std::any_of(members.begin(), members.end(), [](const Parameter& p) { return p.group == 1; });
+      ASSERT_EQ(states.buffers(u).size(), moves ? 2u : 1u);
+      if (moves) {
+        EXPECT_EQ(states.buffers(u)[1].role, "momentum");
+        bytes += states.buffers(u)[1].data.nbytes();
+      }
+    }
+    EXPECT_EQ(training.ledger->current(device::Role::optimizer), bytes);
+    EXPECT_EQ(states.predicted_bytes(), bytes);
     const auto state = training.state();
     EXPECT_TRUE(at::equal(state.at("p2/momentum"), gradient_of(2, 1))) << "0.5 * 0 + gradient";
-    EXPECT_FALSE(state.at("p0/momentum").any().item<bool>()) << "its group has none";
-    training.optimizer->zero_states({"momentum"});
+    EXPECT_FALSE(state.contains("p0/momentum")) << "its group has none";
+    EXPECT_EQ(states.unkept(), (std::set<StateName>{{"p0", "momentum"}, {"p1", "momentum"}}));
+    states.zero({{"p2", "momentum"}});
     EXPECT_FALSE(training.state().at("p2/momentum").any().item<bool>());
+    EXPECT_TRUE(at::equal(training.state().at("p3/momentum"), state.at("p3/momentum")));
   });
 }
 
-/// A rule that needs more than the elements of a shard; never stepped.
-class Reaching final : public optim::Rule {
- public:
-  explicit Reaching(optim::Reach reach) : Rule(*find_optimizer("SGD"), {}, reach) {}
+/// LAMB in fp64, as its file has it.
+Tensor lamb(int p, int steps, const Hyperparameters& h) {
+  Tensor w = start_of(p).to(at::kDouble), m = w * 0, v = w * 0;
+  const double beta1 = h.get("beta1"), beta2 = h.get("beta2");
+  for (int step = 0; step < steps; ++step) {
+    const Tensor g = gradient_of(p, step).to(at::kDouble);
+    m = m * beta1 + g * (1 - beta1);
+    v = v * beta2 + g * g * (1 - beta2);
+    const Tensor u = m / (v.sqrt() + h.get("eps")) + w * h.get("weight_decay");
+    const double norm = w.norm().item<double>(), update = u.norm().item<double>();
+    const double ratio = norm > 0 && update > 0 ? std::clamp(norm / update, h.get("min_coeff"), h.get("max_coeff")) : 1;
+    const double rate = h.lr() * std::sqrt(1 - std::pow(beta2, step + 1)) / (1 - std::pow(beta1, step + 1));
+    w = w - u * (rate * ratio);
+  }
+  return w;
+}
 
- private:
-  void step_cpu(const optim::Segment&, const Hyperparameters&, const optim::StepTerms&) const override {}
-  void step_aten(const optim::Segment&, const Hyperparameters&, const optim::StepTerms&) const override {}
-};
+TEST_P(Worlds, ScaleAStepByTheNormsOfWholeParametersWhereverTheyAreCut) {
+  run_ranks(GetParam(), [&](const World& world) {
+    const Groups groups = two_groups("Lamb");
+    Stage training(world, 2, at::kFloat, optim::find_rule("Lamb"), groups);
+    for (int step = 0; step < 3; ++step) training.step(step, groups);
+    const auto state = training.state();
+    for (int p = 0; p < 4; ++p) {
+      const std::string name = "p" + std::to_string(p);
+      // A weight of at most 2 moves by at most lr times max_coeff; a dozen fp32 roundings of each.
+      EXPECT_TRUE(at::allclose(state.at(name + "/master").to(at::kDouble), lamb(p, 3, groups[p / 2]), 1e-6, 1e-6))
+          << name;
+    }
+  });
+}
 
-TEST(ShardedOptimizer, RefusesARuleThatReachesBeyondElementsByName) {
-  run_ranks(1, [](const World& world) {
-    const auto refusal = [&](optim::Reach reach) -> std::string {
-      const Reaching rule(reach);
-      try {
-        const Stage training(world, 1, at::kFloat, rule, two_groups("SGD"));
-      } catch (const ConfigError& error) {
-        return error.what();
+TEST_P(Worlds, StepWholeMatricesWhereverTheyAreCut) {
+  run_ranks(GetParam(), [&](const World& world) {
+    const auto& muon = dynamic_cast<const optim::MatrixRule&>(optim::find_rule("Muon"));
+    const Groups groups = two_groups("Muon");
+    Stage training(world, 2, at::kFloat, muon, groups);
+    std::map<int, optim::Segment> whole;
+    for (int p : {2, 3}) {
+      whole[p] = {start_of(p), {at::zeros({kSizes[p]}), {}, {}}, {}, {}, kRows[p]};
+    }
+    for (int step = 0; step < 3; ++step) {
+      training.step(step, groups);
+      for (auto& [p, segment] : whole) {
+        segment.gradient = {gradient_of(p, step)};
+        muon.step(segment, groups[1], {step + 1, 1.0});
       }
-      return "";
-    };
-    EXPECT_NE(refusal(optim::Reach::parameter_norms).find("SGD needs sums over each whole parameter"),
-              std::string::npos);
-    EXPECT_NE(refusal(optim::Reach::whole_parameter).find("SGD needs each whole parameter as a matrix"),
-              std::string::npos);
-    EXPECT_EQ(refusal(optim::Reach::elementwise), "");
+    }
+    const auto state = training.state();
+    for (const auto& [p, segment] : whole) {
+      EXPECT_TRUE(at::equal(state.at("p" + std::to_string(p) + "/master"), segment.master)) << p;
+      EXPECT_FALSE(state.contains("p" + std::to_string(p) + "/exp_avg")) << "AdamW's states are the rest's";
+    }
+    EXPECT_FALSE(state.contains("p0/momentum_buffer"));
+    EXPECT_TRUE(state.contains("p0/exp_avg_sq"));
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Sizes, Worlds, testing::Values(1, 2, 3, 4));
 
 }  // namespace
 }  // namespace deeptide::zero

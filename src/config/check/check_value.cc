@@ -38,6 +38,7 @@ bool suits(const Key& key, Kind kind, const JsonValue& value) {
 }
 
 bool suits_list(const Key& key, const JsonValue& value) {
+  if (key.or_single && suits(key, key.element, value)) return true;
   return value.is(JsonKind::array) && (key.length == 0 || value.items.size() == key.length) &&
          std::all_of(value.items.begin(), value.items.end(),
                      [&](const JsonValue& item) { return suits(key, key.element, item); });
@@ -72,8 +73,7 @@ std::string type_problem(const Key& key, const JsonValue& value) {
          (meant.empty() ? "" : "; did you mean \"" + meant + "\"?");
 }
 
-std::string status_text(Status status, const std::string& reason, const std::string& value, const std::string& cure) {
-  if (status == Status::never) return value + " has no effect here because " + reason + "; " + cure;
+std::string not_yet_text(const std::string& reason, const std::string& value, const std::string& cure) {
   return value + " is not supported yet" + (reason.empty() ? "" : " (" + reason + ")") + "; " + cure;
 }
 
@@ -83,17 +83,20 @@ std::string status_problem(const Key& key, const JsonValue& value) {
     for (const std::string& name : key.choices) {
       if (!contains(key.later_choices, name, false)) cure += (cure.empty() ? "choose \"" : " or \"") + name + "\"";
     }
-    return status_text(Status::later, "", shown_value(value), cure);
+    return not_yet_text("", shown_value(value), cure);
   }
-  if (key.status == Status::honoured || key.status == Status::either) return "";
+  if (key.status != Status::later || is_off(key, value)) return "";
+  return not_yet_text(key.reason, shown_value(value), off_values(key));
+}
+
+bool is_off(const Key& key, const JsonValue& value) {
   const auto same = [&](const JsonValue& accepted) {
     if (accepted.is(JsonKind::string) && value.is(JsonKind::string)) {
       return same_word(accepted.string, value.string, key.any_case);
     }
     return same_content(accepted, value);
   };
-  if (same(key.fallback) || std::any_of(key.off.begin(), key.off.end(), same)) return "";
-  return status_text(key.status, key.reason, shown_value(value), off_values(key));
+  return same(key.fallback) || std::any_of(key.off.begin(), key.off.end(), same);
 }
 
 }  // namespace deeptide::config

@@ -13,12 +13,14 @@ namespace deeptide::config {
 /// Returns "expected …, got …", or an empty string when the value has the key's type and range.
 std::string type_problem(const Key& key, const JsonValue& value);
 
-/// Returns "… is not supported yet …" or "… has no effect here …", or an empty string when the value is honoured or
-/// asks for nothing.
+/// Returns "… is not supported yet …", or an empty string when the value can be had, is harmless or asks for nothing.
 std::string status_problem(const Key& key, const JsonValue& value);
 
-/// The problem with `value` of a key or section whose status refuses it; `cure` says what to write instead.
-std::string status_text(Status status, const std::string& reason, const std::string& value, const std::string& cure);
+/// Whether `value` asks for nothing: the default, or another value that means 'off'.
+bool is_off(const Key& key, const JsonValue& value);
+
+/// The problem with `value` of a key or section that is not supported; `cure` says what to write instead.
+std::string not_yet_text(const std::string& reason, const std::string& value, const std::string& cure);
 
 /// The value as JSON, cut when long.
 std::string shown_value(const JsonValue& value);

@@ -35,14 +35,13 @@ void check_reduction(const Values& values, Problems& problems) {
 
 void check_optimizer(const Values& values, Problems& problems) {
   const std::string type = values.word("optimizer.type");
-  if (type == "AdamW" && values.given(kParams + "adam_w_mode") && !values.flag(kParams + "adam_w_mode")) {
-    blame(values, kParams + "adam_w_mode",
-          "false has no effect here because type AdamW always decouples the decay; choose type \"Adam\" for L2 decay",
-          problems);
-  }
   if (type == "SGD" && values.flag(kParams + "nesterov") &&
       (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
     blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
+  }
+  if (type == "Lamb" && values.number(kParams + "min_coeff") > values.number(kParams + "max_coeff")) {
+    blame(values, kParams + "min_coeff", "the lower bound of the trust ratio is above max_coeff, the upper one",
+          problems);
   }
 }
 
@@ -59,7 +58,13 @@ void check_elasticity(const Values& values, Problems& problems) {
 }
 
 void note_optimizer(const Values& values, std::vector<std::string>& decisions) {
-  if (values.word("optimizer.type") != "Adam") return;
+  const std::string type = values.word("optimizer.type");
+  if (type == "AdamW" && !values.flag(kParams + "adam_w_mode")) {
+    decisions.push_back(
+        "optimizer.type: \"AdamW\" decouples weight decay, also with adam_w_mode: false, as in DeepSpeed; "
+        "\"Adam\" gives L2 decay");
+  }
+  if (type != "Adam") return;
   decisions.push_back(values.flag(kParams + "adam_w_mode")
                           ? "optimizer.type: \"Adam\" decouples weight decay (AdamW); adam_w_mode: false is L2 decay"
                           : "optimizer.type: \"Adam\" with adam_w_mode: false adds L2 decay to the gradient");

@@ -24,6 +24,12 @@ struct Position {
   }
 };
 
+/// What is checked of the keys of a section: all, all but their status, or their names alone.
+enum class Check : uint8_t { all, types, names };
+
+/// JSON has no comments, so people write them as keys.
+bool is_comment(std::string_view name) { return name.starts_with('_') || name.starts_with("//"); }
+
 bool is_auto(const JsonValue& value) { return value.is(JsonKind::string) && value.string == "auto"; }
 
 bool leaves_default(const JsonMember* member) {
@@ -42,26 +48,27 @@ class Walk {
   Walk(Problems& problems, std::vector<std::string>& decisions) : problems_(problems), decisions_(decisions) {}
 
   Values run(const JsonValue& root) {
-    walk_keys(schema(), nullptr, root, {}, false);
+    walk_keys(schema(), nullptr, root, {}, Check::all);
+    note_harmless();
     return std::move(values_);
   }
 
  private:
-  // Walks all keys of a section whose text is `object`, absent ones included. Muted: checks names and types only.
-  void walk_keys(const Key& section, const Variant* variant, const JsonValue& object, const Position& at, bool muted) {
+  // Walks all keys of a section whose text is `object`, absent ones included.
+  void walk_keys(const Key& section, const Variant* variant, const JsonValue& object, const Position& at, Check check) {
     std::vector<std::string> known;
-    for (const Key& key : section.keys) walk_key(key, object, at, muted, known);
+    for (const Key& key : section.keys) walk_key(key, object, at, check, known);
     if (variant) {
-      for (const Key& key : variant->keys) walk_key(key, object, at, muted, known);
+      for (const Key& key : variant->keys) walk_key(key, object, at, check, known);
     }
     if (section.open || (variant && variant->open)) return;
     for (const JsonMember& member : object.members) {
-      if (std::find(known.begin(), known.end(), member.key) != known.end()) continue;
+      if (is_comment(member.key) || std::find(known.begin(), known.end(), member.key) != known.end()) continue;
       problems_.add(member.line, at.below("", &member).shown, "unknown key" + suggest(member.key, known));
     }
   }
 
-  void walk_key(const Key& key, const JsonValue& object, const Position& at, bool muted,
+  void walk_key(const Key& key, const JsonValue& object, const Position& at, Check check,
                 std::vector<std::string>& known) {
     const JsonMember* member = object.find(key.name);
     known.push_back(key.name);
@@ -78,26 +85,34 @@ class Walk {
     }
     const Position here = at.below(key.name, member);
     if (key.kind == Kind::section) {
-      walk_section(key, object, member, here, muted);
+      const size_t before = harmless_.size();
+      walk_section(key, object, member, here, check);
+      if (key.status == Status::never && harmless_.size() > before) {  // one name for all of its keys
+        harmless_.resize(before);
+        harmless_.push_back(here.shown);
+      }
     } else if (key.kind == Kind::dictionary) {
-      walk_dictionary(key, member, here, muted);
+      walk_dictionary(key, member, here, check);
     } else {
-      walk_leaf(key, member, here, muted);
+      walk_leaf(key, member, here, check);
     }
   }
 
-  void walk_section(const Key& key, const JsonValue& parent, const JsonMember* member, const Position& at, bool muted) {
+  void walk_section(const Key& key, const JsonValue& parent, const JsonMember* member, const Position& at,
+                    Check check) {
     static const JsonValue kAbsent;
     const JsonValue* object = leaves_default(member) ? &kAbsent : &member->value;
     if (member && is_auto(member->value)) decisions_.push_back(at.shown + ": \"auto\" became absent");
     const bool as_flag = key.or_boolean && object->is(JsonKind::boolean);
     if (object != &kAbsent && !object->is(JsonKind::object) && !as_flag) {
-      problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(*object));
+      if (check != Check::names) {
+        problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(*object));
+      }
       object = &kAbsent;
     }
     const Variant* variant = nullptr;
     if (!key.variants.empty() && !choose_variant(key, parent, *object, at, variant)) return;
-    walk_keys(key, variant, as_flag ? kAbsent : *object, at, mute_children(key, *object, at, muted));
+    walk_keys(key, variant, as_flag ? kAbsent : *object, at, check_of_children(key, *object, at, check));
     if (as_flag) record_flag(key, *object, at);
   }
 
@@ -114,23 +129,29 @@ class Walk {
     return variant != nullptr;
   }
 
-  // Mutes the keys of a section that is off. A section that is on but not supported is one problem, not one per key.
-  bool mute_children(const Key& key, const JsonValue& object, const Position& at, bool muted) {
-    if (muted || !object.is(JsonKind::object)) return muted;
-    const bool refused = key.status == Status::later || key.status == Status::never;
+  // A section that is off may ask for anything; one that is not supported yet may moreover hold anything. One that is
+  // on but not supported is one problem, not one per key.
+  Check check_of_children(const Key& key, const JsonValue& object, const Position& at, Check check) {
+    if (check != Check::all || !object.is(JsonKind::object)) return check;
+    const bool refused = key.status == Status::later;
     if (key.on_when_present) {
-      if (refused) problems_.add(at.line, at.shown, status_text(key.status, key.reason, "this section", "remove it"));
-      return refused;
+      if (refused) problems_.add(at.line, at.shown, not_yet_text(key.reason, "this section", "remove it"));
+      return refused ? Check::names : check;
     }
-    if (key.switch_path.empty()) return false;
+    if (key.switch_path.empty()) return check;
     const JsonMember* found = find_path(object, key.switch_path);
-    const bool on = found && found->value.kind == key.switch_off.kind && !is_auto(found->value) &&
-                    !same_content(found->value, key.switch_off);
-    if (!on || !refused) return !on;
-    problems_.add(found->line, at.shown + "." + key.switch_path,
-                  status_text(key.status, key.reason, shown_value(found->value),
-                              "set it to " + shown_value(key.switch_off) + " or remove the section"));
-    return true;
+    const Key* leaf = find_key(at.path + "." + key.switch_path);
+    const bool absent = !found || is_auto(found->value);
+    const bool fits = absent || (leaf && type_problem(*leaf, found->value).empty());
+    const bool on = fits && !absent && !same_content(found->value, key.switch_off);
+    if (!refused) return on ? Check::all : Check::types;
+    if (on) {
+      problems_.add(found->line, at.shown + "." + key.switch_path,
+                    not_yet_text(key.reason, shown_value(found->value),
+                                 "set it to " + shown_value(key.switch_off) + " or remove the section"));
+    }
+    // A switch that says neither yes nor no is an error of its own.
+    return fits ? Check::names : Check::types;
   }
 
   // Reads true and false as 1 and 0 of the section's first key.
@@ -142,34 +163,37 @@ class Walk {
                          (value.boolean ? "1" : "0"));
   }
 
-  void walk_dictionary(const Key& key, const JsonMember* member, const Position& at, bool muted) {
+  void walk_dictionary(const Key& key, const JsonMember* member, const Position& at, Check check) {
     if (member && is_auto(member->value)) decisions_.push_back(at.shown + ": \"auto\" became absent");
     if (leaves_default(member)) return;
     if (!member->value.is(JsonKind::object)) {
-      problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(member->value));
+      if (check != Check::names) {
+        problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got " + shown_value(member->value));
+      }
       return;
     }
     for (const JsonMember& entry : member->value.members) {
       const Position here = at.below(entry.key, &entry);
       if (entry.value.is(JsonKind::object)) {
-        walk_keys(key, nullptr, entry.value, here, muted);
-      } else {
+        walk_keys(key, nullptr, entry.value, here, check);
+      } else if (check != Check::names) {
         problems_.add(here.line, here.shown, "expected an object, got " + shown_value(entry.value));
       }
     }
   }
 
-  void walk_leaf(const Key& key, const JsonMember* member, const Position& at, bool muted) {
+  void walk_leaf(const Key& key, const JsonMember* member, const Position& at, Check check) {
     Entry entry{&key, nullptr, at.line, at.shown, false};
-    if (leaves_default(member)) {
+    if (check == Check::names || leaves_default(member)) {
       entry.automatic = member && is_auto(member->value);
       if (entry.automatic) decide(key, at);
-      if (key.must_be_given && !muted) {
+      if (key.must_be_given && check == Check::all) {
         problems_.add(at.line, at.shown,
                       entry.automatic ? "\"auto\" cannot be derived here; expected " + describe_expected(key)
                                       : "missing; expected " + describe_expected(key));
       }
-      const bool null_for_a_default = member && !entry.automatic && !key.fallback.is(JsonKind::null);
+      const bool null_for_a_default =
+          check != Check::names && member && !entry.automatic && !key.fallback.is(JsonKind::null);
       if (null_for_a_default) problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got null");
       values_.record(at.path, std::move(entry));
       return;
@@ -177,9 +201,12 @@ class Walk {
     std::string problem = type_problem(key, member->value);
     if (problem.empty()) {
       entry.value = &member->value;
-      if (!muted) problem = status_problem(key, member->value);
+      if (check == Check::all) problem = status_problem(key, member->value);
     }
     if (!problem.empty()) problems_.add(at.line, at.shown, problem);
+    if (check == Check::all && key.status == Status::never && !is_off(key, member->value)) {
+      harmless_.push_back(at.shown);
+    }
     values_.record(at.path, std::move(entry));
   }
 
@@ -192,8 +219,15 @@ class Walk {
     decisions_.push_back(at.shown + ": \"auto\" became " + became);
   }
 
+  void note_harmless() {
+    std::string names;
+    for (const std::string& path : harmless_) names += (names.empty() ? "" : ", ") + path;
+    if (!names.empty()) decisions_.push_back("no effect here: " + names + " (docs/config.md gives the reasons)");
+  }
+
   Problems& problems_;
   std::vector<std::string>& decisions_;
+  std::vector<std::string> harmless_;  // given, and without effect here
   Values values_;
 };
 

@@ -17,6 +17,9 @@ using config::Status;
 using config::Variant;
 using nlohmann::ordered_json;
 
+/// How closely the keys of a section are checked, as in validate.cc.
+enum class Check : uint8_t { all, types, names };
+
 ordered_json as_json(const JsonValue& value) { return ordered_json::parse(to_text(value)); }
 
 const char* type_name(Kind kind) {
@@ -59,21 +62,22 @@ std::string any_case_pattern(const std::vector<std::string>& names) {
   return pattern + ")$";
 }
 
-std::vector<std::string> present_choices(const Key& key, bool muted) {
+std::vector<std::string> present_choices(const Key& key, Check check) {
   std::vector<std::string> names;
   for (const std::string& name : key.choices) {
     const auto& later = key.later_choices;
-    if (muted || std::find(later.begin(), later.end(), name) == later.end()) names.push_back(name);
+    const bool present = std::find(later.begin(), later.end(), name) == later.end();
+    if (present || check != Check::all) names.push_back(name);
   }
   return names;
 }
 
-ordered_json typed_rule(const Key& key, bool muted) {
+ordered_json typed_rule(const Key& key, Check check) {
   ordered_json rule;
   if (key.kind == Kind::anything) return ordered_json::object();
   rule["type"] = type_name(key.kind);
   if (!key.choices.empty()) {
-    const auto names = present_choices(key, muted);
+    const auto names = present_choices(key, check);
     if (key.any_case) {
       rule["pattern"] = any_case_pattern(names);
     } else {
@@ -89,51 +93,60 @@ ordered_json typed_rule(const Key& key, bool muted) {
     add_range(key, rule["items"]);
   }
   if (key.length) rule["minItems"] = rule["maxItems"] = key.length;
+  if (key.or_single) rule["type"] = ordered_json::array({type_name(Kind::list), type_name(key.element)});
   return rule;
 }
 
-bool restricted(const Key& key) { return key.status == Status::later || key.status == Status::never; }
+bool restricted(const Key& key) { return key.status == Status::later; }
+
+/// No other keys than those, but comments.
+void close_object(ordered_json& object) {
+  object["patternProperties"] = {{"^(_|//)", true}};
+  object["additionalProperties"] = false;
+}
 
 // Accepts the key's type, "auto", and null where null is the default; for a refused key only the values that mean
 // 'off'.
-ordered_json leaf_rule(const Key& key, bool muted) {
+ordered_json leaf_rule(const Key& key, Check check) {
   ordered_json rule;
   rule["description"] = key.doc + " " + config::status_words(key);
+  if (check == Check::names) return rule;
   if (!key.fallback.is(JsonKind::null)) rule["default"] = as_json(key.fallback);
   const bool nullable = key.fallback.is(JsonKind::null);
-  if (restricted(key) && !muted && !key.any_case) {
+  const bool off_only = restricted(key) && check == Check::all;
+  if (off_only && !key.any_case) {
     rule["enum"] = ordered_json::array({as_json(key.fallback), "auto"});
     for (const JsonValue& value : key.off) rule["enum"].push_back(as_json(value));
     return rule;
   }
   Key accepted = key;
-  if (restricted(key) && !muted) accepted.choices = std::vector<std::string>{key.fallback.string};
-  rule["anyOf"] = ordered_json::array({typed_rule(accepted, muted)});
+  if (off_only) accepted.choices = std::vector<std::string>{key.fallback.string};
+  rule["anyOf"] = ordered_json::array({typed_rule(accepted, check)});
   if (!key.must_be_given) rule["anyOf"].push_back({{"const", "auto"}});
   if (nullable && !key.must_be_given) rule["anyOf"].push_back({{"type", "null"}});
   return rule;
 }
 
-ordered_json section_rule(const Key& key, bool muted);
+ordered_json section_rule(const Key& key, Check check);
 
-ordered_json rule_of(const Key& key, bool muted) {
+ordered_json rule_of(const Key& key, Check check) {
   const bool nested = key.kind == Kind::section || key.kind == Kind::dictionary;
-  return nested ? section_rule(key, muted) : leaf_rule(key, muted);
+  return nested ? section_rule(key, check) : leaf_rule(key, check);
 }
 
-void add_properties(const std::vector<Key>& keys, bool muted, ordered_json& rule) {
+void add_properties(const std::vector<Key>& keys, Check check, ordered_json& rule) {
   if (!rule.contains("properties")) rule["properties"] = ordered_json::object();
   for (const Key& key : keys) {
-    rule["properties"][key.name] = rule_of(key, muted);
+    rule["properties"][key.name] = rule_of(key, check);
     for (const std::string& other : key.other_names) {
-      rule["properties"][other] = rule_of(key, muted);
+      rule["properties"][other] = rule_of(key, check);
       rule["allOf"].push_back({{"not", {{"required", ordered_json::array({key.name, other})}}}});
     }
     if (key.must_be_given) rule["required"].push_back(key.name);
   }
 }
 
-// A disabled section may hold any value of the right type (`muted`), so this restricts only its switch.
+// The keys of a section that is off are free, so this restricts only its switch.
 ordered_json switch_rule(const Key& key) {
   const size_t dot = key.switch_path.find('.');
   const ordered_json off = {{"enum", ordered_json::array({as_json(key.switch_off), "auto"})}};
@@ -148,12 +161,12 @@ ordered_json type_condition(const std::vector<std::string>& types) {
 }
 
 // The keys allowed in "params" depend on the sibling "type".
-void add_variants(const Key& section, bool muted, ordered_json& rule) {
+void add_variants(const Key& section, Check check, ordered_json& rule) {
   for (const Key& child : section.keys) {
     for (const Variant& variant : child.variants) {
       ordered_json params = {{"type", ordered_json::array({"object", "null"})}};
-      add_properties(variant.keys, muted, params);
-      if (!variant.open) params["additionalProperties"] = false;
+      add_properties(variant.keys, check, params);
+      if (!variant.open) close_object(params);
       ordered_json then = {{"properties", {{child.name, {{"anyOf", {params, {{"const", "auto"}}}}}}}}};
       if (params.contains("required")) {
         then["required"] = ordered_json::array({child.name});
@@ -165,33 +178,46 @@ void add_variants(const Key& section, bool muted, ordered_json& rule) {
   }
 }
 
-ordered_json section_rule(const Key& key, bool muted) {
-  const bool refused = restricted(key);
+ordered_json dictionary_rule(const Key& key, Check check) {
+  ordered_json entry = {{"type", "object"}};
+  add_properties(key.keys, check, entry);
+  close_object(entry);
+  ordered_json object = {{"type", "object"}};
+  object["additionalProperties"] = entry;
+  if (check == Check::names) object["additionalProperties"] = {{"anyOf", {entry, {{"not", {{"type", "object"}}}}}}};
+  return object;
+}
+
+ordered_json object_rule(const Key& key, Check check) {
+  ordered_json object = {{"type", "object"}};
+  const bool off_only = restricted(key) && !key.switch_path.empty() && check == Check::all;
+  const Check children = off_only ? Check::names : check;
+  add_properties(key.keys, children, object);
+  add_variants(key, check, object);
+  if (off_only) object["allOf"].push_back(switch_rule(key));
+  if (key.variants.empty() && !key.open) close_object(object);
+  return object;
+}
+
+ordered_json section_rule(const Key& key, Check check) {
   ordered_json rule;
   rule["description"] = key.doc + " " + config::status_words(key);
-  if (refused && key.on_when_present && !muted) {
+  if (restricted(key) && key.on_when_present && check == Check::all) {
     rule["enum"] = ordered_json::array({nullptr, "auto"});
     return rule;
   }
-  ordered_json object = {{"type", "object"}};
-  if (key.kind == Kind::dictionary) {
-    ordered_json entry = {{"type", "object"}};
-    add_properties(key.keys, muted, entry);
-    entry["additionalProperties"] = false;
-    object["additionalProperties"] = entry;
-  } else {
-    const bool can_be_off = !key.switch_path.empty() && !muted;
-    add_properties(key.keys, muted || (can_be_off && refused), object);
-    add_variants(key, muted, object);
-    if (can_be_off && refused) object["allOf"].push_back(switch_rule(key));
-    if (key.variants.empty() && !key.open) object["additionalProperties"] = false;
+  const ordered_json object = key.kind == Kind::dictionary ? dictionary_rule(key, check) : object_rule(key, check);
+  if (check == Check::names) {
+    rule["anyOf"] = ordered_json::array({object, {{"not", {{"type", "object"}}}}});
+    return rule;
   }
   rule["anyOf"] = ordered_json::array({object, {{"enum", {nullptr, "auto"}}}});
   if (key.or_boolean) rule["anyOf"].push_back({{"type", "boolean"}});
-  // A section that is honoured but off may hold any value, too.
-  if (!key.switch_path.empty() && !refused && !muted) {
-    ordered_json quiet = {{"type", "object"}, {"additionalProperties", false}};
-    add_properties(key.keys, true, quiet);
+  // A section that is supported but off may hold any value of the right type.
+  if (!key.switch_path.empty() && !restricted(key) && check == Check::all) {
+    ordered_json quiet = {{"type", "object"}};
+    add_properties(key.keys, Check::types, quiet);
+    close_object(quiet);
     quiet["allOf"].push_back(switch_rule(key));
     rule["anyOf"].push_back(quiet);
   }
@@ -205,8 +231,8 @@ std::string config_json_schema() {
   root["$schema"] = "https://json-schema.org/draft/2020-12/schema";
   root["title"] = "ds_config.json as Deeptide reads it";
   root["type"] = "object";
-  add_properties(config::schema().keys, false, root);
-  root["additionalProperties"] = false;
+  add_properties(config::schema().keys, Check::all, root);
+  close_object(root);
   return root.dump(1) + "\n";
 }
 

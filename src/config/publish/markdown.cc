@@ -15,7 +15,7 @@ std::string status_words(const Key& key) {
     case Status::later:
       return "Not supported yet" + why;
     case Status::never:
-      return "No effect here" + why;
+      return "Accepted, without effect here" + why;
     case Status::honoured:
       break;
   }
@@ -49,11 +49,12 @@ Of the three batch sizes any two are enough, or `train_batch_size` or `train_mic
 |---|---|
 | honoured | has the effect described |
 | either | accepts any value, since all of them ask for what happens anyway; the reason is given |
-| later | not supported yet: accepts only the default or a value that means 'off' |
-| never | has no effect here: accepts the same values as `later`; the reason is given |
+| later | not supported yet, and its absence would change numbers, memory or behaviour: accepts only the default or a value that means 'off' |
+| never | has no effect here, or its wish is met in another way: accepted, with the reason; the summary at the start names those that are given |
 
-A section that is switched off (`"enabled": false`, `"device": "none"`) may hold any of its known keys. A dash as default
-means: absent. `docs/ds_config.schema.json` holds the same table for editors (JSON Schema, draft 2020-12).
+A section that is switched off (`"enabled": false`, `"device": "none"`) may hold any of its known keys, and, where it is
+not supported yet, any values. A key that begins with `_` or `//` is a comment, at any depth. A dash as default means:
+absent. `docs/ds_config.schema.json` holds the same table for editors (JSON Schema, draft 2020-12).
 )";
 
 std::string escaped(const std::string& text) {
@@ -101,7 +102,8 @@ std::string table_of(const std::vector<Key>& keys) {
 }
 
 std::string heading(const std::string& path, const Key& key) {
-  static const char* const kStatus[] = {"", " Accepted either way.", " Not supported yet.", " No effect here."};
+  static const char* const kStatus[] = {"", " Accepted either way.", " Not supported yet.",
+                                        " Accepted, without effect here."};
   std::string text = "\n## `" + path + "`\n\n" + key.doc + kStatus[static_cast<int>(key.status)];
   if (!key.reason.empty()) text += " *" + key.reason + "*";
   for (const std::string& other : key.other_names) text += " Also `" + other + "`.";

@@ -18,7 +18,7 @@
 
 namespace deeptide::config {
 
-/// A choice whose field is an enumeration: each spelling with its enumerator.
+/// A choice whose field is an enumeration: each spelling with its enumerator, the usual spelling of each first.
 template <class Enum>
 Key choice(std::string name, std::optional<Enum> fallback,
            const std::vector<std::pair<std::string_view, Enum>>& choices, std::string doc) {
@@ -27,7 +27,7 @@ Key choice(std::string name, std::optional<Enum> fallback,
   for (const auto& [spelling, enumerator] : choices) {
     key.choices.emplace_back(spelling);
     key.enumerators.push_back(static_cast<int64_t>(enumerator));
-    if (fallback == enumerator) key.fallback = JsonValue(spelling);
+    if (fallback == enumerator && key.fallback.is(JsonKind::null)) key.fallback = JsonValue(spelling);
   }
   return key;
 }
@@ -82,6 +82,8 @@ void assign(const Key& key, const JsonValue& value, std::optional<T>& field) {
 template <class T>
 void assign(const Key& key, const JsonValue& value, std::vector<T>& field) {
   field.clear();
+  if (key.or_single && !value.is(JsonKind::array) && !value.is(JsonKind::null))
+    return assign(key, value, field.emplace_back());
   for (const JsonValue& item : value.items) assign(key, item, field.emplace_back());
 }
 

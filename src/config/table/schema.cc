@@ -124,6 +124,11 @@ Key Key::in_torch(std::string name) && {
   return std::move(*this);
 }
 
+Key Key::not_in_groups() && {
+  config_only = true;
+  return std::move(*this);
+}
+
 Key Key::read_by(std::string who) && {
   spread_reader(*this, who);
   return std::move(*this);
@@ -161,6 +166,11 @@ Key Key::required() && {
 
 Key Key::or_list() && {
   list_later = true;
+  return std::move(*this);
+}
+
+Key Key::or_one() && {
+  or_single = true;
   return std::move(*this);
 }
 
@@ -307,7 +317,8 @@ std::string describe_expected(const Key& key) {
     case Kind::word:
       break;
     case Kind::list:
-      return "a list of " + (key.length ? std::to_string(key.length) + " " : "") +
+      return std::string(key.or_single ? "one value or " : "") + "a list of " +
+             (key.length ? std::to_string(key.length) + " " : "") +
              kElements[std::min<size_t>(static_cast<size_t>(key.element), 5)] + range_words(key);
     case Kind::anything:
       return "a value";

@@ -20,8 +20,9 @@ namespace deeptide::config {
 enum class Kind : uint8_t { boolean, integer, number, word, list, anything, section, dictionary };
 
 /// honoured: has the effect that its text describes. either: accepts any value, since all of them ask for what happens
-/// anyway. later: not supported yet; accepts the default and 'off' values only. never: the same, since it has no effect
-/// here.
+/// anyway. later: its absence would change numbers, memory or behaviour, and it is not supported yet; accepts the
+/// default and 'off' values only. never: has no effect here, or its wish is met in another way; accepted, and told at
+/// the start.
 enum class Status : uint8_t { honoured, either, later, never };
 
 struct Key;
@@ -49,6 +50,7 @@ struct Key {
   std::string reader;  // of a key without a field: the code that acts on it
   std::vector<std::string> other_names;
   std::string torch_name;                       // of a hyper-parameter whose name in torch differs
+  bool config_only = false;                     // of an optimizer's params: no number of its param groups
   std::vector<std::string> choices;             // of a word
   std::vector<int64_t> enumerators;             // of the enumeration below, one for each choice
   const std::type_info* enumeration = nullptr;  // of a choice whose field is an enumeration
@@ -60,7 +62,8 @@ struct Key {
   size_t length = 0;              // of a list; 0: any
   bool must_be_given = false;
   bool list_later = false;        // a list of values is known, not supported yet
-  std::vector<JsonValue> off;     // accepted besides the default when the status is later or never
+  bool or_single = false;         // a list that may be written as its only element
+  std::vector<JsonValue> off;     // asks for nothing, as the default does
   std::vector<Key> keys;          // of a section, or of each entry of a dictionary
   std::vector<Variant> variants;  // further keys of a section, chosen by its sibling "type"
   bool open = false;              // a section that accepts unknown keys and ignores them
@@ -85,6 +88,7 @@ struct Key {
   Key off_at(JsonValue value) &&;
   Key alias(std::string other) &&;
   Key in_torch(std::string name) &&;
+  Key not_in_groups() &&;
   Key derives(std::string words) &&;
   Key derives_from(std::string sibling_name) &&;
   Key auto_from(std::string path) &&;
@@ -92,6 +96,7 @@ struct Key {
   Key not_yet(std::vector<std::string> values) &&;
   Key required() &&;
   Key or_list() &&;
+  Key or_one() &&;
   Key switched_by(std::string path, JsonValue off_value = JsonValue(false)) &&;
   Key when_present() &&;
   Key leaves_open() &&;

@@ -9,14 +9,19 @@ namespace {
 Key activation_checkpointing_section() {
   return section("activation_checkpointing", "Options of DeepSpeed's checkpoint function.",
                  {
-                     flag("partition_activations", false, "Share kept activations out to model-parallel ranks."),
-                     integer("number_checkpoints", {}, "Kept activations.").at_least(1),
-                     flag("contiguous_memory_optimization", false, "Keep them in one buffer."),
-                     flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each."),
-                     flag("profile", false, "Time each."),
-                     flag("cpu_checkpointing", false, "Keep them in CPU memory."),
-                 })
-      .later("torch.utils.checkpoint works as it is");
+                     flag("partition_activations", false, "Share kept activations out to model-parallel ranks.")
+                         .never("there are no model-parallel ranks to share them out to"),
+                     integer("number_checkpoints", {}, "Kept activations.")
+                         .at_least(0)
+                         .never("it sizes a buffer of DeepSpeed's; torch keeps activations one by one"),
+                     flag("contiguous_memory_optimization", false, "Keep them in one buffer.")
+                         .never("torch.utils.checkpoint keeps activations one by one"),
+                     flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each.")
+                         .never("nothing depends on it but DeepSpeed's timers"),
+                     flag("profile", false, "Time each.").later("torch.profiler times checkpoints"),
+                     flag("cpu_checkpointing", false, "Keep them in CPU memory.")
+                         .later("torch.autograd.graph.save_on_cpu does it"),
+                 });
 }
 
 Key sparse_attention_section() {
@@ -52,7 +57,8 @@ Key aio_section() {
                      flag("overlap_events", true, "Submit while waiting."),
                      flag("use_gds", false, "GPUDirect storage."),
                  })
-      .later("there is no offloading to NVMe");
+      .never(
+          "blocks of 4 MiB and their number are chosen by the engine; offload_optimizer.buffer_count sets the latter");
 }
 
 }  // namespace

@@ -17,8 +17,7 @@ Key writer_section() {
                      flag("decoupled", false, "Write while training goes on."),
                      integer("io_multiplier", 1, "Writers for each file.").at_least(1),
                  })
-      .when_present()
-      .later();
+      .never("there is one writer here, and it writes in large aligned requests");
 }
 
 }  // namespace
@@ -29,12 +28,13 @@ std::vector<Key> checkpoint_sections() {
               {
                   choice("tag_validation", "Warn", {"Warn", "Ignore", "Fail"}, "When ranks' tags differ.")
                       .ignoring_case()
-                      .later(),
+                      .never("a save whose ranks give different tags fails on every rank"),
                   flag("load_universal", false, "Load DeepSpeed's universal form.").later(),
                   flag("use_node_local_storage", false, "Every node writes its own part.").later(),
                   section("parallel_write", "Writing by several ranks.",
-                          {flag("pipeline_stage", false, "Pipeline stages write their parts.").later()}),
-                  flag("checkpoint_serialization", true, "Use torch.save.").later("the format here is safetensors"),
+                          {flag("pipeline_stage", false, "Pipeline stages write their parts.")
+                               .never("every rank writes its own part")}),
+                  flag("checkpoint_serialization", true, "Use torch.save.").never("the format here is safetensors"),
                   writer_section(),
               }),
       section("nebula", "Azure's checkpoint service.",

@@ -5,6 +5,12 @@
 
 namespace deeptide::config {
 
+namespace {
+
+const char* const kFormer = "DeepSpeed no longer reads it; torch.compile is called by the program";
+
+}  // namespace
+
 std::vector<Key> compile_sections() {
   return {
       section("compile", "DeepCompile.",
@@ -26,6 +32,10 @@ std::vector<Key> compile_sections() {
                   flag("keep_int_input_tensors", true, "Keep integer inputs."),
                   flag("keep_all_input_tensors", false, "Keep all inputs."),
                   list("passes", Kind::word, {}, "Passes: z1, z3, autosp, autotp."),
+                  flag("enabled", {}, "Of DeepSpeed's former section.").never(kFormer),
+                  flag("disable", {}, "Of DeepSpeed's former section.").never(kFormer),
+                  word("backend", {}, "Of DeepSpeed's former section.").never(kFormer),
+                  section("kwargs", "Of DeepSpeed's former section.", {}).leaves_open().never(kFormer),
               })
           .switched_by("deepcompile")
           .later(),

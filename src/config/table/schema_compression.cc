@@ -104,9 +104,10 @@ Key eigenvalue() {
                      integer("gas_boundary_resolution", 1, "Steps between.").at_least(1),
                      word("layer_name", "bert.encoder.layer", "Layers."),
                      integer("layer_num", 0, "How many.").at_least(0),
+                     word("model_name", {}, "Name of the model, for its reports."),
                  })
       .switched_by("enabled")
-      .never("DeepSpeed disables it too");
+      .never("it only steers the quantisation of weights, which is an error");
 }
 
 }  // namespace
@@ -124,10 +125,11 @@ std::vector<Key> compression_sections() {
                           {integer("num_heads", {}, "Heads of a layer.").at_least(1)}),
                   pruning("channel_pruning", "Pruning of channels.", {}),
               }),
-      section("quantize_training", "DeepSpeed's former section.", {eigenvalue()})
+      section("quantize_training", "Quantisation of weights in the optimizer's step.", {enabled(), eigenvalue()})
           .leaves_open()
-          .when_present()
-          .never("DeepSpeed no longer reads it; its present form is compression_training.weight_quantization"),
+          .switched_by("enabled")
+          .later("its later form is compression_training.weight_quantization"),
+      eigenvalue(),
   };
 }
 

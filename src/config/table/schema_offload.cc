@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's placement of states: offload_param, offload_optimizer, zenflow.
+#include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
 namespace deeptide::config {
@@ -31,21 +32,36 @@ Key offload_param_section() {
 }
 
 Key offload_optimizer_section() {
-  return section("offload_optimizer", "Keep optimizer states off the device.",
-                 {
-                     device(),
-                     nvme_path(),
-                     integer("buffer_count", 4, "Buffers.").at_least(1),
-                     pin_memory(),
-                     flag("pipeline_read", false, "Read ahead."),
-                     flag("pipeline_write", false, "Write behind."),
-                     flag("fast_init", false, "Initialise by files."),
-                     number("ratio", 1.0, "Share of the states kept off the device.").between(0, 1),
-                     flag("super_offload", false, "SuperOffload."),
-                     number("cpuadam_cores_perc", 0.8, "Share of the cores for CPU Adam.").between(0, 1),
-                 })
-      .switched_by("device", kNone)
-      .later();
+  const char* const kAlwaysPipelined = "blocks are always read ahead and written behind";
+  return section(
+             "offload_optimizer",
+             "Keep optimizer states (moments, and the masters of 16-bit parameters) off the device.",
+             {
+                 choice<OffloadDevice>(
+                     "device", OffloadDevice::none,
+                     {{"none", OffloadDevice::none}, {"cpu", OffloadDevice::cpu}, {"nvme", OffloadDevice::nvme}},
+                     "Where to: \"cpu\" is where a CPU engine keeps them anyway; \"nvme\": files.")
+                     .into(&OffloadOptimizerConfig::device),
+                 list("nvme_path", Kind::word, std::vector<JsonValue>{},
+                      "Folder of the files, or several, over which blocks are striped.")
+                     .or_one()
+                     .into(&OffloadOptimizerConfig::folders),
+                 integer("buffer_count", 4, "Blocks of 4 MiB in memory for each kind of state.")
+                     .between(2, 1024)
+                     .into(&OffloadOptimizerConfig::buffer_count),
+                 number("ratio", 1.0, "Share of the states kept off the device, exact to one block of 4 MiB.")
+                     .between(0, 1)
+                     .into(&OffloadOptimizerConfig::ratio),
+                 flag("pin_memory", true, "Page-locked buffers.").either("there is no accelerator to copy to"),
+                 flag("pipeline_read", false, "Read ahead.").either(kAlwaysPipelined),
+                 flag("pipeline_write", false, "Write behind.").either(kAlwaysPipelined),
+                 flag("fast_init", false, "Initialise by files.").either("files begin as zeros without being written"),
+                 flag("super_offload", false, "SuperOffload.").later(),
+                 number("cpuadam_cores_perc", 0.8, "Share of the cores for CPU Adam.")
+                     .between(0, 1)
+                     .either("states are stepped by the threads that torch uses"),
+             })
+      .switched_by("device", kNone);
 }
 
 Key zenflow_section() {

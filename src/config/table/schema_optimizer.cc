@@ -12,8 +12,8 @@ Key weight_decay() { return number("weight_decay", 0.0, "Weight decay.").at_leas
 
 Key eps(double fallback = 1e-8) { return number("eps", fallback, "Added to the denominator.").at_least(0); }
 
-Key betas() {
-  Key key = list("betas", Kind::number, numbers({0.9, 0.999}), "Decay rates of the two moments.").below_one();
+Key betas(double second = 0.999) {
+  Key key = list("betas", Kind::number, numbers({0.9, second}), "Decay rates of the two moments.").below_one();
   key.length = 2;
   return key;
 }
@@ -22,7 +22,7 @@ Key bias_correction() { return flag("bias_correction", true, "Correct the moment
 
 Key max_grad_norm() {
   return number("max_grad_norm", {}, "Clipping inside the optimizer.")
-      .never("please switch to using the deepspeed parameter 'gradient_clipping' (top level)");
+      .later("please switch to using the deepspeed parameter 'gradient_clipping' (top level)");
 }
 
 std::vector<Key> operator+(std::vector<Key> a, const std::vector<Key>& b) {
@@ -70,6 +70,19 @@ std::vector<Key> adagrad_keys() {
   };
 }
 
+std::vector<Key> rmsprop_keys() {
+  return {
+      learning_rate(1e-2),
+      number("alpha", 0.99, "Decay rate of the squares' average.").below_one(),
+      eps(),
+      weight_decay(),
+      number("momentum", 0.0, "Momentum.").at_least(0),
+      flag("centered", false, "Divide by the standard deviation: the average gradient is subtracted."),
+      flag("maximize", false, "Ascend instead of descend.").later(),
+      max_grad_norm(),
+  };
+}
+
 std::vector<Key> lion_keys() {
   Key rates = betas();
   rates.doc = "Weights of the momentum in the step's direction, and in the momentum kept.";
@@ -81,8 +94,8 @@ std::vector<Key> lion_keys() {
 }
 
 std::vector<Key> lamb_bounds(double max_coeff) {
-  return {number("max_coeff", max_coeff, "Upper bound of the trust ratio."),
-          number("min_coeff", 0.01, "Lower bound of the trust ratio.")};
+  return {number("max_coeff", max_coeff, "Upper bound of the trust ratio.").at_least(0),
+          number("min_coeff", 0.01, "Lower bound of the trust ratio.").at_least(0)};
 }
 
 std::vector<Key> one_bit_keys() {
@@ -104,7 +117,7 @@ std::vector<Key> lamb_keys() {
                           eps(),
                           flag("eps_inside_sqrt", false, "Add eps inside the root."),
                           weight_decay(),
-                          number("max_grad_norm", 0.0, "Clipping inside the optimizer.")} +
+                          max_grad_norm().off_at(JsonValue(0.0))} +
          lamb_bounds(10.0);
 }
 
@@ -123,15 +136,30 @@ std::vector<Key> one_bit_lamb_keys() {
                           number("factor_threshold", 0.1, "Largest change of the factor in a step.")};
 }
 
+/// In a param group of matrices "eps" is the least norm by which one is divided, as in torch.optim.Muon.
 std::vector<Key> muon_keys() {
-  return {learning_rate(),
-          number("momentum", 0.95, "Momentum."),
-          weight_decay(),
-          number("muon_lr", {}, "Learning rate of matrices.").derives("lr"),
-          number("adam_lr", {}, "Learning rate of the rest.").derives("lr"),
-          betas(),
-          eps(),
-          word("ns_method", "gram", "How Newton-Schulz is iterated.")};
+  Key coefficients = list("ns_coefficients", Kind::number, numbers({3.4445, -4.7750, 2.0315}),
+                          "Coefficients of Newton-Schulz' polynomial of degree five.");
+  coefficients.length = 3;
+  return {
+      learning_rate(0.02),
+      number("muon_lr", {}, "Learning rate of matrices.").at_least(0).derives("lr").not_in_groups(),
+      number("adam_lr", {}, "Learning rate of the rest.").at_least(0).derives("lr, or 3e-4").not_in_groups(),
+      number("momentum", 0.95, "Momentum of matrices.").below_one(),
+      flag("nesterov", true, "Nesterov's momentum."),
+      weight_decay(),
+      betas(0.95),
+      eps(1e-10),
+      integer("ns_steps", 5, "Iterations of Newton-Schulz.").between(1, 99),
+      std::move(coefficients),
+      flag("match_rms_adamw", false,
+           "Scale a matrix's rate by 0.2 sqrt(max(rows, columns)) instead of sqrt(max(1, rows / columns))."),
+      flag("use_muon", true, "False, as in a param group: AdamW for all."),
+      choice("ns_method", "gram", {"gram", "standard"}, "How Newton-Schulz is iterated.")
+          .either("both iterate one polynomial; here on the matrix, in bf16")
+          .not_in_groups(),
+      max_grad_norm(),
+  };
 }
 
 /// A row per optimizer: the names of its type, then its hyper-parameters.
@@ -141,12 +169,13 @@ std::vector<Variant> params_by_type() {
       {.types = {"SGD"}, .keys = sgd_keys()},
       {.types = {"Lion"}, .keys = lion_keys()},
       {.types = {"Adagrad"}, .keys = adagrad_keys()},
-      {.types = {"Lamb"}, .keys = lamb_keys(), .later = true},
+      {.types = {"RMSprop"}, .keys = rmsprop_keys()},
+      {.types = {"Lamb"}, .keys = lamb_keys()},
+      {.types = {"Muon"}, .keys = muon_keys()},
       {.types = {"OneBitAdam"}, .keys = one_bit_keys(), .later = true},
       {.types = {"ZeroOneAdam"}, .keys = zero_one_keys(), .later = true},
       {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
       {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},
-      {.types = {"Muon"}, .keys = muon_keys(), .later = true},
   };
 }
 
@@ -165,7 +194,8 @@ std::vector<Key> optimizer_sections() {
                           .not_yet(later)
                           .derives("no optimizer of the configuration's own"),
                       section("params", "Its hyper-parameters.", {}).by_type(params_by_type()),
-                      flag("legacy_fusion", false, "DeepSpeed's older fused optimizers.").later(),
+                      flag("legacy_fusion", false, "DeepSpeed's older fused optimizers.")
+                          .never("one fused kernel with torch's formulas runs on every device"),
                   })
               .read_by("config::optimizer_config")};
 }

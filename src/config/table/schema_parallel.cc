@@ -17,7 +17,7 @@ Key pipeline_section() {
                      flag("grad_partitioned", true, "Share out gradients between stages."),
                      flag("use_reentrant", true, "Reentrant checkpoints."),
                  })
-      .later();
+      .never("only a PipelineModule reads it, and there is none yet");
 }
 
 Key layer_specs() {

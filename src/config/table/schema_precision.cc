@@ -50,18 +50,24 @@ Key bf16_section() {
 }
 
 Key torch_autocast_section() {
-  return section(
-             "torch_autocast", "torch.autocast around the forward pass.",
-             {
-                 flag("enabled", false, "Use it.").into(&PrecisionConfig::autocast),
-                 choice<DataType>("dtype", DataType::bf16, {{"bfloat16", DataType::bf16}, {"float16", DataType::fp16}},
-                                  "Its lower type. float16 scales losses as the fp16 section says.")
-                     .into(&PrecisionConfig::autocast_dtype),
-                 list("lower_precision_safe_modules", Kind::word,
-                      words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
-                      "Modules whose parameters are communicated in the lower type.")
-                     .later("communication_data_type sets it for all"),
-             })
+  return section("torch_autocast", "torch.autocast around the forward pass.",
+                 {
+                     flag("enabled", false, "Use it.").into(&PrecisionConfig::autocast),
+                     choice<DataType>("dtype", DataType::bf16,
+                                      {{"bfloat16", DataType::bf16},
+                                       {"float16", DataType::fp16},
+                                       {"torch.bfloat16", DataType::bf16},
+                                       {"torch.float16", DataType::fp16},
+                                       {"bf16", DataType::bf16},
+                                       {"fp16", DataType::fp16},
+                                       {"half", DataType::fp16}},
+                                      "Its lower type. float16 scales losses as the fp16 section says.")
+                         .into(&PrecisionConfig::autocast_dtype),
+                     list("lower_precision_safe_modules", Kind::word,
+                          words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
+                          "Modules whose parameters are communicated in the lower type.")
+                         .later("communication_data_type sets it for all"),
+                 })
       .switched_by("enabled");
 }
 

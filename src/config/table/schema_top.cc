@@ -38,7 +38,7 @@ std::vector<Key> gradient_keys() {
           .into(&PrecisionConfig::communication_dtype),
       choice("seq_parallel_communication_data_type", "fp32", {"fp32", "fp16", "bf16"},
              "Data type of gradients inside sequence-parallel groups.")
-          .later("there is no sequence parallelism"),
+          .never("there are no sequence-parallel groups; sequence_parallel_size is an error"),
       choice<GradientOp>("gradient_allreduce_op", GradientOp::mean,
                          {{"mean", GradientOp::mean}, {"sum", GradientOp::sum}},
                          "How ranks' gradients are combined; sum: stages 0-2.")
@@ -46,17 +46,19 @@ std::vector<Key> gradient_keys() {
           .into(&GradientConfig::op),
       flag("prescale_gradients", false, "Divide by the world size before the reduction.").never(kSumOrder),
       number("gradient_predivide_factor", 1.0, "Divide by this before the reduction.").never(kSumOrder),
-      flag("sparse_gradients", false, "Exchange sparse embedding gradients as indices and values.").later(),
-      flag("disable_allgather", false, "Unused in DeepSpeed too.").never("DeepSpeed does not read it either"),
+      flag("sparse_gradients", false, "Accept gradients of embeddings built with sparse=True.")
+          .either("sparse gradients are always accepted, and summed in the dense buckets of their units"),
+      flag("disable_allgather", false, "Unused in DeepSpeed too.").never("DeepSpeed does not use it either"),
       integer("allgather_size", 500'000'000, "Bucket of the boolean form of zero_optimization.")
           .at_least(0)
           .never("the bucket's size is zero_optimization.allgather_bucket_size"),
       number("gradient_clipping", 1.0, "Global norm to which gradients are clipped; 0: off.")
           .at_least(0)
           .into(&GradientConfig::clipping),
-      flag("graph_harvesting", false, "Capture the optimizer step in a CUDA graph.").later(),
+      flag("graph_harvesting", false, "Capture the optimizer step in a CUDA graph.")
+          .never("a step is one kernel per run of parameters, which leaves a graph nothing to gain"),
       flag("use_data_before_expert_parallelism", false, "Order of data and expert groups.")
-          .later("there is no expert parallelism"),
+          .never("there are no expert groups; expert_parallel is an error"),
       flag("zero_allow_untested_optimizer", false, "Let ZeRO run optimizers that DeepSpeed has not tested.")
           .either("every available optimizer is tested with every stage"),
       flag("zero_force_ds_cpu_optimizer", true, "With CPU offload, insist on DeepSpeed's own CPU Adam.")
@@ -75,7 +77,11 @@ std::vector<Key> report_keys() {
       flag("dump_state", false, "Print the configuration and the engine's state at the start.")
           .into(&ReportConfig::dump_state),
       choice("log_level", {}, {"debug", "info", "warning", "error", "critical"}, "DeepSpeed's own logger.")
-          .later("set the environment variable DEEPTIDE_LOG_LEVEL"),
+          .never("the environment variable DEEPTIDE_LOG_LEVEL sets the level"),
+      integer("cuda_visible_devices", {}, "The device to use; unused in DeepSpeed too.")
+          .never("the launcher and the environment variable CUDA_VISIBLE_DEVICES choose devices"),
+      flag("disable_python_gc", false, "Switch Python's garbage collector off.")
+          .never("the engine keeps no cycles of objects that it would have to find; gc.disable() switches it off"),
       flag("dataloader_drop_last", false, "Leave out an incomplete last batch.").into(&DataConfig::drop_last),
       integer("vocabulary_size", {}, "Only checked: a multiple of 8 is faster.")
           .at_least(1)

@@ -43,7 +43,7 @@ std::vector<Key> gather_keys() {
           .at_least(0)
           .into(&ZeroConfig::allgather_bucket_size),
       integer("sub_group_size", 1'000'000'000, "Elements that stage 3's optimizer updates at once.")
-          .at_least(1)
+          .at_least(0)
           .never("the update runs in place over each unit's flat shard and needs no buffer of its own"),
       integer("stage3_prefetch_bucket_size", 50'000'000, "Elements gathered ahead of their use.")
           .at_least(0)
@@ -98,13 +98,14 @@ std::vector<Key> model_keys() {
                               "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
                               "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"}),
                        "By class.")
-                      .never(kNoHooks)
-                      .off_at(list("", Kind::word, words({}), "").fallback),
+                      .never(kNoHooks),
                   list("names", Kind::word, words({}), "By name.").never(kNoHooks),
                   list("name_suffixes", Kind::word, words({}), "By the end of the name.").never(kNoHooks),
               }),
-      flag("log_trace_cache_warnings", false, "Warn when the order of modules changes.").later(),
-      flag("enable_sanity_checks", false, "Check stage 3's buckets.").later(),
+      flag("log_trace_cache_warnings", false, "Warn when the order of modules changes.")
+          .never("a changed order of modules is no fault here: the plan follows it"),
+      flag("enable_sanity_checks", false, "Check stage 3's buckets.")
+          .never("what ranks must hold alike is compared at every boundary in any case"),
   };
 }
 
@@ -113,7 +114,8 @@ std::vector<Key> checkpoint_keys() {
       flag("load_from_fp32_weights", true, "Restore masters from the checkpoint's fp32 values.").later(),
       flag("elastic_checkpoint", false, "Save states without padding, for another number of ranks.")
           .either("checkpoints always hold whole tensors by name, without padding"),
-      flag("pipeline_loading_checkpoint", false, "Ranks load one after another.").later(),
+      flag("pipeline_loading_checkpoint", false, "Ranks load one after another, which bounds the host's memory.")
+          .never("a rank reads its own slices only"),
       flag("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum in memory.").later("Muon is not there"),
   };
 }

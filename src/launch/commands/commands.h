@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One function per command of `deeptide NAME …`; the table is in main.cc.
+// Declares one function per command of `deeptide NAME …`; main.cc has the table.
 #pragma once
 
 #include <string>
@@ -13,33 +13,33 @@ struct Options;
 /// The words after the command's name. Each function answers its own --help.
 using Arguments = std::vector<std::string>;
 
-/// `deeptide [options] script args…`: what runs when the first word names no command.
+/// `deeptide [options] script args…`: runs if the first word names no command.
 int run_job(const Arguments& arguments);
-/// The same for options that are parsed already.
+/// As above, for parsed options.
 int run_job(Options options);
 
-/// `deeptide agent`: one host's part of a job, started by the launcher.
+/// `deeptide agent`: runs one host's part of a job; started by the launcher.
 int run_agent(const Arguments& arguments);
 
-/// `deeptide rank script args…`: one rank under mpirun or srun, started by the launcher.
+/// `deeptide rank script args…`: runs one rank under mpirun or srun; started by the launcher.
 int run_rank(const Arguments& arguments);
 
-/// `deeptide ssh command…`: a command on all hosts.
+/// `deeptide ssh command…`: runs a command on all hosts.
 int run_ssh(const Arguments& arguments);
 
-/// `deeptide ps`: this user's live jobs on this machine.
+/// `deeptide ps`: lists this user's live jobs on this machine.
 int run_ps(const Arguments& arguments);
 
-/// `deeptide stacks [job]`: what each rank of a live job is doing.
+/// `deeptide stacks [job]`: shows what each rank of a live job is doing.
 int run_stacks(const Arguments& arguments);
 
-/// `deeptide elastic --config FILE`: the batch and the worlds of the elasticity section.
+/// `deeptide elastic --config FILE`: prints the batch and the valid worlds of the elasticity section.
 int run_elastic(const Arguments& arguments);
 
-/// `deeptide doctor`: what this machine, and the hosts of a hostfile, lack.
+/// `deeptide doctor`: examines this machine and the hosts of a hostfile.
 int run_doctor(const Arguments& arguments);
 
-/// `deeptide bench comm|io`: how fast the ranks' collectives are, or a folder's device.
+/// `deeptide bench comm|io`: measures the speed of collectives, or of a folder's device.
 int run_bench(const Arguments& arguments);
 int run_bench_comm(const Arguments& arguments);
 int run_bench_io(const Arguments& arguments);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Examines one fact after the other.
+// Examines one fact at a time.
 #include "launch/commands/doctor.h"
 
 #include <linux/io_uring.h>
@@ -86,14 +86,14 @@ std::vector<Finding> python_findings(const std::string& python) {
   }
   if (child.late || child.code != 0) {
     const std::string what =
-        child.late ? "gave no answer within 60 s" : "ended with code " + std::to_string(child.code);
+        child.late ? "did not answer within 60 s" : "ended with code " + std::to_string(child.code);
     findings.push_back({Verdict::fail, "python", python + " " + what + ": " + child.text.substr(0, 300),
                         "check that `" + python + " -c 'import torch'` works"});
   }
   return findings;
 }
 
-// Skips what a login prints before it.
+// Finds the version and skips any output of the login before it.
 std::string version_in(const std::string& text) {
   const std::string head = "deeptide ";
   std::istringstream lines(text);
@@ -123,7 +123,7 @@ Finding judge_locked_memory(uint64_t limit_bytes) {
   if (limit_bytes == UINT64_MAX) return {Verdict::ok, "locked memory", "unlimited", ""};
   const std::string text = size_text(limit_bytes) + " at most";
   if (limit_bytes >= 1024 * kMiB) return {Verdict::ok, "locked memory", text, ""};
-  return {Verdict::warn, "locked memory", text + ": pinned buffers and registered I/O are limited to that",
+  return {Verdict::warn, "locked memory", text + ": this limits pinned buffers and registered I/O",
           "ulimit -l unlimited, or memlock in /etc/security/limits.conf; in a container: --ulimit memlock=-1"};
 }
 
@@ -132,7 +132,8 @@ Finding judge_huge_pages(const std::string& setting) {
     return {Verdict::warn, "huge pages", "never: large CPU tensors fault page by page",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"};
   }
-  if (setting.empty()) return {Verdict::warn, "huge pages", "not in this kernel", "use a kernel with THP"};
+  if (setting.empty())
+    return {Verdict::warn, "huge pages", "not supported by this kernel", "use a kernel that has them"};
   const size_t open = setting.find('['), close = setting.find(']');
   return {Verdict::ok, "huge pages", setting.substr(open + 1, close - open - 1), ""};
 }
@@ -146,13 +147,13 @@ Finding judge_open_files(uint64_t limit) {
 Finding judge_io_uring(int error, bool built) {
   if (error == 0 && built) return {Verdict::ok, "io_uring", "works", ""};
   if (error == 0) {
-    return {Verdict::warn, "io_uring", "works, but this build has no liburing: files are read and written by threads",
+    return {Verdict::warn, "io_uring", "works, but this build has no liburing: threads read and write files instead",
             "install liburing (Debian: liburing-dev) and build again"};
   }
   const std::string why = std::strerror(error);
-  return {Verdict::warn, "io_uring", why + ": files are read and written by threads instead",
+  return {Verdict::warn, "io_uring", why + ": threads read and write files instead",
           error == ENOSYS ? "use Linux 5.1 or newer"
-                          : "allow it: sysctl kernel.io_uring_disabled=0, and the container's seccomp profile"};
+                          : "allow it with sysctl kernel.io_uring_disabled=0 and in the container's seccomp profile"};
 }
 
 std::vector<Finding> examine_machine(const std::string& python) {
@@ -177,14 +178,15 @@ Finding examine_host(const Options& options, const std::string& host) {
   }
   const std::string own = DEEPTIDE_VERSION, version = version_in(child.text);
   if (!child.late && child.code == 0 && version == own) {
-    return {Verdict::ok, subject, "logs in without a password; deeptide " + own, ""};
+    return {Verdict::ok, subject, "the login works without a password; deeptide " + own, ""};
   }
   if (!child.late && child.code == 0 && !version.empty()) {
-    return {Verdict::fail, subject, "has deeptide " + version + ", here is " + own, "install the same version there"};
+    return {Verdict::fail, subject, "has deeptide " + version + ", but this host has " + own,
+            "install the same version there"};
   }
   if (!child.late && child.code == 127) {
-    return {Verdict::fail, subject, "logs in, but finds no deeptide command",
-            "install it there at the same path, or put it into PATH, also with --venv_script"};
+    return {Verdict::fail, subject, "the login works, but the host has no deeptide command",
+            "install it there at the same path, or add it to PATH, e.g. with --venv_script"};
   }
   const std::string said =
       child.late ? "no answer within 15 s" : child.text.substr(0, child.text.find_first_of("\r\n"));

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Examines this machine for training; names what it lacks, and the cure.
+// Examines this machine for training, and reports problems with their cures.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,20 @@ struct Finding {
   std::string cure;  // empty when ok
 };
 
-/// Each judges one fact given as an argument, so that tests can pass any value.
+/// Each function judges one fact that it gets as an argument, so that tests can pass any value.
 Finding judge_shared_memory(uint64_t free_bytes);
 Finding judge_locked_memory(uint64_t limit_bytes);     // UINT64_MAX: unlimited
 Finding judge_huge_pages(const std::string& setting);  // the text of transparent_hugepage/enabled; empty: no such file
 Finding judge_open_files(uint64_t limit);
-Finding judge_io_uring(int error, bool built = true);  // errno of io_uring_setup, 0: it worked; false: no liburing
+Finding judge_io_uring(int error,
+                       bool built = true);  // errno of io_uring_setup, 0: success; `built` false: no liburing
 
 /// Examines this machine, and its torch through a Python child.
 std::vector<Finding> examine_machine(const std::string& python);
-/// Logs in to a host as the launcher does and runs the command there. Uses the ssh settings of `options`.
+/// Logs in to a host as the launcher does, with the ssh settings of `options`, and runs the command there.
 Finding examine_host(const Options& options, const std::string& host);
 
-/// "warn  huge pages: never. Cure: …"
+/// Returns a line such as "warn  huge pages: never. Cure: …".
 std::string to_line(const Finding& finding);
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `deeptide doctor` asks a Python interpreter: one line per finding, its four fields separated by tabs.
+"""Examines a Python interpreter for `deeptide doctor`: prints one line per finding, with four fields separated by tabs.
 
 CMake embeds this file into the command, which runs it with `python -c`.
 """
@@ -22,7 +22,7 @@ def judge(good, subject, cure):
 def examine_collectives(kind):
     import torch.distributed as dist
 
-    judge(dist.is_available(), "torch.distributed", "install a build with USE_DISTRIBUTED")
+    judge(dist.is_available(), "torch.distributed", "install a build of torch with USE_DISTRIBUTED")
     if not dist.is_available():
         return
     judge(dist.is_gloo_available(), "gloo", "install a build of torch with Gloo")
@@ -43,7 +43,7 @@ def examine_deeptide():
         targets = deeptide._C.kernel_targets()
         say("ok", "kernels of deeptide", ", ".join(f"{kind} on {target}" for kind, target in targets.items()))
     except Exception as error:
-        say("fail", "deeptide", f"does not load: {error}", "pip install deeptide here; it must be built for this torch")
+        say("fail", "deeptide", f"does not load: {error}", "pip install deeptide here, built for this torch")
 
 
 def main():

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Files with O_DIRECT, each in a thread of its own, through the engine that is asked for.
+// Transfers files with O_DIRECT, one thread per file, through the chosen engine.
 #include "launch/commands/io_bench.h"
 
 #include <fcntl.h>
@@ -23,10 +23,10 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int64_t kAlignment = 4096;  // of O_DIRECT, on every device in use
-constexpr int kMaxRequests = 4096;    // under way in all files: each has a buffer, with threads a thread
+constexpr int64_t kAlignment = 4096;  // required by O_DIRECT; sufficient on all current devices
+constexpr int kMaxRequests = 4096;    // in flight over all files; each takes a buffer and, with threads, a thread
 
-/// Page-aligned memory with a pattern that names its place in the file.
+/// Page-aligned memory with a pattern that encodes the offset in the file.
 class Block {
  public:
   explicit Block(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
@@ -58,7 +58,7 @@ class Block {
 
 using Transfer = void (*)(const io::Pass& pass);
 
-/// One file; removed with the object.
+/// One file, which the destructor removes.
 class BenchFile {
  public:
   BenchFile(const IoBench& bench, Transfer transfer, int index) : bench_(bench), transfer_(transfer) {
@@ -72,11 +72,12 @@ class BenchFile {
       pass_.blocks.push_back(blocks_.back()->data());
     }
     pass_.prepare = [this](size_t buffer, int64_t at) {
-      if (bench_.validate) blocks_[buffer]->fill(at);  // not while a device is measured
+      if (bench_.validate) blocks_[buffer]->fill(at);  // costs time, so not in a measurement
     };
     pass_.inspect = [this](size_t buffer, int64_t at) {
       if (!bench_.validate || blocks_[buffer]->holds(at)) return;
-      throw std::runtime_error(pass_.path + ": what was read at " + std::to_string(at) + " is not what was written");
+      throw std::runtime_error(pass_.path + ": the data read at offset " + std::to_string(at) +
+                               " differs from the data written");
     };
   }
   ~BenchFile() { close_file(); }
@@ -94,7 +95,7 @@ class BenchFile {
     transfer_(pass_);
   }
 
-  /// Without O_DIRECT, drops the pages at least before they are read.
+  /// Drops cached pages before a read, for files without O_DIRECT.
   void drop_pages() const { ::posix_fadvise(pass_.fd, 0, 0, POSIX_FADV_DONTNEED); }
   bool direct() const { return direct_; }
 
@@ -106,7 +107,7 @@ class BenchFile {
     if (direct_ && pass_.fd < 0 && errno == EINVAL) direct_ = false;
     if (!direct_) pass_.fd = ::open(path, kFlags, 0600);
     if (pass_.fd < 0) throw std::system_error(errno, std::generic_category(), pass_.path);
-    // A file that grows takes one write at a time; where allocation is not known, it does grow.
+    // A growing file takes one write at a time, so allocate it first where the file system can.
     if (::fallocate(pass_.fd, 0, 0, bench_.io_bytes) == 0 || errno == EOPNOTSUPP) return;
     const int error = errno;
     close_file();
@@ -146,16 +147,17 @@ void check(const IoBench& bench) {
   }
   if (bench.num_files * bench.queue_depth > kMaxRequests) {
     throw UsageError("--io_parallel " + std::to_string(bench.num_files) + " times --queue_depth " +
-                     std::to_string(bench.queue_depth) + " is above " + std::to_string(kMaxRequests));
+                     std::to_string(bench.queue_depth) + " exceeds the limit of " + std::to_string(kMaxRequests) +
+                     " requests");
   }
 }
 
-/// Fills in the result's engine, and why it is not io_uring.
+/// Sets the result's engine, and the reason if it is not io_uring.
 void choose_engine(const IoBench& bench, IoResult& result) {
   if (bench.engine != IoEngine::threads) result.obstacle = io::io_uring_obstacle();
   if (bench.engine == IoEngine::io_uring && !result.obstacle.empty()) {
     throw UsageError("--engine io_uring cannot be used: " + result.obstacle +
-                     "; `deeptide doctor` names the cure, --engine threads needs none");
+                     "; run `deeptide doctor` for the cure, or use --engine threads");
   }
   const bool threads = bench.engine == IoEngine::threads || !result.obstacle.empty();
   result.engine = threads ? IoEngine::threads : IoEngine::io_uring;
@@ -190,7 +192,7 @@ int64_t parse_size(const std::string& text) {
   const int shift = unit.empty() ? 0 : static_cast<int>(10 * (place + 1));
   if (error != std::errc() || value <= 0 || (!unit.empty() && place == std::string::npos) ||
       value > INT64_MAX >> shift) {
-    throw UsageError("a size, got '" + text + "', expected a number of bytes such as 400M, 1G or 4096");
+    throw UsageError("invalid size '" + text + "': expected a number of bytes such as 400M, 1G or 4096");
   }
   return value << shift;
 }

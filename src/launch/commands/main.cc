@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The `deeptide` command: a job, unless the first word names another command.
+// Runs the `deeptide` command: a job, unless the first word names another command.
 #include <string_view>
 
 #include "launch/commands/commands.h"
@@ -15,7 +15,7 @@ struct Command {
   int (*run)(const Arguments& arguments);
 };
 
-// A script of one of these names is run as `./name`. parse_options' --help lists those that users call.
+// Users run a script with one of these names as `./name`. --help of parse_options lists the commands for users.
 constexpr Command kCommands[] = {
     {"agent", run_agent}, {"bench", run_bench}, {"doctor", run_doctor}, {"elastic", run_elastic}, {"ps", run_ps},
     {"rank", run_rank},   {"run", run_job},     {"ssh", run_ssh},       {"stacks", run_stacks},

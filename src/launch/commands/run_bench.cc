@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide bench`: chooses what to measure.
+// Runs `deeptide bench`: dispatches to comm or io.
 #include <cstdio>
 
 #include "launch/commands/commands.h"
@@ -18,8 +18,7 @@ int run_bench(const Arguments& arguments) {
         "  comm  how fast ranks exchange and sum tensors\n  io    how fast a folder's device writes and reads");
     return 0;
   }
-  throw UsageError("deeptide bench: got " + (what.empty() ? "nothing" : "'" + what + "'") +
-                   ", expected what to measure: comm or io");
+  throw UsageError("deeptide bench: got " + (what.empty() ? "nothing" : "'" + what + "'") + ", expected comm or io");
 }
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide bench comm`: a job whose ranks time collectives; its options, and those of any job.
+// Runs `deeptide bench comm`: a job whose ranks time collectives. Takes its own options and those of any job.
 #include <CLI/CLI.hpp>
 #include <array>
 #include <charconv>
@@ -21,15 +21,16 @@ constexpr const char* kWorker = "deeptide._bench_comm";
 constexpr int64_t kLargest = int64_t{1} << 40;
 
 constexpr const char* kBenchFooter = R"(
-All options of a job may be given too (deeptide --help): --num_ranks, -H, --include, --launcher, --python, ...
-Without a hostfile or GPUs, 2 ranks of this machine. Every result is checked once before it is timed.
+Accepts all job options as well (deeptide --help): --num_ranks, -H, --include, --launcher, --python, ...
+Without a hostfile or GPUs it starts 2 ranks on this machine. Every result is checked once before it is timed.
 
-Size: what a rank receives (all-gather) or gives (the others). Bandwidth of the median time, as nccl-tests: algorithm
-bandwidth (size / time); bus bandwidth, that times (n - 1) / n, for all-reduce 2 (n - 1) / n, for broadcast 1.)";
+Size: the bytes that each rank receives (all-gather) or contributes (all others).
+Bandwidths use the median time, as in nccl-tests. Algorithm bandwidth is size / time. Bus bandwidth is algorithm
+bandwidth times (n - 1) / n; times 2 (n - 1) / n for all-reduce; times 1 for broadcast.)";
 
 const std::array<const char*, 5> kCollectives{"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"};
 
-// ds_bench names torch's types.
+// ds_bench uses torch's names of types.
 const std::map<std::string, std::string> kTypes{
     {"fp32", "fp32"},          {"bf16", "bf16"},           {"fp16", "fp16"},
     {"float32", "fp32"},       {"bfloat16", "bf16"},       {"float16", "fp16"},
@@ -37,7 +38,7 @@ const std::map<std::string, std::string> kTypes{
 };
 
 struct CommBench {
-  std::array<bool, kCollectives.size()> chosen{};  // none: all
+  std::array<bool, kCollectives.size()> chosen{};  // none chosen: all
   std::string min_size = "4K", max_size = "64M";
   bool scan = false;
   int trials = 10;
@@ -49,18 +50,20 @@ struct CommBench {
 
 void declare(CLI::App& app, CommBench& bench) {
   app.footer(kBenchFooter);
-  app.allow_extras();  // the job's
+  app.allow_extras();  // the options of the job
   for (size_t i = 0; i < kCollectives.size(); ++i) {
-    app.add_flag("--" + std::string(kCollectives[i]), bench.chosen[i], "Only this, and others that are named");
+    app.add_flag("--" + std::string(kCollectives[i]), bench.chosen[i], "Time this collective (default: all)");
   }
-  app.add_option("--minsize", bench.min_size, "The smallest size: bytes, K, M or G")->option_text("SIZE=4K");
-  app.add_option("--maxsize", bench.max_size, "The largest; a number below 64 is a power of two, as in ds_bench")
+  app.add_option("--minsize", bench.min_size, "Smallest size, in bytes or with K, M or G")->option_text("SIZE=4K");
+  app.add_option("--maxsize", bench.max_size, "Largest size; a number below 64 is an exponent of two, as in ds_bench")
       ->option_text("SIZE=64M");
-  app.add_flag("--scan", bench.scan, "Every power of two between them, not every fourth's");
-  app.add_option("--trials", bench.trials, "Timed rounds of calls of each size, 16 MiB or 200 calls each")
+  app.add_flag("--scan", bench.scan, "Use every power of two between them, not every second one");
+  app.add_option("--trials", bench.trials, "Timed trials per size; each makes calls worth 16 MiB, at most 200")
       ->check(CLI::Range(1, 100'000))
       ->option_text("N=10");
-  app.add_option("--warmups", bench.warmups, "Calls before them")->check(CLI::Range(0, 100'000))->option_text("N=3");
+  app.add_option("--warmups", bench.warmups, "Untimed calls before the trials")
+      ->check(CLI::Range(0, 100'000))
+      ->option_text("N=3");
   app.add_option("--dtype", bench.type, "fp32, bf16 or fp16")
       ->transform(CLI::Transformer(kTypes))
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
@@ -68,9 +71,9 @@ void declare(CLI::App& app, CommBench& bench) {
   app.add_option("--bw-unit", bench.unit, "GBps or Gbps")
       ->check(CLI::IsMember({"GBps", "Gbps"}))
       ->option_text("UNIT=GBps");
-  auto* raw = app.add_flag("--raw", bench.raw, "Numbers without units: bytes and microseconds");
-  app.add_flag("--json", bench.json, "One JSON object a line instead of a table")->excludes(raw);
-  app.add_flag("--c10d", bench.c10d, "Send all over c10d, also between ranks that share memory");
+  auto* raw = app.add_flag("--raw", bench.raw, "Print numbers without units, in bytes and microseconds");
+  app.add_flag("--json", bench.json, "Print one JSON object per line instead of a table")->excludes(raw);
+  app.add_flag("--c10d", bench.c10d, "Use c10d everywhere, even between ranks that share memory");
 }
 
 int64_t size_of(const std::string& text) {
@@ -79,7 +82,7 @@ int64_t size_of(const std::string& text) {
   const bool is_power = error == std::errc() && end == text.data() + text.size() && power > 0 && power < 64;
   const int64_t bytes = is_power ? int64_t{1} << std::min(power, 62) : parse_size(text);
   if (bytes <= kLargest) return bytes;
-  throw UsageError("a size, got '" + text + "', expected at most 1024G");
+  throw UsageError("invalid size '" + text + "': expected at most 1024G");
 }
 
 std::string sizes_of(const CommBench& bench) {
@@ -128,7 +131,7 @@ int run_bench_comm(const Arguments& arguments) {
   if (options->command[0] != kWorker) {
     throw UsageError("deeptide bench comm: got '" + options->command[0] + "', expected options only");
   }
-  options->rank_prefix = false;  // rank 0 alone prints
+  options->rank_prefix = false;  // only rank 0 prints
   const bool anywhere = has_hostfile(*options) || options->transport || !options->filter.include.empty();
   if (options->num_ranks == 0 && !anywhere && count_devices("/dev", nullptr) == 0) options->num_ranks = 2;
   return run_job(std::move(*options));

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide doctor`: examines this machine and the logins to the hosts of a hostfile, and prints the findings.
+// Runs `deeptide doctor`: examines this machine and the logins to the hosts of a hostfile, and prints the findings.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kLoginsAtOnce = 32;
 
-// One finding per host, in the order of the hostfile.
+// Returns one finding per host, in the order of the hostfile.
 std::vector<Finding> examine_hosts(const Options& options, const std::vector<Host>& hosts) {
   std::vector<Finding> findings;
   for (size_t first = 0; first < hosts.size(); first += kLoginsAtOnce) {
@@ -34,13 +34,13 @@ std::vector<Finding> examine_hosts(const Options& options, const std::vector<Hos
 }  // namespace
 
 int run_doctor(const Arguments& arguments) {
-  CLI::App app("Examines this machine, and with a hostfile the login to each host; exit code 1 if anything fails.",
+  CLI::App app("Examines this machine and, with a hostfile, the login to each host. Returns 1 if any check fails.",
                "deeptide doctor");
   Options options;
-  app.add_option("-H,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N'");
-  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
-  app.add_option("--launcher_args", options.launcher_args, "Further arguments of ssh, quoted as one");
-  app.add_option("--venv_script", options.venv_script, "A script that each host's shell reads first");
+  app.add_option("-H,--hostfile", options.hostfile, "File with one line 'NAME slots=N' per host");
+  app.add_option("--ssh_port", options.ssh_port, "Port of ssh on the hosts")->check(CLI::Range(1, 65535));
+  app.add_option("--launcher_args", options.launcher_args, "Extra arguments for ssh, quoted as one word");
+  app.add_option("--venv_script", options.venv_script, "Script that each host's shell sources first");
   app.add_option("--python", options.python, "The Python interpreter to examine");
   if (const auto code = parse_arguments(app, arguments)) return *code;
   const std::vector<Host> hosts = options.hostfile.empty() ? std::vector<Host>() : read_hostfile(options.hostfile);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job from the command line to its exit code: where it runs, and through what.
+// Runs a job from its command line to its exit code: on this machine, over agents, or through a starter.
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The file that --save_pid asks for; gone with its owner.
+/// The file of --save_pid, which the destructor removes.
 class PidFile {
  public:
   PidFile() : path_(fs::temp_directory_path() / (std::to_string(getpid()) + ".deepspeed")) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide ps`: the live jobs of this user.
+// Runs `deeptide ps`: lists the live jobs of this user.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
@@ -16,7 +16,7 @@ constexpr int kStateTimeout_s = 5;
 }  // namespace
 
 int run_ps(const Arguments& arguments) {
-  CLI::App app("Lists this user's live jobs on this machine (root: all users').", "deeptide ps");
+  CLI::App app("Lists this user's live jobs on this machine (root: those of all users).", "deeptide ps");
   if (const auto code = parse_arguments(app, arguments)) return *code;
   std::string lines;
   for (const LiveJob& job : live_jobs()) lines += ask(job, "ps", kStateTimeout_s);

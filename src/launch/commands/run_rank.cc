@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide rank`: one rank under mpirun or srun, with the variables that ranks of the launcher's agents have.
+// Runs `deeptide rank`: one rank under mpirun or srun, with the same variables as ranks of the launcher's agents.
 #include <signal.h>
 #include <unistd.h>
 
@@ -27,14 +27,14 @@ namespace {
 
 constexpr std::chrono::milliseconds kWordsUnderWay{200};  // Hydra reads no output after an abort
 
-// srun itself, not a daemon that mpirun started through srun within an allocation. With --mpi=pmi2 srun sets PMI's
-// variables too, except for these.
+// True for a rank of srun itself, false for one of a daemon that mpirun started through srun within an allocation.
+// With --mpi=pmi2, srun sets PMI's variables too, except MPI_LOCALRANKID.
 bool is_under_srun() {
   return std::getenv("SLURM_PROCID") && !std::getenv("OMPI_COMM_WORLD_RANK") && !std::getenv("MPI_LOCALRANKID");
 }
 
-// The variables of mpirun or srun, without those that describe a surrounding job of `deeptide` or torchrun, or a daemon
-// of mpirun under SLURM.
+// Returns the variables of mpirun or srun, without those that describe a surrounding job of `deeptide` or torchrun, or
+// a daemon of mpirun under SLURM.
 world::Environment starters_environment() {
   world::Environment process = world::Environment::of_process();
   return {.variable = [process, srun = is_under_srun()](const std::string& name) -> std::optional<std::string> {
@@ -58,7 +58,7 @@ world::Placement own_placement() {
   if (found && std::find(std::begin(kStarters), std::end(kStarters), found->place.source) != std::end(kStarters)) {
     return *found;
   }
-  throw UsageError("'deeptide rank' is started by mpirun or srun: none of their variables is set");
+  throw UsageError("'deeptide rank' must be started by mpirun or srun, but none of their variables is set");
 }
 
 HostPlace host_place(const world::Placement& own) {
@@ -66,16 +66,17 @@ HostPlace host_place(const world::Placement& own) {
   place.first_rank = own.place.rank - own.place.local_rank;
   place.world_size = own.place.size;
   place.num_ranks = std::max(own.local_size, own.place.local_rank + 1);
-  place.num_nodes = own.num_nodes > 0 ? own.num_nodes
-                                      : (place.world_size + place.num_ranks - 1) / place.num_ranks;  // hosts are alike
+  place.num_nodes = own.num_nodes > 0
+                        ? own.num_nodes
+                        : (place.world_size + place.num_ranks - 1) / place.num_ranks;  // assumes equal hosts
   place.node_rank = own.node_rank >= 0 ? own.node_rank : own.place.rank / place.num_ranks;
   if (!own.place.address.empty()) place.master_addr = own.place.address;
   place.master_port = own.place.port;
   return place;
 }
 
-// Hydra (MPICH, Intel) lets the others run on when a process that is no MPI program fails. An abort over the descriptor
-// on which it serves PMI ends them, and mpirun passes the code on. Open MPI and srun end the job by themselves.
+// When a process fails that is not an MPI program, Hydra (MPICH, Intel) lets the others continue. An abort over the
+// descriptor of Hydra's PMI ends them, and mpirun returns the code. Open MPI and srun end the job themselves.
 void abort_job(int code) {
   const char* descriptor = std::getenv("PMI_FD");
   if (!descriptor || *descriptor < '0' || *descriptor > '9') return;
@@ -84,9 +85,9 @@ void abort_job(int code) {
   [[maybe_unused]] const ssize_t sent = write(std::atoi(descriptor), abort.data(), abort.size());
 }
 
-// srun's own code is the largest of all, Hydra's has the bits of all: a rank that only obeyed may not hide the cause.
-// Nor may it end the others (--kill-on-bad-exit) while they obey too: ^C of the job comes as SIGINT, and the launcher
-// knows of it. SIGTERM of srun may mean that the job was cancelled: that is no success.
+// srun returns the largest exit code of all ranks and Hydra the bitwise or, so a rank that ended on request must not
+// hide the cause. It must not end the others early (--kill-on-bad-exit) either: ^C arrives as SIGINT, and the launcher
+// knows of it. SIGTERM from srun may mean that the job was cancelled, which is not a success.
 int code_for_starter(int code, const std::optional<int>& stop_signal) {
   if (!stop_signal || code != 128 + *stop_signal) return code;
   return is_under_srun() && *stop_signal != SIGINT ? 1 : 0;
@@ -99,7 +100,7 @@ std::string own_host() {
   return node && is_under_srun() ? node : name;
 }
 
-// Started by hand under mpirun, a rank has no launcher to report to. Programs that the rank starts are no ranks.
+// A rank started by hand under mpirun has no launcher. Hides the variable from programs that the rank starts.
 void report_to_launcher(Supervisor& supervisor, const HostPlace& place, int rank) {
   const char* hub = std::getenv(kHubVariable);
   const char* token = std::getenv("DEEPTIDE_JOB_TOKEN");
@@ -114,12 +115,12 @@ void report_to_launcher(Supervisor& supervisor, const HostPlace& place, int rank
 int run_rank(const Arguments& arguments) {
   auto options = parse_options(arguments);
   if (!options) return 0;
-  options->share_terminal = false;  // mpirun gives each rank a terminal of its own
+  options->share_terminal = false;  // mpirun gives each rank its own terminal
   options->under_starter = true;
   const world::Placement own = own_placement();
   const HostPlace place = host_place(own);
   const RankPlan plan = plan_ranks(*options, place).at(own.place.local_rank);
-  // The starter may kill what it started, by process or by group: the descendants of the rank end even then.
+  // The starter may kill its process or process group; the rank's descendants end even then.
   return run_kept_job(
       [&](pid_t keeper) {
         Supervisor supervisor(*options, keeper);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide ssh`: a command on all hosts at once, each line of output behind its host's name.
+// Runs `deeptide ssh`: a command on all hosts at once, with the host's name before each line of output.
 #include <signal.h>
 
 #include <CLI/CLI.hpp>
@@ -21,23 +21,24 @@ namespace {
 
 constexpr double kGrace_s = 5.0;
 
-// The words after the options as one line of a shell; a single word is taken as such a line.
+// Returns the words after the options as one shell line. A single word already is such a line.
 std::string remote_command(const std::vector<std::string>& words) {
   return words.size() == 1 ? words[0] : shell_join(words);
 }
 
 bool parse(const Arguments& arguments, Options& options) {
-  CLI::App app{"Runs a command on every host of the hostfile; the exit code is that of the first host that failed.",
+  CLI::App app{"Runs a command on every host of the hostfile. Returns the exit code of the first host that failed.",
                "deeptide ssh"};
   set_usage(app, "deeptide ssh [OPTIONS] command [arguments...]");
   app.prefix_command();
   options.hostfile = "/job/hostfile";
-  app.add_option("-H,-f,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N'")->capture_default_str();
-  app.add_option("-i,--include", options.filter.include, "Only these hosts, joined by '@'");
-  app.add_option("-e,--exclude", options.filter.exclude, "All but these");
-  app.add_option("--num_nodes", options.filter.num_nodes, "Only the first N hosts")->check(CLI::Range(1, 65536));
-  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->check(CLI::Range(1, 65535));
-  app.add_option("--launcher_args", options.launcher_args, "Further arguments of ssh, quoted as one");
+  app.add_option("-H,-f,--hostfile", options.hostfile, "File with one line 'NAME slots=N' per host")
+      ->capture_default_str();
+  app.add_option("-i,--include", options.filter.include, "Use only these hosts, joined by '@'");
+  app.add_option("-e,--exclude", options.filter.exclude, "Use all but these hosts");
+  app.add_option("--num_nodes", options.filter.num_nodes, "Use only the first N hosts")->check(CLI::Range(1, 65536));
+  app.add_option("--ssh_port", options.ssh_port, "Port of ssh on the hosts")->check(CLI::Range(1, 65535));
+  app.add_option("--launcher_args", options.launcher_args, "Extra arguments for ssh, quoted as one word");
   if (parse_arguments(app, arguments)) return false;
   options.command = app.remaining();
   if (options.command.empty()) throw UsageError("no command given; usage: deeptide ssh [options] command...");

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// `deeptide stacks`: where each rank of a live job is.
+// Runs `deeptide stacks`: shows where each rank of a live job is.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr int kStacksTimeout_s = 120;  // two seconds for each of many ranks
+constexpr int kStacksTimeout_s = 120;  // allows for many ranks at two seconds each
 
 LiveJob chosen(const std::vector<LiveJob>& jobs, const std::string& id) {
   if (id.empty() && jobs.size() == 1) return jobs.front();
@@ -23,21 +23,21 @@ LiveJob chosen(const std::vector<LiveJob>& jobs, const std::string& id) {
     ids += (ids.empty() ? "" : ", ") + job.id;
   }
   if (jobs.empty())
-    throw UsageError("no live job of this user was launched on this machine; ask where its launcher runs");
-  if (id.empty()) throw UsageError("several jobs are live; name one of: " + ids);
-  throw UsageError("no live job " + id + "; there are: " + ids);
+    throw UsageError("no live job of this user was launched on this machine; run this command where its launcher runs");
+  if (id.empty()) throw UsageError("several jobs are live; choose one of: " + ids);
+  throw UsageError("no live job " + id + "; live jobs: " + ids);
 }
 
 }  // namespace
 
 int run_stacks(const Arguments& arguments) {
-  CLI::App app("Shows where each rank of a live job is, who waits for whom, and their stacks.", "deeptide stacks");
+  CLI::App app("Shows where each rank of a live job is, what it waits for, and its stacks.", "deeptide stacks");
   std::string id;
-  app.add_option("job", id, "The job, as 'deeptide ps' lists it; not needed if there is one");
+  app.add_option("job", id, "The job's id from 'deeptide ps'; optional if only one job is live");
   if (const auto code = parse_arguments(app, arguments)) return *code;
   const LiveJob job = chosen(live_jobs(), id);
   const std::string report = ask(job, "stacks", kStacksTimeout_s);
-  if (report.empty()) throw UsageError("job " + job.id + " gave no answer; it has ended, or its launcher is stopped");
+  if (report.empty()) throw UsageError("job " + job.id + " did not answer: it has ended, or its launcher is stopped");
   std::fputs(report.c_str(), stdout);
   return 0;
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The agent's loop: frames of the launcher, output and ends of the ranks, heartbeats in both directions.
+// Runs the agent's loop over the launcher's frames, the ranks' output and ends, and heartbeats in both directions.
 #include "launch/job/agent.h"
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@ using std::chrono::duration;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kBeatInterval{500};
-constexpr double kStartTimeout_s = 120.0;  // from hello to start: other hosts may be slow to reach
-constexpr double kLostGrace_s = 3.0;       // the ranks' last output has no reader
+constexpr double kStartTimeout_s = 120.0;  // from hello to start, because other hosts may connect slowly
+constexpr double kLostGrace_s = 3.0;       // short, because the ranks' last output has no reader
 constexpr milliseconds kFlushLimit{3000};
 
 }  // namespace
@@ -110,7 +110,7 @@ void Agent::handle(const Frame& frame) {
       return watch_->ask(decode<StateQuestion>(frame.payload),
                          [this](const std::string& answer) { send(FrameKind::states, -1, answer); });
     default:
-      return;  // a heartbeat, or a kind that only later versions know
+      return;  // a heartbeat, or a kind of a later version
   }
 }
 
@@ -124,8 +124,8 @@ void Agent::start(const AgentJob& job) {
   failure_grace_s_ = job.options.failure_grace_s();
   timeout_s_ = job.options.heartbeat_timeout_s;
   if (chdir(job.folder.c_str()) != 0) {
-    throw UsageError("cannot work in the folder '" + job.folder + "': " + std::generic_category().message(errno) +
-                     "; the job's folder must be on every host");
+    throw UsageError("cannot change to the folder '" + job.folder + "': " + std::generic_category().message(errno) +
+                     "; the working folder must exist on every host");
   }
   const std::vector<RankPlan> plans = plan_ranks(job.options, job.place);
   state_ = State::running;
@@ -150,7 +150,7 @@ void Agent::on_signal(int signal) {
   if (signal == SIGTSTP) return;  // the launcher sends `suspend`
   if (state_ == State::waiting) return refuse("the agent was stopped by signal " + std::to_string(signal));
   if (ranks_.asked_to_end()) return ranks_.kill();
-  signalled_ = true;  // the launcher does not know, and counts these ends as failures
+  signalled_ = true;  // the launcher did not ask, so it must count these ends as failures
   ranks_.stop(SIGTERM, failure_grace_s_);
 }
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One host's part of a job: starts its ranks, carries their output to the launcher, and ends them when the launcher
-// asks for it or falls silent.
+// Runs one host's part of a job: starts the ranks, forwards their output to the launcher, and ends them when the
+// launcher requests it or falls silent.
 #pragma once
 
 #include <optional>
@@ -16,12 +16,12 @@
 
 namespace deeptide::launch {
 
-/// Exchanges frames on two descriptors, which may be one socket. Listens on no port.
+/// Exchanges frames over two descriptors, which may be one socket. Opens no port.
 class Agent {
  public:
   Agent(int input, int output);
 
-  /// Serves one job. Returns the agent's own exit code; the ranks' ends are reported to the launcher.
+  /// Serves one job. Returns the agent's own exit code, and reports the ranks' ends to the launcher.
   int run();
 
  private:
@@ -45,7 +45,7 @@ class Agent {
   FrameReader reader_{false};
   SignalFile signals_;
   ProcessGroup ranks_;
-  std::optional<HostWatch> watch_;  // since the start
+  std::optional<HostWatch> watch_;  // set by start()
   State state_ = State::waiting;
   bool connected_ = true;
   bool suspended_ = false;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Attempts, one after the other; each finds out anew which hosts are there.
+// Runs attempts one after the other; each attempt tries all hosts again.
 #include "launch/job/coordinator.h"
 
 #include <unistd.h>

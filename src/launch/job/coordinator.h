@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job over several hosts with all its restarts.
+// Runs a job over several hosts with all its restarts.
 #pragma once
 
 #include <vector>
@@ -10,8 +10,8 @@
 
 namespace deeptide::launch {
 
-/// Runs the job over agents on `hosts`. An elastic job is started again on the hosts that can be reached then, up to
-/// --max_restarts times. Returns the exit code to pass on.
+/// Runs the job over agents on `hosts`. Restarts an elastic job up to --max_restarts times, each time on the hosts that
+/// can be reached then. Returns the exit code of the job.
 int run_over_agents(const Options& options, const std::vector<Host>& hosts);
 
 }  // namespace deeptide::launch

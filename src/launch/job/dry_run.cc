@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// --dry-run of a job over several hosts as lines of a shell; what agents receive in messages stands in comments.
+// Prints --dry-run of a job over several hosts as shell lines, with the contents of messages to agents as comments.
 #include "launch/job/dry_run.h"
 
 #include <cstdio>
@@ -19,7 +19,7 @@ namespace {
 
 void print(const std::string& line) { std::puts(line.c_str()); }
 
-// A line break within a value must not end a comment.
+// Prefixes every line, so that a line break within a value does not end the comment.
 std::string as_comment(const std::string& text) {
   std::string comment = "#   ";
   for (char c : text) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// --dry-run of a job over several hosts: prints the commands; starts nothing and connects to no host.
+// Prints the commands of a job over several hosts for --dry-run, without starting or connecting to anything.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace deeptide::launch {
 
-/// Prints the command that reaches each host, and the command of each rank there. Returns the exit code.
+/// Prints the command that reaches each host and the commands of its ranks. Returns the exit code.
 int print_agents(const Options& options, const std::vector<Host>& hosts);
 
 /// Prints the starter's command with its variables.

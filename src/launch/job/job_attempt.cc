@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One loop over all connections: hello from all, a port from the first, the start to all; then output, ends, stops.
+// Serves all connections in one loop: hello from all, a port from the first, the start to all; then output and ends.
 #include "launch/job/job_attempt.h"
 
 #include <signal.h>
@@ -25,7 +25,7 @@ using std::chrono::seconds;
 
 constexpr seconds kConnectLimit{30};
 constexpr seconds kPrepareLimit{10};
-constexpr seconds kKillLimit{3};  // an agent that has not reported the end of its ranks by then is given up
+constexpr seconds kKillLimit{3};  // limit for an agent to report the end of its ranks after the kill
 constexpr std::chrono::milliseconds kFarewell{1000};
 
 std::string count_text(size_t count, const std::string& noun) {
@@ -78,7 +78,7 @@ void JobAttempt::connect() {
                    link->host().name + " true` work?");
       }
     };
-    prctl(PR_SET_CHILD_SUBREAPER, 1);  // we adopt its ssh processes when it ends
+    prctl(PR_SET_CHILD_SUBREAPER, 1);  // this process adopts pdsh's ssh processes when pdsh ends
     pdsh_ = std::make_unique<PdshHub>(
         options, hosts, [this](size_t index, int socket) { links_[index]->attach(socket); },
         [this](const std::string& line) { context_.output.say(LogLevel::info, line); }, on_end);
@@ -107,7 +107,7 @@ void JobAttempt::serve_once() {
   if (ending_.deadline()) set.wake_by(*ending_.deadline());
   set.wait();
   for (const auto& link : links_) {
-    if (full) link->forgive_silence();  // we did not read
+    if (full) link->forgive_silence();  // nothing was read from it in this round
     link->check_time(context_.options.heartbeat_timeout_s);
   }
   context_.watch.check();
@@ -144,7 +144,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   context_.output.say(LogLevel::debug,
                       "rank " + std::to_string(rank) + " on " + link.host().name + " " + exit.status.text());
   if (stop_signal_) return;
-  // An agent asks its ranks to end when one of them fails, or when we ask for it: those ends are no failures.
+  // An agent asks its ranks to end when one fails or when the launcher requests it. Those ends are not failures.
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;
   failures_.on_exit(rank, link.host().name, exit.status, num_running());
@@ -157,7 +157,7 @@ void JobAttempt::on_changed(AgentLink& link) {
   const std::string text = "host " + link.host().name + " " + link.why();
   const bool connecting = stage_ == Stage::connecting && !ending_.asked();
   if (connecting && context_.options.elastic && link.state() == AgentLink::State::lost) {
-    return context_.output.say(LogLevel::warning, text + "; it is left out");
+    return context_.output.say(LogLevel::warning, text + "; continuing without it");
   }
   if (ending_.asked()) return;
   if (link.state() == AgentLink::State::refused) {
@@ -169,10 +169,10 @@ void JobAttempt::on_changed(AgentLink& link) {
 }
 
 void JobAttempt::on_signal(int signal) {
-  if (signal == SIGCHLD) return;  // an ssh that ended: its pipes close
+  if (signal == SIGCHLD) return;  // an ssh has ended, and its pipes close
   if (signal == SIGTSTP) {
     for (const auto& link : links_) link->send(FrameKind::suspend);
-    serve_once();  // the frames must be out before we stop
+    serve_once();  // sends the frames before this process stops
     raise(SIGSTOP);
     for (const auto& link : links_) {
       link->send(FrameKind::resume);
@@ -183,7 +183,7 @@ void JobAttempt::on_signal(int signal) {
   if (stop_signal_) return kill();
   stop_signal_ = signal;
   if (ending_.asked()) return;
-  if (signal == SIGINT) context_.output.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
+  if (signal == SIGINT) context_.output.say(LogLevel::info, "stopping; press ^C again to kill the ranks at once");
   stop(signal == SIGINT ? SIGINT : SIGTERM, context_.options.stop_grace_s());
 }
 
@@ -198,9 +198,9 @@ void JobAttempt::check_connected() {
   const std::vector<Host> chosen = reached.size() < context_.min_hosts ? std::vector<Host>{} : context_.choose(reached);
   if (chosen.empty()) {
     too_few_hosts_ = true;
-    failures_.on_lost_host(links_.front()->host().name, "and others: only " + std::to_string(reached.size()) + " of " +
-                                                            count_text(links_.size(), "host") +
-                                                            " can be used, too few to go on");
+    failures_.on_lost_host(links_.front()->host().name,
+                           "and others are unavailable: only " + std::to_string(reached.size()) + " of " +
+                               count_text(links_.size(), "host") + " can be used, too few to continue");
     return stop(SIGTERM, 0);
   }
   int rank = 0, node = 0;
@@ -209,7 +209,7 @@ void JobAttempt::check_connected() {
     const auto host =
         std::find_if(chosen.begin(), chosen.end(), [&](const Host& h) { return h.name == link->host().name; });
     if (host == chosen.end()) {
-      link->send(FrameKind::kill);  // not needed this time
+      link->send(FrameKind::kill);  // not needed in this attempt
       link->set_state(AgentLink::State::ended);
       continue;
     }
@@ -241,7 +241,7 @@ void JobAttempt::start(int master_port) {
   if (address.empty() && used_.size() == 1) address = "127.0.0.1";
   if (address.empty() && !first_link().addresses.empty()) address = first_link().addresses.front();
   if (address.empty()) {
-    return first_link().lose("has no address but loopback: give --master_addr");
+    return first_link().lose("has only loopback addresses; give --master_addr");
   }
   AgentJob job{.options = options, .place = {}, .folder = std::filesystem::current_path()};
   Environment environment = exported_environment();
@@ -288,7 +288,7 @@ void JobAttempt::ask_to_end() {
   const std::string how = encode(ending_.request());
   for (const auto& link : links_) {
     if (link->state() == AgentLink::State::connecting) {
-      link->lose("was not needed any more");
+      link->lose("is no longer needed");
     } else {
       link->send(FrameKind::stop, how);
     }
@@ -319,14 +319,14 @@ void JobAttempt::check_deadlines() {
   }
 }
 
-/// Loses a host that has not connected, or the first one if it has not found a port.
+/// Declares a host lost that has not connected, or the first host if it has not found a port.
 void JobAttempt::check_answers() {
   if (ending_.asked() || stage_ == Stage::running || Clock::now() < deadline_) return;
   for (const auto& link : links_) {
     if (link->over()) continue;
     if (stage_ == Stage::connecting && link->state() != AgentLink::State::connecting) continue;
     if (stage_ == Stage::preparing && link.get() != &first_link()) continue;
-    return link->lose("did not answer in time");  // and the others are stopped
+    return link->lose("did not answer in time");  // this also stops the others
   }
 }
 

@@ -1,7 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One attempt at a job over several hosts, from the first connection to the end of the last agent. Elastic jobs may
-// need several.
+// Runs one attempt at a job over several hosts, from the first connection to the end of the last agent.
 #pragma once
 
 #include <functional>
@@ -21,15 +20,15 @@
 
 namespace deeptide::launch {
 
-/// What an attempt uses; must outlive it.
+/// The objects that an attempt uses; they must outlive it.
 struct AttemptContext {
   const Options& options;
   const SignalFile& signals;
   JobOutput& output;
   HangWatch& watch;
-  int restarts = 0;  // before this attempt
-  size_t min_hosts;  // fewer are a failure; as many as there are hosts unless the job is elastic
-  /// Which slots of the hosts that can be reached are used; empty: too few. Hosts left out are not started.
+  int restarts = 0;  // restarts before this attempt
+  size_t min_hosts;  // fewer hosts are a failure; equals the number of hosts unless the job is elastic
+  /// Chooses the slots to use among the reached hosts; empty: too few. Hosts that are not chosen start no ranks.
   std::function<std::vector<Host>(const std::vector<Host>&)> choose;
 };
 
@@ -42,7 +41,7 @@ class JobAttempt {
  public:
   JobAttempt(const AttemptContext& context, const std::vector<Host>& hosts);
 
-  /// Runs to the end: all ranks ended and all agents gone, or given up.
+  /// Runs until all ranks have ended and all agents are gone, or have been given up.
   AttemptResult run();
 
  private:
@@ -77,10 +76,10 @@ class JobAttempt {
   std::vector<AgentLink*> used_;  // in the order of ranks
   FailureReport failures_;
   bool too_few_hosts_ = false;
-  std::string refusal_;  // of the first host that refused
+  std::string refusal_;  // reason of the first host that refused
   std::optional<int> stop_signal_;
   Stage stage_ = Stage::connecting;
-  Clock::time_point deadline_;  // of connecting and preparing
+  Clock::time_point deadline_;  // for connecting and preparing
   Ending ending_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Jobs through mpirun or srun: decides the rendezvous; the starter provides each rank with the rest.
+// Runs jobs through mpirun or srun: chooses the rendezvous and leaves the rest of each rank's place to the starter.
 #include "launch/job/starter.h"
 
 #include <cstdlib>
@@ -28,17 +28,17 @@ std::string master_address(const Options& options, const std::vector<Host>& host
     return first_of_node_list(std::getenv("SLURM_JOB_NODELIST") ? std::getenv("SLURM_JOB_NODELIST") : "");
   const std::string& first = hosts[0].name;
   if (hosts.size() == 1 && (first == "localhost" || (look && is_this_machine(first)))) return "127.0.0.1";
-  if (options.transport == Transport::slurm) return first;  // SLURM's own names are known on all its hosts
+  if (options.transport == Transport::slurm) return first;  // every host knows SLURM's names
   if (!look) return "ADDRESS-OF-" + first;
   if (is_this_machine(first)) {
     const auto addresses = own_addresses();
     if (!addresses.empty()) return addresses.front();
   }
   Options plain = options;
-  plain.launcher_args.clear();  // they are the starter's
+  plain.launcher_args.clear();  // they are for the starter
   auto command = ssh_command(plain, first, "hostname -I");
   command[0] = require_program("ssh", "ssh");
-  // Errors go to the terminal: they explain a missing answer.
+  // Errors go to the terminal, because they explain a missing answer.
   std::istringstream answer(run_child(command, kAnswerLimit_s, ChildErrors::inherited).text);
   std::string address;
   if (answer >> address) return address;
@@ -63,7 +63,7 @@ const char* name_of(Transport transport) {
 }  // namespace
 
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub) {
-  starter_command(options, hosts, {});  // reports mistakes before any host is asked
+  starter_command(options, hosts, {});  // reports errors before any host is queried
   Starter starter;
   Environment& environment = starter.environment;
   environment = exported_environment();
@@ -90,7 +90,7 @@ int run_starter(const Options& options, const std::vector<Host>& hosts) {
   Command command{.words = starter.command, .environment = starter.environment, .starts_ranks = true};
   command.words[0] = program;
   Options own = options;
-  own.log_dir.clear();  // each rank's log is written where the rank runs
+  own.log_dir.clear();  // each rank writes its log on its own host
   return Supervisor(own).run_program(command, program_of(transport), hub);
 }
 

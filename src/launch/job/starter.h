@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Jobs whose ranks mpirun or srun starts: this process supervises the starter, and each `deeptide rank` its rank.
+// Runs jobs whose ranks mpirun or srun starts: this process supervises the starter, each `deeptide rank` its rank.
 #pragma once
 
 #include <string>
@@ -14,11 +14,11 @@ namespace deeptide::launch {
 
 struct Starter {
   std::vector<std::string> command;
-  Environment environment;  // for the starter, which passes the exported part on by name
+  Environment environment;  // for the starter, which forwards the exported part by name
 };
 
-/// `look`: ask the first host for its address if --master_addr is not given. `hub`: where ranks find the launcher (see
-/// kHubVariable); empty: they do not.
+/// Builds the starter's command. `look`: asks the first host for its address if --master_addr is not given. `hub`: the
+/// value of kHubVariable for the ranks; empty: none.
 /// Errors: UsageError if the starter is missing or cannot do what the options ask, or the host does not answer.
 Starter make_starter(const Options& options, const std::vector<Host>& hosts, bool look, const std::string& hub = {});
 

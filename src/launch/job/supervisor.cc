@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job on this machine: one loop over signals and the ranks' output.
+// Runs a job on this machine in one loop over signals and the ranks' output.
 #include "launch/job/supervisor.h"
 
 #include <poll.h>
@@ -28,7 +28,7 @@ Supervisor::Supervisor(const Options& options, pid_t keeper)
       host_watch_(ranks_, options.hang_timeout_s, [this](double waited_s) { on_late(waited_s); }),
       watch_(options, keeper != 0 ? keeper : getpid(),
              [this](const std::string& text) { output_.say(LogLevel::error, text); }) {
-  terminal_.input = !isatty(STDIN_FILENO);  // the terminal's input would stop a background process
+  terminal_.input = !isatty(STDIN_FILENO);  // reading from the terminal would stop a background process
   terminal_.output = options.share_terminal && options.log_dir.empty() && isatty(STDOUT_FILENO);
   terminal_.errors = options.share_terminal && options.log_dir.empty() && isatty(STDERR_FILENO);
 }
@@ -70,7 +70,7 @@ void Supervisor::on_late(double waited_s) {
 }
 
 void Supervisor::on_link_changed() {
-  if (link_->up()) watch_.on_late(0, 0.0);  // the launcher reports now
+  if (link_->up()) watch_.on_late(0, 0.0);  // the launcher takes over the reports
   if (late_s_ > 0) on_late(late_s_);
 }
 
@@ -87,7 +87,7 @@ int Supervisor::finish() {
   return output_.output_closed() ? 128 + SIGPIPE : 0;
 }
 
-/// Prepares the output of the next process; the first one uses the terminal directly where that is allowed.
+/// Prepares the output of the next process. The first process uses the terminal directly if that is allowed.
 Terminal Supervisor::add_output(int id, const std::string& prefix) {
   const Terminal terminal = ranks_.members().empty() ? terminal_ : Terminal{};
   output_.add_rank(id, prefix, terminal_.output && terminal_.errors);
@@ -99,7 +99,7 @@ void Supervisor::supervise() {
     PollSet set;
     set.add(signals_.fd(), POLLIN, [this] {
       std::vector<int> arrived = signals_.read();
-      // A starter asks the rank and us: a request that arrived with the rank's end counts before it.
+      // A starter signals both the rank and this process, so process a request before the rank's end.
       const auto is_request = [](int signal) { return signal != SIGCHLD; };
       if (options_.under_starter) {
         std::stable_partition(arrived.begin(), arrived.end(), is_request);
@@ -134,19 +134,19 @@ void Supervisor::on_signal(int signal) {
   }
   if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.pass_on(signal);
   if (stop_signal_ && program_.empty()) return ranks_.kill();
-  if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // killed, it would leave its ranks to themselves
+  if (stop_signal_) return ranks_.stop(SIGTERM, kStarterGrace_s);  // a killed starter would leave its ranks running
   stop_signal_ = signal;
   if (keeper_ != 0 && getppid() != keeper_) return ranks_.kill();  // the keeper was killed
   if (ranks_.asked_to_end()) return;
-  if (signal == SIGINT) output_.say(LogLevel::info, "stopping; ^C again kills the ranks at once");
-  // srun passes SIGINT on; asked by SIGTERM it would kill its ranks without a grace.
+  if (signal == SIGINT) output_.say(LogLevel::info, "stopping; press ^C again to kill the ranks at once");
+  // srun forwards SIGINT, but on SIGTERM it kills its ranks without a grace.
   const bool softly = signal == SIGINT || program_ == "srun";
   ranks_.stop(softly ? SIGINT : SIGTERM, options_.stop_grace_s());
 }
 
 void Supervisor::on_exit(const ProcessGroup::Member& member) {
   if (stop_signal_ || (member.ended_by_us && !failures_.failed())) return;
-  // After a failure only ranks that ended by themselves count, not those that we asked to end.
+  // After a failure count only ranks that ended by themselves, not those that were asked to end.
   const ExitStatus& status = *member.process.status();
   if (options_.under_starter && status.signal == SIGTERM && is_asked_to_end()) return;
   if (member.ended_by_us && (status.signal == SIGTERM || ranks_.killing())) return;
@@ -156,7 +156,7 @@ void Supervisor::on_exit(const ProcessGroup::Member& member) {
   }
 }
 
-// srun may send SIGTERM to our rank as well: the rank may end before we receive our own signal.
+// srun may also send SIGTERM to the rank, which may end before this process receives its own signal.
 bool Supervisor::is_asked_to_end() {
   pollfd ready{signals_.fd(), POLLIN, 0};
   const auto limit = Clock::now() + kSignalLimit;

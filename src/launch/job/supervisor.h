@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A job on this machine: carries its ranks' output, and ends all ranks when one fails or the user stops the job.
+// Runs a job on this machine: forwards the ranks' output, and ends all ranks when one fails or the user stops the job.
 #pragma once
 
 #include <optional>
@@ -22,18 +22,18 @@ namespace deeptide::launch {
 
 class Supervisor {
  public:
-  /// `keeper`: the parent that the user knows the job by (see run_kept_job); 0: this process is that.
+  /// `keeper`: the parent by which the user knows the job (see run_kept_job); 0: the user knows this process.
   explicit Supervisor(const Options& options, pid_t keeper = 0);
 
-  /// Runs all plans to their end; `what` names the job in its first line. Returns the exit code to pass on: that of the
-  /// first rank that failed, 128 + signal if a signal stopped the launcher, 0 if all ranks succeeded.
-  /// Errors: std::system_error if a rank cannot be started; none is left running then.
+  /// Runs all plans to their end; `what` describes the job in its first line. Returns the exit code of the first rank
+  /// that failed, 128 + signal if a signal stopped the launcher, or 0 if all ranks succeeded. Errors: std::system_error
+  /// if a rank cannot be started; no rank is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
-  /// The same for a starter of ranks, named `name` in reports; its ranks connect to `hub`.
+  /// As run, for a starter of ranks that reports call `name`; its ranks connect to `hub`.
   int run_program(const Command& command, const std::string& name, RankHub& hub);
 
-  /// Leaves the report of hangs to the launcher at `hub` (see kHubVariable) while there is a connection to it.
+  /// Leaves hang reports to the launcher at `hub` (see kHubVariable) while the connection lasts.
   void report_to(const std::string& hub, const std::string& token, const std::string& hello);
 
   /// The signal that asked this process to stop, if one did.
@@ -59,11 +59,11 @@ class Supervisor {
   ProcessGroup ranks_;
   HostWatch host_watch_;
   HangWatch watch_;
-  std::string program_;             // empty: ranks
-  RankHub* hub_ = nullptr;          // of a starter's ranks
-  std::optional<HubLink> link_;     // of a starter's rank
+  std::string program_;             // name of the starter; empty: runs ranks
+  RankHub* hub_ = nullptr;          // for a starter's ranks
+  std::optional<HubLink> link_;     // in a starter's rank
   double late_s_ = 0.0;             // the wait that has reached the timeout
-  std::optional<int> stop_signal_;  // that the launcher received
+  std::optional<int> stop_signal_;  // received by the launcher
 };
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Prints the end of a failed job so that the cause stands last and alone.
+// Prints the end of a failed job so that the cause is the last line.
 #include "launch/output/failure_report.h"
 
 #include <signal.h>
@@ -14,15 +14,15 @@ namespace {
 
 constexpr int kExitLostHost = 255;  // as ssh reports a failed connection
 constexpr size_t kLongestError = 300;
-constexpr std::chrono::seconds kSettleTime{1};  // ends of the same moment may be heard of in any order
+constexpr std::chrono::seconds kSettleTime{1};  // simultaneous ends may be reported in any order
 
-// Killed by a signal that a lost peer does not cause; an abort may be the reaction to a broken connection.
+// True for signals that a lost peer does not cause. An abort may be the reaction to a broken connection.
 bool is_cause(const ExitStatus& status) {
   constexpr int kCauses[] = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
   return std::find(std::begin(kCauses), std::end(kCauses), status.signal) != std::end(kCauses);
 }
 
-// `ValueError: text`, `package.Error: text`, or a bare `KeyboardInterrupt`.
+// Matches `ValueError: text`, `package.Error: text`, or a bare `KeyboardInterrupt`.
 bool is_exception_line(const std::string& line) {
   const std::string name = line.substr(0, line.find(':'));
   const bool word =
@@ -55,9 +55,9 @@ std::string named_ranks(const std::vector<int>& ranks) {
 void print_tail(JobOutput& output, int rank) {
   const auto& lines = output.tail(rank);
   const std::string& log = output.log(rank);
-  if (lines.empty() || (log.empty() && output.num_ranks() == 1)) return;  // the only rank's are above
-  output.say(LogLevel::error, "the last lines of rank " + std::to_string(rank) +
-                                  (log.empty() ? "" : " (all of them: " + log + ")") + ":");
+  if (lines.empty() || (log.empty() && output.num_ranks() == 1)) return;  // the only rank's lines are above
+  output.say(LogLevel::error,
+             "last lines of rank " + std::to_string(rank) + (log.empty() ? "" : " (full log: " + log + ")") + ":");
   for (const std::string& line : lines) output.print("  " + line);
 }
 
@@ -91,7 +91,7 @@ std::string FailureReport::verdict() const {
                                         : "host " + lost_host_ + " " + lost_text_;
   if (!lost_host_.empty() || first_->others_running) text += "; the others were stopped";
   if (!ended_early_.empty()) {
-    text += " (" + named_ranks(ended_early_) + " had ended before, with code 0)";
+    text += " (" + named_ranks(ended_early_) + " had already ended with code 0)";
   }
   return text;
 }
@@ -105,7 +105,8 @@ void FailureReport::print(JobOutput& output) const {
   if (lost_host_.empty()) print_tail(output, first_->rank);
   for (const SameError& same : group_errors(errors)) {
     if (errors.size() == 1 && lost_host_.empty() && failed_.size() == 1) break;  // the lines above show it
-    output.say(LogLevel::error, named_ranks(same.ranks) + (same.ranks.size() > 1 ? " say: " : " says: ") + same.text);
+    const char* verb = same.ranks.size() > 1 ? " report: " : " reports: ";
+    output.say(LogLevel::error, named_ranks(same.ranks) + verb + same.text);
   }
   output.say(LogLevel::critical, verdict());
 }

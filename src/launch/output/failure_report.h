@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which rank failed first, how, and with which last words; equal errors of several ranks are printed once.
+// Reports which rank failed first and how, and prints equal errors of several ranks once.
 #pragma once
 
 #include <deque>
@@ -14,20 +14,20 @@
 
 namespace deeptide::launch {
 
-/// The ends of a job's ranks and hosts, in the order in which they became known.
+/// Collects the ends of a job's ranks and hosts, in the order in which they become known.
 class FailureReport {
  public:
-  /// A rank that ended before it was asked to. `host`: empty on this machine.
+  /// Records a rank that ended before it was asked to. `host`: empty on this machine.
   void on_exit(int rank, const std::string& host, const ExitStatus& status, size_t num_running);
-  /// A host that was lost with all its ranks; `text` is the reason.
+  /// Records a host that was lost with all its ranks; `text` is the reason.
   void on_lost_host(const std::string& host, const std::string& text);
 
   bool failed() const { return first_ || !lost_host_.empty(); }
-  /// The code of the first failure. A process killed by a signal explains others that fail because it is gone, even if
-  /// their ends were reported earlier.
+  /// Returns the code of the first failure. A process killed by a signal takes precedence over failures that its loss
+  /// may have caused, even if those were reported earlier.
   int exit_code() const;
 
-  /// Prints the last lines of the rank that failed, the errors of the others, and the verdict.
+  /// Prints the last lines of the rank that failed, the errors of the other ranks, and the verdict.
   void print(JobOutput& output) const;
 
  private:
@@ -47,17 +47,17 @@ class FailureReport {
   std::vector<int> failed_;
 };
 
-/// The line that names the error: the exception of a Python traceback, or what C++'s terminate() printed.
+/// Returns the line that names the error: the exception of a Python traceback, or the output of C++'s terminate().
 std::optional<std::string> last_error(const std::deque<std::string>& lines);
 
-/// Groups ranks by their error, ignoring numbers within it; the text is the first rank's.
+/// Ranks whose errors are equal apart from numbers; the text is the first rank's.
 struct SameError {
   std::string text;
   std::vector<int> ranks;
 };
 std::vector<SameError> group_errors(const std::map<int, std::string>& errors);
 
-/// "0-3, 7" of ascending numbers.
+/// Returns ascending numbers as "0-3, 7".
 std::string join_ranges(const std::vector<int>& numbers);
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// All that a job prints, through one queue for each file.
+// Writes all output of a job through one queue per file.
 #include "launch/output/job_output.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@ namespace deeptide::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kJobFlushLimit{5000};
-// On a terminal, clears what a progress bar of rank 0 left on the line before another rank's line.
+// Clears a progress bar of rank 0 from the terminal's line before another rank's line is printed.
 constexpr const char* kClearLine = "\r\033[K";
 
 bool same_file(int a, int b) {
@@ -53,7 +53,7 @@ JobOutput::JobOutput(const Options& options)
   if (log_dir_.empty()) return;
   std::error_code error;
   std::filesystem::create_directories(log_dir_, error);
-  if (error) throw UsageError("cannot make the folder '" + log_dir_ + "': " + error.message());
+  if (error) throw UsageError("cannot create the folder '" + log_dir_ + "': " + error.message());
 }
 
 JobOutput::~JobOutput() {

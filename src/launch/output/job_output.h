@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Everything that a job prints: its ranks' lines to the terminal or to log files, the launcher's messages, the report.
+// Prints the ranks' lines to the terminal or to log files, the launcher's messages and the failure report.
 #pragma once
 
 #include <deque>
@@ -29,27 +29,27 @@ class JobOutput {
   JobOutput& operator=(const JobOutput&) = delete;
 
   /// Opens the rank's log, or, without logs, prefixes its lines with `prefix` unless --no_rank_prefix is given.
-  /// `clear_line`: another rank draws on the same terminal. Errors: UsageError if the log cannot be written.
+  /// `clear_line`: another rank writes to the same terminal. Errors: UsageError if the log cannot be written.
   void add_rank(int rank, std::string prefix, bool clear_line);
-  /// Empty `bytes`: the stream's end.
+  /// Empty `bytes`: end of the stream.
   void feed(int rank, Stream stream, std::string_view bytes);
   /// Ends unfinished lines of all ranks.
   void finish();
-  /// Forgets the ranks, for a restart; logs go on in new files.
+  /// Forgets the ranks before a restart; logs continue in new files.
   void forget_ranks();
 
   /// Prints a message of the launcher if its level is at least --log_level.
   void say(LogLevel level, const std::string& text);
   void print(const std::string& line) { errors_->push(line + "\n"); }
 
-  /// The last lines that the rank wrote to its standard error; if there are none, to its output.
+  /// Returns the last lines of the rank's standard error or, if that is empty, of its output.
   const std::deque<std::string>& tail(int rank) const;
-  /// The path of the rank's log; empty: its lines were shown.
+  /// Returns the path of the rank's log; empty: its lines were printed.
   const std::string& log(int rank) const;
   size_t num_ranks() const { return ranks_.size(); }
 
   void add_to(PollSet& set);
-  bool full() const;  // the ranks block until their output is taken
+  bool full() const;  // the ranks block until their output is read
   bool closed() const { return output_->closed() || errors_->closed(); }
   bool output_closed() const { return output_->closed(); }
   void flush();

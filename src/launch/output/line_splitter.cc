@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Buffers an unfinished line; redrawn lines (progress bars) replace it.
+// Buffers an unfinished line, which redrawn lines (progress bars) replace.
 #include "launch/output/line_splitter.h"
 
 namespace deeptide::launch {
 namespace {
 
 constexpr size_t kTailLines = 50;
-constexpr size_t kLongestLine = 64 * 1024;  // a longer one is cut, so that binary output cannot fill the memory
+constexpr size_t kLongestLine = 64 * 1024;  // a longer line is cut, so that binary output cannot fill the memory
 constexpr std::chrono::seconds kRedrawInterval{10};
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The ranks' output: cut into lines, prefixed, and written so that lines never mix.
+// Cuts the ranks' output into prefixed lines that never mix.
 #pragma once
 
 #include <chrono>
@@ -12,17 +12,17 @@
 
 namespace deeptide::launch {
 
-/// Cuts one stream of a rank into lines, each written with its prefix once it is complete.
-/// Of a line redrawn with '\\r' (a progress bar) it writes the last state, and an intermediate one every ten seconds.
+/// Cuts one stream of a rank into lines, and writes each with its prefix once it is complete.
+/// Writes the last state of a line redrawn with '\\r' (a progress bar), and an intermediate state every ten seconds.
 class LineSplitter {
  public:
   LineSplitter(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(sink) {}
 
   void feed(std::string_view bytes, Clock::time_point now = Clock::now());
-  /// The stream has ended: an unfinished last line gets its newline.
+  /// Call at the end of the stream: ends an unfinished last line with a newline.
   void finish();
 
-  /// The last lines seen, oldest first.
+  /// Returns the last lines, oldest first.
   const std::deque<std::string>& tail() const { return tail_; }
 
  private:
@@ -32,7 +32,7 @@ class LineSplitter {
   std::string prefix_;
   Sink& sink_;
   std::string line_;
-  bool redrawn_ = false;  // the line's text will be replaced by what follows
+  bool redrawn_ = false;  // the next text replaces the line
   Clock::time_point last_shown_{};
   std::deque<std::string> tail_;
 };

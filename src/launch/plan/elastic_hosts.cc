@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which hosts an elastic job uses: the limits of the command line, then those of the configuration.
+// Applies the limits of the command line, then those of the configuration.
 #include "launch/plan/elastic_hosts.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Which of the hosts that can be reached an elastic job uses.
+// Chooses the hosts of an elastic job among those that can be reached.
 #pragma once
 
 #include <string>
@@ -11,15 +11,15 @@
 
 namespace deeptide::launch {
 
-/// The file after --deepspeed_config, --deepspeed or --config among a script's arguments; empty if there is none.
+/// Returns the file after --deepspeed_config, --deepspeed or --config in a script's arguments; empty if there is none.
 std::string config_argument(const std::vector<std::string>& command);
 
-/// At most --max_elastic_nodes of `reached`, and of their slots as many as the elasticity section of the script's
-/// configuration allows, if it has one; slots go from the last host. Empty: no allowed number is small enough.
-/// Errors: ConfigError, as the script itself would have it.
+/// Returns at most --max_elastic_nodes hosts of `reached`. If the script's configuration has an elasticity section,
+/// keeps the largest number of slots that it allows and drops slots from the last host on. Empty: every allowed number
+/// is too large. Errors: ConfigError, as in the script itself.
 std::vector<Host> elastic_hosts(const Options& options, std::vector<Host> reached);
 
-/// `hosts` without their last slots, so that `count` are left; hosts without slots are dropped.
+/// Keeps the first `count` slots of `hosts` and drops hosts without slots.
 std::vector<Host> first_slots(std::vector<Host> hosts, int count);
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Exported variables: by prefix from the environment, by name from the user's files.
+// Collects variables by prefix from the environment and by name from the user's files.
 #include "launch/plan/exports.h"
 
 #include <unistd.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::array<std::string_view, 11> kPrefixes = {"NCCL",  "RCCL",      "PYTHON", "MV2",       "UCX",   "MLFLOW",
                                                         "GLOO_", "TP_SOCKET", "OMP_",   "DEEPTIDE_", "TORCH_"};
-// A job's own variables, which a job started from within another one must not inherit.
+// Variables of one job. A job that is started inside another one must not inherit them.
 constexpr std::array<std::string_view, 4> kNever = {"DEEPTIDE_JOB_TOKEN", "DEEPTIDE_RESTART_COUNT", "DEEPTIDE_LAUNCHER",
                                                     "DEEPTIDE_HUB"};
 constexpr std::array<std::string_view, 5> kSecretWords = {"TOKEN", "PASSWORD", "SECRET", "CREDENTIAL", "KEY"};
@@ -69,11 +69,11 @@ Environment parse_env_file(std::string_view text, const std::string& source) {
     if (line.compare(0, 7, "export ") == 0) line.erase(0, std::min(line.size(), line.find_first_not_of(" \t", 7)));
     const size_t equals = line.find('=');
     if (equals == std::string::npos || !is_name(std::string_view(line).substr(0, equals))) {
-      // The line may hold a secret: it is not quoted.
+      // Does not quote the line: it may hold a secret.
       throw UsageError(source + ":" + std::to_string(number) + ": expected NAME=VALUE");
     }
     if (line.find('\0') != std::string::npos) {
-      throw UsageError(source + ":" + std::to_string(number) + ": a zero byte cannot be in a variable");
+      throw UsageError(source + ":" + std::to_string(number) + ": a variable cannot contain a zero byte");
     }
     environment[line.substr(0, equals)] = unquoted(line.substr(equals + 1));
   }

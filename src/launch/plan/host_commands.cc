@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The command lines of ssh, pdsh, mpirun and srun.
+// Builds the command lines of ssh, pdsh, mpirun and srun.
 #include "launch/plan/host_commands.h"
 
 #include <unistd.h>
@@ -49,12 +49,12 @@ void require_equal_slots(const std::vector<Host>& hosts, const std::string& name
   }
 }
 
-// Starters number the slots themselves: they would silently ignore a choice of particular ones.
+// Starters number the slots themselves and would silently ignore a choice of particular slots.
 void require_first_slots(const std::vector<Host>& hosts, const std::string& name) {
   for (const Host& host : hosts) {
     if (host.slots.empty() || host.slots.back() == static_cast<int>(host.slots.size()) - 1) continue;
     throw UsageError("--launcher " + name + " cannot choose slots " + join_numbers(host.slots) + " of " + host.name +
-                     ", only the first ones; use --launcher ssh");
+                     ", only the first slots; use --launcher ssh");
   }
 }
 
@@ -79,7 +79,7 @@ Words hydra_command(const Options& options, const std::vector<Host>& hosts, cons
                  std::to_string(hosts[0].slots.size()),
                  "-hosts",
                  join(host_names(hosts), ",")};
-  if (name == "impi") append(words, {"-genv", "I_MPI_PIN", "0"});  // binding is the ranks' own matter
+  if (name == "impi") append(words, {"-genv", "I_MPI_PIN", "0"});  // the ranks bind themselves
   append(words, shell_split(options.launcher_args, "--launcher_args"));
   if (!exported.empty()) append(words, {"-genvlist", join(exported, ",")});
   return words;
@@ -109,7 +109,7 @@ std::string require_program(const std::string& program, const std::string& launc
   const std::string path = find_program(program);
   if (!path.empty()) return path;
   throw UsageError("--launcher " + launcher + " needs '" + program + "', which is not in PATH; install it, or use " +
-                   (launcher == "ssh" ? "--no_ssh on each host" : "--launcher ssh, which needs nothing but ssh"));
+                   (launcher == "ssh" ? "--no_ssh on each host" : "--launcher ssh, which needs only ssh"));
 }
 
 Words ssh_command(const Options& options, const std::string& host, const std::string& remote) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The hostfile's grammar and the filters over it, as users of MPI and of DeepSpeed know them.
+// Implements the hostfile grammar and the filters that users of MPI and of DeepSpeed know.
 #include "launch/plan/hostfile.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ constexpr int kMaxSlots = 4096;
 constexpr const char* kForm = "expected 'NAME slots=N'";
 constexpr std::string_view kSpaces = " \t\r\f\v";
 
-// All of `text` as a number of at most `most`; -1 if it is none.
+// Parses all of `text` as a number of at most `most`; returns -1 if it is not one.
 int to_number(std::string_view text, int most) {
   int value = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -29,7 +29,7 @@ int to_number(std::string_view text, int most) {
   return digits && error == std::errc() && end == text.data() + text.size() && value <= most ? value : -1;
 }
 
-// A name goes to ssh's command line: it must not look like an option to ssh, or like several words to a shell.
+// A name becomes part of ssh's command line: ssh must not take it for an option, nor a shell for several words.
 bool is_host_name(const std::string& name) {
   constexpr std::string_view kAllowed = "-_.:%@[]";
   return !name.empty() && name[0] != '-' && std::all_of(name.begin(), name.end(), [&](unsigned char c) {
@@ -37,7 +37,7 @@ bool is_host_name(const std::string& name) {
   });
 }
 
-// `slots=N`, or -1.
+// Returns N of `slots=N`, or -1.
 int slot_count(const std::string& word, std::string_view key) {
   return word.compare(0, key.size(), key) == 0 ? to_number(std::string_view(word).substr(key.size()), kMaxSlots) : -1;
 }
@@ -47,13 +47,13 @@ Host parse_line(const std::string& line, const std::string& where) {
   const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
   const auto bad = [&](const std::string& why) { return UsageError(where + ": bad entry '" + line + "': " + why); };
   if (words.size() < 2) throw bad(kForm);
-  if (!is_host_name(words[0])) throw bad("'" + words[0] + "' cannot be a host's name");
+  if (!is_host_name(words[0])) throw bad("'" + words[0] + "' is not a valid host name");
   const int count = slot_count(words[1], "slots=");
   if (count < 0) throw bad(kForm + std::string(", N from 1 to ") + std::to_string(kMaxSlots));
-  if (count == 0) throw bad("a host has at least one slot; put '#' before the line to leave it out");
+  if (count == 0) throw bad("a host needs at least one slot; comment the line out with '#' to skip the host");
   for (size_t i = 2; i < words.size(); ++i) {
     if (slot_count(words[i], "max_slots=") < 0 && slot_count(words[i], "max-slots=") < 0) {
-      throw bad("'" + words[i] + "' is not understood; " + kForm);
+      throw bad("'" + words[i] + "' is not a known field; " + kForm);
     }
   }
   Host host{words[0], std::vector<int>(count)};
@@ -68,10 +68,10 @@ std::string names_of(const std::vector<Host>& hosts) {
   return hosts.size() > kShown ? names + ", …" : names;
 }
 
-// One NODE_SPEC of --include or --exclude: a host, and the slots named (none: all of it).
+// Parses one NODE_SPEC of --include or --exclude. Returns the host with the named slots, or with all slots if none is.
 Host parse_spec(const std::string& spec, const std::vector<Host>& hosts, const std::string& option) {
   const std::string where = option + ": '" + spec + "'";
-  // IPv6 addresses contain colons: look for a known host's name first.
+  // IPv6 addresses contain colons, so look for a known host's name first.
   const auto is_named = [&](const std::string& name) {
     return std::find_if(hosts.begin(), hosts.end(), [&](const Host& host) { return host.name == name; });
   };
@@ -82,7 +82,7 @@ Host parse_spec(const std::string& spec, const std::vector<Host>& hosts, const s
   if (name.empty()) throw UsageError(where + " names no host; expected HOST or HOST:SLOT,SLOT joined by '@'");
   host = is_named(name);
   if (host == hosts.end()) {
-    throw UsageError(where + ": host '" + name + "' is not in the hostfile, which has " + names_of(hosts));
+    throw UsageError(where + ": host '" + name + "' is not in the hostfile, which lists " + names_of(hosts));
   }
   Host named{name, parse_number_list(spec.substr(colon + 1), option)};
   for (int slot : named.slots) {
@@ -94,7 +94,7 @@ Host parse_spec(const std::string& spec, const std::vector<Host>& hosts, const s
   return named;
 }
 
-// The slots that `text` names, per host; parallel to `hosts`.
+// Returns the slots that `text` names, one set per host, in the order of `hosts`.
 std::vector<std::set<int>> named_slots(const std::vector<Host>& hosts, const std::string& text,
                                        const std::string& option) {
   std::vector<std::set<int>> named(hosts.size());
@@ -109,10 +109,10 @@ std::vector<std::set<int>> named_slots(const std::vector<Host>& hosts, const std
 
 void check(const HostFilter& filter, size_t num_hosts) {
   if (!filter.include.empty() && !filter.exclude.empty()) {
-    throw UsageError("--include and --exclude exclude each other: give one of them");
+    throw UsageError("--include and --exclude cannot be combined: give one of them");
   }
   if ((filter.num_nodes >= 0 || filter.num_slots >= 0) && !(filter.include.empty() && filter.exclude.empty())) {
-    throw UsageError("--num_nodes and --num_gpus do not go with --include or --exclude");
+    throw UsageError("--num_nodes and --num_gpus cannot be combined with --include or --exclude");
   }
   if (filter.num_nodes == 0 || filter.num_nodes > static_cast<int>(num_hosts)) {
     throw UsageError("--num_nodes " + std::to_string(filter.num_nodes) + ": the hostfile has " +
@@ -135,20 +135,20 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& sourc
     Host host = parse_line(line, where);
     for (size_t i = 0; i < hosts.size(); ++i) {
       if (hosts[i].name != host.name) continue;
-      throw UsageError(where + ": a second entry for host '" + host.name + "', the first is on line " +
-                       std::to_string(lines[i]) + "; give its slots in one line");
+      throw UsageError(where + ": duplicate entry for host '" + host.name + "', which is already on line " +
+                       std::to_string(lines[i]) + "; list its slots in one entry");
     }
     hosts.push_back(std::move(host));
     lines.push_back(number);
   }
-  if (hosts.empty()) throw UsageError(source + ": the hostfile names no host; " + kForm);
+  if (hosts.empty()) throw UsageError(source + ": the hostfile lists no hosts; " + kForm);
   return hosts;
 }
 
 std::vector<Host> read_hostfile(const std::string& path) {
   std::ifstream stream(path);
   std::ostringstream text;
-  // A folder opens, but cannot be read.
+  // A folder can be opened but not read.
   if (!stream || (stream.peek(), stream.bad())) throw UsageError("hostfile '" + path + "' cannot be read");
   if (stream.peek() != std::ifstream::traits_type::eof()) text << stream.rdbuf();
   return parse_hostfile(text.str(), path);
@@ -177,7 +177,7 @@ std::vector<Host> filter_hosts(const std::vector<Host>& hosts, const HostFilter&
     host.slots.resize(filter.num_slots);
   }
   std::erase_if(left, [](const Host& host) { return host.slots.empty(); });
-  if (left.empty()) throw UsageError("no host is left: --exclude takes away all slots of the hostfile");
+  if (left.empty()) throw UsageError("no host is left: --exclude removes all slots of the hostfile");
   return left;
 }
 
@@ -189,7 +189,7 @@ std::vector<int> parse_number_list(const std::string& text, const std::string& o
     const int first = to_number(std::string_view(part).substr(0, dash), kLargest);
     const int last = dash == std::string::npos ? first : to_number(std::string_view(part).substr(dash + 1), kLargest);
     if (first < 0 || last < first) {
-      throw UsageError(option + ": '" + text + "' is no list of numbers; expected numbers and ranges like 0,2-5");
+      throw UsageError(option + ": '" + text + "' is not a list of numbers; expected numbers and ranges like 0,2-5");
     }
     for (int number = first; number <= last; ++number) numbers.insert(number);
   }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The hosts of a job and the slots used on each: the hostfile, narrowed by --include, --exclude and counts.
+// Determines the hosts and slots of a job from the hostfile, --include, --exclude and counts.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace deeptide::launch {
 
-/// A host and its slots in ascending order; a slot is the index of a device, or of a rank where there are none.
+/// A host and its slots in ascending order. A slot is the index of a device or, without devices, of a rank.
 struct Host {
   std::string name;
   std::vector<int> slots;
@@ -20,7 +20,7 @@ struct Host {
 /// The user's choice of hosts; empty or -1: not given.
 struct HostFilter {
   std::string include;  // "worker-1@worker-2:0,2-3": these hosts, or these slots of them
-  std::string exclude;  // the same form: all but these
+  std::string exclude;  // all but these, in the same form
   int num_nodes = -1;   // the first hosts
   int num_slots = -1;   // the first slots of each host
 
@@ -34,15 +34,15 @@ std::vector<Host> parse_hostfile(std::string_view text, const std::string& sourc
 /// Errors: UsageError if the file cannot be read, or as parse_hostfile.
 std::vector<Host> read_hostfile(const std::string& path);
 
-/// The hosts and slots that `filter` leaves, in the hostfile's order; hosts without slots are dropped.
-/// Errors: UsageError naming the unknown host or slot, or if nothing is left.
+/// Returns the hosts and slots that pass `filter`, in the hostfile's order; drops hosts without slots.
+/// Errors: UsageError naming an unknown host or slot, or if no host is left.
 std::vector<Host> filter_hosts(const std::vector<Host>& hosts, const HostFilter& filter);
 
-/// Numbers and ranges, "0,2-5", ascending and each once. `option` and `text` are quoted in errors.
+/// Parses numbers and ranges, "0,2-5". Returns each number once, ascending. Errors quote `option` and `text`.
 /// Errors: UsageError.
 std::vector<int> parse_number_list(const std::string& text, const std::string& option);
 
-/// "0,1,3" of the numbers.
+/// Returns the numbers as "0,1,3".
 std::string join_numbers(const std::vector<int>& numbers);
 
 int num_slots(const std::vector<Host>& hosts);

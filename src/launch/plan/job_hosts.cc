@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where a job runs: this machine, agents, or a starter.
+// Decides between this machine, agents and a starter.
 #include "launch/plan/job_hosts.h"
 
 #include <algorithm>
@@ -26,14 +26,14 @@ bool uses_agents(const Options& options) {
 std::string hostfile_of(const Options& options) {
   if (!options.hostfile.empty()) {
     if (!std::filesystem::exists(options.hostfile)) {
-      throw UsageError("hostfile '" + options.hostfile + "' does not exist; leave -H out to run on this machine");
+      throw UsageError("hostfile '" + options.hostfile + "' does not exist; omit -H to run on this machine");
     }
     return options.hostfile;
   }
   return std::filesystem::exists(kDefaultHostfile) ? kDefaultHostfile : "";
 }
 
-// The first variable that limits the devices, if any.
+// Returns the first variable that limits the devices, or null.
 const char* visible_variable() {
   for (const char* name : {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}) {
     if (std::getenv(name)) return name;
@@ -41,11 +41,11 @@ const char* visible_variable() {
   return nullptr;
 }
 
-// Without a hostfile: this machine's devices are the slots that --include and --exclude choose from.
+// Without a hostfile, --include and --exclude choose from this machine's devices.
 void choose_devices(const Options& options, JobHosts& job) {
   if (options.filter.num_nodes > 1) {
     throw UsageError("--num_nodes " + std::to_string(options.filter.num_nodes) +
-                     " needs a hostfile: give one with -H, or write " + kDefaultHostfile);
+                     " needs a hostfile: give one with -H, or create " + kDefaultHostfile);
   }
   if (options.filter.include.empty() && options.filter.exclude.empty()) {
     job.place = local_place(options);
@@ -65,7 +65,7 @@ void choose_devices(const Options& options, JobHosts& job) {
   job.place.devices = chosen.slots;
 }
 
-// --no_ssh: this host's part of a job whose other parts are started by others, with the same hostfile.
+// --no_ssh: this host's ranks only. The user starts the other hosts with the same hostfile.
 HostPlace own_part(const Options& options, const std::vector<Host>& hosts) {
   if (options.node_rank >= static_cast<int>(hosts.size())) {
     throw UsageError("--node_rank " + std::to_string(options.node_rank) + ": the job has " +
@@ -86,7 +86,7 @@ HostPlace own_part(const Options& options, const std::vector<Host>& hosts) {
 
 void check_transport(const Options& options, const JobHosts& job) {
   if (options.transport == Transport::slurm || !job.hosts.empty()) return;
-  throw UsageError("--launcher, --force_multi and --no_ssh need a hostfile: give one with -H, or write " +
+  throw UsageError("--launcher, --force_multi and --no_ssh need a hostfile: give one with -H, or create " +
                    std::string(kDefaultHostfile));
 }
 
@@ -123,7 +123,7 @@ JobHosts find_hosts(const Options& options) {
     job.place.environment["DEEPTIDE_RESTART_COUNT"] = "0";
   }
   if (job.way == JobHosts::Way::here) {
-    // The files' variables serve one machine as well; what the environment has, the ranks inherit.
+    // The user's files apply on one machine too. The ranks inherit the environment, so add only what differs from it.
     for (const auto& [name, value] : exported_environment()) {
       const char* inherited = std::getenv(name.c_str());
       if (!inherited || value != inherited) job.place.environment.emplace(name, value);

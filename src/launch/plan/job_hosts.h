@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where a job runs, decided from the options, the hostfile and this machine.
+// Decides where a job runs, from the options, the hostfile and this machine.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@ namespace deeptide::launch {
 
 struct JobHosts {
   enum class Way : uint8_t {
-    here,     // ranks of this machine only: children of this process
-    agents,   // an agent on each host
+    here,     // all ranks are children of this process
+    agents,   // one agent per host
     starter,  // mpirun or srun starts the ranks
   };
 
   Way way = Way::here;
-  std::vector<Host> hosts;  // for agents and starter; may be empty for srun, which has its own list
-  HostPlace place;          // here
+  std::vector<Host> hosts;  // for agents and starter; may be empty for srun, which knows its own hosts
+  HostPlace place;          // for `here`
   std::vector<std::string> warnings;
 };
 
 /// True if a hostfile is given, or exists at the default path.
 bool has_hostfile(const Options& options);
 
-/// Errors: UsageError for a bad hostfile, unknown hosts or slots, options that do not go together.
+/// Errors: UsageError for a bad hostfile, unknown hosts or slots, or options that cannot be combined.
 JobHosts find_hosts(const Options& options);
 
 }  // namespace deeptide::launch

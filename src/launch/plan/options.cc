@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's command line, through CLI11.
+// Declares the launcher's command line to CLI11.
 #include "launch/plan/options.h"
 
 #include <CLI/CLI.hpp>
@@ -21,9 +21,9 @@ constexpr int kMaxRanks = 4096;
 constexpr const char* kFooter = R"(
 Python scripts (*.py, or --module) run with $VIRTUAL_ENV's or PATH's python3; anything else is run as a program.
 Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
-`--local_rank=N` is appended for Python scripts that name this option, or if asked for with --local_rank.
-The first rank that fails ends the others; its exit code is passed on (128 + signal number if it was killed).
-^C once stops the ranks and waits for them; twice kills them.
+`--local_rank=N` is appended for Python scripts that mention this option, and for all scripts with --local_rank.
+When a rank fails, the launcher stops the others and returns the exit code of the first rank that failed
+(128 + signal number if it was killed). The first ^C stops the ranks and waits for them; the second kills them.
 
   deeptide --num_gpus 2 train.py --deepspeed_config ds_config.json
   deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
@@ -45,7 +45,7 @@ const std::map<std::string, LogLevel> kLogLevels = {{"debug", LogLevel::debug},
                                                     {"error", LogLevel::error},
                                                     {"critical", LogLevel::critical}};
 
-// Looks a name up in a table; the error lists the table's names.
+// Looks up a name in a table. The error lists the table's names.
 template <typename Value>
 Value one_of(const std::map<std::string, Value>& table, const std::string& name, const std::string& option) {
   const auto found = table.find(name);
@@ -62,12 +62,14 @@ Transport to_transport(const std::string& name) {
 }
 
 void declare_hosts(CLI::App& app, Options& options) {
-  app.add_option("-H,--hostfile", options.hostfile, "Hosts as lines 'NAME slots=N' (default: /job/hostfile, if any)")
+  app.add_option("-H,--hostfile", options.hostfile,
+                 "File with one line 'NAME slots=N' per host (default: /job/hostfile, if it exists)")
       ->type_name("FILE");
-  app.add_option("-i,--include", options.filter.include, "Only these: HOST or HOST:SLOT,SLOT joined by '@'")
+  app.add_option("-i,--include", options.filter.include, "Use only these hosts: HOST or HOST:SLOT,SLOT, joined by '@'")
       ->type_name("SPEC");
-  app.add_option("-e,--exclude", options.filter.exclude, "All but these; the same form")->type_name("SPEC");
-  app.add_option("--num_nodes", options.filter.num_nodes, "Only the first N hosts")->type_name("N");
+  app.add_option("-e,--exclude", options.filter.exclude, "Use all but these hosts; same form as --include")
+      ->type_name("SPEC");
+  app.add_option("--num_nodes", options.filter.num_nodes, "Use only the first N hosts")->type_name("N");
   app.add_option("--master_addr", options.master_addr, "Where the ranks meet (default: the first host's address)")
       ->type_name("ADDR");
   app.add_option("--master_port", options.master_port,
@@ -78,20 +80,23 @@ void declare_hosts(CLI::App& app, Options& options) {
          "--launcher", [&options](const std::string& name) { options.transport = to_transport(name); },
          "How hosts are reached: ssh (default), pdsh, openmpi, mpich, impi, slurm")
       ->type_name("NAME");
-  app.add_option("--launcher_args", options.launcher_args, "Further arguments for it, quoted as one")
+  app.add_option("--launcher_args", options.launcher_args,
+                 "Extra arguments for the --launcher program, quoted as one word")
       ->type_name("ARGS");
-  app.add_option("--ssh_port", options.ssh_port, "Port of the hosts' ssh")->type_name("PORT");
-  app.add_flag("--no_ssh", options.no_ssh, "Start this host's part only; needs --node_rank and --master_addr");
-  app.add_option("--node_rank", options.node_rank, "With --no_ssh: this host's place in the hostfile, from 0")
+  app.add_option("--ssh_port", options.ssh_port, "Port of ssh on the hosts")->type_name("PORT");
+  app.add_flag("--no_ssh", options.no_ssh, "Start only this host's ranks; requires --node_rank and --master_addr");
+  app.add_option("--node_rank", options.node_rank, "With --no_ssh: this host's index in the hostfile, from 0")
       ->type_name("N");
-  app.add_flag("--no_ssh_check", options.no_ssh_check, "Accepted for DeepSpeed's users; there is no separate check");
-  app.add_flag("--force_multi", options.force_multi, "Treat a single host as several: reach it through the launcher");
-  app.add_option("--venv_script", options.venv_script, "A script that each host's shell reads first")
+  app.add_flag("--no_ssh_check", options.no_ssh_check, "Accepted for compatibility with DeepSpeed; has no effect");
+  app.add_flag("--force_multi", options.force_multi, "Use --launcher even for a single host");
+  app.add_option("--venv_script", options.venv_script, "Script that each host's shell sources first")
       ->type_name("FILE");
-  app.add_flag("--elastic_training", options.elastic, "Restart on what is left when a rank or a host is lost");
-  app.add_option("--min_elastic_nodes", options.min_elastic_nodes, "Fewest hosts to go on with")->type_name("N");
-  app.add_option("--max_elastic_nodes", options.max_elastic_nodes, "Most hosts to use")->type_name("N");
-  app.add_option("--max_restarts", options.max_restarts, "Restarts of an elastic job")
+  app.add_flag("--elastic_training", options.elastic,
+               "Restart on the remaining hosts when a rank fails or a host is lost");
+  app.add_option("--min_elastic_nodes", options.min_elastic_nodes, "Minimum number of hosts to continue with")
+      ->type_name("N");
+  app.add_option("--max_elastic_nodes", options.max_elastic_nodes, "Maximum number of hosts to use")->type_name("N");
+  app.add_option("--max_restarts", options.max_restarts, "Maximum number of restarts of an elastic job")
       ->type_name("N")
       ->capture_default_str();
   for (CLI::Option* option : app.get_options()) option->group(option == app.get_help_ptr() ? "Options" : kHosts);
@@ -114,7 +119,7 @@ CLI::Option* declare(CLI::App& app, const RankOption& option, RankOptions& optio
 
 void declare_rank_options(CLI::App& app, Options& options) {
   app.add_option("--num_gpus,--num_ranks,--num_accelerators", options.num_ranks,
-                 "Ranks on each host (default: its slots; here one per visible GPU, else 1)")
+                 "Ranks per host (default: one per slot; without a hostfile one per visible GPU, else 1)")
       ->type_name("N")
       ->group(kRanks);
   for (const RankOption& option : rank_options()) {
@@ -131,11 +136,11 @@ void declare_ending(CLI::App& app, Options& options) {
       app.add_option_function<std::string>(
              "--log_level",
              [&options](const std::string& name) { options.log_level = one_of(kLogLevels, name, "--log_level"); },
-             "What the launcher prints: debug, info (default), warning, error, critical")
+             "Lowest level of messages to print: debug, info (default), warning, error, critical")
           ->type_name("LEVEL"));
   declared.push_back(app.add_flag("-q,--quiet", options.quiet, "Print only failures"));
-  declared.push_back(app.add_flag("--dry-run", options.dry_run,
-                                  "Print each host's and rank's command and environment, start nothing"));
+  declared.push_back(
+      app.add_flag("--dry-run", options.dry_run, "Print the command and environment per host and rank; start nothing"));
   for (CLI::Option* option : declared) option->group(kEnding);
 }
 
@@ -157,7 +162,7 @@ void declare(CLI::App& app, Options& options) {
         "option '--world_info' belongs to DeepSpeed's inner launcher; give the hosts with -H and --include");
   }
   throw UsageError("unknown option '" + name +
-                   "'; options of the launcher come before the script, 'deeptide --help' lists them");
+                   "'; launcher options come before the script ('deeptide --help' lists them)");
 }
 
 void check_range(const std::string& option, int value, int low, int high) {
@@ -173,19 +178,19 @@ void check_seconds(const std::string& option, double value, double low) {
 
 void check_single_host(const Options& options) {
   if (!options.no_ssh) {
-    if (options.node_rank >= 0) throw UsageError("--node_rank is for --no_ssh, where each host is started by itself");
+    if (options.node_rank >= 0) throw UsageError("--node_rank requires --no_ssh, which starts each host separately");
     return;
   }
   if (options.node_rank < 0 || options.master_addr.empty()) {
-    throw UsageError("--no_ssh starts this host's part only: it needs --node_rank and --master_addr");
+    throw UsageError("--no_ssh starts only this host's ranks: it requires --node_rank and --master_addr");
   }
-  if (options.elastic) throw UsageError("--elastic_training needs a launcher that sees all hosts: not with --no_ssh");
+  if (options.elastic) throw UsageError("--elastic_training needs a launcher that reaches all hosts; omit --no_ssh");
 }
 
 void check_elastic(const Options& options) {
   const bool given = options.min_elastic_nodes != -1 || options.max_elastic_nodes != -1;
   if (given && !options.elastic) {
-    throw UsageError("--min_elastic_nodes and --max_elastic_nodes are for --elastic_training");
+    throw UsageError("--min_elastic_nodes and --max_elastic_nodes require --elastic_training");
   }
   if (options.min_elastic_nodes != -1) check_range("--min_elastic_nodes", options.min_elastic_nodes, 1, 65536);
   if (options.max_elastic_nodes != -1) {
@@ -194,7 +199,7 @@ void check_elastic(const Options& options) {
   check_range("--max_restarts", options.max_restarts, 0, 1'000'000);
   const Transport transport = options.transport.value_or(Transport::ssh);
   if (options.elastic && transport != Transport::ssh && transport != Transport::pdsh) {
-    throw UsageError("--elastic_training needs agents: --launcher ssh or pdsh");
+    throw UsageError("--elastic_training needs agents: use --launcher ssh or pdsh");
   }
 }
 
@@ -211,7 +216,7 @@ void check(const Options& options, const CLI::App& app) {
     throw UsageError("--module runs a Python module and --no_python runs no Python: give one of them");
   }
   if (!options.bind_core_list.empty()) {
-    if (!options.bind_cores) throw UsageError("--bind_core_list names the cores for --bind_cores_to_rank: give both");
+    if (!options.bind_cores) throw UsageError("--bind_core_list requires --bind_cores_to_rank");
     parse_number_list(options.bind_core_list, "--bind_core_list");
   }
   check_single_host(options);
@@ -223,7 +228,7 @@ void check(const Options& options, const CLI::App& app) {
 
 std::optional<Options> parse_options(std::vector<std::string> arguments) {
   Options options;
-  CLI::App app{"Starts one process per rank on each host and keeps watch over them.", "deeptide"};
+  CLI::App app{"Starts and supervises one process per rank on each host.", "deeptide"};
   declare(app, options);
   if (parse_arguments(app, std::move(arguments))) return std::nullopt;
   options.command = app.remaining();

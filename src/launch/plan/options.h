@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's command line, parsed and checked.
+// Parses and checks the launcher's command line.
 #pragma once
 
 #include <cstdint>
@@ -13,22 +13,22 @@
 
 namespace deeptide::launch {
 
-/// How hosts are reached: agents over ssh or pdsh, or ranks through a resource manager's own starter.
+/// Reaches hosts through agents over ssh or pdsh, or through a resource manager's own starter of ranks.
 enum class Transport : uint8_t { ssh, pdsh, openmpi, mpich, impi, slurm };
 
 enum class LogLevel : uint8_t { debug, info, warning, error, critical };
 
-/// All options; those of RankOptions go to every host.
+/// All options. Those of RankOptions are sent to every host.
 struct Options : RankOptions {
-  std::string hostfile;  // empty: /job/hostfile if it is there
+  std::string hostfile;  // empty: /job/hostfile if it exists
   HostFilter filter;
   int num_ranks = 0;    // --num_gpus; 0: one per visible device, else 1; with a hostfile all slots
-  int master_port = 0;  // 0: a free one
+  int master_port = 0;  // 0: a free port
   std::string master_addr;
   int node_rank = -1;
   bool no_ssh = false;
   bool no_ssh_check = false;
-  int ssh_port = 0;  // 0: ssh's own choice
+  int ssh_port = 0;  // 0: ssh's default
   std::optional<Transport> transport;
   std::string launcher_args;
   bool force_multi = false;
@@ -42,7 +42,7 @@ struct Options : RankOptions {
   bool quiet = false;  // as log_level error
   bool dry_run = false;
   bool share_terminal = true;  // rank 0 may write to the terminal directly
-  bool under_starter = false;  // mpirun or srun, which asks the other ranks' supervisors to end when one fails
+  bool under_starter = false;  // mpirun or srun asks the other ranks' supervisors to end when a rank fails
 };
 
 /// Parses `arguments` (without the program's name). Returns the options, or nothing after printing the answer to --help

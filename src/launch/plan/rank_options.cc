@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The table of the options that go to every host.
+// Holds the table of the options that are sent to every host.
 #include "launch/plan/rank_options.h"
 
 namespace deeptide::launch {
@@ -11,21 +11,23 @@ using Group = RankOption::Group;
 constexpr RankOption kOptions[] = {
     {"--module", nullptr, &RankOptions::module, Group::ranks, "Run the script as a Python module (python3 -m)"},
     {"--no_python", nullptr, &RankOptions::no_python, Group::ranks, "Run the script itself, even if it is named *.py"},
+    {"--as-deepspeed", nullptr, &RankOptions::as_deepspeed, Group::ranks,
+     "Python scripts that import deepspeed get Deeptide's interface of that name"},
     {"--python", "PATH", &RankOptions::python, Group::ranks, "The Python interpreter to use"},
     {"--local_rank", nullptr, &RankOptions::pass_local_rank, Group::ranks,
      "Append --local_rank=N to the script's arguments"},
-    {"--no_local_rank", nullptr, &RankOptions::no_local_rank, Group::ranks, "Never append it"},
+    {"--no_local_rank", nullptr, &RankOptions::no_local_rank, Group::ranks, "Never append --local_rank=N"},
     {"--bind_cores_to_rank", nullptr, &RankOptions::bind_cores, Group::ranks,
-     "Give each rank its own share of the processor's cores"},
-    {"--bind_core_list", "LIST", &RankOptions::bind_core_list, Group::ranks, "Share these cores only, as 0,2-5"},
+     "Bind each rank to its own share of the cores"},
+    {"--bind_core_list", "LIST", &RankOptions::bind_core_list, Group::ranks, "Share out only these cores, e.g. 0,2-5"},
     {"--enable_each_rank_log", "DIR", &RankOptions::log_dir, Group::ending,
-     "Write each rank's output to a file in DIR instead"},
+     "Write the output to one file per rank in DIR"},
     {"--no_rank_prefix", nullptr, &RankOptions::rank_prefix, Group::ending,
-     "Print the ranks' lines as they are, without '[rank N] '"},
+     "Print the ranks' lines without the prefix '[rank N] '"},
     {"--grace", "SECONDS", &RankOptions::grace_s, Group::ending,
      "Seconds between asking a rank to stop and killing it (default: 30; after a failure 5)"},
     {"--hang_timeout", "SECONDS", &RankOptions::hang_timeout_s, Group::ending,
-     "Seconds that a rank may wait for a collective before a report; 0: no reports"},
+     "Seconds that a rank may wait for a collective before a hang report (0: no reports)"},
     {"--heartbeat_timeout", "SECONDS", &RankOptions::heartbeat_timeout_s, Group::ending,
      "Seconds without a heartbeat after which a host counts as lost"},
 };

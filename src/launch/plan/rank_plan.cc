@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What each rank runs: the script's kind, the rendezvous variables, and a share of the cores.
+// Plans the command, the rendezvous variables and the share of the cores of each rank.
 #include "launch/plan/rank_plan.h"
 
 #include <unistd.h>
@@ -42,15 +42,17 @@ std::string interpreter(const RankOptions& options, bool here) {
   return here ? resolve_program(options.python) : options.python;
 }
 
-// The command of every rank, but for the rank's own argument.
+// Returns the command of every rank, without the rank's own argument.
 std::vector<std::string> base_command(const RankOptions& options, bool here) {
   const std::string& script = options.command[0];
   std::vector<std::string> command;
-  if (options.module) {
-    command = {interpreter(options, here), "-m", script};
-  } else if (runs_python(options)) {
-    if (here && !fs::exists(script)) throw UsageError("script '" + script + "' does not exist");
-    command = {interpreter(options, here), script};
+  if (runs_python(options)) {
+    command = {interpreter(options, here)};
+    // Becomes the same interpreter with the interface's folder on its path.
+    if (options.as_deepspeed) command.insert(command.end(), {"-m", "deeptide.as_deepspeed"});
+    if (options.module) command.push_back("-m");
+    if (!options.module && here && !fs::exists(script)) throw UsageError("script '" + script + "' does not exist");
+    command.push_back(script);
   } else {
     command = {here ? resolve_program(script) : script};
   }
@@ -58,7 +60,7 @@ std::vector<std::string> base_command(const RankOptions& options, bool here) {
   return command;
 }
 
-// DeepSpeed's launcher always appends --local_rank=N, torchrun never does: a script that names the option wants it.
+// DeepSpeed's launcher always appends --local_rank=N, torchrun never does. Scripts that mention it expect it.
 bool wants_local_rank(const RankOptions& options) {
   if (options.pass_local_rank || options.no_local_rank) return options.pass_local_rank;
   if (options.module || !runs_python(options)) return false;
@@ -78,7 +80,7 @@ std::vector<int> share_of_cores(const std::vector<int>& cores, int rank, int num
   return {cores.begin() + rank * each, cores.begin() + (rank + 1) * each};
 }
 
-// CUDA's name serves ROCm's torch too; HIP's own is set where the driver is AMD's.
+// ROCm's torch reads CUDA's name too; use HIP's own name where the driver is AMD's.
 const char* visible_devices_name() {
   return fs::exists("/dev/kfd") && !fs::exists("/dev/nvidiactl") ? "HIP_VISIBLE_DEVICES" : "CUDA_VISIBLE_DEVICES";
 }
@@ -100,6 +102,7 @@ Environment shared_environment(const RankOptions& options, const HostPlace& plac
   shared["MASTER_ADDR"] = place.master_addr;
   shared["MASTER_PORT"] = std::to_string(place.master_port);
   shared["DEEPTIDE_LAUNCHER"] = "1";
+  if (options.as_deepspeed) shared["DEEPTIDE_AS_DEEPSPEED"] = "1";
   if (!place.devices.empty()) shared[visible_devices_name()] = join_numbers(place.devices);
   const auto set_default = [&](const char* name, const std::string& value) {
     if (!std::getenv(name) && !shared.count(name)) shared[name] = value;
@@ -120,14 +123,14 @@ std::vector<int> cores_to_share(const RankOptions& options, int num_ranks) {
     const std::vector<int> listed = parse_number_list(options.bind_core_list, "--bind_core_list");
     for (int core : listed) {
       if (std::find(cores.begin(), cores.end(), core) != cores.end()) continue;
-      throw UsageError("--bind_core_list: core " + std::to_string(core) + " cannot be used here; usable are " +
-                       join_numbers(cores));
+      throw UsageError("--bind_core_list: core " + std::to_string(core) +
+                       " is not available here; available cores: " + join_numbers(cores));
     }
     cores = listed;
   }
   if (options.bind_cores && static_cast<int>(cores.size()) < num_ranks) {
-    throw UsageError("--bind_cores_to_rank needs a core for each rank: " + std::to_string(num_ranks) + " ranks, " +
-                     std::to_string(cores.size()) + " cores");
+    throw UsageError("--bind_cores_to_rank needs at least one core per rank: " + std::to_string(num_ranks) +
+                     " ranks, " + std::to_string(cores.size()) + " cores");
   }
   return cores;
 }

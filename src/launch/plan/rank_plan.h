@@ -25,16 +25,16 @@ struct HostPlace {
   int world_size = 1;
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
-  std::vector<int> devices;  // shown to the ranks; empty: as the environment has it
-  Environment environment;   // for each rank: what is exported, the job's token
+  std::vector<int> devices;  // visible to the ranks; empty: as in the environment
+  Environment environment;   // for each rank: exported variables, the job's token
 };
 
-/// One plan per rank. On the host itself (`here`) the interpreter, the script and the cores are looked up; for a
-/// printed plan they are left as they are. Errors: UsageError if the script or program does not exist, or there are
-/// fewer cores than ranks to bind them to.
+/// Returns one plan per rank. On the host itself (`here`), looks up the interpreter, the script and the cores; a
+/// printed plan keeps them as given. Errors: UsageError if the script or program does not exist, or if there are fewer
+/// cores than ranks to bind.
 std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& place, bool here = true);
 
-/// The job's single host where there is no hostfile: number of ranks and a port resolved.
+/// Returns the place of a job's single host without a hostfile, with the number of ranks and a port.
 HostPlace local_place(const Options& options);
 
 /// True if Python runs the script.

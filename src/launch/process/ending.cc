@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One deadline per phase.
+// Keeps one deadline per phase.
 #include "launch/process/ending.h"
 
 namespace deeptide::launch {

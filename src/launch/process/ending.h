@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How processes are brought to an end: last words, a request within a grace, then SIGKILL.
+// Decides how processes end: time for their own failures, a request with a grace, then SIGKILL.
 #pragma once
 
 #include <cstdint>
@@ -10,36 +10,37 @@
 
 namespace deeptide::launch {
 
-/// After a failure, the time in which other ranks may still fail by themselves before they are asked to end.
+/// The time after a failure in which other ranks may still fail on their own before they are asked to end.
 constexpr std::chrono::milliseconds kLastWords{300};
 
 /// Decides when to ask and when to kill: running -> warned -> stopping -> killing, never back.
-/// A value: holds no process and reads no clock. Its owner sends the signals or messages.
+/// Value type: holds no process and reads no clock. Its owner sends the signals or messages.
 class Ending {
  public:
   using Time = Clock::time_point;
   enum class Phase : uint8_t { running, warned, stopping, killing };
-  /// What the owner must do now.
+  /// The owner's next action.
   enum class Due : uint8_t { nothing, stop, kill, give_up };
   struct Request {
     int signal = 0;
     double grace_s = 0.0;
   };
   struct Limits {
-    Clock::duration slack{0};                            // beyond the grace, before the owner kills
-    std::optional<Clock::duration> kill = std::nullopt;  // after that it gives up; absent: never
+    Clock::duration slack{0};                            // added to the grace before the owner kills
+    std::optional<Clock::duration> kill = std::nullopt;  // from the kill until the owner gives up; absent: never
   };
 
   Ending() = default;
   explicit Ending(const Limits& limits) : limits_(limits) {}
 
-  /// A failure: `request` becomes due after kLastWords, unless an earlier request comes. No effect once warned.
+  /// Records a failure: `request` becomes due after kLastWords unless an earlier request arrives.
+  /// Has no effect after the first failure or request.
   void warn(Time now, const Request& request);
-  /// The owner asks the processes to end as `request` says; a later request restarts the grace. False if it is too
-  /// late: they are being killed.
+  /// Records that the owner asks the processes to end with `request`; a later request restarts the grace. False if the
+  /// processes are already being killed.
   bool stop(Time now, const Request& request);
   void kill(Time now);
-  /// Moves on if a deadline has passed, and returns what that means for the owner; for `stop` see request().
+  /// Enters the next phase if a deadline has passed and returns the owner's next action; for `stop` see request().
   Due check(Time now);
 
   Phase phase() const { return phase_; }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// memfds: no name in any file system, gone with the last process that holds them.
+// Uses memfds, which have no name in any file system and vanish with the last process that holds them.
 #include "launch/process/flight_files.h"
 
 #include <sys/mman.h>
@@ -57,7 +57,7 @@ std::string FlightFiles::stacks() const {
 }
 
 void FlightFiles::clear_stacks() const {
-  // The offset is shared with the rank, which writes at it.
+  // Rewind: the rank shares the offset and writes at it.
   if (::ftruncate(stacks_fd_, 0) == 0) ::lseek(stacks_fd_, 0, SEEK_SET);
 }
 

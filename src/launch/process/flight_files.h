@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The two memory files that a rank inherits: the ring of its last collectives, and the file for its stacks.
+// Holds the two memory files that a rank inherits: the ring of its last collectives, and the file for its stacks.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 
 namespace deeptide::launch {
 
-/// Created before the rank starts; readable for the lifetime of this object, even if the rank dies.
+/// Created before the rank starts. Readable for the lifetime of this object, even if the rank dies.
 class FlightFiles {
  public:
   /// Errors: std::system_error.
@@ -20,13 +20,13 @@ class FlightFiles {
   FlightFiles(const FlightFiles&) = delete;
   FlightFiles& operator=(const FlightFiles&) = delete;
 
-  /// Variables for the rank, which inherits both descriptors under the same numbers.
+  /// Returns the variables for the rank, which inherits both descriptors under the same numbers.
   std::map<std::string, std::string> environment() const;
   int ring_fd() const { return ring_fd_; }
   int stacks_fd() const { return stacks_fd_; }
 
   const trace::FlightRing& ring() const { return *ring_; }
-  /// The stacks that the rank has written since the last clear.
+  /// Returns the stacks that the rank has written since the last clear.
   std::string stacks() const;
   void clear_stacks() const;
 

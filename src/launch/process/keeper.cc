@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The keeper is a subreaper: it adopts orphans instead of init.
+// Makes the keeper a subreaper, so that it adopts orphans in place of init.
 #include "launch/process/keeper.h"
 
 #include <fcntl.h>
@@ -40,7 +40,7 @@ std::vector<int> children() {
 pid_t start_child(const std::function<int(pid_t)>& work, bool own_group) {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   const pid_t keeper = getpid();
-  std::fflush(nullptr);  // or both would write it
+  std::fflush(nullptr);  // otherwise both processes would write the buffered output
   const pid_t child = fork();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "fork");
   if (child == 0) work_in_child(work, keeper, own_group);
@@ -56,10 +56,10 @@ int end_of(int status) {
 
 int run_kept(const std::function<int()>& work) {
   const pid_t child = start_child([&work](pid_t) { return work(); }, false);
-  // Held open, the connection would outlive the agent.
+  // An open descriptor here would keep the connection alive after the agent has ended.
   const int null = open("/dev/null", O_RDWR);
   for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
-  for (int asking : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(asking, SIG_IGN);  // the child's matter
+  for (int asking : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) signal(asking, SIG_IGN);  // the child handles them
   int status = 0;
   for (pid_t ended = 0; ended != child;) {
     ended = waitpid(-1, &status, 0);
@@ -78,13 +78,13 @@ int run_kept_job(const std::function<int(pid_t keeper)>& work, bool own_group) {
     }
     int status = 0;
     for (pid_t changed; (changed = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0;) {
-      if (changed != child) continue;  // an orphan's end
+      if (changed != child) continue;  // an orphan has ended
       if (WIFSIGNALED(status)) {
-        std::fprintf(stderr, "deeptide: the supervisor was killed by signal %d; its ranks were ended\n",
+        std::fprintf(stderr, "deeptide: the supervisor was killed by signal %d; its ranks were killed\n",
                      WTERMSIG(status));
       }
       if (!WIFSTOPPED(status)) return end_of(status);
-      raise(SIGSTOP);  // the shell waits for us
+      raise(SIGSTOP);  // the shell waits for this process
       kill(child, SIGCONT);
     }
   }
@@ -97,7 +97,7 @@ void kill_children(const std::function<bool(int pid)>& spared) {
       if (spared(pid)) continue;
       found = true;
       kill(pid, SIGKILL);
-      waitpid(pid, nullptr, 0);  // we adopt its children and kill them in the next round
+      waitpid(pid, nullptr, 0);  // this process adopts its children; the next round kills them
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The kernel's records of processes killed for memory: its log, and counters of control groups.
+// Reads the kernel's log and the counters of control groups.
 #include "launch/process/memory_kills.h"
 
 #include <fcntl.h>
@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-// The number after `name` in a file of lines `name number`; -1 if there is none.
+// Returns the number after `name` in a file of lines `name number`; -1 if it has none.
 int64_t counter(const std::string& path, const std::string& name) {
   std::ifstream stream(path);
   std::string word;
@@ -24,7 +24,7 @@ int64_t counter(const std::string& path, const std::string& name) {
   return -1;
 }
 
-// The line of /proc/self/cgroup for `controller`; its path only.
+// Returns the path in the line of /proc/self/cgroup for `controller`.
 std::string own_group(const std::string& controller) {
   std::ifstream stream("/proc/self/cgroup");
   for (std::string line; std::getline(stream, line);) {
@@ -34,7 +34,7 @@ std::string own_group(const std::string& controller) {
   return {};
 }
 
-// Kills in this process's control group (version 2, then 1); the machine's where there is neither.
+// Counts the kills in this process's control group (version 2, then 1), or on the machine if it has neither.
 int64_t count_kills() {
   const std::string files[] = {"/sys/fs/cgroup" + own_group("") + "/memory.events",
                                "/sys/fs/cgroup/memory" + own_group("memory") + "/memory.oom_control", "/proc/vmstat"};
@@ -70,7 +70,7 @@ MemoryKills::~MemoryKills() {
 
 bool MemoryKills::killed(pid_t pid, int64_t& peak_bytes) {
   char line[8192];
-  // Each read gives one record.
+  // Each read returns one record.
   for (ssize_t got; log_ >= 0 && (got = read(log_, line, sizeof(line) - 1)) > 0;) {
     line[got] = '\0';
     const int64_t resident = resident_at_kill(line, pid);
@@ -79,7 +79,7 @@ bool MemoryKills::killed(pid_t pid, int64_t& peak_bytes) {
     if (resident > 0) peak_bytes = resident;
     return true;
   }
-  // In a container the log names other ids, or is closed to us.
+  // In a container the log has other process ids, or cannot be read.
   const int64_t now = count_kills();
   const bool more = now > counted_;
   counted_ = now;

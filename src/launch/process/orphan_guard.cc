@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The guard reads group ids from a pipe; end of file means that the launcher is gone.
+// Reads group ids from a pipe, whose end of file means that the launcher is gone.
 #include "launch/process/orphan_guard.h"
 
 #include <fcntl.h>
@@ -25,12 +25,12 @@ struct Message {
 };
 
 [[noreturn]] void guard_main(int pipe) {
-  setsid();  // out of reach of the terminal and of whoever kills the launcher's group
+  setsid();  // out of reach of the terminal and of a kill of the launcher's group
   sigset_t all;
   sigfillset(&all);
   sigprocmask(SIG_BLOCK, &all, nullptr);
   prctl(PR_SET_NAME, "deeptide-guard");
-  // Held open, the launcher's output would keep its readers waiting.
+  // An open descriptor here would keep readers of the launcher's output waiting.
   const int null = open("/dev/null", O_RDWR);
   for (int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
   std::map<pid_t, bool> groups;
@@ -51,7 +51,7 @@ struct Message {
   _exit(0);
 }
 
-// A write that fails means that the guard was killed: the parent-death signal is what remains.
+// A failed write means that the guard was killed; then only the parent-death signal protects.
 void send(int pipe, Message message) { [[maybe_unused]] const ssize_t sent = write(pipe, &message, sizeof(message)); }
 
 }  // namespace

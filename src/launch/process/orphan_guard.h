@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A small process that outlives a killed launcher for as long as it takes to kill the ranks.
+// Starts a small process that outlives a killed launcher just long enough to kill the ranks.
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@ class OrphanGuard {
   OrphanGuard& operator=(const OrphanGuard&) = delete;
 
   pid_t pid() const { return pid_; }
-  /// `grace`: the group gets time to end by itself before it is killed.
+  /// `grace`: gives the group time to end by itself before it is killed.
   void watch(pid_t group, bool grace = false);
   void release(pid_t group);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One rank as a process: fork, a group of its own, exec.
+// Starts a program by fork and exec, in its own process group.
 #include "launch/process/process.h"
 
 #include <fcntl.h>
@@ -53,7 +53,7 @@ std::vector<std::string> merged_environment(const Environment& added) {
   return merged;
 }
 
-// Everything that the child needs, made before fork: between fork and exec nothing may allocate.
+// Everything that the child needs. Prepared before fork, because no code between fork and exec may allocate.
 struct ChildSetup {
   std::vector<char*> arguments;
   std::vector<char*> environment;
@@ -63,17 +63,17 @@ struct ChildSetup {
   Pipe input = {}, output = {}, errors = {}, failure = {};
   pid_t launcher;
   const std::vector<int>& inherited;
-  int death_signal;  // the launcher's death
+  int death_signal;  // sent when the launcher dies
 };
 
 [[noreturn]] void run_child(const ChildSetup& setup) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, setup.death_signal);
-  if (getppid() != setup.launcher) _exit(127);  // it died before the line above
-  // The launcher receives ^C and passes it on, even if a shell started it with interrupts ignored.
+  if (getppid() != setup.launcher) _exit(127);  // the launcher died before the line above
+  // The launcher receives ^C and forwards it, even if a shell started the launcher with interrupts ignored.
   signal(SIGINT, SIG_DFL);
   signal(SIGPIPE, SIG_DFL);
-  // A program that writes to the terminal from the background must not be stopped for it.
+  // A program that writes to the terminal from the background must not be stopped.
   if (setup.terminal.output || setup.terminal.errors) signal(SIGTTOU, SIG_IGN);
   sigset_t none;
   sigemptyset(&none);
@@ -95,7 +95,7 @@ struct ChildSetup {
   _exit(127);
 }
 
-// Nothing arrives if exec succeeded: the pipe closes on it.
+// Returns 0 if exec succeeded, because exec closes the pipe.
 int exec_error(int fd) {
   int error = 0;
   ssize_t got;
@@ -109,10 +109,12 @@ int exec_error(int fd) {
 
 std::string ExitStatus::text() const {
   if (!signal) return "exited with code " + std::to_string(code);
-  const std::string peak = peak_bytes > 0 ? ": " + bytes_text(peak_bytes) + " at that time" : "";
-  if (out_of_memory) return "was killed by the kernel for memory" + peak;
+  const std::string peak = peak_bytes > 0 ? " at " + bytes_text(peak_bytes) : "";
+  if (out_of_memory) return "was killed by the kernel's out-of-memory killer" + peak;
   const char* name = sigabbrev_np(signal);
-  const std::string hint = signal == SIGKILL ? ", often the kernel's answer to too little memory" + peak : "";
+  std::string hint;
+  if (signal == SIGKILL) hint = ", often sent by the kernel's out-of-memory killer";
+  if (signal == SIGKILL && peak_bytes > 0) hint += "; peak memory " + bytes_text(peak_bytes);
   return "was killed by signal " + std::to_string(signal) + " (" + (name ? std::string("SIG") + name : "unknown") +
          hint + ")";
 }
@@ -136,7 +138,7 @@ Process::Process(const Command& command, const Terminal& terminal) {
   pid_ = fork();
   if (pid_ == 0) run_child(setup);
   const int fork_error = pid_ < 0 ? errno : 0;
-  if (pid_ > 0) setpgid(pid_, pid_);  // on both sides, whichever runs first
+  if (pid_ > 0) setpgid(pid_, pid_);  // in both processes, because either may run first
   input_ = setup.input.write;
   output_ = setup.output.read;
   errors_ = setup.errors.read;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A started program in a process group of its own, with its output on pipes or on the terminal.
+// Runs a program in its own process group, with its output on pipes or on the terminal.
 #pragma once
 
 #include <sys/types.h>
@@ -13,7 +13,7 @@
 
 namespace deeptide::launch {
 
-/// The launcher's own streams that the program uses directly. Other outputs become pipes, another input reads
+/// The launcher's streams that the program uses directly. Other outputs become pipes; without an input it reads
 /// /dev/null.
 struct Terminal {
   bool input = false;
@@ -26,15 +26,15 @@ struct Terminal {
 struct ExitStatus {
   int code = 0;
   int signal = 0;
-  int64_t peak_bytes = 0;      // resident, of the process itself
-  bool out_of_memory = false;  // the kernel killed it for that
+  int64_t peak_bytes = 0;      // resident memory of the process itself
+  bool out_of_memory = false;  // the kernel killed it for lack of memory
 
   bool failed() const { return code != 0 || signal != 0; }
   int exit_code() const { return signal ? 128 + signal : code; }  // as a shell reports it
   std::string text() const;                                       // "exited with code 3"
 };
 
-/// A started program and all that it starts in turn (its process group). Destruction kills and reaps what is left.
+/// A program and all processes that it starts in turn (its process group). Destruction kills and reaps the rest.
 class Process {
  public:
   /// Errors: std::system_error naming the program if it cannot be executed.
@@ -45,15 +45,15 @@ class Process {
 
   pid_t pid() const { return pid_; }
   int input_fd() const { return input_; }    // -1: not a pipe, or closed
-  int output_fd() const { return output_; }  // -1: written directly, or at its end
+  int output_fd() const { return output_; }  // -1: written directly, or closed
   int errors_fd() const { return errors_; }
   void close_input();
   void close_output();
   void close_errors();
 
-  /// Sends it to the program and its descendants; no effect once all are gone.
+  /// Sends `signal` to the program and its descendants; no effect once all are gone.
   void send_signal(int signal) const;
-  /// Sends it to the program alone, if it still runs.
+  /// Sends `signal` to the program alone, if it still runs.
   void pass_on(int signal) const;
   /// True while any process of the group is left.
   bool group_alive() const;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The processes of one host: output through poll, ends through waitpid, TERM then KILL for those that stay.
+// Reads output through poll and ends through waitpid; sends TERM, then KILL, to processes that remain.
 #include "launch/process/process_group.h"
 
 #include <signal.h>
@@ -38,7 +38,7 @@ ExitStatus to_status(int wait_status, const rusage& usage) {
 }  // namespace
 
 ProcessGroup::ProcessGroup(Events events) : events_(std::move(events)) {
-  prctl(PR_SET_CHILD_SUBREAPER, 1);  // orphans of the ranks become our children, to be reaped
+  prctl(PR_SET_CHILD_SUBREAPER, 1);  // this process adopts and reaps orphans of the ranks
 }
 
 void ProcessGroup::start(const RankPlan& plan, const Terminal& terminal) {
@@ -118,7 +118,7 @@ void ProcessGroup::stop(int signal, double grace_s) {
 
 void ProcessGroup::ask_to_end() {
   signal_all(ending_.request().signal);
-  signal_all(SIGCONT);  // a stopped process would not see the request
+  signal_all(SIGCONT);  // a stopped process would not receive the request
 }
 
 void ProcessGroup::stop_soon(int signal, double grace_s) { ending_.warn(Clock::now(), {signal, grace_s}); }
@@ -156,8 +156,8 @@ bool ProcessGroup::wait_until_gone(Clock::time_point limit) {
 }
 
 void ProcessGroup::finish() {
-  // Processes left over get a moment to end by themselves, then TERM, then KILL. A killed srun leaves a process that
-  // ends its ranks.
+  // Remaining processes get a moment to end by themselves, then TERM, then KILL. A killed srun leaves a process behind
+  // that ends its ranks.
   const bool starter = std::any_of(members_.begin(), members_.end(), [](const auto& m) { return m->starts_ranks; });
   if (starter) wait_until_gone(Clock::now() + kStarterGrace);
   if (!killing() && !wait_until_gone(Clock::now() + kStragglerGrace)) {
@@ -174,7 +174,7 @@ void ProcessGroup::finish() {
   }
 }
 
-// Processes that left their group (daemons, sessions of their own) became our children when their parents ended.
+// This process has adopted those that left their group (daemons, new sessions) when their parents ended.
 void ProcessGroup::kill_adopted() {
   kill_children([this](int pid) {
     return pid == guard_.pid() || std::any_of(members_.begin(), members_.end(), [pid](const auto& member) {
@@ -187,7 +187,7 @@ void ProcessGroup::drain(Member& member, Stream stream) {
   const auto fd = [&] { return stream == Stream::output ? member.process.output_fd() : member.process.errors_fd(); };
   while (fd() >= 0) {
     pollfd ready{fd(), POLLIN, 0};
-    // The pipe holds at most its capacity: all writers are gone.
+    // All writers are gone, so the pipe holds at most its capacity.
     if (poll(&ready, 1, 0) > 0) {
       read(member, stream);
     } else {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The processes of one host: started together, watched, and ended together without anything left behind.
+// Starts, watches and ends the processes of one host together, and leaves no process behind.
 #pragma once
 
 #include <sys/types.h>
@@ -24,41 +24,41 @@ namespace deeptide::launch {
 
 enum class Stream : uint8_t { output, errors };
 
-/// Processes, each in a process group of its own, that end together (see Ending).
+/// Processes that end together (see Ending), each in its own process group.
 /// The owner blocks SIGCHLD and calls reap() when it arrives (see SignalFile).
 class ProcessGroup {
  public:
   struct Member {
-    int id;                             // the rank, or the index of a program that is none
-    std::optional<FlightFiles> flight;  // of a rank
+    int id;                             // the rank, or the index of a program that is not a rank
+    std::optional<FlightFiles> flight;  // ranks only
     Process process;
     bool starts_ranks;
-    bool ended_by_us = false;  // it ended after we had asked it to
+    bool ended_by_us = false;  // it ended after this group had asked it to
   };
   struct Events {
-    std::function<void(const Member&, Stream, std::string_view)> output;  // empty: the stream's end
+    std::function<void(const Member&, Stream, std::string_view)> output;  // empty: end of the stream
     std::function<void(const Member&)> exited;
   };
   explicit ProcessGroup(Events events);
 
   /// Starts a rank, with the files through which it can be watched. Errors: as Process.
   void start(const RankPlan& plan, const Terminal& terminal);
-  /// Starts a program that is no rank.
+  /// Starts a program that is not a rank.
   void start_program(int id, const Command& command, const Terminal& terminal);
 
-  /// Adds the members' output, and the time of the next deadline.
+  /// Adds the members' output and the next deadline.
   void add_to(PollSet& set, bool with_output);
-  /// Asks the members to end, or kills them, if that has become due.
+  /// Asks the members to end, or kills them, if that is due.
   void check_deadline();
   void reap();
 
   void stop(int signal, double grace_s);
-  /// The same after kLastWords: ranks that fail for the same reason get to report it.
+  /// As stop, after kLastWords, so that ranks that fail for the same reason can report it.
   void stop_soon(int signal, double grace_s);
   void kill();
   void suspend();  // SIGSTOP to all
   void resume();
-  /// A signal that is the user's own, as SIGUSR1: to the ranks alone, not to what they started.
+  /// Sends a signal of the user, such as SIGUSR1, to the ranks alone, not to processes that they started.
   void pass_on(int signal) const;
 
   bool asked_to_end() const { return ending_.asked(); }
@@ -66,7 +66,7 @@ class ProcessGroup {
   bool all_ended() const;
   const std::vector<std::unique_ptr<Member>>& members() const { return members_; }
 
-  /// After all have ended: ends what they left in their groups, then hands over the last output.
+  /// Call when all have ended: ends the processes left in their groups, then delivers the last output.
   void finish();
 
  private:

@@ -25,7 +25,7 @@ ChildOutput run_child(const std::vector<std::string>& command, double timeout_s,
   ::posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   ::posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
   if (errors == ChildErrors::captured) ::posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
-  posix_spawnattr_t attributes;  // a group of its own, so that all of it can be ended
+  posix_spawnattr_t attributes;  // its own group, so that all of it can be killed
   ::posix_spawnattr_init(&attributes);
   ::posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
   std::vector<char*> words;

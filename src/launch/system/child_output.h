@@ -10,15 +10,15 @@
 namespace deeptide::launch {
 
 struct ChildOutput {
-  int code = -1;      // its exit code; 127: it could not be started; 128 + signal
-  std::string text;   // standard output, and errors where they are captured
+  int code = -1;      // exit code; 127: could not be started; 128 + signal: killed
+  std::string text;   // standard output, and standard error if captured
   bool late = false;  // killed at the timeout
 };
 
-/// Where the child's standard error goes: into the result, or where this process's own goes.
+/// Destination of the child's standard error: the result, or this process's own standard error.
 enum class ChildErrors : uint8_t { captured, inherited };
 
-/// Runs the program to its end and kills it after `timeout_s`. `command`: the program, searched in PATH, and arguments.
+/// Runs a program, and kills it after `timeout_s`. `command`: the program, searched in PATH, and its arguments.
 ChildOutput run_child(const std::vector<std::string>& command, double timeout_s,
                       ChildErrors errors = ChildErrors::captured);
 

@@ -13,11 +13,11 @@ class App;
 
 namespace deeptide::launch {
 
-/// Replaces the usage line of --help: CLI11 does not know the words that follow the options.
+/// Replaces the usage line of --help, because CLI11 does not know the words that follow the options.
 void set_usage(CLI::App& app, const std::string& line);
 
 /// Returns nothing if `app` parsed the words, or the exit code if it answered --help or --version.
-/// Errors: UsageError, with the name of the subcommand in front.
+/// Errors: UsageError, prefixed with the name of the subcommand.
 std::optional<int> parse_arguments(CLI::App& app, std::vector<std::string> arguments);
 
 }  // namespace deeptide::launch

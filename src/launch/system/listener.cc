@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One socket for both families of addresses; for IPv4 alone where the kernel has no other.
+// Opens one socket for both address families, or for IPv4 alone if the kernel has no IPv6.
 #include "launch/system/listener.h"
 
 #include <netinet/in.h>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kBacklog = 1024;  // all ranks of a large job connect at once
 
-// The port; 0 if it cannot be had.
+// Returns the port; 0 if listening fails.
 int listen_at(int listener, const sockaddr* any, socklen_t length) {
   sockaddr_in6 bound{};  // both families have the port in one place
   socklen_t bound_length = sizeof bound;
@@ -44,7 +44,7 @@ int open_listener(int& port) {
   if (port != 0) return listener;
   const int error = errno;
   if (listener >= 0) close(listener);
-  throw std::system_error(error, std::generic_category(), "cannot listen for this job's processes on other hosts");
+  throw std::system_error(error, std::generic_category(), "cannot open a port for this job's processes on other hosts");
 }
 
 }  // namespace deeptide::launch

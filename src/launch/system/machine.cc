@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// This machine's resources, read from /dev, the scheduler and the socket layer.
+// Reads this machine's resources from /dev, the scheduler and the socket layer.
 #include "launch/system/machine.h"
 
 #include <arpa/inet.h>
@@ -40,7 +40,7 @@ bool is_executable(const fs::path& path) {
   return fs::is_regular_file(path, ignored) && access(path.c_str(), X_OK) == 0;
 }
 
-// The environment whose bin/ holds this binary, so that .venv/bin/deeptide works without activation.
+// Returns the environment whose bin/ holds this binary, so that .venv/bin/deeptide works without activation.
 fs::path own_environment() {
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
@@ -49,8 +49,8 @@ fs::path own_environment() {
   return fs::exists(root / "pyvenv.cfg", error) ? root : fs::path{};
 }
 
-// Listens at `port` for a moment (0: at any free one, which it becomes). Returns 0 or the error's number.
-// As the rendezvous itself binds: on every interface, and over connections that only linger in TIME_WAIT.
+// Listens briefly at `port` (0: at any free port, and sets it). Returns 0 or the error number. Binds as the rendezvous
+// does: on every interface, and even if connections in TIME_WAIT hold the port.
 int bind_port(int& port) {
   const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (listener < 0) return errno;
@@ -69,7 +69,7 @@ int bind_port(int& port) {
   return error;
 }
 
-// From the kernel's tables: local address and port in hexadecimal, state 0A is listening, the tenth word is the inode.
+// Reads the kernel's tables: local address and port are hexadecimal, state 0A is listening, word ten is the inode.
 std::string listening_inode(int port) {
   char wanted[8];
   std::snprintf(wanted, sizeof(wanted), ":%04X", port);
@@ -97,7 +97,7 @@ int count_devices(const std::string& device_dir, const char* visible) {
   if (!visible) return present;
   int listed = 0;
   std::istringstream list(visible);
-  // As the driver reads it: the list ends at the first entry that is no device.
+  // Reads the list as the driver does: it ends at the first entry that is not a device.
   for (std::string entry; std::getline(list, entry, ',') && !entry.empty() && entry[0] != '-';) ++listed;
   return std::min(present, listed);
 }
@@ -119,7 +119,7 @@ int choose_port(int wanted) {
   const int error = bind_port(port);
   if (error == 0) return port;
   throw UsageError("--master_port " + std::to_string(wanted) + " cannot be used: " + std::strerror(error) +
-                   port_holder(wanted) + "; choose another port, or leave the option out for a free one");
+                   port_holder(wanted) + "; choose another port, or omit the option to use a free one");
 }
 
 int next_free_port(int first) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The network interface towards a peer, as the routing table has it.
+// Finds the network interface towards a peer in the routing table.
 #include "launch/system/own_interface.h"
 
 #include <arpa/inet.h>
@@ -23,7 +23,7 @@ std::string text_of(const sockaddr* address) {
   return text;
 }
 
-// Nothing is sent: connecting a datagram socket only asks for the route.
+// Sends no packet: connecting a datagram socket only looks up the route.
 std::string source_address(const addrinfo& peer) {
   const int socket = ::socket(peer.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_storage own{};

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Values as the bytes of a frame: MessagePack, whose strings may hold any bytes, as arguments and variables do.
+// Encodes values as MessagePack, whose strings may hold any bytes, as arguments and variables do.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -15,7 +15,7 @@ std::string pack(const Value& value) {
   return bytes;
 }
 
-/// Errors: nlohmann::json::exception if a part is missing or of another type.
+/// Errors: nlohmann::json::exception if a field is missing or has another type.
 template <typename Value>
 Value unpack(const std::string& bytes) {
   return nlohmann::json::from_msgpack(bytes).get<Value>();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One round of poll(2): descriptors, each with a handler.
+// Runs one round of poll(2) over descriptors with handlers.
 #pragma once
 
 #include <poll.h>
@@ -15,7 +15,7 @@ namespace deeptide::launch {
 
 using Clock = std::chrono::steady_clock;
 
-/// Filled anew for each round, so that no handler outlives what it refers to.
+/// Refilled for each round, so that no handler outlives the objects it refers to.
 class PollSet {
  public:
   void add(int fd, short events, std::function<void()> handler) {
@@ -26,7 +26,7 @@ class PollSet {
   /// Wakes no later than `limit`.
   void wake_by(Clock::time_point limit) { limit_ = std::min(limit_, limit); }
 
-  /// Waits once and runs the handlers of what is ready. A handler may close its own descriptor, not another's.
+  /// Waits once and runs the handlers of ready descriptors. A handler may close its own descriptor, not another's.
   void wait() {
     int timeout = -1;
     if (limit_ != Clock::time_point::max()) {

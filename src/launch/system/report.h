@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How a process of the launcher ends when its work throws: one line on standard error and an exit code.
+// Turns an exception of a launcher process into one line on standard error and an exit code.
 #pragma once
 
 #include <functional>
 
 namespace deeptide::launch {
 
-/// Exit codes of the command itself; the failure of a job passes on the exit code of the rank.
+/// Exit codes of the command itself. A failed job returns the exit code of the rank.
 constexpr int kExitUsage = 2;          // UsageError
 constexpr int kExitCannotStart = 126;  // any other exception
 

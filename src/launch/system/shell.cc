@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A POSIX shell's quoting, both ways.
+// Quotes words for a POSIX shell and splits lines as it does.
 #include "launch/system/shell.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ std::vector<std::string> shell_split(const std::string& text, const std::string&
     }
     if (!in_word) words.emplace_back();
     in_word = true;
-    // Within double quotes a backslash means itself unless it hides one of these.
+    // Within double quotes a backslash is literal unless one of these characters follows.
     const bool hides = quote == 0 || (quote == '"' && i + 1 < text.size() &&
                                       std::string_view("\"\\$`").find(text[i + 1]) != std::string_view::npos);
     if (c == '\\' && hides && i + 1 < text.size()) {
@@ -57,7 +57,7 @@ std::vector<std::string> shell_split(const std::string& text, const std::string&
       words.back() += c;
     }
   }
-  if (quote) throw UsageError(option + ": a quote (" + std::string(1, quote) + ") is not closed in: " + text);
+  if (quote) throw UsageError(option + ": unclosed quote (" + std::string(1, quote) + ") in: " + text);
   return words;
 }
 

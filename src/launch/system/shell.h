@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Words and lines of a POSIX shell, quoted so that every shell restores them exactly.
+// Converts between words and lines of a POSIX shell, quoted so that every shell restores the words exactly.
 #pragma once
 
 #include <string>
@@ -8,14 +8,14 @@
 
 namespace deeptide::launch {
 
-/// `word` itself if no shell would touch it, else in single quotes.
+/// Returns `word` unchanged if no shell would alter it, else in single quotes.
 std::string shell_quote(const std::string& word);
 
-/// The words quoted and joined by spaces.
+/// Returns the words quoted and joined by spaces.
 std::string shell_join(const std::vector<std::string>& words);
 
-/// The words of `text` as a shell cuts it: quotes and backslashes, but no variables, patterns or comments.
-/// `option` is named in errors. Errors: UsageError if a quote is not closed.
+/// Splits `text` as a shell does, with quotes and backslashes but without variables, patterns or comments.
+/// Errors: UsageError naming `option` if a quote is not closed.
 std::vector<std::string> shell_split(const std::string& text, const std::string& option);
 
 }  // namespace deeptide::launch

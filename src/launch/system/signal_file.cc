@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Signals as something to read, through signalfd(2).
+// Reads signals through signalfd(2).
 #include "launch/system/signal_file.h"
 
 #include <sys/signalfd.h>

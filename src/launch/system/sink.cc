@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Writes whole lines in pieces that a pipe takes atomically.
+// Writes whole lines in chunks that a pipe takes atomically.
 #include "launch/system/sink.h"
 
 #include <poll.h>
@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-// Whole lines that fit one atomic write, else the beginning of a line that does not.
+// Returns the length of the whole lines that fit one atomic write, or PIPE_BUF for a line that is longer.
 size_t chunk_size(const std::string& pending) {
   if (pending.size() <= PIPE_BUF) return pending.size();
   const size_t newline = pending.rfind('\n', PIPE_BUF - 1);

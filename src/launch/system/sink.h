@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Output to a descriptor whose reader may be slow or gone.
+// Writes output to a descriptor whose reader may be slow or gone.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace deeptide::launch {
 
-/// A queue in front of a file descriptor: a slow reader stalls the ranks' output, but not the launcher that watches
+/// A queue in front of a file descriptor. A slow reader stalls the ranks' output, but not the launcher that watches
 /// them.
 class Sink {
  public:

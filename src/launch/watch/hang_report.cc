@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Compares the ranks' rings: which collective is waited for, and which ranks have not issued it.
+// Compares the ranks' rings: finds the awaited collective and the ranks that have not issued it.
 #include "launch/watch/hang_report.h"
 
 #include <algorithm>
@@ -16,9 +16,9 @@ constexpr size_t kMaxLateShown = 8;
 constexpr size_t kMaxGroupsShown = 8;  // with stacks
 constexpr size_t kMaxLines = 64;
 constexpr size_t kMaxHostsNamed = 3;
-constexpr size_t kMaxWaits = 64;  // followed from one late rank to the next
+constexpr size_t kMaxWaits = 64;  // waits followed from one late rank to the next
 
-/// The longest wait: it is what blocks the job.
+/// Returns the rank with the longest wait, which blocks the job; null if no rank waits.
 const RankState* longest_waiting(const std::vector<RankState>& states) {
   const RankState* longest = nullptr;
   for (const RankState& state : states) {
@@ -30,13 +30,13 @@ const RankState* longest_waiting(const std::vector<RankState>& states) {
 bool is_stopped(const RankState& state) { return state.process == 'T' || state.process == 't'; }
 bool has_ended(const RankState& state) { return state.process == 'Z' || state.process == 'X'; }
 
-/// Each channel has its own sequence: only numbers of the same channel can be compared.
+/// Compares numbers of the awaited channel only, because each channel has its own sequence.
 bool holds_up(const RankState& state, const CollectiveState& awaited) {
   const auto newest = state.newest.find(awaited.channel);
   return newest == state.newest.end() || newest->second.sequence < awaited.sequence || is_stopped(state);
 }
 
-/// The collective that each rank holds up; null: none.
+/// Returns the collective that each rank holds up; null: none.
 std::vector<const CollectiveState*> judge(const std::vector<RankState>& states) {
   std::vector<const CollectiveState*> held_up(states.size());
   std::vector<const CollectiveState*> waits;
@@ -45,7 +45,7 @@ std::vector<const CollectiveState*> judge(const std::vector<RankState>& states) 
     for (size_t i = 0; i < states.size(); ++i) {
       if (held_up[i] || !holds_up(states[i], *waits[next])) continue;
       held_up[i] = waits[next];
-      // Late because it waits itself: follow its wait.
+      // This rank is late because it waits itself: follow its wait.
       const auto same = [&](const auto* wait) {
         return wait->channel == states[i].waiting->channel && wait->sequence == states[i].waiting->sequence;
       };
@@ -56,7 +56,7 @@ std::vector<const CollectiveState*> judge(const std::vector<RankState>& states) 
   return held_up;
 }
 
-/// One rank "is", several "are".
+/// Verbs for one rank ("is") and for several ("are").
 struct Verbs {
   const char *is, *was, *has, *it, *its;
 };
@@ -78,7 +78,7 @@ std::string process_text(const RankState& state, const Verbs& verbs) {
   return "";
 }
 
-/// "all-gather 90 of h.3"; a collective without a unit states its purpose: "all-gather 31: waiting for all ranks to …".
+/// Returns "all-gather 90 of h.3" or, without a unit, the purpose: "all-gather 31: waiting for all ranks to …".
 std::string collective_text(const CollectiveState& collective) {
   const std::string& unit = collective.unit;
   const char* before = unit.find(' ') == std::string::npos ? " of " : ": ";
@@ -93,7 +93,8 @@ std::string late_text(const RankState& state, const CollectiveState& awaited, co
     text += std::string("; ") + verbs.its + " last in '" + awaited.channel + "' is " + newest->second.operation + " " +
             std::to_string(newest->second.sequence);
   } else {
-    text += std::string("; ") + verbs.it + " " + verbs.has + " issued nothing lately in '" + awaited.channel + "'";
+    text +=
+        std::string("; ") + verbs.it + " " + verbs.has + " issued no recent collective in '" + awaited.channel + "'";
   }
   return text + "; the others are at " + std::to_string(awaited.sequence);
 }
@@ -116,7 +117,7 @@ struct Group {
   std::vector<const RankState*> members;
 
   bool late() const { return held_up != nullptr; }
-  /// The cause of a hang waits for no other rank, or cannot go on; it is reported first.
+  /// Orders the report: first the cause of the hang, which waits for no other rank or cannot continue.
   int place_in_report() const {
     const RankState& state = *members.front();
     return !late() ? 2 : state.waiting && !is_stopped(state) ? 1 : 0;
@@ -137,7 +138,7 @@ std::vector<Group> grouped(const std::vector<RankState>& states) {
   return groups;
 }
 
-/// " on worker-2, worker-3"; nothing for this machine.
+/// Returns " on worker-2, worker-3"; empty for this machine.
 std::string hosts_text(const Group& group) {
   std::vector<std::string> hosts;
   for (const RankState* state : group.members) {
@@ -150,7 +151,7 @@ std::string hosts_text(const Group& group) {
   return text;
 }
 
-/// The longest wait in the group or, if no rank waits, the longest silence of a rank.
+/// Returns the longest wait in the group or, if no rank waits, the longest silence.
 std::string since_text(const Group& group) {
   double waited = 0.0, silent = 0.0;
   for (const RankState* state : group.members) {
@@ -217,7 +218,7 @@ std::string hang_report(const std::vector<RankState>& states, bool complete) {
   }
   if (groups.size() > kMaxLines) report += "and " + std::to_string(groups.size() - kMaxLines) + " more groups\n";
   if (complete && longest_waiting(states) != nullptr && !groups.front().late()) {
-    report += "every rank has issued the collective that is waited for: the transport between them does not move\n";
+    report += "every rank has issued the awaited collective: the transport between the ranks makes no progress\n";
   }
   return report;
 }

@@ -10,22 +10,23 @@
 
 namespace deeptide::launch {
 
-/// The longest wait of any rank for a collective, in seconds; 0 when none waits. A rank that only computes, or is in a
-/// collective of its own, does not count: long is not late.
+/// Returns the longest wait of any rank for a collective, in seconds; 0 if no rank waits. Ranks that only compute, or
+/// wait in a collective of the user's own, do not count.
 double longest_wait(const std::vector<RankState>& states);
 
-/// Ranks whose stacks the report needs: those that are late (at most 8), and one of each of the first waiting groups.
+/// Returns the ranks whose stacks the report needs: late ranks (at most 8), and one rank of each of the first 8 waiting
+/// groups.
 std::vector<int> ranks_to_show(const std::vector<RankState>& states);
 
-/// The report, one line per group: late ranks first, then waiting ones, each with the stacks in its states.
+/// Returns the report, one line per group: late ranks first, then waiting ranks, with the stacks in their states.
 /// "rank 5 on worker-2 is in backward of h.12.mlp at step 7; its last in 'reductions' is reduce-scatter 310; the others
-/// are at 314". A rank is late if it has not issued the collective that has been waited for longest, or is stopped; if
-/// a late rank waits itself, so are the ranks that it waits for. `complete`: `states` holds all ranks of the job.
+/// are at 314". A rank is late if it has not issued the collective with the longest wait, or is stopped. If a late
+/// rank waits itself, the ranks that it waits for are late too. `complete`: `states` holds all ranks of the job.
 std::string hang_report(const std::vector<RankState>& states, bool complete = true);
 
-/// "0-4, 6".
+/// Returns "0-4, 6".
 std::string rank_list(std::vector<int> ranks);
-/// "rank 3", "ranks 0-4, 6".
+/// Returns "rank 3" or "ranks 0-4, 6".
 std::string ranks_text(const std::vector<int>& ranks);
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Rounds of questions to all hosts, each ended by the last answer or by its deadline.
+// Queries all hosts in rounds, each of which ends with the last answer or at its deadline.
 #include "launch/watch/hang_watch.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::seconds;
 
 constexpr seconds kStatesLimit{3};
-constexpr seconds kStacksLimit{6};  // two for a rank that does not answer, and a loaded machine
+constexpr seconds kStacksLimit{6};  // two seconds for a rank that does not answer, the rest for a loaded machine
 constexpr size_t kMaxRounds = 16;
 
 std::string seconds_text(double seconds) {
@@ -71,14 +71,14 @@ void HangWatch::on_answer(size_t host, const std::string& text) {
   if (host >= hosts_.size()) return;
   const StateAnswer answer = decode<StateAnswer>(text);
   const auto round = std::find_if(rounds_.begin(), rounds_.end(), [&](const Round& r) { return r.id == answer.id; });
-  if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // the answer is too late
+  if (round == rounds_.end() || round->pending.erase(host) == 0) return;  // the answer arrived too late
   for (RankState state : answer.states) {
     state.host = hosts_[host].host.name;
     const auto known = std::find_if(round->states.begin(), round->states.end(),
                                     [&](const RankState& s) { return round->asked_stacks && s.rank == state.rank; });
     if (known == round->states.end()) {
       round->states.push_back(std::move(state));
-    } else {  // where it was when all were asked is what the others are compared with
+    } else {  // keep its first state, which was read at the same time as the other ranks' states
       known->pid = state.pid;
       known->stacks = std::move(state.stacks);
     }
@@ -102,7 +102,7 @@ void HangWatch::check() {
   if (!late) reported_ = false;
   const bool asking = std::any_of(rounds_.begin(), rounds_.end(), [](auto& r) { return r.purpose == Purpose::hang; });
   if (late && due_ && !reported_ && !asking) begin(Purpose::hang, std::nullopt);
-  due_ = due_ && asking;  // it may be about what that round does not see any more
+  due_ = due_ && asking;  // the new wait may have started after that round read the states
   for (auto round = rounds_.begin(); round != rounds_.end();) round = advance(*round) ? rounds_.erase(round) : ++round;
 }
 
@@ -120,7 +120,7 @@ void HangWatch::ask(Round& round, size_t host, const std::vector<int>& stacks_of
   hosts_[host].host.ask({round.id, stacks_of});
 }
 
-/// True when the round is over.
+/// True if the round is over.
 bool HangWatch::advance(Round& round) {
   while (round.pending.empty() || Clock::now() >= round.deadline) {
     round.silent.merge(round.pending);
@@ -159,11 +159,11 @@ void HangWatch::close(Round& round) {
   reported_ = true;
   double waited = longest_wait(round.states);
   for (const Watched& watched : hosts_) waited = std::max(waited, watched.late_s);
-  say_("no collective has ended for " + seconds_text(waited) + " (--hang_timeout); who waits for whom:\n" +
+  say_("no collective has completed for " + seconds_text(waited) + " (--hang_timeout); state of the ranks:\n" +
        report_of(round));
 }
 
-/// "ranks 2, 3 on worker-2: ended", a line for each host that has any.
+/// Returns lines such as "ranks 2, 3 on worker-2: ended", one per host with chosen ranks.
 std::string HangWatch::ranks_by_host(const std::string& what, const std::function<bool(size_t)>& chosen) const {
   std::map<std::string, std::vector<int>> ranks;
   for (size_t i = 0; i < hosts_.size(); ++i) {
@@ -180,16 +180,16 @@ std::string HangWatch::ranks_by_host(const std::string& what, const std::functio
 
 std::string HangWatch::report_of(const Round& round) const {
   if (hosts_.empty())
-    return "no rank has started, or no rank under mpirun or srun could connect: run `deeptide stacks` on its own "
+    return "no rank has started, or no rank under mpirun or srun could connect: run `deeptide stacks` on a rank's own "
            "host\n";
   std::string report = ranks_by_host("ended", [this](size_t host) { return hosts_[host].over; });
-  report += ranks_by_host("no answer from their host", [&](size_t host) { return round.silent.count(host) > 0; });
+  report += ranks_by_host("no answer from the host", [&](size_t host) { return round.silent.count(host) > 0; });
   std::set<int> strangers;
   for (size_t rank = 0; grows_ && rank < world_size_; ++rank) strangers.insert(static_cast<int>(rank));
   for (const Watched& watched : hosts_) strangers.erase(watched.host.first_rank);
   if (!strangers.empty()) {
-    report +=
-        ranks_text({strangers.begin(), strangers.end()}) + ": not connected to the launcher; ask on their hosts\n";
+    report += ranks_text({strangers.begin(), strangers.end()}) +
+              ": not connected to the launcher; run `deeptide stacks` on their hosts\n";
   }
   return report + hang_report(round.states, round.states.size() == world_size_);
 }

@@ -17,8 +17,8 @@
 
 namespace deeptide::launch {
 
-/// No traffic while nothing is late: a host announces a long wait, and only then are all hosts queried. A host that
-/// does not answer in time is named in the report, which then no longer waits for it.
+/// Causes no traffic while no rank is late: all hosts are queried only after a host has announced a long wait. The
+/// report names a host that does not answer in time, and does not wait for it any longer.
 class HangWatch {
  public:
   struct Host {
@@ -32,12 +32,12 @@ class HangWatch {
   HangWatch(const Options& options, pid_t job, std::function<void(const std::string&)> say);
 
   /// Replaces the watched hosts; the methods below identify a host by its index in this list and ignore other numbers.
-  /// The targets of `ask` must outlive the list. `world_size`: if it exceeds the ranks of these hosts (each host or
-  /// rank has a launcher of its own), the reports make no statement about all ranks.
+  /// The targets of `ask` must outlive the list. If `world_size` exceeds the ranks of these hosts (each host or
+  /// rank has its own launcher), the reports make no statement about all ranks.
   void watch(std::vector<Host> hosts, int world_size);
   /// Adds a host, also during a round; returns its index.
   size_t add(Host host);
-  /// Records the host's longest wait once it has reached the timeout; 0 when that wait is over.
+  /// Records the host's longest wait once it has reached the timeout; 0 once that wait is over.
   void on_late(size_t host, double waited_s);
   void on_answer(size_t host, const std::string& answer);
   /// Records that all ranks of the host have ended, or that the host was lost.
@@ -57,7 +57,7 @@ class HangWatch {
     uint64_t id = 0;
     bool asked_stacks = false;
     std::set<size_t> pending;  // hosts that have not answered
-    std::set<size_t> silent;   // those that did not answer in time
+    std::set<size_t> silent;   // hosts that did not answer in time
     Clock::time_point deadline;
     std::vector<RankState> states;
   };
@@ -87,9 +87,9 @@ class HangWatch {
   std::list<Round> rounds_;
   uint64_t last_id_ = 0;
   Clock::time_point started_ = Clock::now();
-  bool grows_ = false;     // hosts are added one by one; some may never be
+  bool grows_ = false;     // hosts are added one by one; some may never arrive
   bool due_ = false;       // a host has become late
-  bool reported_ = false;  // until no host is late any more
+  bool reported_ = false;  // reset when no host is late
 };
 
 }  // namespace deeptide::launch

@@ -13,18 +13,18 @@ namespace {
 
 using std::chrono::duration;
 
-// A tenth of the timeout, within bounds.
+// Returns a tenth of the timeout, within bounds.
 Clock::duration pause_of(double timeout_s) {
   return std::chrono::duration_cast<Clock::duration>(duration<double>(std::clamp(timeout_s / 10, 0.05, 10.0)));
 }
 
-/// Includes ranks that have ended: others may wait for them.
+/// Includes ranks that have ended, because others may wait for them.
 std::vector<RankState> read_states(const ProcessGroup& ranks) {
   std::vector<RankState> states;
   for (const auto& member : ranks.members()) {
     if (!member->flight) continue;
     states.push_back(read_state(member->id, member->process.pid(), *member->flight));
-    if (member->process.status()) states.back().process = 'Z';  // its process id may be reused by now
+    if (member->process.status()) states.back().process = 'Z';  // another process may have its id by now
   }
   return states;
 }
@@ -59,7 +59,7 @@ void HostWatch::collect() {
   while (!collector_ && !questions_.empty()) {
     try {
       collector_ = std::make_unique<StackCollector>(ranks_, questions_.front().question);
-    } catch (const std::system_error&) {  // out of processes or descriptors: the report lacks stacks, the job goes on
+    } catch (const std::system_error&) {  // out of processes or descriptors: omit the stacks, continue the job
       answer_first("");
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One host's part of the hang watch: reads the rings of its ranks, announces long waits, answers queries.
+// Does one host's part of the hang watch: reads the rings of its ranks, announces long waits, answers queries.
 #pragma once
 
 #include <deque>
@@ -16,16 +16,16 @@ namespace deeptide::launch {
 
 class HostWatch {
  public:
-  using OnLate = std::function<void(double waited_s)>;       // a wait has reached the timeout; 0: no longer
+  using OnLate = std::function<void(double waited_s)>;       // a wait has reached the timeout; 0: the wait is over
   using OnAnswer = std::function<void(const std::string&)>;  // an encoded StateAnswer
 
-  /// `timeout_s` 0: never late.
+  /// `timeout_s` of 0: never late.
   HostWatch(const ProcessGroup& ranks, double timeout_s, OnLate on_late);
 
   void add_to(PollSet& set);
   /// Call after the poll set has woken.
   void check();
-  /// Answers states at once, and stacks later, one query after the other.
+  /// Answers queries for states at once, and queries for stacks later, one after the other.
   void ask(const StateQuestion& question, OnAnswer on_answer);
   /// Discounts all waits so far: the ranks were stopped.
   void forgive() { forgiven_ = Clock::now(); }
@@ -46,7 +46,7 @@ class HostWatch {
   Clock::time_point next_check_ = Clock::now();
   Clock::time_point forgiven_{};
   bool late_ = false;
-  std::deque<Asked> questions_;  // for stacks; the first is being answered
+  std::deque<Asked> questions_;  // for stacks; the first one is being answered
   std::unique_ptr<StackCollector> collector_;
 };
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One question, one answer, over an abstract Unix socket.
+// Answers one question per connection over an abstract Unix socket.
 #include "launch/watch/job_socket.h"
 
 #include <sys/socket.h>
@@ -26,7 +26,7 @@ struct Address {
   explicit Address(const std::string& name) {
     value.sun_family = AF_UNIX;
     const size_t size = std::min(name.size(), sizeof value.sun_path - 1);
-    std::memcpy(value.sun_path + 1, name.data(), size);  // a leading 0 makes it abstract
+    std::memcpy(value.sun_path + 1, name.data(), size);  // a leading zero byte makes the name abstract
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + size);
   }
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&value); }

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How `deeptide ps` and `deeptide stacks` find a live launcher: the name of its socket is the registry entry, and goes
-// with it.
+// Lets `deeptide ps` and `deeptide stacks` find a live launcher: the name of its socket is the registry entry, and
+// vanishes with the launcher.
 #pragma once
 
 #include <sys/types.h>
@@ -14,7 +14,7 @@
 
 namespace deeptide::launch {
 
-/// A connected caller that waits for one answer; it gets none if this is destroyed first.
+/// A connected caller that waits for one answer. Destruction without an answer closes the connection.
 class Caller {
  public:
   explicit Caller(int fd) : fd_(fd) {}
@@ -28,13 +28,13 @@ class Caller {
   int fd_;
 };
 
-/// The launcher's end: an abstract Unix socket "deeptide/UID/PID", answered to the same user (and root) only.
+/// The launcher's end: an abstract Unix socket "deeptide/UID/PID" that answers only the same user and root.
 class JobSocket {
  public:
   using Serve = std::function<void(const std::string& question, Caller caller)>;  // "ps", "stacks"
 
-  /// `job`: the process that the user knows the job by. Without a socket (no more descriptors, a sandbox) the job is
-  /// not listed; that is no error.
+  /// `job`: the process by which the user knows the job. If no socket can be opened (no descriptors left, a sandbox),
+  /// the job is not listed; this is not an error.
   JobSocket(pid_t job, Serve serve);
   ~JobSocket();
   JobSocket(const JobSocket&) = delete;
@@ -54,10 +54,10 @@ struct LiveJob {
   std::string socket;  // its name
 };
 
-/// This user's jobs on this machine; for root, all users' jobs.
+/// Returns this user's jobs on this machine; for root, the jobs of all users.
 std::vector<LiveJob> live_jobs();
 
-/// The launcher's answer; empty if it has ended, or sends none within `timeout_s`.
+/// Returns the launcher's answer; empty if it has ended or does not answer within `timeout_s`.
 std::string ask(const LiveJob& job, const std::string& request, int timeout_s);
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Signals processes that catch the signal, and waits for their answers.
+// Signals the processes that catch the signal and waits for their answers.
 #include "launch/watch/rank_stacks.h"
 
 #include <cxxabi.h>
@@ -35,7 +35,7 @@ constexpr size_t kMaxNameLength = 120;
 
 std::string proc(pid_t pid, const std::string& file) { return "/proc/" + std::to_string(pid) + "/" + file; }
 
-/// A mask of /proc/…/status: bit n - 1 stands for signal n.
+/// Reads a signal mask of /proc/…/status, in which bit n - 1 stands for signal n.
 bool has_signal(const std::string& status_path, const std::string& field, int signal) {
   std::ifstream file(status_path);
   for (std::string line; std::getline(file, line);) {
@@ -46,7 +46,7 @@ bool has_signal(const std::string& status_path, const std::string& field, int si
   return false;
 }
 
-// To a process that does not catch it the signal would be death.
+// The signal would kill a process that does not catch it.
 bool catches(pid_t pid, int signal) { return has_signal(proc(pid, "status"), "SigCgt:", signal); }
 
 std::vector<pid_t> threads_of(pid_t pid) {
@@ -67,7 +67,7 @@ bool is_stopped(pid_t pid) {
   return std::string("TtZX").find(line[name_end + 2]) != std::string::npos;
 }
 
-/// What is written to the file until `complete`, or until the time limit.
+/// Returns the text that is written to the file until `complete` is true or the time limit passes.
 std::string answer(const FlightFiles& files, const std::function<bool(const std::string&)>& complete) {
   const auto limit = Clock::now() + kPatience;
   while (true) {
@@ -81,7 +81,7 @@ std::string python_stacks(pid_t pid, const FlightFiles& files) {
   if (!catches(pid, trace::python_stacks_signal())) return "";
   files.clear_stacks();
   if (::kill(pid, trace::python_stacks_signal()) != 0) return "";
-  // faulthandler writes no closing mark: its output is complete when it stops growing.
+  // faulthandler writes no end mark, so its output is complete when it stops growing.
   std::string last;
   return answer(files, [&last](const std::string& text) {
     const bool same = !text.empty() && text == last;
@@ -96,7 +96,7 @@ size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-/// One thread after the other, so that their lines do not mix.
+/// Signals one thread after the other, so that their lines do not mix.
 std::string native_answers(pid_t pid, const FlightFiles& files) {
   const int signal = trace::native_stack_signal();
   if (!catches(pid, signal)) return "";
@@ -108,13 +108,14 @@ std::string native_answers(pid_t pid, const FlightFiles& files) {
     if (has_signal(status, "SigBlk:", signal) || ::syscall(SYS_tgkill, pid, thread, signal) != 0) continue;
     ++asked;
     text = answer(files, [asked](const std::string& so_far) { return count_of(so_far, "\nend\n") >= asked; });
-    if (count_of(text, "\nend\n") < asked) break;  // it does not answer; the others would cost as much patience
+    if (count_of(text, "\nend\n") < asked)
+      break;  // it does not answer; waiting for each of the others would take as long
   }
   return text;
 }
 
-// The frames of the handler itself, those of an interpreter at work (Python's own stack tells), and what the C library
-// does not name tell nothing.
+// True for frames without information: those of the handler itself, of the interpreter (Python's own stack shows more),
+// and unnamed ones of the C library.
 bool is_noise(const std::string& frame) {
   if (frame.starts_with("+0x") && (frame.ends_with(" in libc.so.6") || frame.ends_with(" in libstdc++.so.6")))
     return true;
@@ -125,7 +126,7 @@ bool is_noise(const std::string& frame) {
   return frame.empty();
 }
 
-/// Threads in the same place share one entry: a pool of thirty sleepers is one line.
+/// Gives threads in the same place one entry, so that a pool of thirty sleeping threads takes one line.
 std::string native_stacks(pid_t pid, const FlightFiles& files) {
   std::map<std::string, std::vector<std::string>> by_stack;
   std::vector<std::string> order;
@@ -152,7 +153,7 @@ std::string native_stacks(pid_t pid, const FlightFiles& files) {
 }
 
 std::string kernel_facts(pid_t pid) {
-  std::string text = "it cannot answer (stopped, ended, or without Deeptide); the kernel reports:\n";
+  std::string text = "the process cannot answer (stopped, ended, or without Deeptide); the kernel reports:\n";
   for (const pid_t thread : threads_of(pid)) {
     const std::string task = "task/" + std::to_string(thread) + "/";
     std::string stack;
@@ -160,7 +161,7 @@ std::string kernel_facts(pid_t pid) {
     for (std::string line; std::getline(file, line) && stack.size() < 400;) {
       stack += "  " + line.substr(line.find(' ') == std::string::npos ? 0 : line.find(' ') + 1) + "\n";
     }
-    text += "thread " + std::to_string(thread) + " " + first_line_of(proc(pid, task + "comm")) + ": waits in " +
+    text += "thread " + std::to_string(thread) + " " + first_line_of(proc(pid, task + "comm")) + ": waiting in " +
             first_line_of(proc(pid, task + "wchan")) + ", system call " + first_line_of(proc(pid, task + "syscall")) +
             "\n" + stack;
   }

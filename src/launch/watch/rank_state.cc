@@ -48,7 +48,7 @@ void read_place(const FlightRing& ring, RankState& state) {
   }
 }
 
-/// Nothing if it was overwritten meanwhile.
+/// Returns nothing if the entry was overwritten meanwhile.
 std::optional<CollectiveState> read_entry(const FlightEntry& entry, uint64_t number) {
   if (entry.number.load(std::memory_order_acquire) != number) return std::nullopt;
   CollectiveState read{text_of(entry.operation),

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a rank is doing, read from outside: its ring, its process, its stacks.
+// Describes what a rank is doing, read from outside: its ring, its process, its stacks.
 #pragma once
 
 #include <sys/types.h>
@@ -29,18 +29,18 @@ struct Issued {
 
 struct RankState {
   int rank = 0;
-  std::string host;    // empty: this one
-  pid_t pid = 0;       // of the process that trains; 0: it has not started
+  std::string host;    // empty: this machine
+  pid_t pid = 0;       // the training process; 0: it has not started
   char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z (ended); X: gone
   int64_t step = 0;    // where it computes; empty phase: not entered
   std::string phase, module;
-  std::optional<CollectiveState> waiting;  // the one that a thread has waited for longest
-  std::map<std::string, Issued> newest;    // by channel, the last that it has issued
-  double silent_s = 0.0;                   // since it last issued or ended a collective, or entered a module
-  std::string stacks;                      // empty: not asked for
+  std::optional<CollectiveState> waiting;  // the collective with the longest wait
+  std::map<std::string, Issued> newest;    // by channel: the last one issued
+  double silent_s = 0.0;                   // since it last issued or completed a collective, or entered a module
+  std::string stacks;                      // empty: not requested
 };
 
-/// Reads ring and process. `pid`: the process that was started; it is used until a trainer has started.
+/// Reads the ring and the process. `pid`: the started process, used until the training process has started.
 RankState read_state(int rank, pid_t pid, const FlightFiles& files);
 
 }  // namespace deeptide::launch

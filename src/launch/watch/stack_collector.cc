@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A forked child with a thread for each rank that is asked: one that cannot answer costs the others nothing.
+// Forks a child with one thread per queried rank, so that a rank that cannot answer does not delay the others.
 #include "launch/watch/stack_collector.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr unsigned kLimit_s = 10;  // far above the patience with one rank
+constexpr unsigned kLimit_s = 10;  // far above the time limit for one rank
 
 [[noreturn]] void collect(const ProcessGroup& ranks, const StateQuestion& question, int pipe) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -58,7 +58,7 @@ StackCollector::StackCollector(const ProcessGroup& ranks, const StateQuestion& q
   close(ends[1]);
   pipe_ = ends[0];
   fcntl(pipe_, F_SETFL, O_NONBLOCK);
-  if (child > 0) return;  // reaped with the ranks; ended with them, too, if it is still there
+  if (child > 0) return;  // reaped with the ranks, and ended with them if it still runs
   close(pipe_);
   throw std::system_error(error, std::generic_category(), "fork");
 }

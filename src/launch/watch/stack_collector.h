@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collects stacks in a child process, so that the loop that carries output and heartbeats goes on.
+// Collects stacks in a child process, so that the loop for output and heartbeats continues.
 #pragma once
 
 #include <string>
@@ -12,15 +12,15 @@ namespace deeptide::launch {
 
 class StackCollector {
  public:
-  /// Starts to collect the stacks that `question` asks for, as far as its ranks are in `ranks`.
+  /// Starts to collect the stacks of those ranks in `question` that are also in `ranks`.
   StackCollector(const ProcessGroup& ranks, const StateQuestion& question);
   ~StackCollector();
   StackCollector(const StackCollector&) = delete;
   StackCollector& operator=(const StackCollector&) = delete;
 
-  /// Readable when there is more of the answer.
+  /// Readable when more of the answer is available.
   int fd() const { return pipe_; }
-  /// Reads what is available; true at the end, which is reached within ten seconds.
+  /// Reads the available part. True at the end, which is reached within ten seconds.
   bool read();
   /// An encoded StateAnswer.
   const std::string& answer() const { return answer_; }

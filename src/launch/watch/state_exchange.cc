@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// States as bytes, equal ones once.
+// Encodes states, and equal states only once.
 #include "launch/watch/state_exchange.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateQuestion, id, stacks_of)
 
 namespace {
 
-/// Ranks in the same place; a process id only where there is one rank.
+/// Ranks in the same place; has a process id only if there is one rank.
 struct Place {
   std::vector<int> ranks;
   RankState state;
@@ -48,7 +48,7 @@ void from_json(const json& from, Place& place) {
   state.pid = from.value("pid", 0);
 }
 
-// Two ranks are the same if they differ only in rank, process and duration.
+// Gives equal keys to ranks that differ only in rank, process and duration.
 std::string key_of(const RankState& state) {
   Place place{{}, state};
   place.state.silent_s = 0.0;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The query of a job to each of its hosts, and the host's answer: what its ranks are doing.
+// Defines the query of a job to each of its hosts, and the host's answer: the states of its ranks.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 
 struct StateQuestion {
-  uint64_t id = 0;             // the answer's too
+  uint64_t id = 0;             // repeated in the answer
   std::vector<int> stacks_of;  // only these ranks, with stacks; empty: all ranks, without
 };
 
@@ -27,8 +27,8 @@ std::string encode(const StateQuestion& question);
 template <>
 StateQuestion decode(const std::string& bytes);
 
-/// Ranks of one host in the same place travel as one state with a list of ranks: they lose their process ids, and take
-/// the longest of their waits.
+/// Merges ranks of one host in the same place into one state with a list of ranks. They lose their process ids and
+/// share the longest of their waits.
 template <>
 std::string encode(const StateAnswer& answer);
 template <>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One connection: a program's pipes or a socket, frames both ways, and the reason why it broke.
+// Exchanges frames over a program's pipes or a socket, and records the reason when the connection breaks.
 #include "launch/wire/agent_link.h"
 
 #include <fcntl.h>
@@ -20,7 +20,7 @@ constexpr milliseconds kExitWait{500};
 constexpr size_t kNoiseLines = 20;
 constexpr int kExitNotFound = 127;
 
-// The end of a process that has closed its output: it is about to exit, or has.
+// Returns the exit code of a process that has closed its output and is about to exit; nothing if `limit` passes first.
 std::optional<int> exit_code(Process& process, Clock::time_point limit) {
   while (!process.status()) {
     int status = 0;
@@ -69,7 +69,7 @@ void AgentLink::check_time(double timeout_s) {
   const auto now = Clock::now();
   if (live() && now - last_heard_ > std::chrono::duration<double>(timeout_s)) {
     return lose("was silent for " + std::to_string(static_cast<int>(timeout_s)) +
-                " s: its network, its agent or the whole host has stopped");
+                " s: its network, its agent or the host itself has stopped");
   }
   if (now < next_beat_) return;
   next_beat_ = now + kLinkBeatInterval;
@@ -100,7 +100,7 @@ void AgentLink::read_frames() {
       if (over()) return;
     }
   } catch (const std::exception& error) {
-    lose(std::string("does not speak as an agent does: ") + error.what());
+    lose(std::string("does not follow the agent protocol: ") + error.what());
   }
 }
 
@@ -109,7 +109,7 @@ void AgentLink::handle(const Frame& frame) {
     const auto hello = decode<AgentHello>(frame.payload);
     if (hello.version != DEEPTIDE_VERSION) {
       return lose("has deeptide " + hello.version +
-                  ", here is " DEEPTIDE_VERSION "; install the same version on all hosts");
+                  ", but this host has " DEEPTIDE_VERSION "; install the same version on all hosts");
     }
     addresses = hello.addresses;
     state_ = State::ready;
@@ -145,7 +145,7 @@ void AgentLink::read_noise() {
 }
 
 void AgentLink::on_closed() {
-  if (!process_) return lose("closed its connection: its agent or the whole host has ended");
+  if (!process_) return lose("closed its connection: its agent was killed, or the host went down");
   const std::optional<int> code = exit_code(*process_, Clock::now() + kExitWait);
   while (process_->errors_fd() >= 0) {
     pollfd ready{process_->errors_fd(), POLLIN, 0};
@@ -153,13 +153,13 @@ void AgentLink::on_closed() {
     read_noise();
   }
   if (reader_.begun()) {
-    return lose("closed its connection: its agent, its ssh or the whole host has ended" +
+    return lose("closed its connection: its agent or its ssh was killed, or the host went down" +
                 (noises_.empty() ? "" : " ('" + noises_.back() + "')"));
   }
   const std::string said = noises_.empty() ? reader_.noise() : noises_.back();
   const std::string told = said.empty() ? "" : ": " + said.substr(0, 300);
   if (code == kExitNotFound) {
-    return lose("has no deeptide command, neither at this one's path nor in its PATH" + told +
+    return lose("has no deeptide command, neither at the launcher's path nor in its PATH" + told +
                 "; install the same version there, or name an environment with --venv_script");
   }
   lose("cannot be reached" + told + " (exit code " + std::to_string(code.value_or(-1)) +
@@ -168,7 +168,7 @@ void AgentLink::on_closed() {
 
 void AgentLink::close(Clock::time_point limit) {
   if (!process_) return;
-  // An agent that is gone needs no farewell; one that is lost would keep us waiting.
+  // Waiting for a lost agent would only delay the launcher.
   if (state_ == State::lost) return;
   if (sink_) sink_->flush(limit);
   process_->close_input();

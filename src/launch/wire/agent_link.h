@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's end of the connection to one host's agent.
+// Implements the launcher's end of the connection to one host's agent.
 #pragma once
 
 #include <cstdint>
@@ -24,10 +24,10 @@ class AgentLink {
   enum class State : uint8_t {
     connecting,
     ready,    // the agent has sent its hello
-    running,  // it has the order to start
-    ended,    // it reported the end of all ranks, or was never needed
-    refused,  // it reported why it does not start
-    lost,     // the connection broke, or was never made
+    running,  // the agent has been told to start
+    ended,    // the agent reported the end of all ranks, or was not needed
+    refused,  // the agent reported why it does not start
+    lost,     // the connection broke or was never made
   };
   struct Events {
     std::function<void(AgentLink&, const Frame&)> frame;
@@ -35,38 +35,38 @@ class AgentLink {
     std::function<void(AgentLink&)> changed;                         // the state became refused or lost
   };
 
-  /// Not connected yet: attach() or connect_by() follows.
+  /// Creates an unconnected link; call attach() or connect_by() next.
   AgentLink(Host host, const Events& events);
   ~AgentLink();
   AgentLink(const AgentLink&) = delete;
   AgentLink& operator=(const AgentLink&) = delete;
 
-  /// Starts `command` and talks through its standard input and output. Errors: as Process.
+  /// Starts `command` and uses its standard input and output. Errors: as Process.
   void connect_by(const std::vector<std::string>& command);
-  /// Talks over a connected socket and takes ownership of it.
+  /// Uses a connected socket and takes ownership of it.
   void attach(int socket);
 
   void add_to(PollSet& set, bool with_output);
   /// Sends a heartbeat if one is due; declares the connection lost after `timeout_s` of silence.
   void check_time(double timeout_s);
-  /// Restarts the silence timer: frames were not read for lack of room.
+  /// Restarts the silence timer after a time in which the launcher read no frames.
   void forgive_silence() { last_heard_ = Clock::now(); }
   void send(FrameKind kind, std::string payload = {});
   void set_state(State state) { state_ = state; }
   /// Gives up the connection; `why` follows the host's name in reports.
   void lose(const std::string& why);
-  /// Call after the end: writes pending output and lets the connecting program end by itself, until `limit`.
+  /// Call after the end: writes pending output and waits until `limit` for the connecting program to end.
   void close(Clock::time_point limit);
 
   const Host& host() const { return host_; }
   State state() const { return state_; }
   bool live() const { return state_ == State::ready || state_ == State::running; }
   bool over() const { return state_ == State::ended || state_ == State::refused || state_ == State::lost; }
-  const std::string& why() const { return why_; }  // it was lost or refused
+  const std::string& why() const { return why_; }  // reason for `lost` or `refused`
 
-  HostPlace place;                     // once the world is known
-  std::vector<std::string> addresses;  // that the agent reported
-  int num_running = 0;                 // ranks
+  HostPlace place;                     // set once the world is known
+  std::vector<std::string> addresses;  // reported by the agent
+  int num_running = 0;                 // running ranks
 
  private:
   void read_frames();

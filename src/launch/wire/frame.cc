@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Frames: a length, a kind, a rank, bytes.
+// Encodes and cuts frames of a length, a kind, a rank and bytes.
 #include "launch/wire/frame.h"
 
 #include <stdexcept>
@@ -38,7 +38,7 @@ void FrameReader::feed(std::string_view bytes) {
   used_ = 0;
   pending_ += bytes;
   if (!skipping_) return;
-  // The stream's very beginning counts as the beginning of a line.
+  // The first byte of the stream begins a line.
   const size_t at = noise_.empty() && std::string_view(pending_).starts_with(kPreamble.substr(1))
                         ? 0
                         : (noise_ + pending_).find(kPreamble);
@@ -60,7 +60,7 @@ std::optional<Frame> FrameReader::next() {
   if (rest.size() < kLengthBytes) return std::nullopt;
   const size_t length = get(rest);
   if (length < kHeadBytes || length > longest_) {
-    throw std::runtime_error("a frame of " + std::to_string(length) + " bytes: the stream is out of step");
+    throw std::runtime_error("a frame of " + std::to_string(length) + " bytes is out of range: the stream is corrupt");
   }
   if (rest.size() < kLengthBytes + length) return std::nullopt;
   const auto kind = static_cast<uint8_t>(rest[kLengthBytes]);

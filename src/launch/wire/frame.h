@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Frames between the launcher and its agents, over any pair of byte streams.
+// Defines the frames between the launcher and its agents, over any pair of byte streams.
 #pragma once
 
 #include <cstdint>
@@ -10,28 +10,28 @@
 
 namespace deeptide::launch {
 
-/// What a frame says, and what its payload holds (messages.h).
+/// Kind of a frame, with its payload (messages.h).
 enum class FrameKind : uint8_t {
   // launcher to agent
   prepare,  // PortRequest
   start,    // AgentJob
   stop,     // Ending::Request
   kill,     // nothing
-  suspend,  // nothing: as ^Z; until `resume` the agent expects no frame
+  suspend,  // nothing; acts like ^Z, and the agent expects no frame until `resume`
   resume,   // nothing
   ask,      // StateQuestion
   // agent (or `deeptide rank`) to launcher
   hello,    // AgentHello (or RankHello): the first frame
   port,     // PortAnswer
-  refused,  // the reason as text: no rank runs here, and none will
-  output,   // bytes of `rank`; none: end of the stream
-  errors,   // the same
+  refused,  // the reason as text; no rank runs on the host
+  output,   // bytes of `rank`; empty: end of the stream
+  errors,   // as `output`
   exited,   // RankExit of `rank`
   late,     // Late
   states,   // StateAnswer
-  done,     // nothing: all ranks have ended and left nothing behind; the last frame
+  done,     // nothing; the last frame, after all ranks and their processes have ended
   // both
-  beat,  // nothing: makes silence mean a broken connection
+  beat,  // nothing; a heartbeat, so that silence means a broken connection
 };
 
 struct Frame {
@@ -42,10 +42,10 @@ struct Frame {
   bool operator==(const Frame&) const = default;
 };
 
-/// On the wire: length of what follows (4 bytes), kind (1), rank (4), payload; numbers little-endian.
+/// Wire format: length of the rest (4 bytes), kind (1), rank (4), payload; numbers are little-endian.
 std::string encode(const Frame& frame);
 
-/// An agent's stream begins with this line; output of a login shell before it is skipped.
+/// An agent's stream begins with this line. The reader skips a login shell's output before it.
 constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
 
 /// Cuts a stream into frames.
@@ -55,9 +55,9 @@ class FrameReader {
   explicit FrameReader(bool preamble, size_t longest = kLongestFrame) : skipping_(preamble), longest_(longest) {}
 
   void feed(std::string_view bytes);
-  /// The next complete frame. Errors: std::runtime_error if the stream cannot be one of frames.
+  /// Returns the next complete frame. Errors: std::runtime_error if the bytes are not a valid frame.
   std::optional<Frame> next();
-  /// The last 4 KiB before the preamble: they explain a preamble that does not arrive.
+  /// Returns the last 4 KiB before the preamble, which explain why no preamble arrived.
   const std::string& noise() const { return noise_; }
   bool begun() const { return !skipping_; }
 
@@ -67,7 +67,7 @@ class FrameReader {
   bool skipping_;
   size_t longest_;
   std::string pending_, noise_;
-  size_t used_ = 0;  // of pending_
+  size_t used_ = 0;  // bytes of pending_
 };
 
 }  // namespace deeptide::launch

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Connects without blocking: the job does not depend on the link.
+// Connects without blocking, because the job does not depend on the link.
 #include "launch/wire/hub_link.h"
 
 #include <netdb.h>
@@ -34,7 +34,7 @@ void HubLink::try_next() {
     addresses_.pop_front();
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;  // no name server is asked
+    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;  // avoids name servers
     if (getaddrinfo(address.c_str(), port_.c_str(), &hints, &found) != 0) continue;
     connecting_ = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     const bool failed =

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A rank's link to the launcher of its job, under mpirun or srun.
+// Links a rank under mpirun or srun to the launcher of its job.
 #pragma once
 
 #include <deque>
@@ -14,15 +14,15 @@
 
 namespace deeptide::launch {
 
-/// Connects in the background; tries each address once, and gives up if none reaches the launcher.
+/// Connects in the background. Tries each address once, and gives up if none reaches the launcher.
 class HubLink {
  public:
   struct Events {
     std::function<void(const StateQuestion&)> asked;
-    std::function<void()> changed;  // it is up, or broke
+    std::function<void()> changed;  // the link is up, or broke
   };
 
-  /// `at`: as kHubVariable; `hello`: an encoded RankHello.
+  /// `at`: the value of kHubVariable; `hello`: an encoded RankHello.
   HubLink(const std::string& at, std::string token, std::string hello, Events events);
   ~HubLink();
   HubLink(const HubLink&) = delete;
@@ -44,7 +44,7 @@ class HubLink {
   Events events_;
   std::deque<std::string> addresses_;  // not tried yet
   int connecting_ = -1;
-  Clock::time_point deadline_{};  // of this connection
+  Clock::time_point deadline_{};  // of the current connection
   std::unique_ptr<TokenLink> link_;
   bool up_ = false;
 };

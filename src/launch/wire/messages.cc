@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Each payload's fields by name.
+// Encodes the fields of each payload by name.
 #include "launch/wire/messages.h"
 
 #include <optional>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The payloads of frames, one struct per kind (frame.h names them).
+// Defines the payloads of frames, one struct per kind (see frame.h).
 #pragma once
 
 #include <string>
@@ -14,10 +14,10 @@
 
 namespace deeptide::launch {
 
-/// Find a port for the rendezvous.
+/// Asks for a port for the rendezvous.
 struct PortRequest {
   int port = 0;
-  bool fixed = false;  // this one, or an error; else this one or the next that is free
+  bool fixed = false;  // true: this port or an error; false: this port or the next free one
 };
 
 struct PortAnswer {
@@ -27,7 +27,7 @@ struct PortAnswer {
 /// An agent's first message.
 struct AgentHello {
   std::string version;
-  std::vector<std::string> addresses;  // of its host; the first is preferred
+  std::vector<std::string> addresses;  // of the agent's host; the first one is preferred
 };
 
 /// The ranks that an agent starts.
@@ -40,12 +40,12 @@ struct AgentJob {
 /// The end of a rank.
 struct RankExit {
   ExitStatus status;
-  bool asked = false;  // it ended after it had been asked to
+  bool asked = false;  // the rank ended after it had been asked to
 };
 
-/// A rank has waited for a collective for --hang_timeout.
+/// Reports that a rank has waited for a collective for --hang_timeout.
 struct Late {
-  double waited_s = 0.0;  // 0: it goes on
+  double waited_s = 0.0;  // 0: the wait is over
 };
 
 /// The first message of a `deeptide rank`.
@@ -54,7 +54,7 @@ struct RankHello {
   int rank = 0;
   int world_size = 1;
   int node_rank = 0;
-  std::string host;  // as it calls itself
+  std::string host;  // the host's own name
 };
 
 template <>

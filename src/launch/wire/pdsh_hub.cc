@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// pdsh's agents: the secret over ssh, the conversation over a socket.
+// Receives each agent's secret over ssh and then talks to it over a socket.
 #include "launch/wire/pdsh_hub.h"
 
 #include <netdb.h>
@@ -28,7 +28,7 @@ constexpr size_t kHalf = 32;  // hexadecimal digits
 constexpr size_t kLongestGreeting = 128;
 constexpr int kConnectTimeout_s = 10;
 
-// Runs `line` for each complete line of `bytes`, which keeps the rest.
+// Calls `line` for each complete line and removes it from `bytes`.
 template <typename Function>
 void for_lines(std::string& bytes, const Function& line) {
   for (size_t end; (end = bytes.find('\n')) != std::string::npos; bytes.erase(0, end + 1)) line(bytes.substr(0, end));
@@ -49,11 +49,11 @@ int connect_to(const std::string& host, int port) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICHOST;
   if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
-    throw std::runtime_error("'" + host + "' is no address of the launcher");
+    throw std::runtime_error("'" + host + "' is not an address of the launcher");
   }
   const int descriptor = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const timeval limit{kConnectTimeout_s, 0};
-  setsockopt(descriptor, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // connect's limit too
+  setsockopt(descriptor, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));  // also limits connect()
   setsockopt(descriptor, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
   const int failed = connect(descriptor, found->ai_addr, found->ai_addrlen);
   const int error = errno;
@@ -61,7 +61,7 @@ int connect_to(const std::string& host, int port) {
   if (!failed) return descriptor;
   ::close(descriptor);
   throw std::runtime_error("cannot connect to the launcher at " + host + ":" + std::to_string(port) + ": " +
-                           std::strerror(error) + "; is a firewall between?");
+                           std::strerror(error) + "; does a firewall block the port?");
 }
 
 }  // namespace
@@ -85,7 +85,7 @@ PdshHub::~PdshHub() {
     if (guest->socket >= 0) ::close(guest->socket);
   }
   pdsh_.reset();
-  kill_children([](int) { return false; });  // an ssh to a host that does not answer would outlive pdsh
+  kill_children([](int) { return false; });  // an ssh to an unresponsive host would outlive pdsh
 }
 
 void PdshHub::add_to(PollSet& set) {
@@ -115,7 +115,7 @@ void PdshHub::read_output() {
     size_t index = 0;
     std::string secret;
     if (words >> index >> secret && index < num_expected_ && secret.size() == 2 * kHalf) {
-      secrets_.emplace(index, secret);  // the first one stands
+      secrets_.emplace(index, secret);  // keeps the first one
     }
   });
   match();
@@ -137,7 +137,7 @@ void PdshHub::accept_guest() {
 
 void PdshHub::listen_to(Guest& guest) {
   char buffer[kLongestGreeting];
-  // Not a byte beyond the greeting: the rest belongs to the agent's frames.
+  // Read no byte beyond the greeting, because the rest belongs to the agent's frames.
   const ssize_t got = recv(guest.socket, buffer, kHalf - std::min(kHalf, guest.said.size()), 0);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got <= 0) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Agents started by pdsh, which forwards no input: they connect back and authenticate with a secret sent over ssh.
+// Starts agents with pdsh, which forwards no input: they connect back and authenticate with a secret sent over ssh.
 #pragma once
 
 #include <functional>
@@ -15,8 +15,9 @@
 
 namespace deeptide::launch {
 
-/// One pdsh and a port that is open until all agents have connected. Each agent prints a secret to its standard output,
-/// which reaches us through ssh, then connects and shows its first half; we answer with the second.
+/// Runs one pdsh and keeps a port open until all agents have connected. Each agent prints a secret to its standard
+/// output, which ssh carries to the launcher. It then connects and sends the first half; the launcher answers with the
+/// second.
 class PdshHub {
  public:
   using OnConnected = std::function<void(size_t host_index, int socket)>;
@@ -30,7 +31,7 @@ class PdshHub {
   PdshHub& operator=(const PdshHub&) = delete;
 
   void add_to(PollSet& set);
-  /// Lets pdsh end by itself until `limit`.
+  /// Waits until `limit` for pdsh to end by itself.
   void close(Clock::time_point limit);
 
  private:

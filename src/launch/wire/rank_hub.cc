@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A listener and the links that it accepted.
+// Accepts links at a listener and serves them.
 #include "launch/wire/rank_hub.h"
 
 #include <sys/resource.h>
@@ -19,11 +19,12 @@ namespace deeptide::launch {
 
 namespace {
 
-constexpr size_t kMaxStrangers = 256;  // without a proof yet; further ones wait in the kernel
+constexpr size_t kMaxStrangers = 256;  // peers without a proof; further ones wait in the kernel
 constexpr size_t kReserve = 64;        // descriptors
 constexpr std::chrono::seconds kDoorPause{1};
 
-/// How many links there may be, if possible `wanted`. mpirun runs already: it does not inherit a limit raised here.
+/// Returns the possible number of links, `wanted` if possible. Raises the limit only after mpirun has started, which
+/// therefore does not inherit it.
 size_t room_for(size_t wanted) {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
@@ -70,7 +71,7 @@ void RankHub::add_to(PollSet& set) {
 void RankHub::accept_one() {
   const int socket = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (socket < 0) {
-    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // the peer has left
+    const bool again = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;  // the peer has disconnected
     if (!again) closed_until_ = Clock::now() + kDoorPause;
     return;
   }
@@ -111,8 +112,8 @@ void RankHub::on_hello(Guest& guest, const RankHello& hello) {
                               [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
 }
 
-// The hostfile may name a host by an address or an alias. Its index then identifies it, as starters fill hosts in the
-// hostfile's order.
+// The hostfile may name a host by an address or an alias. The index then identifies the host, because starters fill
+// hosts in the hostfile's order.
 std::string RankHub::name_of(const RankHello& hello) const {
   const std::string brief = hello.host.substr(0, hello.host.find('.'));
   for (const Host& host : hosts_) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The launcher's end of the links to ranks that mpirun or srun started; to the hang watch each is a host of one rank.
+// Links the launcher to ranks that mpirun or srun started; the hang watch sees each as a host with one rank.
 #pragma once
 
 #include <memory>
@@ -17,21 +17,21 @@
 
 namespace deeptide::launch {
 
-/// Tells `deeptide rank` where the hub is: a port, then addresses to try in turn, separated by commas.
+/// Holds the hub's place for `deeptide rank`: a port, then addresses to try in turn, separated by commas.
 constexpr const char* kHubVariable = "DEEPTIDE_HUB";
 
-/// Optional: if it cannot listen, or a rank cannot connect, that rank reports by itself.
+/// Optional: a rank reports its own waits if the hub cannot listen or the rank cannot connect.
 class RankHub {
  public:
-  /// `hosts`: the hostfile's, whose names are the ones that the user knows.
+  /// `hosts`: the hosts of the hostfile, under the names that the user knows.
   explicit RankHub(std::vector<Host> hosts);
   ~RankHub();
   RankHub(const RankHub&) = delete;
   RankHub& operator=(const RankHub&) = delete;
 
-  /// Value of kHubVariable; empty: it does not listen.
+  /// Returns the value of kHubVariable; empty: the hub does not listen.
   const std::string& address() const { return address_; }
-  /// Adds ranks that know `token` to `watch` as they connect. This hub outlives the watch.
+  /// Adds ranks that know `token` to `watch` as they connect. The hub must outlive the watch.
   void serve(const std::string& token, HangWatch& watch);
   void add_to(PollSet& set);
   /// Call after the poll set has woken.
@@ -40,7 +40,7 @@ class RankHub {
  private:
   struct Guest {
     std::unique_ptr<TokenLink> link;
-    std::optional<size_t> number;  // in the watch, since its hello
+    std::optional<size_t> number;  // index in the watch, set by the hello
   };
 
   void accept_one();
@@ -52,11 +52,11 @@ class RankHub {
   std::string address_, token_;
   HangWatch* watch_ = nullptr;
   int listener_ = -1;
-  size_t max_guests_;                 // descriptors are left for other things
-  Clock::time_point closed_until_{};  // the door: accepting failed
+  size_t max_guests_;                 // leaves descriptors for other uses
+  Clock::time_point closed_until_{};  // pause in accepting after a failure
   std::vector<std::unique_ptr<Guest>> guests_;
-  std::set<int> ranks_;  // that have sent their hello
-  int world_size_ = 0;   // as the first of them reported
+  std::set<int> ranks_;  // ranks that have sent their hello
+  int world_size_ = 0;   // reported by the first of them
 };
 
 }  // namespace deeptide::launch

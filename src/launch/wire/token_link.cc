@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Challenge and response, both ways at once, then frames of bounded size.
+// Runs a challenge and response in both directions at once, then exchanges frames of bounded size.
 #include "launch/wire/token_link.h"
 
 #include <fcntl.h>
@@ -22,7 +22,7 @@ constexpr size_t kNonceDigits = 64;
 constexpr size_t kProofDigits = 64;
 constexpr size_t kLongestFrame = 4ull << 20;  // the stacks of one rank
 constexpr std::chrono::seconds kProofLimit{5};
-constexpr unsigned kUnheard_ms = 10'000;  // a host that does not acknowledge for so long is gone
+constexpr unsigned kUnheard_ms = 10'000;  // a host that acknowledges nothing for this long is gone
 
 }  // namespace
 
@@ -63,7 +63,7 @@ void TokenLink::serve() {
   if (sink_.closed()) return close();
   try {
     read();
-  } catch (const std::exception&) {  // no frame, or none with such a content: nothing after it can be believed
+  } catch (const std::exception&) {  // an invalid frame: no later byte can be trusted
     close();
   }
 }
@@ -97,7 +97,7 @@ void TokenLink::prove() {
   if (!proved_) close();
 }
 
-// The role prevents an attacker from returning our own answer to us.
+// The role prevents an attacker from returning this end's own proof.
 std::string TokenLink::proof_of(End end, const std::string& own_nonce, const std::string& other_nonce) const {
   const std::string role = end == End::launcher ? "launcher" : "rank";
   return hmac_sha256_hex(token_, "deeptide hang link, " + role + ": " + own_nonce + other_nonce);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// One end of a connection between launcher and rank: frames, once both ends have proved that they know the job's token.
+// Implements one end of a connection between launcher and rank, whose ends first prove that they know the job's token.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace deeptide::launch {
 
-/// Both ends send a nonce, and answer the other's with an HMAC under the token over both nonces and their own role.
-/// Cuts off an end that gives no proof within five seconds, or sends something that is no frame.
+/// Each end sends a nonce and answers the other's with an HMAC under the token over both nonces and its own role. Cuts
+/// off a peer that gives no proof within five seconds or sends an invalid frame.
 class TokenLink {
  public:
   enum class End : uint8_t { launcher, rank };
 
-  /// Takes the connected socket over. `on_frame`: may throw, which cuts the link.
+  /// Takes ownership of the connected socket. `on_frame` may throw, which cuts the link.
   TokenLink(int socket, End end, std::string token, std::function<void(const Frame&)> on_frame);
   ~TokenLink();
   TokenLink(const TokenLink&) = delete;
@@ -31,7 +31,7 @@ class TokenLink {
   /// Cuts the link if the other end does not read.
   void send(FrameKind kind, std::string payload);
 
-  bool proved() const { return proved_; }  // the other end; our own proof may still be under way
+  bool proved() const { return proved_; }  // the other end has; this end's proof may still be in flight
   bool closed() const { return socket_ < 0; }
 
  private:
@@ -46,7 +46,7 @@ class TokenLink {
   std::string token_;
   std::function<void(const Frame&)> on_frame_;
   std::string nonce_;
-  std::string said_;  // the other end's nonce and proof, as far as received
+  std::string said_;  // the received part of the other end's nonce and proof
   bool answered_ = false;
   bool proved_ = false;
   Clock::time_point deadline_;  // of the proof

@@ -1,0 +1,84 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the front of another language, such as the Python module, asks of the library besides what programs use.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "deeptide/config.h"
+#include "deeptide/discovery.h"
+#include "deeptide/export.h"
+#include "deeptide/world.h"
+
+namespace deeptide::bench {
+class CollectiveBench;
+}
+
+namespace deeptide::binding {
+
+/// A schedule's parameters by their names in the configuration's text.
+struct SchedulerParameters {
+  std::map<std::string, double> numbers;  // flags as 0 and 1
+  std::map<std::string, std::string> words;
+};
+
+/// Those that have a value; none without a schedule.
+DEEPTIDE_API SchedulerParameters scheduler_parameters(const Config& config);
+
+/// Computes the batch of the section "elasticity". Its `micro` is 0 where `world_size`, a number of ranks, is not one
+/// of the valid ones; 0: unknown, which only version 0.1 allows. Errors: ConfigError naming the key.
+DEEPTIDE_API ElasticBatch elastic_batch(const ElasticityConfig& config, int64_t world_size);
+
+/// The states that an optimizer keeps of a parameter, by the names that checkpoints give them: "exp_avg".
+/// Errors: ConfigError if the library has no such optimizer.
+DEEPTIDE_API std::vector<std::string> state_roles(const OptimizerInfo& optimizer);
+
+/// Whether a parameter of this name and shape is a matrix that Muon orthogonalizes, where no group says otherwise.
+DEEPTIDE_API bool is_muon_matrix(const std::string& name, const std::vector<int64_t>& sizes);
+
+/// Each kind of kernel, and Highway's name of the instruction set that it runs on here: {"optimizer", "AVX3_ZEN4"}.
+DEEPTIDE_API std::vector<std::pair<std::string, std::string>> kernel_targets();
+
+/// Finds this process's place as init_distributed() does, without a connection. Nothing: a world of one.
+/// Errors: ConfigError, as there.
+DEEPTIDE_API std::optional<Discovery> find_place(const DistributedOptions& options);
+/// How long init_distributed() waits. Errors: ConfigError if the option or DEEPSPEED_TIMEOUT is no valid duration.
+DEEPTIDE_API std::chrono::milliseconds timeout_of(const DistributedOptions& options);
+
+struct CollectiveTimes {
+  int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines
+  std::vector<double> seconds;  // per call on the slowest rank; one value per trial
+};
+
+/// Times collectives as an engine's groups do them, each checked before. All calls are collective. One per world.
+class DEEPTIDE_API CollectiveBench {
+ public:
+  /// `shared_memory`: false sends all over c10d. Errors: ConfigError for a world of one; CommError.
+  CollectiveBench(const World& world, c10::ScalarType dtype, c10::Device device, int64_t max_bytes, bool shared_memory);
+  ~CollectiveBench();
+
+  /// The transport in use: "shared memory", "two levels", "c10d".
+  std::string path() const;
+  int num_hosts() const;
+  /// `collective`: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "broadcast". Each trial makes as many
+  /// calls as the clock's resolution asks for. Errors: ConfigError for another name; ValueError; CommError.
+  CollectiveTimes measure(const std::string& collective, int64_t bytes, int warmups, int trials);
+
+ private:
+  std::unique_ptr<bench::CollectiveBench> bench_;
+};
+
+/// Ratio of bus to algorithm bandwidth, as nccl-tests define them. Errors: ConfigError for an unknown name.
+DEEPTIDE_API double bus_factor(const std::string& collective, int world_size);
+
+}  // namespace deeptide::binding

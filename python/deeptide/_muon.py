@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters Muon orthogonalizes: param groups are split into matrices and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deeptide import _C
+
+
+def _memory_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Equal for tied parameters, also where one is a transpose of the other."""
+    if parameter.numel() == 0:
+        return id(parameter), -1
+    return parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())
+
+
+def _choice(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tensor], bool]:
+    """A parameter's own `use_muon`, as DeepSpeed reads it; else its shape, and all names that it has."""
+    matrices: dict[tuple[int, int], bool] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        memory = _memory_of(parameter)
+        matrices[memory] = matrices.get(memory, True) and _C.is_muon_matrix(name, list(parameter.shape))
+
+    def takes(parameter: torch.Tensor) -> bool:
+        own = getattr(parameter, "use_muon", None)
+        return by_default and matrices.get(_memory_of(parameter), False) if own is None else bool(own)
+
+    return takes
+
+
+def muon_groups(groups: list[dict[str, Any]], model: torch.nn.Module, by_default: bool) -> list[dict[str, Any]]:
+    """The groups, each without a "use_muon" of its own split in two. `by_default`: the configuration's."""
+    takes = _choice(model, by_default)
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            split.append(group)
+            continue
+        for use_muon in (True, False):
+            params = [p for p in group["params"] if not isinstance(p, torch.Tensor) or takes(p) == use_muon]
+            if params:
+                split.append({**group, "params": params, "use_muon": use_muon})
+    return split

@@ -1,0 +1,98 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A queue served by threads, with one pread or pwrite at a time in each.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "io/queue.h"
+
+namespace deeptide::io {
+namespace {
+
+constexpr int kMostThreads = 8;
+
+int perform(const Transfer& transfer) {
+  const auto size = static_cast<size_t>(transfer.bytes);
+  ssize_t done = 0;
+  do {
+    done = transfer.read ? ::pread(transfer.fd, transfer.data, size, transfer.at)
+                         : ::pwrite(transfer.fd, transfer.data, size, transfer.at);
+  } while (done < 0 && errno == EINTR);
+  if (done < 0) return errno;
+  return done == transfer.bytes ? 0 : EIO;
+}
+
+class ThreadQueue : public Queue {
+ public:
+  explicit ThreadQueue(int depth) {
+    for (int i = 0; i < std::clamp(depth, 1, kMostThreads); ++i) threads_.emplace_back([this] { serve(); });
+  }
+  ~ThreadQueue() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      changed_.notify_all();
+    }
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  Ticket start(const Transfer& transfer) override {
+    std::lock_guard lock(mutex_);
+    waiting_.emplace_back(++last_, transfer);
+    changed_.notify_all();
+    return last_;
+  }
+
+  int wait(Ticket ticket) override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return results_.contains(ticket); });
+    return results_.extract(ticket).mapped();
+  }
+
+  const char* name() const override { return "threads"; }
+
+ private:
+  /// Ends only once nothing waits.
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return stop_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      const auto [ticket, transfer] = waiting_.front();
+      waiting_.pop_front();
+      lock.unlock();
+      const int error = perform(transfer);
+      lock.lock();
+      results_[ticket] = error;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::pair<Ticket, Transfer>> waiting_;
+  std::map<Ticket, int> results_;
+  Ticket last_ = 0;
+  bool stop_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Queue> make_thread_queue(int depth) { return std::make_unique<ThreadQueue>(depth); }
+
+std::unique_ptr<Queue> make_queue(int depth) {
+  auto ring = make_ring_queue(depth);
+  return ring ? std::move(ring) : make_thread_queue(depth);
+}
+
+}  // namespace deeptide::io

@@ -1,0 +1,75 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A fixed number of block-sized buffers through which blocks travel between files and their users: read ahead, written
+// behind.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/memory.h"
+#include "io/queue.h"
+#include "tiers/swap_file.h"
+
+namespace deeptide::tiers {
+
+/// Used by one thread. At most `num_slots` blocks may be open at a time.
+class Staging {
+ public:
+  Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
+          device::Role role);
+  /// Ends transfers under way.
+  ~Staging();
+  Staging(const Staging&) = delete;
+
+  /// Which block of which region; `owner` tells regions apart.
+  struct Key {
+    const void* owner = nullptr;
+    int64_t block = -1;
+    bool operator==(const Key&) const = default;
+  };
+
+  /// Returns the block's memory as bytes (kSwapBlockBytes,), valid until `close`. With `keep_values` it holds what the
+  /// file holds, or what was written last; otherwise anything. Errors: RuntimeError naming the folder and `what`.
+  at::Tensor open(Key key, const DiskPlace& place, bool keep_values, const std::string& what);
+  /// `changed`: the block must reach its file before its memory is used again.
+  void close(Key key, bool changed) noexcept;
+  /// Ends the transfers of the owner's blocks and drops them.
+  void forget(const void* owner) noexcept;
+  /// Starts reading the block if a buffer is free for it.
+  void prefetch(Key key, const DiskPlace& place);
+
+  /// Units: bytes.
+  int64_t nbytes() const { return static_cast<int64_t>(slots_.size()) * kSwapBlockBytes; }
+  const char* queue_name() const { return queue_->name(); }
+
+ private:
+  enum class State : uint8_t { empty, reading, clean, dirty, writing };
+  struct Slot {
+    at::Tensor memory;
+    State state = State::empty;
+    Key key;
+    DiskPlace place;
+    io::Queue::Ticket ticket = 0;
+    int leases = 0;
+    uint64_t last_use = 0;
+  };
+
+  Slot* find(Key key);
+  Slot& take(const std::string& what);
+  Slot* idle_slot();
+  void start(Slot& slot, bool read);
+  void finish(Slot& slot, const std::string& what);
+  void write_behind(Key key);
+
+  std::unique_ptr<io::Queue> queue_;
+  at::Tensor arena_;
+  std::vector<Slot> slots_;
+  uint64_t clock_ = 0;
+};
+
+}  // namespace deeptide::tiers

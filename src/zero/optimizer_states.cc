@@ -1,0 +1,194 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Allocates states when a group first needs them, and keeps masters in step with what the program writes.
+#include "zero/optimizer_states.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+
+namespace deeptide::zero {
+
+using at::Tensor;
+using sharding::Unit;
+using tiers::Access;
+using tiers::Block;
+using tiers::Buffer;
+
+OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
+                                 const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
+                                 StatePlacement place)
+    : units_(std::move(units)),
+      rule_(rule),
+      policy_(policy),
+      place_(std::move(place)),
+      kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
+  at::NoGradGuard no_grad;
+  for (int i = 0; i < num_units(); ++i) {
+    const Tensor values = parameters(i);
+    UnitState state;
+    state.aliased = values.scalar_type() == at::kFloat;
+    state.master = state.aliased ? Buffer::resident(values) : place_(values.numel());
+    state.states.resize(rule_.roles().size());
+    state.steps.assign(units_[i]->parameters().size(), 0);
+    if (!state.aliased) {
+      for_each_block(state.master, {0, values.numel()}, [&](Block block) {
+        const auto master = state.master.lease(block, Access::write);
+        master.tensor().copy_(values.narrow(0, block.begin, block.count));
+      });
+    }
+    units_states_.push_back(std::move(state));
+  }
+  keep(groups);
+}
+
+Tensor OptimizerStates::parameters(int unit) const {
+  return policy_.shard_optimizer ? units_[unit]->shard() : units_[unit]->whole();
+}
+
+int64_t OptimizerStates::begin(int unit) const { return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0; }
+
+std::vector<UnitStateBuffer> OptimizerStates::buffers(int unit) const {
+  const UnitState& state = units_states_[unit];
+  std::vector<UnitStateBuffer> buffers{{"master", state.master}};
+  for (size_t role = 0; role < state.states.size(); ++role) {
+    if (state.states[role].defined()) buffers.push_back({rule_.roles()[role].name, state.states[role]});
+  }
+  return buffers;
+}
+
+int64_t OptimizerStates::predicted_bytes() const {
+  int64_t bytes = 0;
+  for (const UnitState& state : units_states_) {
+    if (!state.aliased) bytes += state.master.resident_bytes();
+    for (const Buffer& buffer : state.states) bytes += buffer.defined() ? buffer.resident_bytes() : 0;
+  }
+  return bytes;
+}
+
+void OptimizerStates::keep(const std::vector<Hyperparameters>& groups) {
+  std::vector<std::pair<int, size_t>> needed;  // anew: group and role
+  for (size_t group = 0; group < kept_.size(); ++group) {
+    for (size_t role = 0; role < kept_[group].size(); ++role) {
+      if (!kept_[group][role] && rule_.keeps(role, groups.at(group))) needed.emplace_back(group, role);
+    }
+  }
+  for (const auto& [group, role] : needed) {
+    kept_[group][role] = true;
+    for (int i = 0; i < num_units(); ++i) {
+      Buffer& buffer = units_states_[i].states[role];
+      const auto& members = units_[i]->parameters();
+      const bool has_member =
+          std::any_of(members.begin(), members.end(), [&, g = group](const auto& p) { return p.group == g; });
+      if (has_member && !buffer.defined()) buffer = place_(units_states_[i].master.numel());
+    }
+  }
+}
+
+bool OptimizerStates::has(const sharding::Parameter& p, const std::string& role) const {
+  const auto& roles = rule_.roles();
+  const auto found = std::find_if(roles.begin(), roles.end(), [&](const auto& known) { return known.name == role; });
+  return found == roles.end() ? role == "master" : kept_[p.group][found - roles.begin()];
+}
+
+std::set<StateName> OptimizerStates::unkept() const {
+  std::set<StateName> names;
+  for (const Unit* unit : units_) {
+    for (const sharding::Parameter& p : unit->parameters()) {
+      for (const optim::StateRole& role : rule_.roles()) {
+        if (!has(p, role.name)) names.insert({p.name, role.name});
+      }
+    }
+  }
+  return names;
+}
+
+void OptimizerStates::zero(const std::set<StateName>& states) {
+  at::NoGradGuard no_grad;
+  for (int i = 0; i < num_units(); ++i) {
+    for (const sharding::Parameter& p : units_[i]->parameters()) {
+      const int64_t first = std::max(p.offset, begin(i));
+      const int64_t count = std::min(p.offset + p.numel, end(i)) - first;
+      for (size_t role = 0; role < rule_.roles().size(); ++role) {
+        const Buffer& buffer = units_states_[i].states[role];
+        if (count <= 0 || !buffer.defined() || !states.contains({p.name, rule_.roles()[role].name})) continue;
+        for_each_block(buffer, {first - begin(i), count},
+                       [&](Block block) { buffer.lease(block, Access::update).tensor().zero_(); });
+      }
+    }
+  }
+}
+
+/// Where a parameter still is what its master rounds to, the master keeps its extra precision. Over-reporting written
+/// elements is therefore harmless.
+void OptimizerStates::refresh_masters(int unit) {
+  const Tensor values = parameters(unit);
+  for (sharding::Parameter& p : units_[unit]->parameters()) {
+    if (!std::exchange(p.rewritten, false) || units_states_[unit].aliased) continue;
+    const int64_t first = std::max(p.offset, begin(unit));
+    const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
+    if (count <= 0) continue;
+    const Buffer& buffer = units_states_[unit].master;
+    for_each_block(buffer, {first - begin(unit), count}, [&](Block block) {
+      const auto lease = buffer.lease(block, Access::update);
+      const Tensor &master = lease.tensor(), written = values.narrow(0, block.begin, block.count);
+      master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
+    });
+  }
+}
+
+void OptimizerStates::refresh_masters() {
+  at::NoGradGuard no_grad;
+  for (int i = 0; i < num_units(); ++i) refresh_masters(i);
+}
+
+std::map<std::string, int64_t> OptimizerStates::uneven_steps() const {
+  std::map<std::string, int64_t> uneven;
+  for (int i = 0; i < num_units(); ++i) {
+    const std::vector<int64_t>& steps = units_states_[i].steps;
+    for (size_t p = 0; p < steps.size(); ++p) {
+      if (steps[p] != steps_) uneven[units_[i]->parameters()[p].name] = steps[p];
+    }
+  }
+  return uneven;
+}
+
+void OptimizerStates::set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven) {
+  steps_ = steps;
+  for (int i = 0; i < num_units(); ++i) {
+    for (size_t p = 0; p < units_states_[i].steps.size(); ++p) {
+      const auto found = uneven.find(units_[i]->parameters()[p].name);
+      units_states_[i].steps[p] = found == uneven.end() ? steps : found->second;
+    }
+  }
+}
+
+/// The gap after a parameter belongs to it where its step is elementwise.
+std::vector<Run> OptimizerStates::count_step(int unit, const ActiveParameters& active,
+                                             const std::vector<Hyperparameters>& groups) {
+  const auto& parameters = units_[unit]->parameters();
+  std::vector<int64_t>& steps = units_states_[unit].steps;
+  std::vector<Run> runs;
+  for (int p = 0; p < static_cast<int>(parameters.size()); ++p) {
+    if (!active.has(unit, p)) continue;
+    ++steps[p];
+    const int group = parameters[p].group;
+    const optim::Reach reach = rule_.reach(groups.at(group));
+    const bool apart = reach != optim::Reach::elementwise;
+    const int64_t begin = parameters[p].offset;
+    const int64_t next = p + 1 < static_cast<int>(parameters.size()) ? parameters[p + 1].offset : units_[unit]->numel();
+    const int64_t end = apart ? begin + parameters[p].numel : next;
+    const bool joins = !runs.empty() && !apart && runs.back().end == begin && runs.back().group == group &&
+                       runs.back().steps == steps[p];
+    if (joins) {
+      runs.back().end = end;
+    } else {
+      runs.push_back({begin, end, group, steps[p], p, reach});
+    }
+  }
+  return runs;
+}
+
+}  // namespace deeptide::zero

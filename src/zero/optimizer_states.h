@@ -1,0 +1,116 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Master weights, an optimizer's states and each parameter's count of steps, unit by unit.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "optim/rule.h"
+#include "sharding/unit.h"
+#include "tiers/buffer.h"
+#include "zero/policy.h"
+
+namespace deeptide::zero {
+
+/// A flat state of a unit: "master", or one of the rule's roles. Covers the shard, or, at stage 0, the unit.
+struct UnitStateBuffer {
+  std::string role;
+  tiers::Buffer data;
+};
+
+/// Makes the zeroed fp32 buffer (numel,) of a state or a master: where states lie is its choice.
+using StatePlacement = std::function<tiers::Buffer(int64_t numel)>;
+
+/// The parameters that a step moves: those with a gradient, equal on all ranks.
+struct ActiveParameters {
+  std::vector<std::vector<bool>> by_unit;  // by unit and parameter; empty: all
+
+  bool has(int unit, int parameter) const { return by_unit.empty() || by_unit[unit][parameter]; }
+};
+
+/// Elements of a unit that one step moves alike: consecutive active parameters of one group and one count of steps; a
+/// single one if its step reaches beyond elements.
+struct Run {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int group = 0;
+  int64_t steps = 0;
+  int parameter = 0;  // the first
+  optim::Reach reach = optim::Reach::elementwise;
+};
+
+/// A state of one parameter: its name, and the role.
+using StateName = std::pair<std::string, std::string>;
+
+class OptimizerStates {
+ public:
+  /// Masters of what is not fp32 start as the parameters' values.
+  OptimizerStates(std::vector<sharding::Unit*> units, const optim::Rule& rule,
+                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy, StatePlacement place);
+
+  int num_units() const { return static_cast<int>(units_.size()); }
+  sharding::Unit& unit(int unit) const { return *units_[unit]; }
+  const optim::Rule& rule() const { return rule_; }
+
+  /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
+  at::Tensor parameters(int unit) const;
+  /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
+  int64_t begin(int unit) const;
+  int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
+  const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
+  /// Whether the master is the parameters' own memory, as in fp32.
+  bool is_aliased(int unit) const { return units_states_[unit].aliased; }
+  /// Undefined: no parameter of the unit needs it.
+  const tiers::Buffer& state(int unit, size_t role) const { return units_states_[unit].states[role]; }
+  /// The master, then the states that some parameter of the unit needs.
+  std::vector<UnitStateBuffer> buffers(int unit) const;
+  /// What all of them take on this rank.
+  int64_t predicted_bytes() const;
+
+  /// Allocates, as zeros, the states that these groups need and have not needed yet.
+  void keep(const std::vector<Hyperparameters>& groups);
+  /// Whether a trained parameter has the master or state of this role.
+  bool has(const sharding::Parameter& p, const std::string& role) const;
+  /// The states that parameters do not have, though the rule knows them.
+  std::set<StateName> unkept() const;
+  /// Sets these states to zero, as before the first step.
+  void zero(const std::set<StateName>& states);
+
+  /// Masters of parameters that others wrote (Parameter::rewritten) follow from them, element by element.
+  void refresh_masters(int unit);
+  void refresh_masters();
+
+  int64_t steps() const { return steps_; }
+  /// Of parameters that some steps left alone, by name: how many moved them.
+  std::map<std::string, int64_t> uneven_steps() const;
+  /// `uneven`: as from uneven_steps(); other parameters have taken all `steps`.
+  void set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven);
+  /// Counts this step; then, unit by unit, for the active parameters, and returns them as runs.
+  void count_step() { ++steps_; }
+  std::vector<Run> count_step(int unit, const ActiveParameters& active, const std::vector<Hyperparameters>& groups);
+
+ private:
+  struct UnitState {
+    tiers::Buffer master;               // aliases the parameters' memory in fp32
+    std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
+    bool aliased = false;
+    std::vector<int64_t> steps;  // by parameter: the steps that moved it
+  };
+
+  std::vector<sharding::Unit*> units_;
+  const optim::Rule& rule_;
+  StagePolicy policy_;
+  StatePlacement place_;
+  std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
+  std::vector<UnitState> units_states_;
+  int64_t steps_ = 0;
+};
+
+}  // namespace deeptide::zero

@@ -1,0 +1,177 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""offload_optimizer: where optimizer states lie changes no number, is counted, and fails with a cure."""
+
+import os
+import re
+import subprocess
+
+import models
+import pytest
+import torch
+from conftest import run_ranks
+from torch import nn
+
+import deeptide
+from deeptide import utils
+
+STEPS = 4
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    """Three blocks of 1.2 M parameters: states of several blocks of 4 MiB, and ends that are no whole block."""
+
+    def __init__(self, width=1100):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def inputs(rank, step):
+    return torch.randn(2, 1100, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def start(world, stage, offload, gas=1, **extra):
+    config = models.config(stage, gas=gas, zero={"offload_optimizer": offload} if offload else {}, **extra)
+    return deeptide.initialize(model=models.make_model(kind=Net), config=config, world=world)[0]
+
+
+def train(engine, steps=STEPS, first=0):
+    for step in range(first, first + steps):
+        x = inputs(engine.world.rank, step).to(next(engine.module.parameters()).dtype)
+        engine.backward(engine(x))
+        engine.step()
+
+
+def everything(engine):
+    state = {
+        f"{name}/{role}": engine._core.full_state(name, role)
+        for name, _ in engine.module.named_parameters()
+        for role in ("master", "exp_avg", "exp_avg_sq")
+    }
+    return {**state, **engine.module_state_dict()}
+
+
+def run(world, stage, offload, bf16):
+    engine = start(world, stage, offload, gas=2, bf16=bf16)
+    train(engine)
+    state = everything(engine)
+    engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_offload_is_only_placement(world, stage, bf16, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPTIDE_TEST_APART", "1" if stage in (0, 3) else "0")
+    expected = run_ranks(world, run, stage, None, bf16)[0]
+    for offload in (
+        {"device": "cpu"},
+        {"device": "nvme", "nvme_path": str(tmp_path)},
+        {"device": "nvme", "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")], "ratio": 0.3, "buffer_count": 2},
+    ):
+        for state in run_ranks(world, run, stage, offload, bf16):
+            for name, value in state.items():
+                assert torch.equal(value, expected[name]), (offload, name)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_split_is_exact_to_a_block_counted_and_said(tmp_path, capfd):
+    def split(world, ratio):
+        offload = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}
+        engine = start(world, 2, offload, bf16=True)
+        train(engine, 1)
+        lines = {line.role: line for line in engine.memory()}
+        text = engine._core.summary()
+        engine.destroy()
+        return text, lines["optimizer states"].predicted_bytes, lines["optimizer states"].measured_bytes
+
+    total = 3 * 4 * (3 * (1100 * 1100 + 1100)) / MIB  # master and two moments, fp32
+    for ratio in (0.25, 0.5, 1.0):
+        text, predicted, measured = run_ranks(1, split, ratio)[0]
+        found = re.search(r"optimizer states: .*\(([\d.]+) MiB\), ([\d.]+) % in files of .* \(([\d.]+) MiB", text)
+        assert found, text
+        in_memory, _, in_files = map(float, found.groups())
+        assert in_files + in_memory == pytest.approx(total, rel=0.01)
+        assert abs(in_files - ratio * total) <= 4.1
+        assert predicted == pytest.approx(measured, rel=0.02)
+        assert measured / MIB <= in_memory + 6 * 4 + 0.1
+
+
+def checkpoint(world, folder, save, load):
+    engine = start(world, 2, save)
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = start(world, 2, load)
+    engine.load_checkpoint(folder)
+    train(engine, 2, first=2)
+    state = everything(engine)
+    engine.destroy()
+    return state
+
+
+def test_checkpoints_cross_placements(tmp_path):
+    files = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    plain = run_ranks(2, checkpoint, str(tmp_path / "plain"), None, None)[0]
+    for name, pair in {"out": (None, files), "in": (files, None), "both": (files, {**files, "ratio": 0.5})}.items():
+        for state in run_ranks(2, checkpoint, str(tmp_path / name), *pair):
+            for key, value in state.items():
+                assert torch.equal(value, plain[key]), (name, key)
+
+
+def write_states(world, folder):
+    engine = start(world, 2, {"device": "nvme", "nvme_path": folder})
+    train(engine, 1)
+    weight = engine.module.layers[1].weight
+    utils.safe_set_full_optimizer_state(weight, torch.full((1100, 1100), 0.5), "exp_avg")
+    value = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    engine.destroy()
+    return bool((value == 0.5).all())
+
+
+def test_states_in_files_are_read_and_written_by_parameter(tmp_path):
+    assert run_ranks(2, write_states, str(tmp_path)) == [True, True]
+
+
+def test_a_full_disk_is_named_before_training(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=False).returncode != 0:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        words = rf"cannot reserve \d+ bytes in '{small}': No space left on device.*nvme_path"
+        with pytest.raises(RuntimeError, match=words):
+            run_ranks(1, run, 2, {"device": "nvme", "nvme_path": str(small)}, False)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(RuntimeError, match=rf"cannot make the folder in '{blocker}/swap'"):
+        run_ranks(1, run, 2, {"device": "nvme", "nvme_path": str(blocker / "swap")}, False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "words"),
+    [
+        (2, {"device": "nvme"}, 'offload_optimizer.device "nvme" needs nvme_path'),
+        (2, {"device": "disk"}, "offload_optimizer.device"),
+        (2, {"device": "nvme", "nvme_path": "/tmp", "ratio": 1.5}, "offload_optimizer.ratio"),
+        (2, {"device": "nvme", "nvme_path": 7}, "offload_optimizer.nvme_path"),
+        (2, {"device": "nvme", "nvme_path": "/tmp", "buffer_count": 0}, "offload_optimizer.buffer_count"),
+    ],
+)
+def test_bad_values_are_named(stage, offload, words):
+    with pytest.raises(deeptide.ConfigError, match=re.escape(words)):
+        deeptide.initialize(model=nn.Linear(2, 2), config=models.config(stage, zero={"offload_optimizer": offload}))
