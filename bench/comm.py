@@ -20,7 +20,7 @@ BUS_FACTOR = {
     "all-reduce": lambda world: 2 * (world - 1) / world,
 }
 LEGEND = """\
-fp32, one thread a rank. Time of a call, of calls one after the other, on the slowest rank: best / median of all
+fp32, one thread per rank. Time of a call, of calls one after the other, on the slowest rank: best / median of all
 repetitions. GB/s, from the median, as nccl-tests: algorithm bandwidth (size / time) / bus bandwidth (that times
 (n - 1) / n, for all-reduce 2 (n - 1) / n). Size: what a rank receives (all-gather) or contributes (the others). Gloo:
 c10d's own over loopback; ordered: its all-to-all and our sum in rank order. Shared: comm::Group on any tensors, through

@@ -54,7 +54,7 @@ struct Bench {
     TORCH_CHECK(host->holds_all() && host->size() > 1, "needs 2 ranks or more on one host");
     c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("direct", w.store),
                                                             w.rank, w.size, gloo_options());
-    // The results that everybody reads, and two buckets a rank by turns: while one is read the other is filled.
+    // The results that everybody reads, and two buckets per rank by turns: while one is read the other is filled.
     std::string why_not;
     arena = host::Arena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
     TORCH_CHECK(arena, "no shared memory: ", why_not);
@@ -253,7 +253,7 @@ void run(int argc, char** argv) {
   Bench bench(init_distributed({.timeout = kTimeout}), *std::max_element(sizes.begin(), sizes.end()));
   auto rows = nlohmann::json::array();
   for (const int64_t bytes : sizes) {
-    TORCH_CHECK(bytes > 0 && bytes % (64 * bench.world.size) == 0, bytes, " bytes: expected a multiple of 64 a rank");
+    TORCH_CHECK(bytes > 0 && bytes % (64 * bench.world.size) == 0, bytes, " bytes: expected a multiple of 64 per rank");
     for (auto& row : measure(bench, bytes, repetitions)) rows.push_back(std::move(row));
   }
   std::ofstream(argument(argc, argv, "result")) << rows;

@@ -128,7 +128,7 @@ void torch_fused_adamw(benchmark::State& state) {
   count_bytes(state, 28);
 }
 
-/// Two ranks' contributions into a third buffer: 12 bytes an element in fp32, 8 in bf16.
+/// Two ranks' contributions into a third buffer: 12 bytes per element in fp32, 8 in bf16.
 void ordered_sum(benchmark::State& state, at::ScalarType dtype) {
   const Tensor rows = on_large_pages(2 * kNumel, dtype, 0.5).view({2, kNumel});
   const Tensor accumulator = adam_buffers().master, squares = at::zeros({1}, at::kDouble);

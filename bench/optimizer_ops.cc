@@ -56,7 +56,7 @@ DEEPTIDE_CLONES void triad_loop_3(float* __restrict p, float* __restrict m, floa
 }
 
 /// An fp32 step's streams with next to no arithmetic: one read, and each of `updated` (one to three) read and written,
-/// so 4 bytes an element and 8 more for each.
+/// so 4 bytes per element and 8 more for each.
 void triad(at::TensorList updated, const Tensor& g) {
   TORCH_CHECK_VALUE(!updated.empty() && updated.size() <= 3, "triad: got ", updated.size(),
                     " tensors, expected 1 to 3");

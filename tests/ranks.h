@@ -33,7 +33,7 @@ inline void wake_gently() {
   sched_setscheduler(0, SCHED_BATCH, &parameters);
 }
 
-/// Calls rank_main(world) in one thread a rank; returns the text of each rank's exception, empty where there was none.
+/// Calls rank_main(world) in one thread per rank; returns the text of each rank's exception, or empty texts.
 /// Ranks that do not end in time end the process: a thread that hangs cannot be stopped, and later tests would suffer.
 inline std::vector<std::string> errors_of_ranks(int size, const RankMain& rank_main,
                                                 std::chrono::seconds timeout = std::chrono::seconds(120)) {

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Prints how many compilers to run at once: one a core, but 2.5 GiB of available memory for each.
+# Prints how many compilers to run at once: one per core, with 2.5 GiB of available memory for each.
 set -eu
 cores=$(nproc)
 by_memory=$(awk '/^MemAvailable:/ { print int($2 / (2.5 * 1024 * 1024)) }' /proc/meminfo)

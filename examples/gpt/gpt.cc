@@ -53,7 +53,7 @@ void declare(CLI::App& app, Arguments& args) {
   app.add_option("--save-every", args.save_every)->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--seed", args.seed)->capture_default_str();
   app.add_option("--threads", args.threads, "Of each rank (default: its share of the cores)");
-  app.add_flag("--print-losses", args.print_losses, "One line a step for other programs, no summary");
+  app.add_flag("--print-losses", args.print_losses, "One line per step for other programs, no summary");
 }
 
 void use_threads(std::optional<int> threads) {

@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=200, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="of each rank (default: its share of the cores)")
-    parser.add_argument("--print-losses", action="store_true", help="one line a step for other programs, no summary")
+    parser.add_argument("--print-losses", action="store_true", help="one line per step for other programs, no summary")
     return parser.parse_args()
 
 

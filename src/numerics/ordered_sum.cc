@@ -20,7 +20,7 @@ bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype =
 
 /// `like`: what the rows must match in shape and device, called `name`.
 void check_rows(const char* what, at::TensorList rows, const Tensor& like, const char* name) {
-  TORCH_CHECK_VALUE(!rows.empty(), what, ": there are no rows, expected one a rank");
+  TORCH_CHECK_VALUE(!rows.empty(), what, ": there are no rows, expected one per rank");
   TORCH_CHECK_VALUE(like.defined() && like.dim() == 1 && like.is_contiguous(), what, ": ", name,
                     " must be a contiguous tensor of shape (N,)");
   for (const Tensor& row : rows) {

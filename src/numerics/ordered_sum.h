@@ -12,7 +12,7 @@
 
 namespace deeptide::numerics {
 
-/// A gradient as the ranks contributed it: `scale` times the sum of the rows, one a rank, in rank order in fp32.
+/// A gradient as the ranks contributed it: `scale` times the sum of the rows, one per rank, in rank order in fp32.
 /// Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of one type and on one device; at least one.
 struct Contributions {
   Contributions() = default;                               // none
@@ -48,7 +48,7 @@ class SumReader {
 /// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order
 /// in fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The
 /// sum of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads.
-/// Shapes: rows: one a rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may
+/// Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may
 /// be 0.
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares);
 

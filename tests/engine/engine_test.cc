@@ -377,7 +377,7 @@ TEST(Engine, KeepsGatheredBytesWithinTheTwoLargestUnitsAndShardsTheRest) {
       EXPECT_EQ(parameters.role, MemoryRole::parameters);
       EXPECT_EQ(parameters.measured_bytes, parameters.predicted_bytes);
       EXPECT_GE(parameters.measured_bytes, 4 * total / size);
-      EXPECT_LE(parameters.measured_bytes, 4 * total / size + 64 * 30) << "a cache line a parameter and unit";
+      EXPECT_LE(parameters.measured_bytes, 4 * total / size + 64 * 30) << "a cache line per parameter and unit";
       engine.empty_partition_cache();
       EXPECT_EQ(engine.live_gathered_bytes(), 0);
     });

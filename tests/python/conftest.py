@@ -37,7 +37,7 @@ def _stacks(threads):
 
 
 def run_ranks(world_size, function, *args, timeout=120):
-    """Calls function(world, *args) in one thread a rank; returns the results by rank.
+    """Calls function(world, *args) in one thread per rank; returns the results by rank.
 
     A rank's exception is raised again with its number; when ranks hang, the test fails with their stacks.
     """

@@ -107,7 +107,7 @@ def test_each_rank_keeps_its_part_and_padding(world, bf16):
 
 
 def test_padding_is_small():
-    """At most 64 bytes a parameter and 64 a rank and unit."""
+    """At most 64 bytes per parameter, and 64 per rank and unit."""
     total = sum(p.numel() for p in Uneven().parameters())
     for world in (2, 3, 4):
         excess = world * sum(expected_shards(world, 4)) - total

@@ -203,7 +203,7 @@ void check_sizes(const UnitLayout& unit, int world) {
   ASSERT_GT(unit.shard, 0);
   const int64_t gaps = static_cast<int64_t>(unit.slots.size()) * 64;
   ASSERT_LE(unit.numel * item, unit.used * item + gaps + world * 64)
-      << "padding is a cache line a parameter and a rank";
+      << "padding is a cache line per parameter and per rank";
 }
 
 class AnyLayout : public testing::TestWithParam<int> {};
