@@ -20,6 +20,7 @@ struct Wishes {
   int32_t num_needs = 0;   // units[0 … num_needs) block this rank
   int32_t num_wishes = 0;  // units[num_needs … num_needs + num_wishes) are used soon
   int32_t rounds = 0;      // of reductions that this rank has begun, if it waits for others to begin them too
+  int32_t writes = 0;      // to sharded parameters, not yet in the shards; -1: not known now
   std::array<int32_t, kMaxUnits> units{};
 
   bool full() const { return num_needs + num_wishes == kMaxUnits; }
@@ -37,6 +38,7 @@ struct Close {
   bool has_written = false;   // this rank's program wrote into its private view of shared parameters
   bool failed = false;        // this rank cannot take part: it throws, and so do the others
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
+  int32_t writes = 0;         // as in Wishes
 };
 
 /// One rank's part of a round.

@@ -70,6 +70,15 @@ int64_t most_announced(const std::vector<Word>& words) {
   return rounds;
 }
 
+int32_t writes_of(const Word& word) {
+  return std::visit([](const auto& message) { return message.writes; }, word);
+}
+
+bool wrote_alike(const std::vector<Word>& words) {
+  return std::all_of(words.begin(), words.end(),
+                     [&](const Word& word) { return writes_of(word) == writes_of(words.front()); });
+}
+
 bool mentions(const Wishes& wishes, int unit) {
   const auto all = wishes.all();
   return std::find(all.begin(), all.end(), unit) != all.end();
@@ -103,10 +112,11 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       gathers_(gathers),
       rendezvous_(control),
       device_(device),
-      pool_(std::move(ledger), device::Role::gathered, device, /*max_waste=*/1),
+      pool_(ledger, device::Role::gathered, device, /*max_waste=*/1),
       limits_(limits),
       train_plan_(numels_of(units_), /*backward=*/true),
       eval_plan_(numels_of(units_), /*backward=*/false),
+      pending_writes_(std::move(ledger)),
       last_use_(units_.size(), 0) {
   limits_.max_live = std::max(limits_.max_live, two_largest(units_));
   for (Unit* unit : units_) {
@@ -146,6 +156,9 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   if (!all_whole) bring(needed_);
   if (moved) look_ahead();
   for (const Use& use : uses) use.parameter->unit->open(*use.parameter);  // last: a throw above leaves nothing open
+  for (const Use& use : uses) {
+    if (use.write) pending_writes_.begin(*use.parameter);
+  }
 }
 
 /// Keeps a round of wishes under way, so that the next units arrive while this operator computes.
@@ -153,7 +166,12 @@ void Residency::look_ahead() {
   if (rendezvous_.posted()) return;
   Wishes word;
   add_wishes(word, needed_);
-  if (word.num_wishes > 0) rendezvous_.post(word);
+  if (word.num_wishes > 0) post(word);
+}
+
+void Residency::post(Word word) {
+  std::visit([&](auto& message) { message.writes = pending_writes_.claim(); }, word);
+  rendezvous_.post(word);
 }
 
 void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
@@ -161,13 +179,13 @@ void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
   std::lock_guard lock(mutex_);
   for (const Use& use : uses) {
     Unit& unit = *use.parameter->unit;
-    if (use.write && succeeded) unit.write_back(*use.parameter);
+    if (use.write) pending_writes_.end(*use.parameter, succeeded);
     unit.close(*use.parameter);
   }
   if (succeeded) return;
   for (const Use& use : uses) {  // values that a failed operator half wrote are dropped: the next use gathers anew
     Unit& unit = *use.parameter->unit;
-    if (use.write && unit.is_whole() && !unit.is_pinned()) let_go(unit);
+    if (use.write && unit.is_whole() && may_go(unit)) let_go(unit);
   }
 }
 
@@ -179,7 +197,7 @@ void Residency::visit(const Unit& unit) {
   trace::flight_log().enter(gathers_.step(), phase(), unit.layout().name);
   if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
   Unit* left = units_[previous];
-  if (!left->is_whole() || left->is_pinned() || contains(needed_, left)) return;
+  if (!left->is_whole() || !may_go(*left) || contains(needed_, left)) return;
   const auto until = plan().elements_until(previous);
   if (!until || *until > limits_.max_reuse_distance) let_go(*left);
 }
@@ -190,7 +208,7 @@ void Residency::bring(const std::vector<Unit*>& needed) {
       if (in_flight(*unit)) {
         land_front();
       } else {
-        if (!rendezvous_.posted()) rendezvous_.post(request(needed));
+        if (!rendezvous_.posted()) post(request(needed));
         serve(rendezvous_.collect(site("agreeing on", *unit)));
       }
     }
@@ -209,8 +227,8 @@ Wishes Residency::request(const std::vector<Unit*>& needed) const {
 
 void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const {
   int64_t ahead = 0;
-  int64_t live = 0;  // units needed now, units used sooner, and the wishes
-  for (const Unit* unit : needed) live += unit->numel();
+  int64_t live = pending_writes_.numel();  // what must stay, units needed now, units used sooner, and the wishes
+  for (const Unit* unit : needed) live += pending_writes_.has(*unit) ? 0 : unit->numel();
   for (int index : plan().upcoming(Wishes::kMaxUnits)) {
     const Unit* unit = units_[index];
     if (unit == nullptr || contains(needed, unit)) continue;
@@ -224,11 +242,19 @@ void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const
 }
 
 void Residency::serve(const std::vector<Word>& words) {
+  commit_writes(words);  // first: a rank that needs a unit again has written it as often as the others
   for (const auto& [index, wanted] : agree(words, gathers_.index())) {
     Unit& unit = *units_[index];
     if (in_flight(unit)) land_all();
     launch(unit, wanted && !unit.is_whole());
   }
+}
+
+/// Where ranks have made equally many writes they have made the same ones: now their shards may show them.
+void Residency::commit_writes(const std::vector<Word>& words) {
+  if (pending_writes_.empty() || writes_of(words.front()) <= 0 || !wrote_alike(words)) return;
+  land_all();  // gathers that were agreed before still send the shards as they are
+  pending_writes_.commit_claimed();
 }
 
 void Residency::launch(Unit& unit, bool keep) {
@@ -279,7 +305,7 @@ Unit* Residency::choose_victim() const {
     return std::make_pair(plan().distance(u.index()).value_or(INT64_MAX), -last_use_[u.index()]);
   };
   for (Unit* unit : units_) {
-    if (unit == nullptr || !unit->is_whole() || unit->is_pinned() || contains(needed_, unit)) continue;
+    if (unit == nullptr || !unit->is_whole() || !may_go(*unit) || contains(needed_, unit)) continue;
     const auto rank = rank_of(*unit);
     if (victim != nullptr && rank <= highest) continue;
     victim = unit;
@@ -287,6 +313,8 @@ Unit* Residency::choose_victim() const {
   }
   return victim;
 }
+
+bool Residency::may_go(const Unit& unit) const { return !unit.is_pinned() && !pending_writes_.has(unit); }
 
 void Residency::let_go(Unit& unit) {
   count(unit, -1);
@@ -309,7 +337,7 @@ void Residency::attend(int64_t rounds) {
     if (rendezvous_.posted()) return;
     Wishes word;
     word.rounds = static_cast<int32_t>(rounds);
-    rendezvous_.post(word);
+    post(word);
   };
   comm::run_blocking(std::ref(work));
 }
@@ -319,7 +347,7 @@ std::vector<Close> Residency::close(const Close& own, bool ends_pass, const Keep
   needed_.clear();
   const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
   for (;;) {
-    if (!rendezvous_.posted()) rendezvous_.post(own);
+    if (!rendezvous_.posted()) post(own);
     const auto words = rendezvous_.collect(here);
     serve(words);
     land_all();
@@ -332,6 +360,8 @@ std::vector<Close> Residency::close(const Close& own, bool ends_pass, const Keep
       lock.lock();
       continue;
     }
+    pending_writes_.commit();
+    if (!wrote_alike(words)) let_go_of_all();  // the ranks' whole copies differ: the shards are what holds
     if (ends_pass) {
       train_plan_.finish_pass();
       eval_plan_.finish_pass();
@@ -347,8 +377,12 @@ void Residency::release_all() {
   std::lock_guard lock(mutex_);
   needed_.clear();
   land_all();
+  let_go_of_all();
+}
+
+void Residency::let_go_of_all() {
   for (Unit* unit : units_) {
-    if (unit != nullptr && unit->is_whole() && !unit->is_pinned()) let_go(*unit);
+    if (unit != nullptr && unit->is_whole() && may_go(*unit)) let_go(*unit);
   }
 }
 

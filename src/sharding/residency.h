@@ -15,6 +15,7 @@
 
 #include "comm/rendezvous.h"
 #include "sharding/gate.h"
+#include "sharding/pending_writes.h"
 #include "sharding/plan.h"
 #include "sharding/unit.h"
 
@@ -46,12 +47,13 @@ class Residency {
 
   /// Makes the units of `uses` whole and opens their parameters. Errors: CommError, with nothing pinned.
   void acquire(c10::ArrayRef<Use> uses);
-  /// Closes the parameters and copies what was written into the shards.
+  /// Closes the parameters. What was written enters the shards once all ranks have written it, or have closed.
   void release(c10::ArrayRef<Use> uses, bool succeeded);
 
-  /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Returns
-  /// each rank's message in the team's order. `ends_pass`: the plan learns which units the pass has used. `keep_up` is
-  /// called between rounds with the most reductions that a rank has begun and announced.
+  /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Then every
+  /// shard has what its rank wrote. Returns each rank's message in the team's order. `ends_pass`: the plan learns which
+  /// units the pass has used. `keep_up` is called between rounds with the most reductions that a rank has begun and
+  /// announced.
   using KeepUp = std::function<void(int64_t rounds)>;
   std::vector<comm::Close> close(const comm::Close& own, bool ends_pass, const KeepUp& keep_up = {});
   /// Serves the others while this rank waits for their reductions: call it over and over. Announces that this rank has
@@ -75,7 +77,8 @@ class Residency {
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
-  /// Upper bound of the memory of gathered units on this rank, unless one operator uses more.
+  /// Upper bound of the memory of gathered units on this rank, unless one operator uses more, or this rank writes
+  /// parameters that others do not.
   int64_t predicted_bytes() const;
   int64_t rounds() const { return rendezvous_.rounds(); }
   int64_t gathers_issued() const { return gathers_issued_; }
@@ -93,9 +96,11 @@ class Residency {
   void visit(const Unit& unit);
   void bring(const std::vector<Unit*>& needed);
   void look_ahead();
+  void post(comm::Word word);
   comm::Wishes request(const std::vector<Unit*>& needed) const;
   void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;
   void serve(const std::vector<comm::Word>& words);
+  void commit_writes(const std::vector<comm::Word>& words);
   void launch(Unit& unit, bool keep);
   bool in_flight(const Unit& unit) const;
   void land_front();
@@ -103,6 +108,8 @@ class Residency {
   void make_room(int64_t numel);
   Unit* choose_victim() const;
   void let_go(Unit& unit);
+  void let_go_of_all();
+  bool may_go(const Unit& unit) const;
   void count(const Unit& unit, int sign);
   Plan& plan() const;
   comm::Site site(const char* verb, const Unit& unit) const;
@@ -120,6 +127,7 @@ class Residency {
   mutable Plan train_plan_;
   mutable Plan eval_plan_;
   std::deque<Flight> flights_;
+  PendingWrites pending_writes_;
   std::vector<Unit*> needed_;  // of the acquire in progress: must not be released
   std::vector<int64_t> last_use_;
   int64_t clock_ = 0;

@@ -227,11 +227,13 @@ std::pair<int64_t, int64_t> Unit::owned_range(const Parameter& p) const {
   return {first, std::max(first, last)};
 }
 
-void Unit::write_back(Parameter& p) {
+void Unit::write_back(Parameter& p, const Tensor& kept) {
   const auto [first, last] = owned_range(p);
   p.rewritten = true;
   if (first == last) return;
-  shard_.narrow(0, first - shard_begin(), last - first).copy_(whole_.narrow(0, first, last - first));
+  const Tensor slice = kept.defined() ? kept : whole_.narrow(0, shard_begin(), layout_.shard);
+  const int64_t begin = first - shard_begin();
+  shard_.narrow(0, begin, last - first).copy_(slice.narrow(0, begin, last - first));
 }
 
 }  // namespace deeptide::sharding

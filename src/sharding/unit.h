@@ -110,8 +110,9 @@ class Unit {
   void open(Parameter& p);
   void close(Parameter& p);
 
-  /// Copies this rank's slice of `p` from the whole buffer into the shard, after an operator wrote `p`.
-  void write_back(Parameter& p);
+  /// Copies this rank's slice of `p` into the shard, after an operator wrote `p`: from the whole buffer, or from `kept`
+  /// (shard,), this rank's slice as it was.
+  void write_back(Parameter& p, const at::Tensor& kept = {});
 
   int index() const { return index_; }
   const UnitLayout& layout() const { return layout_; }

@@ -26,20 +26,23 @@ def start():
     _runner = Runner()
 
 
-def try_seed(seed, count, seconds_to_shrink):
-    """(seed, its settings, the acts they run, None or what was found)."""
+def try_seed(seed, count, seconds_to_shrink, end):
+    """(seed, its settings, the acts they run, seconds, None or what was found). Shrinks no longer than until `end`."""
+    started = time.monotonic()
     program = generate.program_of(seed)
     settings = generate.settings_for(program, random.Random(seed), count)
     acts = len(settings) * sum(len(phase["acts"]) for phase in program["phases"])
-    return seed, len(settings), acts, try_program(program, settings, seconds_to_shrink)
+    found = try_program(program, settings, seconds_to_shrink, end)
+    return seed, len(settings), acts, time.monotonic() - started, found
 
 
-def try_program(program, settings, seconds_to_shrink, avoid=True):
+def try_program(program, settings, seconds_to_shrink, end=float("inf"), avoid=True):
     """None, or the mismatch's signature and a text. avoid: see oracle.expected_of."""
     found = judged(_runner, program, settings, avoid)
     if not found:
         return None
-    if not seconds_to_shrink:
+    seconds_to_shrink = min(seconds_to_shrink, end - time.monotonic())
+    if seconds_to_shrink <= 0:
         return found[0].signature, str(found[0])
     shrinker = Shrinker(_runner, seconds_to_shrink, avoid)
     smallest, settings, mismatch = shrinker.shrink(program, found[0])
@@ -59,6 +62,7 @@ class Campaign:
     def __init__(self, options):
         self.options = options
         self.end = time.monotonic() + options.seconds
+        self.longest = 0.0  # seconds that a program took
         self.seeds = iter(range(options.seed, options.seed + options.programs))
         self.counts, self.found = collections.Counter(), collections.Counter()
 
@@ -82,15 +86,16 @@ class Campaign:
         return not self.found
 
     def _submit(self, pool):
-        seed = next(self.seeds, None) if time.monotonic() < self.end else None
+        seed = next(self.seeds, None) if time.monotonic() + self.longest < self.end else None
         if seed is None:
             return None
         shrink = 60 if self.options.shrink is None else self.options.shrink
-        return pool.submit(try_seed, seed, self.options.settings, shrink)
+        return pool.submit(try_seed, seed, self.options.settings, shrink, self.end)
 
-    def _count(self, seed, runs, acts, mismatch):
+    def _count(self, seed, runs, acts, seconds, mismatch):
         self.counts.update(programs=1, runs=runs, acts=acts)
         if not mismatch:
+            self.longest = max(self.longest, seconds)
             return
         signature, text = mismatch
         self.found[signature] += 1

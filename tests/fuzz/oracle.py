@@ -78,31 +78,19 @@ def _perform(life, act, saves, avoid):
 # -- what one rank does alone -----------------------------------------------------------------------------------------
 
 
+# Known faults that wait: how the names of their files begin -> whether an act meets the fault, from (life, act).
+KNOWN = {}
+
+
 @functools.cache
-def is_open(name):
-    """Whether a fault is known and not mended: programs that meet it are left out while a file of it is there."""
+def _is_open(name):
     return any(OPEN.glob(f"{name}*.json"))
 
 
-def _differ(life, value):
-    return any(pick(value, rank.rank) != pick(value, 0) for rank in life.ranks)
-
-
-def _note_units(life, act):
-    """Whether ranks may from now on hold different units: plans remember the passes before."""
-    absent = [pick(act.get("seeds"), rank.rank) is None for rank in life.ranks]
-    frozen = [[p.requires_grad for p in rank.bound.values()] for rank in life.ranks]
-    differs = any(_differ(life, value) for value in (absent, act.get("route"), act.get("on"), frozen))
-    if act["act"] == "forward":
-        (life.uneven.add if differs else life.uneven.discard)(act["slot"])
-    life.units_differ = life.units_differ or differs or act.get("slot") in life.uneven
-
-
 def _check_defined(life, act, avoid):
-    """Raises OpenError for what fails as known: sharded parameters written after ranks' passes have differed."""
-    _note_units(life, act)
-    if avoid and act["act"] == "write" and life.gated and life.units_differ and is_open("write_"):
-        raise OpenError("writes at stage 3")
+    for name, meets in KNOWN.items():
+        if avoid and _is_open(name) and meets(life, act):
+            raise OpenError(name)
     persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
     if life.gated and persists and (act["act"] == "read_raw" or act.get("way") in ("numpy", "share", *UNCOUNTED)):
         raise UndefinedError("which parameters are small enough to be kept whole")
@@ -171,7 +159,6 @@ def join(life, act, saves):
     counts = [pick(act["counts"], rank.rank) for rank in life.ranks]
     if any(not p.requires_grad for rank in life.ranks for p in rank.bound.values()):
         raise UndefinedError("a loss may not require grad")
-    life.units_differ = life.units_differ or len(set(counts)) > 1
     _micro_batches(life, act, counts, alone=True)
     life.enter(life._check_step)  # the round in which all have joined
     return counters(life, act, saves)

@@ -160,8 +160,6 @@ class Life:
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.override = None
         self.dead = False
-        self.units_differ = False  # ranks' passes have differed, hence their plans may
-        self.uneven = set()  # losses whose passes differed by rank
 
     def _optimizer(self, num_groups):
         given = self.program["optimizer"]

@@ -128,7 +128,8 @@ class Shrinker:
         yield ("model",), SIMPLE_MODEL
         for p, phase in enumerate(self.best["phases"]):
             yield ("phases", p), {**SIMPLE_PHASE, "world": 1}
-            yield ("phases", p), {"world": 2}
+            if self.best["phases"][p]["world"] > 2:  # as it is by now: from 1 it would grow, over and over
+                yield ("phases", p), {"world": 2}
             for a in range(len(phase["acts"])):
                 yield ("phases", p, "acts", a), SIMPLE_ACT
 

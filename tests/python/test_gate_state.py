@@ -97,6 +97,40 @@ def test_write_in_place_reaches_the_shards(change):
     assert_changes_as_plain(change)
 
 
+def evaluate(model):
+    with torch.no_grad():
+        return model(TOKENS, TARGETS).item()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("live", [1, 10**6])
+def test_ranks_that_evaluate_between_writes_see_them_in_their_own_order(live, ahead):
+    """One rank evaluates before and between writes, so it holds other units, and the other is far ahead of it."""
+
+    def program(model, evaluates):
+        losses = []
+        for factor in (0.5, 3.0, 0.25):
+            losses += [evaluate(model)] if evaluates else []
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(factor)
+                model.norm.weight.fill_(factor)
+        return [*losses, evaluate(model)]
+
+    def rank(world):
+        with engine_of(world, models.TinyModel, zero={"stage3_max_live_parameters": live}) as engine:
+            losses = program(engine.module, world.rank != ahead)
+            return losses, evaluate(engine.module), weights_of(engine), evaluate(engine.module)
+
+    plain = models.make_model()
+    expected = program(plain, True)
+    for found in run_ranks(2, rank):
+        losses, now, weights, later = found
+        assert losses in (expected, expected[-1:])
+        assert now == later == expected[-1]
+        assert_same_values(weights, {name: p.detach() for name, p in plain.named_parameters()})
+
+
 def test_init_draws_the_same_on_ranks_as_on_a_plain_model():
     """Each rank draws for itself, from its own generator of the same seed."""
 

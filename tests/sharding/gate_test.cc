@@ -99,9 +99,9 @@ TEST_F(Gate, BringsWhatIsWrittenIntoTheShard) {
   p_.t()[5].fill_(-1.0);  // through a view
   Tensor expected = matrix(4, 6) * 2;
   expected.t()[5].fill_(-1.0);
+  model_.close();
   EXPECT_TRUE(model_.rewritten(0));
   EXPECT_FALSE(model_.rewritten(1));
-  model_.close();
   model_.residency->release_all();
   EXPECT_FALSE(model_.units[0]->is_whole());
   EXPECT_TRUE(at::equal(p_.clone(), expected));

@@ -109,6 +109,53 @@ TEST_P(DivergentRanks, AgreeOnWhatTheyWroteAlike) {
   });
 }
 
+TEST_P(DivergentRanks, EachSeeTheWritesInTheirOwnOrder) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    at::NoGradGuard no_grad;
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    std::vector<float> expected;
+    for (int i = 0; i < kNumParameters; ++i) expected.push_back(static_cast<float>(i + 1));
+    std::mt19937 same(7), own(200 + world.rank);
+    for (int k = 0; k < 60; ++k) {
+      const int i = same() % kNumParameters;
+      const bool doubles = expected[i] < 100;
+      tensors[i].mul_(doubles ? 2.0 : 0.125);
+      expected[i] *= doubles ? 2.0f : 0.125f;
+      for (int reads = static_cast<int>(own() % 8) - 3; reads > 0; --reads) {
+        const int j = own() % kNumParameters;
+        ASSERT_TRUE(is_constant(tensors[j].clone(), expected[j])) << "parameter " << j << " after write " << k;
+      }
+      if (same() % 15 == 0) model.close();
+    }
+    model.close();
+    model.residency->release_all();
+    for (int i = 0; i < kNumParameters; ++i) EXPECT_TRUE(is_constant(tensors[i].clone(), expected[i])) << i;
+    model.close();
+    model.residency->release_all();
+    EXPECT_EQ(model.residency->live_bytes(), 0);
+  });
+}
+
+TEST_P(DivergentRanks, WriteAlikeWithinTheBudget) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    at::NoGradGuard no_grad;
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    for (int pass = 0; pass < 3; ++pass) {
+      for (const Tensor& t : tensors) t.add_(1);
+      EXPECT_LE(model.residency->peak_bytes(), model.residency->budget() * 4);
+    }
+    model.close();
+    for (int i = 0; i < kNumParameters; ++i) {
+      EXPECT_TRUE(is_constant(tensors[i].clone(), static_cast<float>(i + 4)));
+    }
+    model.close();
+  });
+}
+
 std::vector<Way> ways() {
   std::vector<Way> all;
   for (int world : {1, 2, 3, 4}) {
@@ -149,6 +196,24 @@ TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
       EXPECT_EQ(votes[r].digest, 20u + static_cast<uint64_t>(r));
       EXPECT_EQ(votes[r].failed, r == 2);
     }
+  });
+}
+
+TEST(Residency, ShowsEveryoneTheSameAfterWritesOfOneRankAlone) {
+  run_ranks(3, [](const World& world) {
+    at::NoGradGuard no_grad;
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors,
+                         {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
+    for (const Tensor& t : tensors) t.sum();  // whole on every rank
+    if (world.rank == 0) tensors[4].fill_(-1);
+    EXPECT_TRUE(is_constant(tensors[4].clone(), world.rank == 0 ? -1.0f : 5.0f)) << "each its own";
+    model.close();
+    const Tensor seen = tensors[4].clone();
+    const int64_t own = model.units[4]->layout().shard;  // rank 0's slice is the first
+    EXPECT_TRUE(is_constant(seen.narrow(0, 0, own), -1));
+    EXPECT_TRUE(is_constant(seen.narrow(0, own, seen.numel() - own), 5));
+    model.close();
   });
 }
 
