@@ -187,7 +187,7 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
   }
   if (role != kMaster) return;
   residency->release_all();
-  optimizer->publish_masters({place.unit});
+  optimizer->publish_parameter(place.unit, static_cast<int>(place.parameter - unit.parameters().data()));
 }
 
 }  // namespace deeptide

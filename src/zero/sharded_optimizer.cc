@@ -242,6 +242,15 @@ void ShardedOptimizer::publish_all() {
   std::vector<int> all(units_.size());
   std::iota(all.begin(), all.end(), 0);
   publish_masters(all);
+  for (sharding::Unit* unit : units_) {
+    for (sharding::Parameter& p : unit->parameters()) unit->count_write(p);
+  }
+}
+
+/// A graph that saved another parameter of the unit stays valid: only this one counts as written.
+void ShardedOptimizer::publish_parameter(int unit, int parameter) {
+  publish_masters({unit});
+  units_[unit]->count_write(units_[unit]->parameters()[parameter]);
 }
 
 void ShardedOptimizer::publish_masters(const std::vector<int>& units) {
@@ -256,7 +265,6 @@ void ShardedOptimizer::publish_masters(const std::vector<int>& units) {
         parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
       });
     }
-    for (sharding::Parameter& p : units_[i]->parameters()) units_[i]->count_write(p);
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);

@@ -42,8 +42,8 @@ class ShardedOptimizer {
   const optim::Rule& rule() const { return states_.rule(); }
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
   void publish_all();
-  /// As publish_all, for some units, by position. Collective.
-  void publish_masters(const std::vector<int>& units);
+  /// After the master of one parameter was written: it follows, on all ranks. `unit`: by position. Collective.
+  void publish_parameter(int unit, int parameter);
 
  private:
   /// What the passes over one unit share.
@@ -73,6 +73,7 @@ class ShardedOptimizer {
   void step_matrices(const UnitPass& pass, const std::vector<Run>& runs);
   at::Tensor whole_direction(int unit, at::Tensor own);
   void apply_update(const UnitPass& pass, const Run& run, const at::Tensor& direction);
+  void publish_masters(const std::vector<int>& units);
   void publish(const std::vector<int>& units);
 
   OptimizerStates states_;
