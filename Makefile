@@ -18,7 +18,7 @@ PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-python fuzz bench lint tidy format docs
+.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
 .PHONY: wheel wheel-deepspeed asan tsan clean help bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
@@ -71,6 +71,10 @@ test-python: build-all
 
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/hosts
+
+test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
+	  -n $(JOBS) --dist loadfile $(ARGS)
 
 # Programs of user actions on the engine and on plain torch: docs/testing.md. ARGS: --seed 7, --program file.json, …
 FUZZ_SECONDS ?= 3600

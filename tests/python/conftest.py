@@ -113,28 +113,28 @@ def _environment(rank, world_size, port, extra):
 
 
 @functools.cache
-def _zygote(number):
-    return Zygote(_environment(0, 1, 0, None))
+def _zygote(number, preload):
+    return Zygote(_environment(0, 1, 0, None), preload)
 
 
-def _start(command, environment, rank, forked):
-    if forked:
+def _start(command, environment, rank, preload):
+    if preload is not None:
         # Two of them: the ranks' hashes of strings, hence the order of their sets, must differ as they do for users.
-        return _zygote(rank % 2).start(command[2:], environment)
+        return _zygote(rank % 2, preload).start(command[2:], environment)
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run_processes(world_size, target, *args, timeout=180, env=None, check=True, fresh=False):
+def run_processes(world_size, target, *args, timeout=180, env=None, check=True, fresh=False, preload=()):
     """Runs a script, or a function at a test module's top level, in real processes with torchrun's variables.
 
-    Arguments of a function travel as JSON. A function's processes are forked from one that has loaded torch, unless
-    `fresh` or `env` ask for new ones. Returns each rank's subprocess.CompletedProcess; with `check`, a rank that
-    fails fails the test with its number and its last words.
+    Arguments of a function travel as JSON. A function's processes are forked from one that has loaded torch and the
+    modules of the tuple `preload`, unless `fresh` or `env` ask for new ones. Returns each rank's
+    subprocess.CompletedProcess; with `check`, a rank that fails fails the test with its number and its last words.
     """
     port = _free_port()
     command = _command(target, args)
-    forked = callable(target) and not fresh and not env
-    processes = [_start(command, _environment(rank, world_size, port, env), rank, forked) for rank in range(world_size)]
+    loaded = preload if callable(target) and not fresh and not env else None  # None: a new interpreter
+    processes = [_start(command, _environment(rank, world_size, port, env), rank, loaded) for rank in range(world_size)]
     outputs = [None] * world_size
     # One reader a process: a rank that fills its pipe must not stop the others.
     readers = [

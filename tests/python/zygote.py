@@ -6,6 +6,7 @@ A forked rank is as a new one: the main thread of its process, nothing of torch 
 `Zygote` is the tests' side; run as a script, this file is the other.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -48,11 +49,11 @@ class ForkedRank:
 class Zygote:
     """Ends with this process: it reads the end of its socket then."""
 
-    def __init__(self, environment):
+    def __init__(self, environment, preload=()):
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno())],
+                [sys.executable, __file__, str(other.fileno()), *preload],
                 env=environment,
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -107,6 +108,8 @@ if __name__ == "__main__":
 
     import deeptide  # noqa: F401
 
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a process with threads must not fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks' parents
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -111,6 +111,7 @@ JsonValue content(const Key& key, const std::optional<T>& field) {
 
 template <class T>
 JsonValue content(const Key& key, const std::vector<T>& field) {
+  if (field.empty() && key.fallback.is(JsonKind::null)) return {};
   JsonValue list;
   list.kind = JsonKind::array;
   for (const T& item : field) list.items.push_back(content(key, item));

@@ -42,7 +42,7 @@ Key offload_optimizer_section() {
                      {{"none", OffloadDevice::none}, {"cpu", OffloadDevice::cpu}, {"nvme", OffloadDevice::nvme}},
                      "Where to: \"cpu\" is where a CPU engine keeps them anyway; \"nvme\": files.")
                      .into(&OffloadOptimizerConfig::device),
-                 list("nvme_path", Kind::word, std::vector<JsonValue>{},
+                 list("nvme_path", Kind::word, {},  // Accelerate writes null where none was given
                       "Folder of the files, or several, over which blocks are striped.")
                      .or_one()
                      .into(&OffloadOptimizerConfig::folders),

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes forked from one that has loaded the libraries, and the same scripts on plain torch beside them."""
+
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+_PYTHON_TESTS = Path(__file__).parents[1] / "python"
+sys.path.insert(0, str(_PYTHON_TESTS))
+import libraries  # noqa: E402
+
+_spec = importlib.util.spec_from_file_location("ranks", _PYTHON_TESTS / "conftest.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+
+# Ranks find this folder's modules.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+# Arrow's allocator must start no thread in the process that forks the ranks.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+
+run_processes = functools.partial(ranks.run_processes, preload=(*libraries.PRELOAD, "peft"))
+
+
+@pytest.fixture(scope="session")
+def beside_plain(tmp_path_factory):
+    """Runs a script here at a stage and, once per session, on plain torch; compares what they wrote."""
+    plain = tmp_path_factory.mktemp("plain")
+
+    def compare(script, folder, stage, steps, *args, run=run_processes):
+        name = "-".join([script.__module__, script.__name__, *map(str, args)])
+        if not (plain / f"{name}.json").exists():
+            run(2, script, str(plain), name, None, *args)
+        run(2, script, str(folder), "here", stage, *args)
+        libraries.check_equal(libraries.read(folder, "here"), libraries.read(plain, name), steps)
+        return plain / name
+
+    return compare
