@@ -12,3 +12,4 @@
 #include "deeptide/ops.h"
 #include "deeptide/version.h"
 #include "deeptide/world.h"
+#include "deeptide/zero.h"

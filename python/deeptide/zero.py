@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import _C, _tensor_methods
+
 # parameter -> its place in an order that all ranks have: that of construction inside Init, then of engines.
 _places = WeakIdKeyDictionary()
 _next_place = itertools.count()
@@ -51,10 +53,13 @@ def place_of(parameter: torch.Tensor) -> int | None:
 
 
 class Init(contextlib.ContextDecorator):
-    """Accepts models that are built inside, under DeepSpeed's name; a model is still built whole on each rank.
+    """Models that are built inside take no memory until `initialize`, which makes them unit by unit.
 
-    `initialize` takes rank 0's values and shards them, so ranks may hold anything until then. Arguments that say how
-    DeepSpeed would shard at once have no effect; `enabled=False` makes it nothing at all.
+    What operators do to tensors of floating types on the CPU is recorded, not done; `initialize` takes rank 0's values,
+    which have the bits of ordinary construction, and torch's generator ends where that would leave it. Tensors of less
+    than 64 KiB are made at once. Before `initialize` such a model may be copied, tied, cast, written and, under
+    torch.no_grad(), read. Arguments that say how DeepSpeed would shard at once have no effect (`dtype`: the
+    configuration's type is taken at `initialize`); `enabled=False` makes it nothing at all.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Init(contextlib.ContextDecorator):
     ) -> None:
         self.enabled = enabled
         self._hook: Any = None
+        self._scope: _C.ZeroInit | None = None
         if module is not None and enabled:
             self._take(module.parameters())
 
@@ -82,6 +88,8 @@ class Init(contextlib.ContextDecorator):
     def __enter__(self) -> Init:
         if self.enabled:
             self._hook = register_module_parameter_registration_hook(self._registered)
+            _tensor_methods.install()
+            self._scope = _C.ZeroInit()
         return self
 
     def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -89,23 +97,23 @@ class Init(contextlib.ContextDecorator):
             self._take([parameter])
 
     def __exit__(self, *exc_info: object) -> None:
+        self._scope = None
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
 
-def _is_gated(parameter: torch.Tensor) -> bool:
-    """Whether operators on it bring it in from the ranks: sharded, and on no rank whole."""
-    return "DeferredInit" in str(torch._C._dispatch_keys(parameter))
-
-
 class _Lent:
-    """One parameter inside GatheredParameters: whole memory of its own in place of the shard's."""
+    """One parameter inside GatheredParameters: whole memory of its own in place of the shard's.
+
+    One that Init has deferred stays so: writes are recorded, and `initialize` takes rank 0's.
+    """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
         self.own: torch.Tensor | None = None
-        if _is_gated(parameter):
+        self.deferred = _C.is_deferred(parameter)
+        if _C.has_deferred_key(parameter) and not self.deferred:
             with torch.no_grad():
                 whole = parameter.detach().clone()
             self.own = parameter.data
@@ -113,8 +121,10 @@ class _Lent:
 
     def end(self, source: int | None) -> None:
         """Gives the shard its memory back, with rank `source`'s values where there is one."""
+        if self.deferred and not source:
+            return
         with torch.no_grad():
-            values = self.parameter.detach().clone() if source is not None else None
+            values = _C.values_of(self.parameter) if source is not None else None
             if values is not None and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(values, source)
             if self.own is not None:

@@ -4,6 +4,7 @@
 #include "bindings.h"
 #include "deeptide/allocator.h"
 #include "deeptide/binding.h"
+#include "deeptide/zero.h"
 
 namespace deeptide::python {
 
@@ -26,6 +27,11 @@ void bind_device(py::module_& module) {
   module.def("install_cpu_allocator", &install_cpu_allocator);
   module.def("cpu_allocator_stats", &cpu_allocator_stats);
   module.def("release_idle_cpu_memory", &release_idle_cpu_memory, NoGil());
+  py::class_<zero::Init>(module, "ZeroInit", "Defers what operators make for as long as it lives.").def(py::init<>());
+  module.def("is_deferred", &zero::is_deferred);
+  module.def("has_deferred_key", &zero::has_deferred_key);
+  module.def("materialize", &zero::materialize);
+  module.def("values_of", &zero::values_of);
   module.def("kernel_targets", &kernel_targets, "The instruction set that each kind of kernel runs on here.");
 }
 

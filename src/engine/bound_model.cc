@@ -4,11 +4,14 @@
 #include "engine/bound_model.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
 #include "base/log.h"
+#include "deferred/key.h"
+#include "deferred/memory.h"
 #include "engine/logical_parameters.h"
 
 namespace deeptide::engine {
@@ -45,6 +48,32 @@ void prepare(Parameter& p, at::ScalarType dtype) {
   }
 }
 
+/// Makes the values of a parameter that was built under zero.Init, on the rank whose values count.
+void make_values(Parameter& p, at::ScalarType dtype, bool counts) {
+  for (Tensor& t : p.tensors) {
+    if (!deferred::is_deferred(t)) continue;
+    const bool packed = counts && t.is_same(p.tensors.front());
+    // The others never touch what they are given here.
+    t.set_data(packed ? deferred::values_as(t, dtype)
+                      : at::empty_strided(t.sizes(), t.strides(), t.options().dtype(dtype)));
+  }
+}
+
+void make_values(const std::vector<NamedTensor>& buffers) {
+  for (const NamedTensor& buffer : buffers) {
+    deferred::materialize(buffer.tensor);
+    if (deferred::has_key(buffer.tensor)) deferred::set_key(buffer.tensor, false);
+  }
+}
+
+/// A unit at a time: what was built under zero.Init is never whole at once.
+void take_values(Unit& unit, bool counts) {
+  for (Parameter& p : unit.parameters()) {
+    make_values(p, unit.layout().dtype, counts);
+    prepare(p, unit.layout().dtype);
+  }
+}
+
 }  // namespace
 
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
@@ -61,6 +90,8 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   }
   check_trainable(specs, options.compute_dtype, options.trained_by);
   warn_of_views(parameters);
+  make_values(model.buffers);
+  make_values(model.transient_buffers);
   cast_buffers(model, options.compute_dtype, keeps);
   std::vector<sharding::ModuleSpec> modules;
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
@@ -73,7 +104,6 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     std::vector<Parameter> members;
     for (const auto& slot : layout.slots) {
       Parameter& p = parameters[slot.parameter];
-      prepare(p, layout.dtype);
       p.offset = slot.offset;
       members.push_back(std::move(p));
     }
@@ -87,7 +117,10 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
     if (!arena_) bind_apart(*units_.back(), gathers, ledger);
     remember(*units_.back());
   }
-  if (!arena_) return;
+  if (!arena_) {
+    deferred::release_idle_memory();
+    return;
+  }
   // Each rank first takes its shards' pages, so that they lie near it; then rank 0 writes.
   const auto places = shared_places(units_);
   for (size_t u = 0; u < units_.size(); ++u) {
@@ -96,6 +129,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   }
   gathers.barrier({"start", "taking memory"});
   for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], ledger);
+  deferred::release_idle_memory();
   gathers.barrier({"start", "waiting for rank 0's parameters"});
 }
 
@@ -131,8 +165,10 @@ void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, host::Host
 
 void BoundModel::bind_apart(Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger) {
   const auto role = unit.memory() == UnitMemory::sharded ? device::Role::gathered : device::Role::parameters;
+  const bool counts = gathers.team().index() == 0;
+  take_values(unit, counts);
   Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, device_);
-  unit.pack(whole);
+  if (counts) unit.pack(whole);
   auto pending = gathers.broadcast(whole, 0);
   gathers.wait(pending, {"start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
   unit.adopt(whole, ledger);
@@ -143,7 +179,9 @@ void BoundModel::bind_shared(Unit& unit, int64_t offset, const std::shared_ptr<d
   const auto& layout = unit.layout();
   const auto& memory = arena_->memory();
   const int64_t shard_bytes = layout.shard * item_size(unit);
-  if (unit.shard_over().index() == 0) unit.pack(memory->view(offset, layout.numel, layout.dtype));
+  const bool counts = unit.shard_over().index() == 0;
+  take_values(unit, counts);
+  if (counts) unit.pack(memory->view(offset, layout.numel, layout.dtype));
   ledger->add(device::Role::parameters, shard_bytes);
   Tensor shard = memory->view(offset + unit.shard_begin() * item_size(unit), layout.shard, layout.dtype,
                               [ledger, shard_bytes] { ledger->add(device::Role::parameters, -shard_bytes); });

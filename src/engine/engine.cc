@@ -3,13 +3,17 @@
 // Forwards every public method to the parts of the engine.
 #include "deeptide/engine.h"
 
+#include "deferred/recorder.h"
 #include "engine/engine_impl.h"
 #include "engine/optimizer_groups.h"
 
 namespace deeptide {
 
 Engine::Engine(const ModelDescription& model, const Config& config, const InitOptions& options)
-    : impl_(std::make_unique<Impl>(model, config, options)) {}
+    : impl_([&] {
+        const deferred::Pause pause(deferred::kKey);  // the program may still be inside zero.Init
+        return std::make_unique<Impl>(model, config, options);
+      }()) {}
 Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;

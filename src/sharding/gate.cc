@@ -14,25 +14,20 @@
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "deferred/key.h"
+#include "deferred/recorder.h"
+#include "deferred/traits.h"
 #include "sharding/residency.h"
 #include "sharding/unit.h"
 
 namespace deeptide::sharding {
 
 using at::Tensor;
-using c10::DispatchKey;
 using c10::DispatchKeySet;
 using c10::IValue;
+using deferred::Traits;
 
 namespace {
-
-// The only dispatch key without kernels of its own. No other file names it.
-constexpr DispatchKey kGateKey = DispatchKey::DeferredInit;
-
-/// Gives access to the key set, which is a protected member.
-struct Keys : c10::TensorImpl {
-  static DispatchKeySet& of(c10::TensorImpl& impl) { return impl.*(&Keys::key_set_); }
-};
 
 struct Entry {
   Parameter* parameter;
@@ -75,40 +70,10 @@ class Registry {
 
 std::atomic<int64_t> count{0};
 
-/// What an operator's schema states about its arguments.
-struct Traits {
-  uint64_t writes = 0;      // bit i: argument i is written
-  bool views_only = false;  // returns views of its arguments and writes none: needs no data of its own
-  bool collective = false;  // still runs after it has returned
-};
-
-Traits read_traits(const c10::FunctionSchema& schema) {
-  Traits traits;
-  bool aliases = false;
-  const auto& arguments = schema.arguments();
-  for (size_t i = 0; i < arguments.size() && i < 64; ++i) {
-    const auto* alias = arguments[i].alias_info();
-    if (alias == nullptr) continue;
-    if (alias->isWrite()) traits.writes |= uint64_t{1} << i;
-    aliases = true;
-  }
-  traits.views_only = aliases && traits.writes == 0;
-  traits.collective = schema.name().find("c10d") < schema.name().find("::");
-  return traits;
-}
-
-const Traits& traits_of(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<const void*, Traits> known;
-  const auto& schema = op.schema();
-  auto it = known.find(&schema);
-  if (it == known.end()) it = known.emplace(&schema, read_traits(schema)).first;
-  return it->second;
-}
-
 using Uses = c10::SmallVector<Use, 4>;
 
 void collect(const Tensor& tensor, bool write, Uses& uses) {
-  if (!tensor.defined() || !tensor.key_set().has(kGateKey) || !tensor.has_storage()) return;
+  if (!tensor.defined() || !has_gate_key(tensor) || !tensor.has_storage()) return;
   Use use;
   if (!Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use)) return;
   for (Use& known : uses) {
@@ -168,8 +133,9 @@ class Hold {
 };
 
 void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, kGateKey);
-  const Traits& traits = traits_of(op);
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, deferred::kKey);
+  if (deferred::record(op, below, stack)) return;
+  const Traits& traits = deferred::traits_of(op);
   if (traits.views_only) {
     // A composite that copies after all (reshape, to) passes the gate again with its inner operators.
     op.redispatchBoxed(below, stack);
@@ -177,7 +143,7 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
   }
   Uses uses;
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  for (size_t i = 0; i < arguments.size(); ++i) collect(arguments[i], i < 64 && (traits.writes >> i & 1), uses);
+  for (size_t i = 0; i < arguments.size(); ++i) collect(arguments[i], traits.writes_argument(i), uses);
   if (uses.empty()) {
     op.redispatchBoxed(below, stack);
     return;
@@ -189,19 +155,16 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
   hold.acquire();
-  c10::impl::ExcludeDispatchKeyGuard exclude(kGateKey);
+  c10::impl::ExcludeDispatchKeyGuard exclude(deferred::kKey);
   op.redispatchBoxed(below, stack);
   hold.succeeded = true;
 }
 
 }  // namespace
 
-void set_gate_key(const Tensor& tensor, bool on) {
-  auto& keys = Keys::of(*tensor.unsafeGetTensorImpl());
-  keys = on ? keys.add(kGateKey) : keys.remove(kGateKey);
-}
+void set_gate_key(const Tensor& tensor, bool on) { deferred::set_key(tensor, on); }
 
-bool has_gate_key(const Tensor& tensor) { return tensor.key_set().has(kGateKey); }
+bool has_gate_key(const Tensor& tensor) { return deferred::has_key(tensor); }
 
 int64_t gate_count() { return count.load(std::memory_order_relaxed); }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deeptide import zero
+from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
 from deeptide.as_deepspeed._answers import CONSTANTS, EngineAnswers
@@ -187,7 +187,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """The model's state_dict(); where parameters are sharded, whole ones on the CPU. Collective there."""
-        if any(map(zero._is_gated, self.module.parameters())):
+        if any(map(_C.has_deferred_key, self.module.parameters())):
             state = OrderedDict((prefix + name, tensor) for name, tensor in self.whole_state().items())
         else:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -150,7 +150,7 @@ _LOGGING = {name: ours(f"logging:{name}") for name in ("logger", "log_dist", "lo
 }
 
 _ZERO = {
-    "Init": differs("parameters:Init", "the model is built whole on each rank, and sharded by initialize"),
+    "Init": differs("parameters:Init", "built without memory; initialize makes the values, unit by unit"),
     "GatheredParameters": differs(
         "deeptide.zero:GatheredParameters",
         "without modifier_rank, writes stay where a rank holds parameters whole (stages 0 to 2, ranks of one host)",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deeptide import zero
+from deeptide import _C, zero
 from deeptide.zero import ZeroParamStatus
 
 
@@ -107,7 +107,7 @@ def no_external_parameters() -> tuple[()]:
 def give_back(model: torch.nn.Module) -> Iterator[None]:
     """Around the end of an engine: parameters that were sharded are whole, and the program's own, afterwards."""
     with torch.no_grad():
-        wholes = [(p, p.detach().clone()) for p in model.parameters() if zero._is_gated(p)]
+        wholes = [(p, p.detach().clone()) for p in model.parameters() if _C.has_deferred_key(p)]
     yield
     for parameter, whole in wholes:
         parameter.data = whole

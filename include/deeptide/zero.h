@@ -1,0 +1,42 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// zero.Init: models are built without their memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "deeptide/export.h"
+
+namespace deeptide::zero {
+
+/// While it lives, tensors of floating types that this thread's operators make on the CPU take no memory: the operators
+/// are recorded, and the Engine runs them again, unit by unit, where it binds the parameters. The values have the bits
+/// of ordinary construction, and the random generator ends where that would leave it. Scopes nest. Such a model may be
+/// copied, tied, cast and written before the Engine exists; its values can be read under torch::NoGradGuard.
+/// Units: min_bytes in bytes; smaller tensors are made at once.
+class DEEPTIDE_API Init {
+ public:
+  explicit Init(int64_t min_bytes = 64 << 10);
+  ~Init();
+  Init(const Init&) = delete;
+  Init& operator=(const Init&) = delete;
+
+ private:
+  struct Scope;
+  std::unique_ptr<Scope> scope_;
+};
+
+/// Whether the tensor was made under Init and has no memory yet.
+DEEPTIDE_API bool is_deferred(const at::Tensor& tensor);
+/// Whether operators on the tensor look for its values elsewhere: deferred, or sharded by an engine.
+DEEPTIDE_API bool has_deferred_key(const at::Tensor& tensor);
+/// Gives a deferred tensor, and all that share its storage, memory and values; does nothing for others.
+DEEPTIDE_API void materialize(const at::Tensor& tensor);
+
+/// Returns the values of such a tensor, or of a sharded one, in memory of their own.
+DEEPTIDE_API at::Tensor values_of(const at::Tensor& tensor);
+
+}  // namespace deeptide::zero

@@ -1,0 +1,45 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes Tensor.new, new_tensor and tolist work on tensors whose values operators find elsewhere.
+
+torch takes the device of a new tensor from the highest dispatch key of the old one, and fails where that is ours
+("DeferredInit doesn't correspond to a device"): torch.nn.init.trunc_normal_ does so. And tolist, which print uses,
+reads memory that no operator has been asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _C
+
+_installed = False
+
+
+def install() -> None:
+    """Wraps these methods, once; other tensors take torch's own way."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for name in ("new", "new_tensor"):
+        setattr(torch.Tensor, name, _wrapped(getattr(torch.Tensor, name), _nothing_of_type))
+    torch.Tensor.tolist = _wrapped(torch.Tensor.tolist, _C.values_of)  # type: ignore[method-assign]
+
+
+def _nothing_of_type(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _wrapped(method: Any, plain: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    @functools.wraps(method)
+    def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if isinstance(self, torch.Tensor) and _C.has_deferred_key(self):
+            self = plain(self)
+        return method(self, *args, **options)
+
+    return call

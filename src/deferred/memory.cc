@@ -1,0 +1,92 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Storages that throw on direct access.
+#include "deferred/memory.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+
+#include "deferred/key.h"
+
+namespace deeptide::deferred {
+
+using at::DataPtr;
+using at::Tensor;
+using c10::StorageImpl;
+
+namespace {
+
+std::atomic<int64_t> count{0};
+
+constexpr const char* kDirectAccess =
+    "deeptide: a tensor that was made under zero.Init was accessed directly: data_ptr(), numpy(), torch.save and the "
+    "like bypass the operators that know its values. Take a copy outside of zero.Init with tensor.detach().clone(), or "
+    "build this part of the model outside.";
+
+void delete_memory(void* context) { delete static_cast<Memory*>(context); }
+
+void give_data(StorageImpl& storage, DataPtr data) {
+  storage.set_data_ptr_noswap(std::move(data));  // deletes the Memory
+  storage.clear_data_ptr_access_error_msg_();
+}
+
+}  // namespace
+
+Memory::Memory(std::shared_ptr<Version> first) : now(std::move(first)) { ++count; }
+Memory::~Memory() { --count; }
+
+int64_t num_memories() { return count.load(std::memory_order_relaxed); }
+
+Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version) {
+  auto storage = c10::make_intrusive<StorageImpl>(
+      StorageImpl::use_byte_size_t(), geometry.nbytes,
+      DataPtr(nullptr, new Memory(std::move(version)), &delete_memory, at::kCPU), nullptr, /*resizable=*/false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(kDirectAccess);
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  Tensor tensor = at::empty({0}, at::TensorOptions(geometry.dtype));
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(c10::Storage(std::move(storage)));
+  impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+  set_key(tensor, true);
+  return tensor;
+}
+
+Memory* memory_of(const Tensor& tensor) {
+  if (num_memories() == 0 || !has_key(tensor) || !tensor.has_storage()) return nullptr;
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().cast_context<Memory>(&delete_memory);
+}
+
+void materialize(const Tensor& tensor) {
+  Memory* memory = memory_of(tensor);
+  if (memory == nullptr) return;
+  const auto values = replay({memory->now}).front();
+  give_data(*tensor.storage().unsafeGetStorageImpl(),
+            std::move(values.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  set_key(tensor, false);
+}
+
+std::vector<Tensor> values_of(const std::vector<Tensor>& tensors) {
+  std::vector<std::shared_ptr<Version>> versions;
+  for (const Tensor& tensor : tensors) versions.push_back(memory_of(tensor)->now);
+  const auto storages = replay(versions);
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  std::vector<Tensor> values;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    values.push_back(at::empty({0}, at::TensorOptions(tensor.scalar_type()))
+                         .set_(storages[i], tensor.storage_offset(), tensor.sizes(), tensor.strides()));
+  }
+  return values;
+}
+
+Tensor values_as(const Tensor& tensor, c10::ScalarType dtype) {
+  Tensor values = values_of({tensor}).front();
+  if (values.scalar_type() == dtype) return values;
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  return tensor_of({dtype, tensor.sizes().vec(), tensor.strides().vec(), 0, 0}).copy_(values);
+}
+
+}  // namespace deeptide::deferred

@@ -1,0 +1,42 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Tensors without memory: a storage that knows how its values come about.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "deferred/history.h"
+
+namespace deeptide::deferred {
+
+/// What a deferred storage holds in place of bytes.
+struct Memory {
+  explicit Memory(std::shared_ptr<Version> first);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::shared_ptr<Version> now;
+};
+
+/// Number of deferred storages in this process.
+int64_t num_memories();
+
+/// Makes a CPU tensor with a deferred storage.
+at::Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version);
+
+/// Null if the tensor has its values.
+Memory* memory_of(const at::Tensor& tensor);
+inline bool is_deferred(const at::Tensor& tensor) { return memory_of(tensor) != nullptr; }
+
+/// Gives the tensor's storage, and so all its views, memory and values; nothing for a tensor that has them.
+void materialize(const at::Tensor& tensor);
+/// Returns the tensor's values in another type, in the same order of elements.
+at::Tensor values_as(const at::Tensor& tensor, c10::ScalarType dtype);
+/// Returns the values in memory of their own, in the same geometry; each deferred tensor stays what it is.
+std::vector<at::Tensor> values_of(const std::vector<at::Tensor>& tensors);
+
+}  // namespace deeptide::deferred

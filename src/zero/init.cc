@@ -1,0 +1,31 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The public names of deferred construction.
+#include <ATen/core/grad_mode.h>
+
+#include "deeptide/zero.h"
+#include "deferred/memory.h"
+#include "deferred/recorder.h"
+
+namespace deeptide::zero {
+
+struct Init::Scope : deferred::Scope {
+  using deferred::Scope::Scope;
+};
+
+Init::Init(int64_t min_bytes) : scope_(std::make_unique<Scope>(min_bytes)) {}
+Init::~Init() = default;
+
+bool is_deferred(const at::Tensor& tensor) { return deferred::is_deferred(tensor); }
+
+bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tensor); }
+
+void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
+
+at::Tensor values_of(const at::Tensor& tensor) {
+  if (deferred::is_deferred(tensor)) return deferred::values_of({tensor}).front();
+  const at::NoGradGuard no_grad;
+  return tensor.detach().clone();
+}
+
+}  // namespace deeptide::zero
