@@ -19,7 +19,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel wheel-deepspeed asan tsan clean help bench-comm bench-optimizer bench-startup
+.PHONY: wheel test-wheel wheel-deepspeed asan tsan clean help bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -37,7 +37,7 @@ configure-all: setup-test
 	@grep -qs '^DEEPTIDE_TESTS:BOOL=ON' $(BUILD)/CMakeCache.txt && test -f $(BUILD)/build.ninja \
 	  || $(MAKE) --no-print-directory reconfigure TESTS=ON
 
-.PHONY: reconfigure setup-test setup-hosts setup-lint setup-wheel
+.PHONY: reconfigure setup-test setup-hosts setup-lint setup-wheel setup-clang
 reconfigure:
 	@echo "configure: $(BUILD), preset $(PRESET)"
 	@$(CMAKE) --preset $(PRESET) -B $(BUILD) -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY) \
@@ -53,6 +53,8 @@ setup-lint:
 	$(SETUP) lint
 setup-wheel:
 	$(SETUP) build wheel
+setup-clang:
+	$(SETUP) build test clang
 
 demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, RESUME=1, RANKS=n, OUT=folder)
 	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
@@ -103,8 +105,9 @@ lint: setup-lint  ## Check format, layer order, Python style and Python types
 	@$(RUFF) format --check $(PYTHON_FOLDERS)
 	@$(PYTHON) -m mypy
 
-tidy: configure-all  ## clang-tidy over src (minutes; FILES=… for some)
-	@clang-tidy --quiet -p $(BUILD) $(or $(FILES),$(shell git ls-files 'src/*.cc'))
+tidy: setup-clang configure-all  ## clang-tidy over src (FILES=… for some; CHANGED=1 for what changed; TIDY_SECONDS=…)
+	@$(PYTHON) tools/tidy.py $(BUILD) --jobs $(JOBS) $(and $(CHANGED),--changed) \
+	  $(and $(TIDY_SECONDS),--seconds $(TIDY_SECONDS)) $(FILES)
 
 format: setup-lint  ## Rewrite all sources in the house's format
 	@clang-format -i $(CPP_FILES)
@@ -119,6 +122,9 @@ docs: configure-all  ## Write docs/config.md, its JSON schema and docs/from-deep
 wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
 	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
 
+test-wheel: wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
+	@$(PYTHON) tests/wheel/wheel_test.py "$$(ls -t dist/deeptide-*.whl | head -n 1)"
+
 wheel-deepspeed: setup-lint  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
 	@$(PYTHON) tools/deepspeed_wheel.py dist
 
@@ -130,6 +136,7 @@ tsan: sanitize-tsan  ## Run ranks as threads under the thread sanitizer
 	@$(CTEST) --preset tsan -j $(JOBS)
 
 .PHONY: sanitize-asan sanitize-tsan
+sanitize-asan: setup-clang
 sanitize-asan sanitize-tsan: sanitize-%: setup-test
 	@$(CMAKE) --preset $* -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY)
 	@$(CMAKE) --build --preset $* -j $(JOBS)

@@ -31,3 +31,11 @@ endif()
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
+# Strict, as CI builds: headers of torch and others are SYSTEM and stay out of it. No sign conversions: counts are signed
+# in torch and unsigned in std, and a cast at each border would say nothing.
+if(DEEPTIDE_WERROR)
+  list(APPEND DEEPTIDE_WARNINGS -Wshadow -Wconversion -Wno-sign-conversion -Wold-style-cast -Wnon-virtual-dtor
+    -Woverloaded-virtual -Wunused-const-variable -Werror)
+  # libstdc++ 12's own stable_sort calls what libstdc++ 12 deprecates.
+  list(APPEND DEEPTIDE_WARNINGS $<$<CXX_COMPILER_ID:Clang>:-Wno-deprecated-declarations>)
+endif()

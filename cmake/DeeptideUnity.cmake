@@ -24,7 +24,7 @@ function(deeptide_unite target)
     UNITY_BUILD_BATCH_SIZE ${DEEPTIDE_UNITY_BATCH}
     UNITY_BUILD_RELOCATABLE ON)  # so that a compiler cache serves every checkout
   # In a unity build a class with private helpers is no longer of the main file; nothing else is wrong with it.
-  target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)
   get_target_property(folder ${target} SOURCE_DIR)
   foreach(source ${sources})

@@ -1,13 +1,14 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Installs what is missing for the given purposes, and no more: tools/setup.sh [build] [lint] [test] [hosts] [wheel]
+# Installs what is missing for the given purposes, and no more: tools/setup.sh [build] [lint] [test] [hosts] [wheel] [clang]
 #
 #   build   compiler, headers, .venv, torch: the library, the Python module, the command and the demo (the default)
 #   lint    formatters, mypy; needs neither compiler nor torch
 #   test    GoogleTest, pytest, mypy, and the MPI and SLURM launchers that tests start
 #   hosts   what `make test-hosts` needs: SSH server, iptables, pdsh
 #   wheel   the packaging backend
+#   clang   clang, its sanitizers and clang-tidy: the presets clang and asan, `make tidy`
 #
 # Idempotent; quick when done. No service that it installs is started or enabled. Settings:
 #   VENV=.venv                  the environment to make
@@ -20,13 +21,14 @@ VENV=${VENV:-.venv}
 PYTHON3=${PYTHON3:-python3}
 TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
 PURPOSES=${*:-build}
+CLANG=19  # Debian 12's newest, and Debian 13's own
 
 say() { echo "setup: $*" >&2; }
 
 for purpose in $PURPOSES; do
   case $purpose in
-    build | lint | test | hosts | wheel) ;;
-    *) say "got '$purpose', expected build, lint, test, hosts or wheel" && exit 2 ;;
+    build | lint | test | hosts | wheel | clang) ;;
+    *) say "got '$purpose', expected build, lint, test, hosts, wheel or clang" && exit 2 ;;
   esac
 done
 
@@ -74,6 +76,10 @@ needed_for() {
       ;;
     lint) "$PYTHON3" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv ;;
     test) have_header gtest/gtest.h || echo libgtest-dev ;;
+    clang)
+      tools/clang.sh clang++ >/dev/null 2>&1 || echo "clang-$CLANG libclang-rt-$CLANG-dev"
+      tools/clang.sh clang-tidy >/dev/null 2>&1 || echo "clang-tidy-$CLANG"
+      ;;
   esac
 }
 

@@ -26,10 +26,10 @@ struct JsonValue {
   std::vector<JsonMember> members;  // in the order of the text
 
   JsonValue() = default;
-  explicit JsonValue(bool value) : kind(JsonKind::boolean), boolean(value) {}
-  explicit JsonValue(int64_t value) : kind(JsonKind::integer), integer(value), number(static_cast<double>(value)) {}
-  explicit JsonValue(double value) : kind(JsonKind::number), number(value) {}
-  explicit JsonValue(std::string_view value) : kind(JsonKind::string), string(value) {}
+  explicit JsonValue(bool value);
+  explicit JsonValue(int64_t value);
+  explicit JsonValue(double value);
+  explicit JsonValue(std::string_view value);
 
   bool is(JsonKind wanted) const { return kind == wanted; }
   /// The member called `key`, or null.
@@ -41,6 +41,13 @@ struct JsonMember {
   int line = 0;
   JsonValue value;
 };
+
+// Defined here because each needs a complete JsonMember.
+inline JsonValue::JsonValue(bool value) : kind(JsonKind::boolean), boolean(value) {}
+inline JsonValue::JsonValue(int64_t value)
+    : kind(JsonKind::integer), integer(value), number(static_cast<double>(value)) {}
+inline JsonValue::JsonValue(double value) : kind(JsonKind::number), number(value) {}
+inline JsonValue::JsonValue(std::string_view value) : kind(JsonKind::string), string(value) {}
 
 /// Compares content; ignores lines, and 1 equals 1.0.
 bool same_content(const JsonValue& a, const JsonValue& b);

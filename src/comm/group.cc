@@ -250,8 +250,8 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
     }
     if (steady_clock::now() - begin > options_.timeout) {
       throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
-                       std::to_string(options_.timeout.count() / 1000.0) + " s at " + text(site) + ": " +
-                       options_.board->diagnose("waits: " + text(site)) +
+                       std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
+                       ": " + options_.board->diagnose("waits: " + text(site)) +
                        ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
   }

@@ -99,7 +99,7 @@ int64_t DistributedSampler::permute(int64_t epoch, int64_t index) const {
   if (epoch < 0) fail("the epoch", epoch, "at least 0");
   if (index < 0 || index >= num_samples_) fail("the index", index, "0 to " + std::to_string(num_samples_ - 1));
   if (!options_.shuffle || num_samples_ == 1) return index;
-  const int half_bits = (std::bit_width(uint64_t(num_samples_ - 1)) + 1) / 2;
+  const int half_bits = (static_cast<int>(std::bit_width(uint64_t(num_samples_ - 1))) + 1) / 2;
   const uint64_t key = mix(mix(options_.seed) + uint64_t(epoch));
   // The network permutes up to 4 times more values than there are samples: walk its cycle until one is a sample.
   uint64_t value = uint64_t(index);

@@ -16,7 +16,8 @@ namespace {
 
 std::string millions(int64_t count) {
   if (count < 1000) return std::to_string(count);
-  return count < 1'000'000 ? fmt::format("{:.1f} K", count / 1e3) : fmt::format("{:.2f} M", count / 1e6);
+  return count < 1'000'000 ? fmt::format("{:.1f} K", static_cast<double>(count) / 1e3)
+                           : fmt::format("{:.2f} M", static_cast<double>(count) / 1e6);
 }
 
 const char* short_name(at::ScalarType type) {

@@ -109,7 +109,8 @@ float row_loss(const T* row, T* gradient, float* powers, const RowTerms& terms) 
   const float sum = exponentials(row, summary.max, gradient == nullptr ? nullptr : powers, count);
   const double log_sum = static_cast<double>(summary.max) + std::log(static_cast<double>(sum));
   double loss = (1.0 - terms.smoothing) * (log_sum - chosen);
-  if (terms.smoothing != 0.0f) loss += terms.smoothing * (log_sum - static_cast<double>(summary.sum) / count);
+  if (terms.smoothing != 0.0f)
+    loss += terms.smoothing * (log_sum - static_cast<double>(summary.sum) / static_cast<double>(count));
   if (gradient != nullptr) {
     const float even = terms.smoothing / static_cast<float>(count);
     const float at_target = terms.scale * (powers[terms.target] / sum - (1.0f - terms.smoothing) - even);

@@ -12,7 +12,8 @@ LossScale initial_loss_scale(const PrecisionConfig& config) {
   LossScale initial;
   initial.hysteresis = config.hysteresis;
   if (!config.scales_loss()) return initial;
-  initial.scale = config.loss_scale > 0.0 ? config.loss_scale : std::ldexp(1.0, config.initial_scale_power);
+  initial.scale =
+      config.loss_scale > 0.0 ? config.loss_scale : std::ldexp(1.0, static_cast<int>(config.initial_scale_power));
   return initial;
 }
 

@@ -82,11 +82,11 @@ Tensor Parameter::view_of(const Tensor& flat, int tensor) const {
 }
 
 uint32_t Parameter::current_version() const {
-  uint32_t version = 0;
+  uint32_t total = 0;
   for (const Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) version += static_cast<uint32_t>(tensor._version());
+    if (!tensor.is_inference()) total += static_cast<uint32_t>(tensor._version());
   }
-  return version;
+  return total;
 }
 
 Unit::Unit(int index, UnitLayout layout, std::vector<Parameter> parameters, UnitPlacement placement)

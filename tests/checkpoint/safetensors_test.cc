@@ -92,7 +92,7 @@ TEST(Safetensors, RefusesAMalformedHeaderAndSaysWhy) {
       {with_length(std::string(100'000, '[')), "its header cannot be read"},
   };
   for (const auto& [bytes, why] : cases) {
-    const std::string text = error_of([&bytes = bytes] { read_bytes(bytes); });
+    const std::string text = error_of([&bytes] { read_bytes(bytes); });
     EXPECT_TRUE(contains(text, why) && contains(text, "x.safetensors")) << text << "\nexpected: " << why;
   }
 }

@@ -271,9 +271,7 @@ TEST(ShardFile, RefusesRanksThatContradictEachOther) {
     write_rank(scratch.path(), "t", 1, {second}, "{}");
     const std::string merged = error_of([&] { commit(scratch.path(), "t", {.world_size = 2}, true); });
     EXPECT_TRUE(contains(merged, why)) << merged;
-    const std::string alone = error_of([&, &second = second] {
-      write_rank(scratch.path(), "t", 0, {first, second}, "{}");
-    });
+    const std::string alone = error_of([&] { write_rank(scratch.path(), "t", 0, {first, second}, "{}"); });
     EXPECT_TRUE(contains(alone, why)) << alone;
     EXPECT_EQ(latest_tag(scratch.path()), "");
   }

@@ -56,7 +56,7 @@ class Killed : public testing::TestWithParam<std::tuple<const char*, int>> {};
 TEST_P(Killed, AtAnyMomentIsNamedByTheOthersWithinASecondOrTwo) {
   const auto [kind, victim] = GetParam();
   static std::mt19937 random(11);
-  RankProcesses ranks(3, [kind = kind](const World& world) { work_for_ever(world, kind); });
+  RankProcesses ranks(3, [kind](const World& world) { work_for_ever(world, kind); });
   std::this_thread::sleep_for(milliseconds(250 + random() % 250));
   const auto begin = steady_clock::now();
   ranks.kill(victim);

@@ -212,7 +212,7 @@ TEST(Host, IsWhereRanksBearTheSameName) {
            {{"", "", "elsewhere"}, "2 hosts of 2 and 1 ranks, network"},
            {{"a", "b", "a", "b"}, "2 hosts of 2 ranks, shared memory within"},
            {{"a", "a", "b", "c", "c", "c"}, "3 hosts of 2, 1 and 3 ranks, network"}}) {
-    run_ranks(static_cast<int>(names.size()), [&, &names = names, &text = text](World world) {
+    run_ranks(static_cast<int>(names.size()), [&](World world) {
       world.host = names[world.rank];
       const auto host = Host::find(world, "host", true);
       EXPECT_EQ(host->text(), text);

@@ -41,7 +41,7 @@ TEST(Hostfile, NamesTheLineOfAMistake) {
       {"# none\n", "f: the hostfile lists no hosts; expected 'NAME slots=N'"},
   };
   for (const auto& [text, expected] : cases) {
-    EXPECT_EQ(error_of([&, &text = text] { parse_hostfile(text, "f"); }), expected);
+    EXPECT_EQ(error_of([&] { parse_hostfile(text, "f"); }), expected);
   }
 }
 

@@ -119,8 +119,8 @@ Key Key::alias(std::string other) && {
   return std::move(*this);
 }
 
-Key Key::in_torch(std::string name) && {
-  torch_name = std::move(name);
+Key Key::in_torch(std::string other) && {
+  torch_name = std::move(other);
   return std::move(*this);
 }
 

@@ -87,7 +87,7 @@ struct Key {
   Key never(std::string why) &&;
   Key off_at(JsonValue value) &&;
   Key alias(std::string other) &&;
-  Key in_torch(std::string name) &&;
+  Key in_torch(std::string other) &&;
   Key not_in_groups() &&;
   Key derives(std::string words) &&;
   Key derives_from(std::string sibling_name) &&;

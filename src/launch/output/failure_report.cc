@@ -129,8 +129,8 @@ std::optional<std::string> last_error(const std::deque<std::string>& lines) {
 std::vector<SameError> group_errors(const std::map<int, std::string>& errors) {
   std::vector<SameError> groups;
   for (const auto& [rank, text] : errors) {
-    const auto same = std::find_if(groups.begin(), groups.end(), [&text = text](const SameError& group) {
-      return without_numbers(group.text) == without_numbers(text);
+    const auto same = std::find_if(groups.begin(), groups.end(), [&error = text](const SameError& group) {
+      return without_numbers(group.text) == without_numbers(error);
     });
     if (same == groups.end()) {
       groups.push_back({text, {rank}});

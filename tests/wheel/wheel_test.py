@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A wheel on a machine that has this Python and torch and nothing else of ours: it installs, imports and trains.
+
+Run as: wheel_test.py <wheel>, by the Python of an environment that has torch. `make test-wheel` builds the wheel too.
+"""
+
+import json
+import os
+import re
+import site
+import subprocess
+import sys
+import tempfile
+import unittest
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEEL = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path()
+STEPS = 6
+# What every Linux system has that runs this Python, as manylinux lists it.
+SYSTEM = re.compile(
+    r"(ld-linux-x86-64|ld-linux-aarch64|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+)\.so(\.\d+)*"
+)
+TORCH = re.compile(r"lib(c10|torch|torch_cpu|torch_cuda|torch_python|c10_cuda)\.so")
+# The packages that are there already: all of this environment's, but none of ours and nothing that runs by itself.
+NOT_THERE = re.compile(r"_?deeptide|__pycache__|.*\.pth$")
+
+
+class Wheel(unittest.TestCase):
+    """One environment for all tests: made once, it takes seconds."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.folder = tempfile.TemporaryDirectory(prefix="deeptide-wheel-")
+        cls.addClassCleanup(cls.folder.cleanup)
+        prefix = Path(cls.folder.name) / "env"
+        venv.create(prefix)
+        cls.bin = prefix / "bin"
+        cls.packages = Path(cls.run_in("python", "-c", "import site; print(site.getsitepackages()[0])").strip())
+        for entry in Path(site.getsitepackages()[0]).iterdir():
+            if not NOT_THERE.match(entry.name):
+                (cls.packages / entry.name).symlink_to(entry)
+        cls.run_in("python", "-m", "pip", "install", "--quiet", "--no-index", str(WHEEL))
+
+    @classmethod
+    def run_in(cls, program: str, *args: str) -> str:
+        """Runs a program of the environment with no variable and no folder of this tree; returns its output."""
+        variables = {"PATH": f"{cls.bin}:/usr/bin:/bin", "HOME": cls.folder.name, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [cls.bin / program, *args],
+            env=variables,
+            cwd=cls.folder.name,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=200,
+        )
+        if done.returncode:
+            raise AssertionError(f"{program} {' '.join(args)} ended with {done.returncode}:\n{done.stdout}")
+        return done.stdout
+
+    def binaries(self) -> list[Path]:
+        """Every ELF file that the wheel installed."""
+        installed = [self.bin / "deeptide", *(self.packages / "deeptide").rglob("*.so*")]
+        self.assertGreaterEqual(len(installed), 3, "the command, the library and the module")
+        return installed
+
+    def test_command_runs(self) -> None:
+        version = re.search(
+            r"VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text(encoding="utf-8").split("project(")[1]
+        )
+        self.assertIn(version[1], self.run_in("deeptide", "--version"))
+
+    def test_package_imports_from_the_environment(self) -> None:
+        place = self.run_in("python", "-c", "import deeptide; deeptide.initialize; print(deeptide.__file__)")
+        self.assertTrue(Path(place.strip()).is_relative_to(self.packages), place)
+
+    def test_binaries_need_only_the_system_torch_and_each_other(self) -> None:
+        own = {path.name for path in self.binaries()}
+        for path in self.binaries():
+            with self.subTest(path.name):
+                dynamic = subprocess.run(["readelf", "-dW", path], check=True, capture_output=True, text=True).stdout
+                needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+                strangers = [n for n in needed if n not in own and not SYSTEM.fullmatch(n) and not TORCH.fullmatch(n)]
+                self.assertEqual(strangers, [], "a machine without our packages lacks these")
+                self.assertNotIn(str(ROOT), dynamic, "the path of the tree that built it")
+
+    def test_loader_finds_its_libraries_inside(self) -> None:
+        own = {path.name for path in self.binaries()}
+        for path in self.binaries():
+            with self.subTest(path.name):
+                found = subprocess.run(["ldd", path], check=True, capture_output=True, text=True, env={}).stdout
+                self.assertNotIn("not found", found)
+                for name, place in re.findall(r"(\S+) => (\S+)", found):
+                    if name in own or TORCH.fullmatch(name):
+                        self.assertTrue(
+                            Path(os.path.normpath(place)).is_relative_to(self.bin.parent), f"{name}: {place}"
+                        )
+
+    def test_demo_trains(self) -> None:
+        gpt = ROOT / "examples" / "gpt"
+        out = Path(self.folder.name) / "out"
+        launch = ("deeptide", "--quiet", "--num_ranks", "2", "--python", str(self.bin / "python"), str(gpt / "gpt.py"))
+        options = (
+            "--config",
+            str(gpt / "ds_config_fp32.json"),
+            "--out",
+            str(out),
+            "--steps",
+            str(STEPS),
+            "--print-losses",
+        )
+        self.run_in(*launch, *options)
+        lines = [json.loads(line) for line in (out / "losses.jsonl").read_text(encoding="utf-8").splitlines()]
+        losses = [line["loss"] for line in lines if "loss" in line]
+        self.assertEqual(len(losses), STEPS)
+        self.assertLess(losses[-1], losses[0] - 0.1, "the loss of byte-level text falls from the first steps on")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1], verbosity=2)
