@@ -54,7 +54,7 @@ struct Bench {
     TORCH_CHECK(host->holds_all() && host->size() > 1, "needs 2 ranks or more on one host");
     c10d_gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("direct", w.store),
                                                             w.rank, w.size, gloo_options());
-    // The results that everybody reads, and two buckets per rank by turns: while one is read the other is filled.
+    // The results that all ranks read, and two alternating buckets per rank: while one is read the other is filled.
     std::string why_not;
     arena = host::Arena::create(*host, max_bytes, 2 * max_bytes + (4 << 20), why_not);
     TORCH_CHECK(arena, "no shared memory: ", why_not);

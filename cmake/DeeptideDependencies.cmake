@@ -18,7 +18,7 @@ if(NOT TARGET hwy::hwy)
     INTERFACE_INCLUDE_DIRECTORIES "${DEEPTIDE_HWY_INCLUDE}")
 endif()
 find_path(DEEPTIDE_GLOO_INCLUDE gloo/algorithm.h REQUIRED)  # headers only: torch carries the library
-# liburing: a part of the command, so that where a wheel goes nothing needs to be installed. Without it no io_uring.
+# liburing is linked into the command, so that a wheel needs nothing installed. Without it there is no io_uring.
 include(CheckCXXSymbolExists)
 if(SKBUILD)
   find_library(DEEPTIDE_URING_LIBRARY NAMES liburing.a)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# What `cmake --install` and a wheel contain. In the build tree nothing of this matters.
+# What `cmake --install` and a wheel contain. Nothing here affects the build tree.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 target_compile_features(deeptide PUBLIC cxx_std_20)
 
-# A machine that only has torch and Python lacks these: a wheel carries them beside libdeeptide.
+# A machine with only torch and Python lacks these, so a wheel carries them beside libdeeptide.
 set(DEEPTIDE_BUNDLED "^lib(hwy|fmt|uring)\\.so")
 
 if(SKBUILD)
@@ -14,7 +14,7 @@ if(SKBUILD)
   set_property(TARGET deeptide PROPERTY SOVERSION)
   set_target_properties(deeptide PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib")
   install(TARGETS deeptide LIBRARY DESTINATION deeptide COMPONENT deeptide)
-  # The command finds what is bundled from where an environment has its commands: <prefix>/bin.
+  # The command finds the bundled libraries relative to <prefix>/bin, where an environment keeps its commands.
   set(_python "python${Python3_VERSION_MAJOR}.${Python3_VERSION_MINOR}")
   set_target_properties(deeptide_command PROPERTIES
     INSTALL_RPATH "$ORIGIN/../lib/${_python}/site-packages/deeptide;$ORIGIN/../lib/${_python}/dist-packages/deeptide")
@@ -37,7 +37,7 @@ if(SKBUILD)
   return()
 endif()
 
-# Torch lies wherever the user's Python has it: keep the path that it was linked from.
+# Torch lies where the user's Python has it: keep the path from which it was linked.
 set_target_properties(deeptide PROPERTIES INSTALL_RPATH "$ORIGIN" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS deeptide EXPORT deeptideTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT deeptide)
 install(TARGETS deeptide_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT deeptide)

@@ -30,7 +30,7 @@ function(deeptide_add_layer name)
 endfunction()
 
 # deeptide_through_<layer>: the objects of this layer and of all below it, for tests and benchmarks, which use what the
-# library hides. A program that links it has a gate of its own: it must not load libdeeptide as well.
+# library hides. A program that links it has a gate of its own and must not load libdeeptide as well.
 function(deeptide_close_layer layer)
   get_property(objects GLOBAL PROPERTY DEEPTIDE_OBJECTS)
   get_property(libraries GLOBAL PROPERTY DEEPTIDE_LAYER_LIBRARIES)
@@ -56,7 +56,7 @@ function(deeptide_finish_library)
   target_link_libraries(deeptide PUBLIC torch PRIVATE ${libraries})
   # Never unloaded: tensors made by our allocator, and the gate's registration, outlive every handle to the library.
   target_link_options(deeptide PRIVATE -Wl,-z,nodelete)
-  # What headers of others and static libraries bring along is not marked hidden.
+  # Symbols from other projects' headers and from static libraries are not marked hidden.
   set(exports ${PROJECT_SOURCE_DIR}/cmake/exports.map)
   target_link_options(deeptide PRIVATE -Wl,--version-script=${exports})
   set_property(TARGET deeptide APPEND PROPERTY LINK_DEPENDS ${exports})

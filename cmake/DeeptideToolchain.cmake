@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Build type, compiler cache, linker, warnings and sanitizers.
 if(PROJECT_IS_TOP_LEVEL)
-  # A project that adds us has settings of its own, and flags that a user gave stay.
+  # A project that adds us has its own settings; flags that a user gave stay.
   if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
     set(CMAKE_BUILD_TYPE RelWithDebInfo)
   endif()
@@ -27,7 +27,7 @@ if(DEEPTIDE_SANITIZE)
     add_compile_options(-fno-sanitize=vptr)
   endif()
 endif()
-# Nothing leaves the library but what include/ marks with DEEPTIDE_API.
+# The library exports only what include/ marks with DEEPTIDE_API.
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 # Unity builds: several sources per compiler run, because parsing torch's headers costs more than compiling our code.
-# -DDEEPTIDE_UNITY=OFF compiles each source alone, which is quicker for whoever edits one file again and again.
+# -DDEEPTIDE_UNITY=OFF compiles each source alone, which is quicker while one file is edited repeatedly.
 option(DEEPTIDE_UNITY "Compile several sources at once: a full build is quicker, a rebuild after one edit slower" ON)
 set(DEEPTIDE_UNITY_BATCH 8 CACHE STRING "The number of sources per compiler run")
 mark_as_advanced(DEEPTIDE_UNITY_BATCH)
@@ -23,7 +23,7 @@ function(deeptide_unite target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE BATCH
     UNITY_BUILD_BATCH_SIZE ${DEEPTIDE_UNITY_BATCH}
     UNITY_BUILD_RELOCATABLE ON)  # so that a compiler cache serves every checkout
-  # In a unity build a class with private helpers is no longer of the main file; nothing else is wrong with it.
+  # In a unity build a class with private helpers is not in the main file, which is all that this warns about.
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)
   get_target_property(folder ${target} SOURCE_DIR)

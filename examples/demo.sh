@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 # The demo: two ranks teach a byte-level GPT to write Python under ZeRO-3. `make demo` sets up what it needs and runs it.
-#   DATA=path   learn from this file or folder instead     RESUME=1   go on from the newest checkpoint
+#   DATA=path   learn from this file or folder instead     RESUME=1   continue from the newest checkpoint
 #   OUT=folder  losses, curve, checkpoints (runs/demo)     RANKS=n    ranks (2)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

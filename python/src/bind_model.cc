@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the engine is told (model, groups, options) and what it tells (outcomes, memory).
+// What the engine takes (model, groups, options) and what it returns (outcomes, memory).
 #include <pybind11/functional.h>
 
 #include <cstdio>

@@ -17,7 +17,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A hard link costs no space, and a program that has the file open goes on writing to it.
+// A hard link costs no space, and a program that has the file open keeps writing to it.
 void keep_file(const std::string& from, const std::string& to) {
   if (::link(from.c_str(), to.c_str()) == 0) return;
   if (errno == EEXIST || errno == ENOENT) return;  // kept before, or deleted by the user just now

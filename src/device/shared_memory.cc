@@ -312,7 +312,7 @@ bool PrivateView::any_written(const std::function<bool(int64_t, int64_t)>& visit
 }
 
 void PrivateView::forget() {
-  // Fails for locked memory (mlockall): the view would go on showing values that others have long replaced.
+  // Fails for locked memory (mlockall): the view would keep showing values that others have long replaced.
   if (bytes_ > 0 && ::madvise(data_, bytes_, MADV_DONTNEED) != 0) refuse("release written pages of shared memory");
 }
 

@@ -36,7 +36,7 @@ class Boundary {
   /// Collective. Looks at the model, then at what `prepare` checks and fills in; returns each rank's message once all
   /// ranks are in one method and need no more units. Parameters then hold what programs wrote into them.
   /// Errors: CommError naming ranks that call different methods. What failed on one rank is thrown there; the other
-  /// ranks name it. All may go on afterwards: nothing was changed.
+  /// ranks name it. All may continue afterwards: nothing was changed.
   std::vector<comm::Close> enter(comm::Call call, const std::function<void(comm::Close&)>& prepare = {});
 
   /// Collective, after `enter`: every rank receives every rank's message.

@@ -27,7 +27,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// A peer that does not arrive (another branch) must not block this rank's backward: buckets then accumulate instead.
+// A peer that is late (in another branch) must not block this rank's backward: buckets then accumulate instead.
 constexpr milliseconds kFlightPatience{500};
 constexpr milliseconds kSidePatience{20};
 constexpr int kSideNice = 10;
@@ -114,7 +114,7 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
   changed_.notify_all();
 }
 
-/// Of all offers that some rank has not read, another rank that is ahead has as many, and rows that stay are some more.
+/// At most a quarter of all offers: another rank that is ahead has as many unread, and kept rows add some more.
 size_t Flights::most_ahead() const {
   return std::clamp(kMaxRoundsAhead * units_.size(), pace(), static_cast<size_t>(host::Exchange::kMaxOffers / 4));
 }

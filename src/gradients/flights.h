@@ -25,7 +25,7 @@
 
 namespace deeptide::gradients {
 
-/// Buckets under way at a time while all ranks keep pace; each has a send and a receive buffer.
+/// Buckets under way at a time while no rank is late; each has a send and a receive buffer.
 inline constexpr size_t kMaxFlights = 2;
 /// As kMaxFlights, in shared memory, where nothing is received and ranks may drift further apart.
 inline constexpr size_t kMaxOffers = 4;
@@ -42,8 +42,8 @@ struct ReducerOptions {
   bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
-  /// Called over and over while this rank waits because it is too far ahead, with the rounds that it has begun: it may
-  /// serve the others, and tell those that have no more gradients.
+  /// Called repeatedly while this rank waits because it is too far ahead, with the rounds that it has begun: it may
+  /// serve the others, and inform those that have no more gradients.
   std::function<void(int64_t rounds)> while_ahead;
 };
 
@@ -59,7 +59,7 @@ class Flights {
 
   /// Sends a unit's bucket (numel,), of the wire type. Waits for the earliest flight if too many are under way: at
   /// first briefly, since a peer may be in another branch, and flights then accumulate; with `most_ahead()` of them
-  /// until it arrives, and calls `meanwhile` over and over. Errors: CommError.
+  /// until it arrives, and calls `meanwhile` repeatedly. Errors: CommError.
   void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
   /// The most flights that accumulate.
   size_t most_ahead() const;

@@ -199,7 +199,7 @@ int64_t Reducer::predicted_communication_bytes() const {
   return kept + largest * static_cast<int64_t>(buckets);
 }
 
-/// One side's: what is sent, or received, or what the others have still to read.
+/// Bytes on one side: what is sent, or received, or still unread by other ranks.
 int64_t Reducer::late_bytes() const {
   if (num_ranks_ == 1) return 0;
   const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
@@ -234,7 +234,7 @@ bool Reducer::comes(int unit) const { return !coming_.empty() && coming_[unit]; 
 
 int64_t Reducer::rounds_wanted() const {
   std::lock_guard lock(mutex_);
-  // What was sent before the accumulation's boundary moved away travels on; what came since stays here.
+  // A round sent before the accumulation's boundary moved away still completes; later gradients stay here.
   if (local_) return begun();
   // The round under way takes what waits in units ahead of it; a bucket refilled behind it needs another round.
   bool ahead = next_ > 0, behind = false;

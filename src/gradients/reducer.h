@@ -36,7 +36,7 @@ class Reducer {
 
   /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.
   int64_t rounds_wanted() const;
-  /// As above for a rank that adds gradients of these units before `finish`: until then it does not send them.
+  /// As above, for a rank that adds gradients of these units before `finish`; it sends none of them earlier.
   int64_t rounds_wanted_with(std::vector<bool> coming);
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
@@ -70,7 +70,7 @@ class Reducer {
   const std::optional<BadGradient>& bad() const { return flights_->bad(); }
   /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;
-  /// Drops the accumulated gradients (after a step).
+  /// Drops the accumulated gradients after a step.
   void clear_accumulated();
   /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.
   int64_t rounds_begun() const;

@@ -263,7 +263,7 @@ Sink sink_of(const float* accumulator, int64_t numel) {
   return aligned && numel >= kLarge ? Sink::overwrite_past_cache : Sink::overwrite;
 }
 
-/// The blocks' sums of squares, added in order. `out`: null when nobody wants the sums.
+/// The blocks' sums of squares, added in order. `out`: null if the sums are not needed.
 double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
   const auto data = pointers(tensors);
   const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};

@@ -208,7 +208,7 @@ TEST(SaveFailure, SurvivesAKillAtAnyMoment) {
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      // noexcept: an error must end the child, not let it go on as a second test runner.
+      // noexcept: an error must end the child, not continue it as a second test runner.
       [&]() noexcept {
         for (int i = 0;; ++i) {
           for (int64_t k = 0; k < kSmall; ++k) values[k] = static_cast<float>(i);

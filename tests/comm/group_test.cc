@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Collectives between ranks, rounds of messages, and what the survivors are told when a rank does not come.
+// Collectives between ranks, rounds of messages, and the survivors' error when a rank does not arrive.
 #include "comm/group.h"
 
 #include <ATen/ops/arange.h>

@@ -75,7 +75,7 @@ class Ways : public testing::TestWithParam<Way> {
   }
 };
 
-// Six ranks as a grid of 2 x 3: every rank is in two teams, whose collectives go on at the same time.
+// Six ranks as a grid of 2 x 3: every rank is in two teams, whose collectives run at the same time.
 TEST_P(Ways, CarryCollectivesWithinEachTeam) {
   run_ranks(6, [&](const World& world) {
     const Mesh mesh(6, {2, 3, 1, 1, 1});

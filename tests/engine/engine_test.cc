@@ -127,7 +127,7 @@ TEST_P(Stages, TrainAsTorchDoesOnTheJoinedBatch) {
 
 TEST_P(Stages, AreBitEqualInFp32AndBf16) {
   const int world = GetParam();
-  // Ranks of one host take one path at every stage, so the stages are told apart where ranks are.
+  // Ranks of one host take one path at every stage; only ranks apart take each stage's own.
   for (const bool bf16 : {false, true}) {
     const auto at = [&](int stage, int64_t gas, Ranks ranks) { return trained(world, stage, gas, bf16, ranks); };
     for (const Ranks ranks : {Ranks::apart, Ranks::together}) {

@@ -165,7 +165,7 @@ TEST(Denied, MemoryIsAnErrorAndNoSignal) {
             {"cannot take 3145728 bytes of shared memory", "No space left on device", kCure});
 }
 
-/// A child that lives until it is told to end; by pid.
+/// Starts a child that lives until it is killed; returns its pid.
 class Child {
  public:
   Child() {

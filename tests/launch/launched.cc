@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// A run of the built launcher, for tests: output goes to files, so that nobody has to read pipes meanwhile.
+// A run of the built launcher, for tests: output goes to files, so that no test has to read pipes meanwhile.
 #include "launch/launched.h"
 
 #include <fcntl.h>

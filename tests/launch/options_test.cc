@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The command line: what is accepted, and what each mistake is told.
+// The command line: what is accepted, and the error for each mistake.
 #include "launch/plan/options.h"
 
 #include <gtest/gtest.h>

@@ -73,7 +73,7 @@ inline bool same_bits(const Segment& a, const Segment& b) {
   return true;
 }
 
-/// A step of one whole parameter that comes in pieces, as shards and blocks cut it. `cuts`: where pieces begin,
+/// A step of one whole parameter split into pieces, as shards and blocks cut it. `cuts`: where pieces begin,
 /// ascending from 0, then the parameter's end.
 inline void step_in_pieces(const Rule& rule, const Segment& whole, const std::vector<int64_t>& cuts,
                            const Hyperparameters& hyper, const StepTerms& terms) {

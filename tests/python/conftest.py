@@ -62,7 +62,7 @@ def run_ranks(world_size, function, *args, timeout=120):
         thread.join(max(0.0, deadline - time.monotonic()))
     hanging = list(_stacks(threads))
     if errors:
-        # The first to fail is the cause; the others fail for want of it.
+        # The first to fail is the cause; the others fail because it is gone.
         rank, error = next(iter(errors.items()))
         error.add_note(f"(on rank {rank} of {world_size}; failed: {sorted(errors)})")
         for text in hanging:

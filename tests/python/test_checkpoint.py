@@ -148,7 +148,7 @@ def test_another_world_and_stage_load_the_same_values(saved_at, world, stage, bf
         # Each rank of the same world gets its own buffer back; other worlds get rank 0's.
         assert_same(loaded, weights, leave_out=["seen"])
         assert loaded_counts == counts
-        # All ranks go on alike: a moment that only its owner had loaded would tear them apart.
+        # All ranks continue alike: a moment loaded on its owner only would make them diverge.
         assert_same(after, ranks[0][2], leave_out=["seen"])
 
 

@@ -25,7 +25,7 @@ import deeptide
 pytestmark = pytest.mark.both_ways
 
 
-# -- 6: requires_grad, and parameters that nobody used ----------------------------------------------------------------
+# -- 6: requires_grad, and parameters that no rank used ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)

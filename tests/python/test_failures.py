@@ -17,7 +17,7 @@ import deeptide
 
 pytestmark = pytest.mark.both_ways
 
-# Far below the comm_timeout of these tests (60 s): a failure is told, not waited for.
+# Far below the comm_timeout of these tests (60 s): a failure is reported, not timed out.
 SOON = 15
 
 
@@ -64,7 +64,7 @@ def test_an_exception_in_forward_on_one_rank_ends_the_others(stage, world, faili
             assert kind is ValueError and text == "out of luck"
             continue
         assert kind is deeptide.CommError, text
-        # Another survivor may be the first to be heard of: it ended for want of the failing rank.
+        # Another survivor may be reported first: it ended because the failing rank was gone.
         assert f"rank {rank} " in text and "step 1" in text, text
         assert any(f"rank {other} has ended training at step 1" in text for other in range(world) if other != rank)
         assert seconds < SOON

@@ -201,7 +201,7 @@ def test_residual_layer_norm_gives_each_gradient_alone(dtype):
         ]
         for mine, torchs in zip(*results, strict=True):
             close(mine, torchs.double(), dtype)
-        # An output that nobody uses: its gradient is not given at all.
+        # An unused output gets no gradient at all.
         normed, summed = ops.residual_layer_norm(x, residual, (33,), weight, bias)
         got = torch.autograd.grad((normed, summed)[use].sum(), (residual, weight, bias), allow_unused=True)
         assert (got[1] is None) == (got[2] is None) == (use == 1)

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that take different ways through the same units: everyone is served, nobody hangs, the budget holds.
+// Ranks that take different paths through the same units: every rank is served, none hangs, the budget holds.
 #include "sharding/residency.h"
 
 #include <ATen/ops/empty.h>

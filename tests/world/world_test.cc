@@ -55,7 +55,7 @@ class Environment {
   std::map<std::string, std::optional<std::string>> before_;
 };
 
-/// A port that nobody listens on just now.
+/// A port on which no process listens at the moment.
 std::string free_port() {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
