@@ -118,6 +118,7 @@ struct ZeroConfig {
   std::optional<int64_t> max_live_parameters;
   std::optional<int64_t> max_reuse_distance;
   bool gather_16bit_weights_on_model_save = false;
+  bool allow_untested_optimizer = false;
 };
 
 enum class OffloadDevice : uint8_t { none, cpu, nvme };

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "deeptide/config.h"
+#include "deeptide/custom_optimizer.h"
 #include "deeptide/errors.h"
 #include "deeptide/world.h"
 
@@ -53,6 +54,8 @@ struct InitOptions {
   /// Describes the model as it is when called: at every save, load and export, for modules rebind buffers and replace
   /// parameters. Absent: the model stays what it was.
   std::function<ModelDescription()> describe = {};
+  /// Steps in the place of `optimizer`. Its groups have hyper-parameters of its info().
+  std::shared_ptr<CustomOptimizer> custom = {};
 };
 
 /// What a call of Engine::step() did with the parameters.

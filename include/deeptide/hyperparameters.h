@@ -23,6 +23,8 @@ struct HyperparameterInfo {
   double fallback = 0.0;
   std::optional<double> lowest, highest;
   bool highest_excluded = false;
+
+  bool operator==(const HyperparameterInfo&) const = default;
 };
 
 /// An optimizer that the configuration's table offers.
@@ -33,12 +35,16 @@ struct DEEPTIDE_API OptimizerInfo {
 
   /// The index of a hyper-parameter; none: the optimizer has none of this name.
   std::optional<size_t> find(std::string_view hyperparameter) const;
+  bool operator==(const OptimizerInfo&) const = default;
 };
 
 /// All optimizers that can be had, in the table's order.
 DEEPTIDE_API const std::vector<OptimizerInfo>& optimizers();
 /// By any of its types, in any case; null: no optimizer that can be had.
 DEEPTIDE_API const OptimizerInfo* find_optimizer(std::string_view type);
+
+/// Returns the one info of this content, kept for the process's life: of an optimizer that is not in the table.
+DEEPTIDE_API const OptimizerInfo& kept_optimizer_info(const OptimizerInfo& info);
 
 /// The hyper-parameters of one parameter group: a number for each name in its optimizer's table.
 class DEEPTIDE_API Hyperparameters {

@@ -8,13 +8,18 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
+from deeptide._log import say
 from deeptide._muon import muon_groups
+from deeptide._optimizer_trial import name_of, why_whole
+
+if TYPE_CHECKING:
+    from deeptide._custom_optimizer import PartStepper
 
 ParamGroup: TypeAlias = dict[str, Any]  # as torch's optimizers hold them
 OptimizerSource: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -24,6 +29,7 @@ ParametersSource: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch
 _HARMLESS = {"params", "param_names", "name", "initial_lr", "foreach", "fused", "capturable"}
 # Keys of torch's own optimizers that become a number of ours under another name.
 _TRANSLATED = ("adjust_lr_fn",)
+_NO_NUMBERS = _HARMLESS | {"differentiable"}
 _CHANGES_THE_MATH = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
 
 
@@ -36,6 +42,7 @@ class OptimizerPlan:
     # [(index in param_groups, [name, ...])]; empty groups are left out
     names: list[tuple[int, list[str]]] = field(default_factory=list)
     override: str | None = None  # the optimizer's type when it is not the configuration's
+    custom: PartStepper | None = None  # the caller's own, which steps; its groups are then `param_groups`
 
     def core_groups(self, defaults: Hyperparameters) -> list[_C.ParameterGroup]:
         """The same for the core."""
@@ -55,10 +62,8 @@ class GroupKey(NamedTuple):
 
 
 @functools.cache
-def _table_of(name: str) -> dict[str, list[HyperparameterInfo]]:
-    """{key of a torch param group: its numbers}, from the configuration's table."""
-    info = _C.find_optimizer(name)
-    assert info is not None, name
+def _table_of(info: OptimizerInfo) -> dict[str, list[HyperparameterInfo]]:
+    """{key of a torch param group: its numbers}."""
     keys: dict[str, list[HyperparameterInfo]] = {}
     for number in info.hyperparameters:
         keys.setdefault(number.group_key, []).append(number)
@@ -66,11 +71,11 @@ def _table_of(name: str) -> dict[str, list[HyperparameterInfo]]:
 
 
 @functools.cache
-def keys_of(name: str) -> dict[str, GroupKey]:
+def keys_of(info: OptimizerInfo) -> dict[str, GroupKey]:
     """The keys of an optimizer's param groups."""
     return {
         key: GroupKey(key, tuple(number.name for number in numbers), numbers[0].element >= 0, numbers[0].flag)
-        for key, numbers in _table_of(name).items()
+        for key, numbers in _table_of(info).items()
     }
 
 
@@ -85,8 +90,8 @@ def numbers_of(key: GroupKey, value: Any) -> list[float]:
 def read_group(group: ParamGroup, info: OptimizerInfo, defaults: Hyperparameters) -> Hyperparameters:
     """A live group as Hyperparameters; what the group does not say is the default's, if those are this optimizer's."""
     same = defaults.optimizer is not None and defaults.optimizer.name == info.name
-    values = Hyperparameters(defaults) if same else Hyperparameters(info.name)
-    for key in keys_of(info.name).values():
+    values = Hyperparameters(defaults) if same else Hyperparameters(info)
+    for key in keys_of(info).values():
         if key.key in group:
             for name, number in zip(key.names, numbers_of(key, group[key.key]), strict=True):
                 values[name] = number
@@ -95,16 +100,19 @@ def read_group(group: ParamGroup, info: OptimizerInfo, defaults: Hyperparameters
 
 def write_key(group: ParamGroup, key: GroupKey, numbers: Sequence[float]) -> None:
     """The core's numbers into a live group; an lr that is a tensor stays that tensor."""
-    held = [bool(number) for number in numbers] if key.flag else numbers
-    if isinstance(group.get(key.key), torch.Tensor):
-        group[key.key].fill_(held[0])
+    was = group.get(key.key)
+    held: Sequence[float] = [bool(number) for number in numbers] if key.flag else numbers
+    if type(was) is int and float(numbers[0]).is_integer():
+        held = [int(numbers[0])]  # a count stays one: optimizers index and loop by it
+    if isinstance(was, torch.Tensor):
+        was.fill_(held[0])
     else:
         group[key.key] = tuple(held) if key.several else held[0]
 
 
 def write_group(group: ParamGroup, info: OptimizerInfo, values: Hyperparameters) -> None:
     """All of the core's hyper-parameters into a live group."""
-    for key in keys_of(info.name).values():
+    for key in keys_of(info).values():
         write_key(group, key, [values[name] for name in key.names])
 
 
@@ -127,10 +135,39 @@ def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
     return groups
 
 
+def _numbers_in(groups: list[ParamGroup]) -> list[tuple[str, str, int, bool, float]]:
+    """What a group's keys hold in numbers: (name, key, place in the key's tuple or -1, whether a flag, the first's)."""
+    numbers: list[tuple[str, str, int, bool, float]] = []
+    for key, value in groups[0].items():
+        values = [group.get(key) for group in groups]
+        several = isinstance(value, (tuple, list)) and len(value) > 0
+        if key in _NO_NUMBERS or not all(_is_like(other, value) for other in values):
+            continue
+        if several:
+            stem = key.removesuffix("s")
+            numbers += [(f"{stem}{place + 1}", key, place, False, float(one)) for place, one in enumerate(value)]
+        else:
+            numbers.append((key, key, -1, isinstance(value, bool), float(value)))
+    return numbers
+
+
+def _is_like(value: Any, first: Any) -> bool:
+    """Whether it is a number, or are numbers, of the same kind as the first."""
+    if isinstance(first, (tuple, list)):
+        return isinstance(value, type(first)) and len(value) == len(first) and all(map(_is_number, value))
+    return _is_number(value) and isinstance(value, bool) == isinstance(first, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
+
+
 def _check_keys(
     groups: list[ParamGroup], info: OptimizerInfo, translated: Iterable[str] = (), extra_keys: bool = False
 ) -> None:
-    known = {*keys_of(info.name), *_HARMLESS, *_CHANGES_THE_MATH, *translated}
+    known = {*keys_of(info), *_HARMLESS, *_CHANGES_THE_MATH, *translated}
     for number, group in enumerate(groups):
         for key in _CHANGES_THE_MATH:
             if group.get(key):
@@ -159,10 +196,10 @@ def _range_text(numbers: list[HyperparameterInfo]) -> str:
 
 def _check_numbers(groups: list[ParamGroup], info: OptimizerInfo) -> None:
     for position, group in enumerate(groups):
-        for key, numbers in _table_of(info.name).items():
+        for key, numbers in _table_of(info).items():
             if group.get(key) is None:
                 continue
-            values = numbers_of(keys_of(info.name)[key], group[key])
+            values = numbers_of(keys_of(info)[key], group[key])
             if not all(_fits(value, number) for value, number in zip(values, numbers, strict=True)):
                 raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
@@ -197,21 +234,17 @@ def _name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[
     return named
 
 
-def _info_of_instance(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    """The table's optimizer of the same name, for one of torch's own classes, or one that names itself."""
+def _info_of_instance(optimizer: torch.optim.Optimizer) -> OptimizerInfo | None:
+    """The table's optimizer that computes the same: for one of torch's own classes, or one that names itself."""
     named = _C.find_optimizer(getattr(type(optimizer), "deeptide_type", ""))
     if named is not None:
         return named
+    if any(group.get(key) for group in optimizer.param_groups for key in _CHANGES_THE_MATH):
+        return None
     taken: dict[type, OptimizerInfo] = {}
     for info in _C.optimizers():
         taken.update({getattr(torch.optim, type): info for type in info.types if hasattr(torch.optim, type)})
-    if type(optimizer) in taken:
-        return taken[type(optimizer)]
-    names = [kind.__name__ for kind in taken]
-    raise ConfigError(
-        f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet; "
-        f'expected torch.optim.{", ".join(names[:-1])} or {names[-1]}, or the configuration\'s "optimizer" section'
-    )
+    return taken.get(type(optimizer))
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -219,8 +252,12 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values())
 
 
-def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, str], extra_keys: bool) -> OptimizerPlan:
+def _plan_of_instance(
+    optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config, extra_keys: bool
+) -> OptimizerPlan:
     info = _info_of_instance(optimizer)
+    if info is None:
+        return _plan_of_own(optimizer, model_names, config)
     if _has_stepped(optimizer):
         raise ConfigError(
             "the optimizer has already stepped, and its moments would be lost; "
@@ -230,12 +267,38 @@ def _plan_of_instance(optimizer: torch.optim.Optimizer, model_names: dict[int, s
     _check_keys(groups, info, _TRANSLATED, extra_keys)
     _check_numbers(groups, info)
     for group in groups:
-        if "decoupled_weight_decay" in keys_of(info.name):
+        if "decoupled_weight_decay" in keys_of(info):
             group.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-        if "match_rms_adamw" in keys_of(info.name):
+        if "match_rms_adamw" in keys_of(info):
             group.setdefault("match_rms_adamw", group.get("adjust_lr_fn") == "match_rms_adamw")
             group.setdefault("use_muon", True)
     return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
+
+
+def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config) -> OptimizerPlan:
+    """The plan for an optimizer that no kernel of ours replaces: it steps what the engine lends it."""
+    from deeptide._custom_optimizer import PartStepper  # which needs this module
+
+    groups = optimizer.param_groups
+    named = _name_groups(groups, model_names)
+    needs_whole = why_whole(optimizer)
+    if needs_whole and config.zero.allow_untested_optimizer:
+        say(
+            f'optimizer {name_of(optimizer)} steps parts of parameters as "zero_allow_untested_optimizer" asks, though '
+            f"{needs_whole}: it computes something else than with whole parameters",
+            "warning",
+        )
+        needs_whole = ""
+    for place, group in enumerate(groups):
+        if not _is_number(group.get("lr")):
+            raise ConfigError(
+                f"optimizer {name_of(optimizer)}: lr is {group.get('lr')!r} in group {place}, expected a finite number"
+            )
+    info = _C.kept_optimizer_info(name_of(optimizer), _numbers_in(groups))
+    _check_numbers(groups, info)
+    parameters = {model_names[id(p)]: p for group in groups for p in group["params"]}
+    stepper = PartStepper(optimizer, info, needs_whole, [place for place, _ in named], parameters)
+    return OptimizerPlan(info, groups, named, custom=stepper)
 
 
 def plan_optimizer(
@@ -255,7 +318,7 @@ def plan_optimizer(
         parameters: Any = given or [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer(parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _plan_of_instance(optimizer, model_names, extra_keys)
+        return _plan_of_instance(optimizer, model_names, config, extra_keys)
     if optimizer is not None:
         raise ConfigError(
             f"optimizer: got {type(optimizer).__name__}, expected a torch.optim.Optimizer "
@@ -267,7 +330,7 @@ def plan_optimizer(
     groups: list[ParamGroup] = given or [{"params": [p for p in model.parameters() if p.requires_grad]}]
     _check_keys(groups, info, extra_keys=extra_keys)
     _check_numbers(groups, info)
-    if "use_muon" in keys_of(info.name):
+    if "use_muon" in keys_of(info):
         groups = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]))
     plan = OptimizerPlan(info, groups, _name_groups(groups, model_names))
     for group in groups:

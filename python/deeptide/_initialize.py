@@ -63,8 +63,8 @@ def initialize(
     """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
 
     config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
-    optimizer: torch's Adam, AdamW, SGD, Adagrad, RMSprop or Muon, or a function of parameters that makes one; else the
-    configuration's.
+    optimizer: any torch.optim.Optimizer, or a function of parameters that makes one; else the configuration's. What is
+    not one of ours steps itself: at stages above 0 it must step each element by itself.
     model_parameters: parameters or param groups; else all that require a gradient.
     training_data: a dataset; each rank gets its part. lr_scheduler: an instance or a function of the optimizer.
     world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
@@ -112,7 +112,8 @@ def make_engine(
     optimizer_type = plan.override if plan is not None else ""
     core = None
     try:
-        options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model))
+        custom = plan.custom if plan is not None else None
+        options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model), custom)
         core = _C.Engine(describe(model), config, options)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)

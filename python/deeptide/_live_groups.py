@@ -29,7 +29,7 @@ class LiveGroups:
         self, info: _C.OptimizerInfo, indices: list[int], param_groups: list[ParamGroup], core: _C.Engine
     ) -> None:
         self._indices = indices  # in param_groups, by the core's number
-        self._keys = list(keys_of(info.name).values())
+        self._keys = list(keys_of(info).values())
         self._names = [key.key for key in self._keys]
         # Group after group, key after key: the values last seen, frozen; None before the first.
         self._seen: list[Any] = [None] * (len(indices) * len(self._keys))

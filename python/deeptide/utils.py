@@ -54,15 +54,23 @@ def register(engine: Engine) -> None:
         _owners[parameter] = (reference, name)
 
 
-def _place(param: Tensor) -> tuple[_C.Engine, str]:
+def _owner(param: Tensor) -> tuple[Engine, str]:
     reference, name = _owners.get(param, (lambda: None, None))
     engine: Engine | None = reference()
     if engine is None:
         raise ConfigError(f"this tensor of shape {tuple(param.shape)} is no parameter of a living engine")
+    return engine, name
+
+
+def _place(param: Tensor) -> tuple[_C.Engine, str]:
+    engine, name = _owner(param)
     return engine._core, name
 
 
-def _role(optim_state_key: str) -> str:
+def _role(param: Tensor, optim_state_key: str) -> str:
+    optimizer = _owner(param)[0].optimizer
+    if optimizer is not None and _C.find_optimizer(optimizer.info.name) is None:
+        return optim_state_key  # the caller's own optimizer: the names are its
     if optim_state_key not in _ROLES:
         raise ConfigError(f"optimizer state: got {optim_state_key!r}, expected one of {', '.join(_ROLES)}")
     return _ROLES[optim_state_key]
@@ -101,7 +109,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A whole optimizer state, such as "exp_avg" or "momentum_buffer"; None when there is none."""
-    return _get_full(param, _role(optim_state_key))
+    return _get_full(param, _role(param, optim_state_key))
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -119,7 +127,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Sets a whole optimizer state, such as "exp_avg". Shapes and errors: as above."""
-    _set_full(param, _role(optim_state_key), value)
+    _set_full(param, _role(param, optim_state_key), value)
 
 
 def safe_update_full_grad_vectorized(
@@ -144,7 +152,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The elements of an optimizer state that this rank holds, flat; None when there is none."""
-    return _get_local(param, _role(optim_state_key))
+    return _get_local(param, _role(param, optim_state_key))
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -162,4 +170,4 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Sets the elements of an optimizer state that this rank holds. Errors: as above."""
-    _set_local(param, _role(optim_state_key), value)
+    _set_local(param, _role(param, optim_state_key), value)

@@ -45,7 +45,8 @@ void bind_sections(py::module_& module) {
       .def_readonly("overlap_comm", &ZeroConfig::overlap_comm)
       .def_readonly("reduce_bucket_size", &ZeroConfig::reduce_bucket_size)
       .def_readonly("allgather_bucket_size", &ZeroConfig::allgather_bucket_size)
-      .def_readonly("gather_16bit_weights_on_model_save", &ZeroConfig::gather_16bit_weights_on_model_save);
+      .def_readonly("gather_16bit_weights_on_model_save", &ZeroConfig::gather_16bit_weights_on_model_save)
+      .def_readonly("allow_untested_optimizer", &ZeroConfig::allow_untested_optimizer);
   py::class_<RuntimeConfig>(module, "RuntimeConfig")
       .def_readonly("comm_timeout_s", &RuntimeConfig::comm_timeout_s)
       .def_readonly("seed", &RuntimeConfig::seed);

@@ -102,14 +102,15 @@ void bind_model(py::module_& module) {
       .def_readonly("parameters", &ParameterGroup::parameters)
       .def_readonly("hyperparameters", &ParameterGroup::hyperparameters);
   py::class_<InitOptions, std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>>(module, "InitOptions")
-      .def(
-          py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
-                      std::optional<std::string> optimizer, std::optional<std::function<ModelDescription()>> describe) {
-            return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(new InitOptions{
-                std::move(world), std::move(groups), std::move(optimizer), std::move(describe).value_or(nullptr)});
-          }),
-          py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
-          py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt);
+      .def(py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
+                       std::optional<std::string> optimizer, std::optional<std::function<ModelDescription()>> describe,
+                       const py::object& custom) {
+             return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(
+                 new InitOptions{std::move(world), std::move(groups), std::move(optimizer),
+                                 std::move(describe).value_or(nullptr), make_custom_optimizer(custom)});
+           }),
+           py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
+           py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt, py::arg("custom") = py::none());
   bind_results(module);
 }
 

@@ -8,6 +8,18 @@
 namespace deeptide::python {
 namespace {
 
+// Name, key of the param group, place in the key's tuple or -1, whether a flag, and the default.
+using Number = std::tuple<std::string, std::string, int, bool, double>;
+
+const OptimizerInfo& make_info(const std::string& name, const std::vector<Number>& numbers) {
+  OptimizerInfo info{name, {name}, {}};
+  for (const auto& [number, key, element, flag, fallback] : numbers) {
+    info.hyperparameters.push_back({number, key, key, element, flag, fallback});
+    if (number == "lr") info.hyperparameters.back().lowest = 0.0;
+  }
+  return kept_optimizer_info(info);
+}
+
 void bind_info(py::module_& module) {
   py::class_<HyperparameterInfo>(module, "HyperparameterInfo")
       .def_readonly("name", &HyperparameterInfo::name)
@@ -24,6 +36,8 @@ void bind_info(py::module_& module) {
       .def_readonly("types", &OptimizerInfo::types)
       .def_readonly("hyperparameters", &OptimizerInfo::hyperparameters)
       .def("state_roles", &binding::state_roles);
+  module.def("kept_optimizer_info", &make_info, py::arg("name"), py::arg("numbers"),
+             py::return_value_policy::reference);
   module.def("optimizers", &optimizers, py::return_value_policy::reference);
   module.def("is_muon_matrix", &binding::is_muon_matrix, py::arg("name"), py::arg("sizes"));
   module.def("find_optimizer", &find_optimizer, py::arg("type"), py::return_value_policy::reference);
@@ -43,6 +57,7 @@ void bind_optimizer(py::module_& module) {
   py::class_<Hyperparameters>(module, "Hyperparameters", "One group's hyper-parameters by name.")
       .def(py::init<const Hyperparameters&>(), py::arg("other"))
       .def(py::init<std::string_view>(), py::arg("type"))
+      .def(py::init<const OptimizerInfo&>(), py::arg("info"))
       .def_property_readonly("optimizer", &Hyperparameters::optimizer, py::return_value_policy::reference)
       .def("keys", &names_of)
       .def(

@@ -5,7 +5,16 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+
+namespace deeptide {
+class CustomOptimizer;
+}
+
 namespace deeptide::python {
+
+/// `optimizer`: a deeptide._custom_optimizer.PartStepper, or None for none.
+std::shared_ptr<CustomOptimizer> make_custom_optimizer(const py::object& optimizer);
 
 /// Deletes with the GIL released: what we hold may wait for a peer, a thread or a device when it goes.
 template <typename T>

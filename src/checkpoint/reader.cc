@@ -197,7 +197,11 @@ void Reader::read(const std::vector<Piece>& wanted) const {
 std::vector<Piece> Reader::table() const {
   std::vector<Piece> pieces;
   for (const auto& [id, logical] : contents_->table.tensors) {
-    pieces.push_back({id.name, id.role, logical.shape, Region::range(0, numel_of(logical.shape, id.name)), {}});
+    pieces.push_back({id.name,
+                      id.role,
+                      logical.shape,
+                      Region::range(0, numel_of(logical.shape, id.name)),
+                      {logical.dtype, nullptr}});
   }
   return pieces;
 }

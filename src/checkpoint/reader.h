@@ -34,7 +34,8 @@ class Reader {
   /// Errors: CheckpointError with check()'s lines when `wanted` does not fit (nothing is filled then), or on a failed
   /// read.
   void read(const std::vector<Piece>& wanted) const;
-  /// All logical tensors, in the order of names: each whole, as a range of the flattened tensor; data undefined.
+  /// All logical tensors, in the order of names: each whole, as a range of the flattened tensor; of the data
+  /// only the type.
   std::vector<Piece> table() const;
 
  private:

@@ -4,6 +4,8 @@
 #include "config/optimizer_table.h"
 
 #include <algorithm>
+#include <deque>
+#include <mutex>
 
 #include "config/table/schema.h"
 #include "deeptide/errors.h"
@@ -84,6 +86,14 @@ const OptimizerInfo* find_optimizer(std::string_view type) {
     }
   }
   return nullptr;
+}
+
+const OptimizerInfo& kept_optimizer_info(const OptimizerInfo& info) {
+  static std::mutex mutex;
+  static auto* kept = new std::deque<OptimizerInfo>;  // hyper-parameters that programs hold point into it
+  const std::lock_guard lock(mutex);
+  const auto found = std::find(kept->begin(), kept->end(), info);
+  return found == kept->end() ? kept->emplace_back(info) : *found;
 }
 
 Hyperparameters::Hyperparameters(const OptimizerInfo& optimizer) : optimizer_(&optimizer) {

@@ -46,6 +46,7 @@ ElasticBatch elastic_batch(const ElasticityConfig& config, int64_t world_size) {
 
 std::vector<std::string> state_roles(const OptimizerInfo& optimizer) {
   std::vector<std::string> names;
+  if (find_optimizer(optimizer.name) != &optimizer) return names;  // the caller's own: it tells when it has stepped
   for (const optim::StateRole& role : optim::find_rule(optimizer.name).roles()) names.emplace_back(role.name);
   return names;
 }

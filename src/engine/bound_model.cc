@@ -97,7 +97,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   for (const auto& module : model.modules) modules.push_back({module.path, module.type});
   const comm::Team& team = gathers.team();
   auto layouts = sharding::build_layout(specs, modules, {team.size(), options.max_unit_numel});
-  if (device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
+  if (options.share_memory && device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
   int64_t persistent = 0;
   for (UnitLayout& layout : layouts) {

@@ -19,6 +19,7 @@ namespace deeptide::engine {
 struct BindOptions {
   at::ScalarType compute_dtype = at::kFloat;
   bool shard_parameters = false;
+  bool share_memory = true;                 // between the ranks of one host
   int64_t persistence_threshold = 0;        // units of at most this many elements stay whole
   int64_t model_persistence_threshold = 0;  // total elements of such units, at most
   int64_t max_unit_numel = 0;

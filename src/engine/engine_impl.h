@@ -58,7 +58,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::Channels channels;
   engine::InitFailureNotice notice;
   const BatchSizes batch;
-  const optim::Rule* const rule;  // null: no optimizer
+  const std::shared_ptr<CustomOptimizer> custom;         // null: the rule steps
+  const std::unique_ptr<const optim::Rule> custom_rule;  // null likewise
+  const optim::Rule* const rule;                         // null: no optimizer
   zero::StagePolicy policy;
   const std::vector<ParameterGroup> groups;
   engine::BoundModel model;
@@ -86,6 +88,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   StatePlace enter_state(const std::string& name, const std::string& role,
                          const std::function<void(const StatePlace&)>& check = {});
   void check_writable(const StatePlace& place, const std::string& role) const;
+  at::Tensor custom_state(const StatePlace& place, const std::string& role);
   std::pair<int64_t, at::Tensor> unit_state(const StatePlace& place, const std::string& role);
   at::Tensor whole_unit_state(const StatePlace& place, const std::string& role);
   std::pair<int64_t, int64_t> held_range(const StatePlace& place) const;

@@ -11,6 +11,7 @@
 
 #include "base/sha256.h"
 #include "checkpoint/reader.h"
+#include "engine/custom_state.h"
 #include "engine/engine_impl.h"
 #include "engine/pieces.h"
 
@@ -149,6 +150,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   Progress saved;
   engine::Generators generators;
   std::set<StateName> fresh;
+  engine::CustomLoad custom_states;
   boundary->together("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(directory, tag);
     saved = engine::progress_from_json(nlohmann::json::parse(reader->manifest().state_json), progress);
@@ -157,6 +159,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_states(*reader, *rule, model, saved.hyperparameters, wanted);
+    if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
+    wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
     translate_roles(*reader, wanted);
     add_loose(loose, coordinates, *reader, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
@@ -170,6 +174,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
+    custom_states.apply();
     for (size_t i = 0; i < staged.size(); ++i) {
       loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
     }

@@ -3,6 +3,7 @@
 // Reads and writes state by parameter: masters, optimizer states and gradients, whole or this rank's part.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cstring>
@@ -40,6 +41,8 @@ uint64_t digest_of(const Tensor& values) {
   return digest;
 }
 
+int index_of(const Parameter& p) { return static_cast<int>(&p - p.unit->parameters().data()); }
+
 }  // namespace
 
 /// Collective. Afterwards gradients are reduced, if `role` asks for them, and masters hold what programs wrote.
@@ -72,10 +75,31 @@ void Engine::Impl::check_writable(const StatePlace& place, const std::string& ro
     known += ", " + state.role;
     if (state.role == role) return;
   }
+  if (optimizer->custom() && role != kGradient) {  // which of them there are is known where their elements are
+    for (const std::string& state : optimizer->custom()->names(place.unit, index_of(*place.parameter))) {
+      known += ", " + state;
+      if (state == role) return;
+    }
+    const auto [first, last] = held_range(place);
+    if (first == last) return;
+  }
   TORCH_CHECK_VALUE(role == kGradient, "'", name, "' has no state '", role, "': expected one of ", known);
 }
 
+/// Collective. Returns what `unit_state` does for a state that the caller's own optimizer keeps. A rank without an
+/// element of the parameter does not know which states there are.
+Tensor Engine::Impl::custom_state(const StatePlace& place, const std::string& role) {
+  if (!optimizer->custom()) return {};
+  Tensor mine = optimizer->custom()->state(place.unit, index_of(*place.parameter), role);
+  const Vote own{.failed = false, .digest = mine.defined() ? 1U : 0U};
+  const auto votes = boundary->exchange(own, {"reading state", "agreeing on the optimizer's states"});
+  const bool exists = std::any_of(votes.begin(), votes.end(), [](const Vote& vote) { return vote.digest != 0; });
+  if (exists && !mine.defined()) mine = at::zeros_like(optimizer->states().master(place.unit).in_place());
+  return mine;
+}
+
 /// This rank's flat part of a state of the whole unit, and the element at which it begins; undefined if there is none.
+/// Collective.
 std::pair<int64_t, Tensor> Engine::Impl::unit_state(const StatePlace& place, const std::string& role) {
   if (place.unit < 0) return {};
   if (role == kGradient) {
@@ -86,7 +110,8 @@ std::pair<int64_t, Tensor> Engine::Impl::unit_state(const StatePlace& place, con
   for (const auto& state : states.buffers(place.unit)) {
     if (state.role == role && states.has(*place.parameter, role)) return {states.begin(place.unit), state.data.copy()};
   }
-  return {};
+  const Tensor customs = custom_state(place, role);
+  return {states.begin(place.unit), customs};
 }
 
 /// Collective. Returns a state of the whole unit (numel,), or nothing if there is none.
@@ -173,10 +198,10 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
     const int64_t from = std::clamp(first, shard_begin, shard_end);
     const int64_t to = std::clamp(first + values.numel(), from, shard_end);
     const Tensor mine = values.narrow(0, from == to ? 0 : from - first, to - from);
-    const auto index = static_cast<int>(place.parameter - unit.parameters().data());
-    reducer->set_gradient(place.unit, index, from - shard_begin, mine.mul(stepper->loss_scale()));
+    reducer->set_gradient(place.unit, index_of(*place.parameter), from - shard_begin, mine.mul(stepper->loss_scale()));
     return;
   }
+  if (optimizer->custom()) optimizer->custom()->write(place.unit, index_of(*place.parameter), role, first, values);
   for (const auto& state : optimizer->states().buffers(place.unit)) {
     if (state.role != role || values.numel() == 0) continue;
     const int64_t begin = first - optimizer->states().begin(place.unit);
@@ -187,7 +212,7 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
   }
   if (role != kMaster) return;
   residency->release_all();
-  optimizer->publish_parameter(place.unit, static_cast<int>(place.parameter - unit.parameters().data()));
+  optimizer->publish_parameter(place.unit, index_of(*place.parameter));
 }
 
 }  // namespace deeptide

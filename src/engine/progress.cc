@@ -82,6 +82,7 @@ json to_json(const Progress& progress) {
                          {"steps", loss.steps},
                          {"last_overflow", loss.last_overflow},
                          {"hysteresis", loss.hysteresis}};
+  if (!progress.hyperparameters.empty()) state["optimizer"] = progress.hyperparameters.front().optimizer()->name;
   state["groups"] = json::array();
   for (const Hyperparameters& group : progress.hyperparameters) state["groups"].push_back(hyper_to_json(group));
   return state;
@@ -96,6 +97,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   }
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
+  progress.optimizer = state.value("optimizer", "");
   const std::vector<Hyperparameters>& groups = own.hyperparameters;
   for (const json& group : state.at("groups")) {
     const size_t i = progress.hyperparameters.size();
@@ -105,6 +107,14 @@ Progress progress_from_json(const json& state, const Progress& own) {
 }
 
 std::vector<std::string> mismatches(const Progress& saved, const Progress& own) {
+  const std::string name = own.hyperparameters.empty() ? "" : own.hyperparameters.front().optimizer()->name;
+  // Checkpoints did not name it before there were optimizers of the caller's: theirs are the table's.
+  const bool other = saved.optimizer.empty() ? !find_optimizer(name) : saved.optimizer != name;
+  if (!name.empty() && !saved.hyperparameters.empty() && other) {
+    return {"optimizer: the checkpoint holds the states of " +
+            (saved.optimizer.empty() ? std::string("another optimizer") : saved.optimizer) + ", this engine has " +
+            name + "; use the same optimizer, or load without optimizer states"};
+  }
   const size_t there = saved.hyperparameters.size(), here = own.hyperparameters.size();
   if (there == here) return {};
   return {"optimizer: the checkpoint holds hyper-parameters of " + std::to_string(there) +

@@ -25,6 +25,7 @@ struct Progress {
   std::map<std::string, int64_t> parameter_steps;  // of parameters that some of them left alone
   int64_t schedule_iteration = -1;                 // -1: before the first step
   optim::LossScale loss_scale;
+  std::string optimizer;                         // in a checkpoint: whose states it holds; empty: not told
   std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer
 };
 

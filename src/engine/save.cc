@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/writer.h"
+#include "engine/custom_state.h"
 #include "engine/engine_impl.h"
 #include "engine/pieces.h"
 
@@ -63,6 +64,11 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   checkpoint::Snapshot snapshot{world.rank,
                                 {coordinates, engine::Generators::of(model.device()).to_json()},
                                 engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
+  if (optimizer && optimizer->custom()) {
+    boundary->together("collecting the optimizer's states", [&] {
+      for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
+    });
+  }
   substitute(loose.replaced, channels.is_first(), snapshot.pieces);
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());

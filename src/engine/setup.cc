@@ -10,6 +10,7 @@
 #include "engine/agreement.h"
 #include "engine/engine_impl.h"
 #include "engine/optimizer_groups.h"
+#include "optim/custom_rule.h"
 
 namespace deeptide {
 
@@ -20,6 +21,10 @@ namespace {
 ScalarType scalar_type(DataType type) {
   static constexpr ScalarType kTypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
   return kTypes[static_cast<int>(type)];
+}
+
+std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options) {
+  return options.custom ? std::make_unique<optim::CustomRule>(options.custom->info()) : nullptr;
 }
 
 const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
@@ -45,8 +50,10 @@ const ModelDescription& agreed(const ModelDescription& model, const std::vector<
 }
 
 engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
-                                 const std::vector<ParameterGroup>& groups) {
+                                 const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups) {
   engine::BindOptions options;
+  // Ranks that share parameters each step a part of them.
+  options.share_memory = policy.shard_optimizer || !custom || custom->needs_whole().empty();
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -116,11 +123,13 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       channels(options.world, config),
       notice(channels.board()),
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
-      rule(rule_of(config, options)),
+      custom(options.custom),
+      custom_rule(custom_rule_of(options)),
+      rule(custom_rule ? custom_rule.get() : rule_of(config, options)),
       policy(zero::kStages.at(config.zero().stage)),
       groups(engine::optimizer_groups(description, config, options)),
       model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
-            bind_options(config, policy, rule, groups), *channels.host(), channels.gathers(), ledger),
+            bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(), ledger),
       live(model, description, options.describe) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
@@ -183,7 +192,7 @@ void Engine::Impl::make_trainer() {
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
-                                                       reductions, model.device(), place_states());
+                                                       reductions, model.device(), place_states(), custom.get());
   intake = std::make_unique<engine::GradientIntake>(trainable, *reducer);
 }
 

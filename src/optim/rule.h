@@ -22,6 +22,7 @@ enum class Reach : uint8_t {
   elementwise,      // the element's own gradient and states: a shard may be cut anywhere
   parameter_norms,  // and sums over its whole parameter, as LAMB's: a NormRule
   whole_parameter,  // its whole parameter as a matrix, as Muon's: a MatrixRule
+  callers,          // what the caller's own optimizer makes of it: a CustomRule
 };
 
 /// A state: one fp32 number per element, zero before the first step.

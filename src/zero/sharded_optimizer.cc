@@ -38,19 +38,38 @@ bool reaches(const std::vector<Run>& runs, Reach reach) {
 ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
-                                   StatePlacement place)
+                                   StatePlacement place, CustomOptimizer* custom)
     : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device)),
       policy_(policy),
       group_(group),
       device_(device),
       pool_(std::move(ledger), Role::communication, device),
-      units_(std::move(units)) {}
+      units_(std::move(units)) {
+  if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom);
+}
 
 void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
                             const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   at::NoGradGuard no_grad;
   states_.keep(groups);
   states_.count_step();
+  if (custom_) {
+    step_by_caller(reducer, gradient_scale, groups, active);
+  } else {
+    step_by_rule(reducer, gradient_scale, groups, active);
+  }
+  std::vector<int> published;
+  for (int i = 0; i < states_.num_units(); ++i) {
+    for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
+      if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
+    }
+    if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
+  }
+  publish(published);
+}
+
+void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
+                                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   std::unique_ptr<ParameterNorms> norms;
   if (dynamic_cast<const NormRule*>(&rule())) norms = std::make_unique<ParameterNorms>(units_, group_.size());
   std::vector<std::vector<Run>> runs;
@@ -67,14 +86,36 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
     if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
     for (int i = 0; i < states_.num_units(); ++i) apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
   }
-  std::vector<int> published;
+}
+
+/// The sums hold the scaled gradients afterwards; they are dropped after a step.
+void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
+                                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
+  std::vector<Tensor> gradients;
   for (int i = 0; i < states_.num_units(); ++i) {
-    for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
-      if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
-    }
-    if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
+    states_.refresh_masters(i);
+    const bool moves = !states_.count_step(i, active, groups).empty();
+    Tensor gradient = moves ? reducer.gradient(i).sum() : Tensor();
+    if (moves && gathers_gradients()) gradient = whole_gradient(i, gradient);
+    if (moves && gradient_scale != 1.0) gradient.mul_(gradient_scale);
+    gradients.push_back(std::move(gradient));
   }
-  publish(published);
+  custom_->step(gradients, groups, active);
+  for (int i = 0; i < states_.num_units(); ++i) {
+    narrow_master(i);
+    if (gathers_gradients() && gradients[i].defined()) pool_.put(std::move(gradients[i]));
+  }
+}
+
+/// Parameters of 16 bits follow from their masters.
+void ShardedOptimizer::narrow_master(int unit) {
+  if (states_.is_aliased(unit)) return;
+  const Buffer& buffer = states_.master(unit);
+  const Tensor parameters = states_.parameters(unit);
+  for_each_block(buffer, {0, buffer.numel()}, [&](Block block) {
+    const auto master = buffer.lease(block, Access::read);
+    parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
+  });
 }
 
 Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
@@ -257,14 +298,7 @@ void ShardedOptimizer::publish_masters(const std::vector<int>& units) {
   at::NoGradGuard no_grad;
   std::vector<int> published;
   for (const int i : units) {
-    const Buffer& buffer = states_.master(i);
-    const Tensor parameters = states_.parameters(i);
-    if (!states_.is_aliased(i)) {
-      for_each_block(buffer, {0, buffer.numel()}, [&](Block block) {
-        const auto master = buffer.lease(block, Access::read);
-        parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
-      });
-    }
+    narrow_master(i);
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
   publish(published);

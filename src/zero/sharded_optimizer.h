@@ -16,6 +16,7 @@
 #include "optim/two_pass_rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
+#include "zero/custom_steps.h"
 #include "zero/optimizer_states.h"
 #include "zero/parameter_norms.h"
 #include "zero/policy.h"
@@ -25,11 +26,12 @@ namespace deeptide::zero {
 /// Steps trainable units by a rule. Each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
-  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`.
+  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`. `custom`: steps in the place
+  /// of the rule, which is its CustomRule, and outlives this. Errors: as CustomSteps.
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
-                   StatePlacement place = {});
+                   StatePlacement place = {}, CustomOptimizer* custom = nullptr);
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3). Parameters that
@@ -40,6 +42,9 @@ class ShardedOptimizer {
   const OptimizerStates& states() const { return states_; }
   OptimizerStates& states() { return states_; }
   const optim::Rule& rule() const { return states_.rule(); }
+  /// Null: the rule steps.
+  const CustomSteps* custom() const { return custom_.get(); }
+  CustomSteps* custom() { return custom_.get(); }
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
   void publish_all();
   /// After the master of one parameter was written: it follows, on all ranks. `unit`: by position. Collective.
@@ -66,6 +71,11 @@ class ShardedOptimizer {
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
   void prefetch_after(int unit, tiers::Block block);
+  void step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
+                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+  void step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
+                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+  void narrow_master(int unit);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);
   void step_elements(const UnitPass& pass, const Run& run);
   void measure(const UnitPass& pass, const Run& run, ParameterNorms& norms);
@@ -77,6 +87,7 @@ class ShardedOptimizer {
   void publish(const std::vector<int>& units);
 
   OptimizerStates states_;
+  std::unique_ptr<CustomSteps> custom_;
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;

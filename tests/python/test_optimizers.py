@@ -201,22 +201,6 @@ def test_torchs_adagrad_becomes_ours():
     assert engine.get_mom() == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda p: torch.optim.Adagrad(p, initial_accumulator_value=1.0), "initial_accumulator_value=1.0 is not supp"),
-        (
-            lambda p: torch.optim.LBFGS(p),
-            "expected torch.optim.Adam, AdamW, SGD, Adagrad, RMSprop or Muon, or the configuration's",
-        ),
-    ],
-)
-def test_torchs_optimizer_is_refused_if(make, text):
-    model = models.make_model()
-    with pytest.raises(deeptide.ConfigError, match=text):
-        start(model=model, optimizer=make(model.parameters()))
-
-
 def test_torchs_adagrad_that_has_stepped_is_refused():
     model = models.make_model()
     theirs = torch.optim.Adagrad(model.parameters())

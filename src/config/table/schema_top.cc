@@ -59,8 +59,9 @@ std::vector<Key> gradient_keys() {
           .never("a step is one kernel per run of parameters, which leaves a graph nothing to gain"),
       flag("use_data_before_expert_parallelism", false, "Order of data and expert groups.")
           .never("there are no expert groups; expert_parallel is an error"),
-      flag("zero_allow_untested_optimizer", false, "Let ZeRO run optimizers that DeepSpeed has not tested.")
-          .either("every available optimizer is tested with every stage"),
+      flag("zero_allow_untested_optimizer", false,
+           "Let an optimizer of the program's own step shards though a trial showed that it looks beyond elements.")
+          .into(&ZeroConfig::allow_untested_optimizer),
       flag("zero_force_ds_cpu_optimizer", true, "With CPU offload, insist on DeepSpeed's own CPU Adam.")
           .either("the same optimizer runs on every device"),
   };

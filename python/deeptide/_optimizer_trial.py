@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out what an unknown optimizer needs, by steps of a copy of it over small tensors, whole and cut."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+from deeptide._C import ConfigError
+
+_SHAPES = ((6, 4), (5,))
+_STEPS = 3
+# Kernels may round the last elements of a tensor differently; an optimizer that looks beyond elements is far off.
+_TOLERANCE = 1e-4
+
+
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class with its module; torch's own as users write it, "torch.optim.NAdam"."""
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is kind:
+        return f"torch.optim.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def why_whole(optimizer: torch.optim.Optimizer) -> str:
+    """Why it cannot step parts of parameters; empty if it can. Errors: ConfigError if it cannot step at all.
+
+    Parts are stepped by copies of their own, as ranks do it: what depends on other elements shows as a difference.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {name_of(optimizer)}: its step() needs a closure that computes the loss again, and an engine's "
+            "step has none; use an optimizer that steps from gradients, such as torch.optim.AdamW"
+        )
+    try:
+        whole = _trial(optimizer, cut=None)
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer {name_of(optimizer)} cannot step dense fp32 parameters: {type(error).__name__}: {error}"
+        ) from error
+    if all(torch.equal(one, other) for one, other in zip(whole, _values(), strict=True)):
+        raise ConfigError(
+            f"optimizer {name_of(optimizer)} does not move the parameters in its param_groups, so the engine cannot "
+            "lend it others; it must read them there in each step"
+        )
+    try:
+        cut = [_trial(optimizer, cut=half) for half in (0, 1)]
+    except Exception as error:
+        return f"it fails on a part of a parameter ({type(error).__name__}: {error})"
+    for shape, (first, second) in zip(whole, zip(*cut, strict=True), strict=True):
+        if not torch.allclose(shape.flatten(), torch.cat([first, second]), rtol=_TOLERANCE, atol=_TOLERANCE / 10):
+            return "its step of one element depends on others, as a trial showed"
+    return ""
+
+
+def _values() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in _SHAPES]
+
+
+def _halves(tensor: torch.Tensor, half: int | None) -> torch.Tensor:
+    """The tensor, or of its elements one part in one dimension, which ends within a row."""
+    middle = tensor.numel() // 2 + 1
+    return tensor if half is None else tensor.flatten()[:middle] if half == 0 else tensor.flatten()[middle:]
+
+
+def _trial(optimizer: torch.optim.Optimizer, cut: int | None) -> list[torch.Tensor]:
+    """The values after a few steps."""
+    values = [torch.nn.Parameter(_halves(value, cut).clone()) for value in _values()]
+    probe = _copy_without_state(optimizer, values)
+    generator = torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for _ in range(_STEPS):
+            for value, shape in zip(values, _SHAPES, strict=True):
+                value.grad = _halves(torch.randn(shape, generator=generator), cut).clone()
+            type(optimizer).step(probe)
+    return [value.detach() for value in values]
+
+
+def _copy_without_state(optimizer: torch.optim.Optimizer, values: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """A copy with the first group's options, over other parameters; hooks and what wraps step() stay behind."""
+    memo: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    probe: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = probe
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "step"):
+            continue
+        is_hooks = name.endswith("_hooks") and isinstance(value, dict)
+        probe.__dict__[name] = OrderedDict() if is_hooks else _copied(value, memo)
+    probe.__dict__["state"] = defaultdict(dict)
+    probe.__dict__["param_groups"] = [{**_copied(options, memo), "params": list(values)}]
+    return probe
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # what cannot be copied, such as a generator or a lock, is shared
+        return value
