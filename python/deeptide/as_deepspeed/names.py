@@ -178,7 +178,7 @@ _OPTIMIZERS = {
     },
     "adagrad": {"DeepSpeedCPUAdagrad": ours("optimizers:DeepSpeedCPUAdagrad")},
     "lion": {"DeepSpeedCPULion": ours("optimizers:DeepSpeedCPULion"), "FusedLion": ours("optimizers:FusedLion")},
-    "lamb": {"FusedLamb": absent('write it into the configuration: "optimizer": {"type": "Lamb"}')},
+    "lamb": {"FusedLamb": ours("optimizers:FusedLamb")},
 }
 
 _FP32 = {
@@ -440,6 +440,8 @@ ALIASES = {
     "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
     "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
     "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
+    "deepspeed.ops.lion.fused_lion": "deepspeed.ops.lion",
+    "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
     "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
     "deepspeed.runtime.zero.parameter_offload": "deepspeed.runtime.zero",
     "deepspeed.utils.init_on_device": "deepspeed.utils",
