@@ -12,6 +12,7 @@ from deeptide._version import __version__
 
 _HOME = {
     "CheckpointError": "_C",
+    "NonFiniteError": "_C",
     "CommError": "_C",
     "Config": "_C",
     "ConfigError": "_C",
@@ -24,6 +25,7 @@ _HOME = {
     "StepResult": "_C",
     "World": "_C",
     "add_config_arguments": "_arguments",
+    "add_tuning_arguments": "_arguments",
     "init_distributed": "_world",
     "initialize": "_initialize",
     "make_world": "_C",

@@ -12,11 +12,13 @@ from deeptide import schedule as schedule
 from deeptide import utils as utils
 from deeptide import zero as zero
 from deeptide._arguments import add_config_arguments as add_config_arguments
+from deeptide._arguments import add_tuning_arguments as add_tuning_arguments
 from deeptide._C import CheckpointError as CheckpointError
 from deeptide._C import CommError as CommError
 from deeptide._C import Config as Config
 from deeptide._C import ConfigError as ConfigError
 from deeptide._C import DistributedSampler as DistributedSampler
+from deeptide._C import NonFiniteError as NonFiniteError
 from deeptide._C import StepOutcome as StepOutcome
 from deeptide._C import StepResult as StepResult
 from deeptide._C import World as World
@@ -37,12 +39,14 @@ __all__ = [
     "DeeptideOptimizer",
     "DistributedSampler",
     "Engine",
+    "NonFiniteError",
     "RepeatingLoader",
     "StepOutcome",
     "StepResult",
     "World",
     "__version__",
     "add_config_arguments",
+    "add_tuning_arguments",
     "init_distributed",
     "initialize",
     "make_world",

@@ -125,7 +125,10 @@ _GROUPS = {
 _SCHEDULES = {
     **{name: ours(f"schedules:{name}") for name in ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR")},
     **{name: ours(f"schedules:{name}") for name in ("WarmupCosineLR", "OneCycle", "LRRangeTest")},
-    "add_tuning_arguments": absent("write the schedule into the configuration's scheduler section"),
+    **{
+        name: works(f"deeptide._arguments:{name}")
+        for name in ("add_tuning_arguments", "get_config_from_args", "get_lr_from_config")
+    },
 }
 
 _LEAVES = "nothing has to be marked: ranks may take different branches. Says so, and returns the modules it matched"
@@ -209,6 +212,7 @@ _TOP = {
     "initialize": ours("initialize:initialize"),
     "init_distributed": ours("initialize:init_distributed"),
     "add_config_arguments": works("deeptide._arguments:add_config_arguments"),
+    "add_tuning_arguments": works("deeptide._arguments:add_tuning_arguments"),
     "DeepSpeedEngine": ours("engine:DeepSpeedEngine"),
     "DeepSpeedOptimizer": ours("optimizers:DeepSpeedOptimizer"),
     "DeepSpeedOptimizerCallable": ours("optimizers:DeepSpeedOptimizerCallable"),
