@@ -192,6 +192,9 @@ struct DataConfig {
 /// ordered: sums in rank order, so that a run repeats bit for bit; transport: in the transport's order.
 enum class Reduction : uint8_t { ordered, transport };
 
+/// What happens when too many steps in a row were skipped.
+enum class OnSkipped : uint8_t { skip, raise, rewind };
+
 /// Whether a separate thread sums gradients during backward; automatic: if a core is idle.
 enum class ReduceThread : uint8_t { automatic, on, off };
 
@@ -200,7 +203,10 @@ struct RuntimeConfig {
   double comm_timeout_s = 0.0;  // of every wait for a peer
   Reduction reduction = Reduction::ordered;
   ReduceThread reduce_thread = ReduceThread::automatic;
-  bool shared_memory = false;   // false: ranks of one host communicate as if on different hosts
+  bool shared_memory = false;  // false: ranks of one host communicate as if on different hosts
+  OnSkipped on_skipped = OnSkipped::skip;
+  int64_t skipped_limit = 0;    // steps skipped in a row after which that happens
+  int64_t rewind_interval = 0;  // applied steps between two states that are kept for a rewind
   bool tune_allocator = false;  // keep the pages of large CPU tensors instead of faulting them in again
   int64_t unit_size = 0;        // most elements per unit; 0: one repeated block
   uint64_t seed = 0;

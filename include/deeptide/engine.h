@@ -76,6 +76,8 @@ struct StepOutcome {
   std::string reason;         // for people, if not applied: "accumulating 2/4", "non-finite gradient"
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
+  std::string phase;          // where: "forward" if its loss was not finite already, else "backward"; else empty
+  int64_t rewound_to = -1;    // the step after which the state was that this call has brought back; -1: none
   bool applied() const { return result == StepResult::applied; }
   explicit operator bool() const { return applied(); }
 };

@@ -22,6 +22,12 @@ class DEEPTIDE_API CommError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Too many steps in a row were skipped, and the configuration asks for an error then. Training may go on.
+class DEEPTIDE_API NonFiniteError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// A checkpoint cannot be written or read, or does not fit the model.
 class DEEPTIDE_API CheckpointError : public std::runtime_error {
  public:

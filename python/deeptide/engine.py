@@ -227,7 +227,7 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that a non-finite gradient made void."""
+        """Steps that a non-finite gradient made void; "on_skipped" says what follows when many come in a row."""
         return self._core.skipped_steps()
 
     @property

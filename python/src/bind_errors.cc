@@ -15,6 +15,7 @@ struct ErrorTypes {
   PyObject* config = nullptr;
   PyObject* comm = nullptr;
   PyObject* checkpoint = nullptr;
+  PyObject* non_finite = nullptr;
 };
 
 // The classes live as long as the interpreter, which may outlive every static destructor: never freed.
@@ -45,6 +46,8 @@ void translate(std::exception_ptr pointer) {
     py::set_error(error_types().comm, error.what());
   } catch (const CheckpointError& error) {
     py::set_error(error_types().checkpoint, error.what());
+  } catch (const NonFiniteError& error) {
+    py::set_error(error_types().non_finite, error.what());
   } catch (const c10::Error&) {
     torch::translate_exception_to_python(std::current_exception());
   } catch (const python_error&) {
@@ -87,6 +90,9 @@ void bind_errors(py::module_& module) {
   types.comm = add_error(module, "CommError", "A peer was lost or a wait timed out.", PyExc_RuntimeError);
   types.checkpoint = add_error(module, "CheckpointError", "A checkpoint cannot be written or read, or does not fit.",
                                PyExc_RuntimeError);
+  types.non_finite =
+      add_error(module, "NonFiniteError", "Too many steps in a row were skipped because gradients are not finite.",
+                PyExc_RuntimeError);
   set_error_thrower(&throw_in_python);
   set_blocking_region(&wait_without_gil);
   set_interrupt_check(&check_signals);

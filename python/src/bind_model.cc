@@ -50,6 +50,9 @@ std::string outcome_repr(const StepOutcome& outcome) {
     if (outcome.rank >= 0) {
       text += " on rank " + std::to_string(outcome.rank);
     }
+    if (!outcome.phase.empty()) {
+      text += ", in " + outcome.phase;
+    }
     return text + ")";
   }
   return text + ", applied, lr=" + number(outcome.lr) + ", grad_norm=" + number(outcome.grad_norm) +
@@ -77,6 +80,8 @@ void bind_results(py::module_& module) {
       .def_readonly("reason", &StepOutcome::reason)
       .def_readonly("parameter", &StepOutcome::parameter)
       .def_readonly("rank", &StepOutcome::rank)
+      .def_readonly("phase", &StepOutcome::phase)
+      .def_readonly("rewound_to", &StepOutcome::rewound_to)
       .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied(); })
       .def("__repr__", &outcome_repr);
   py::class_<MemoryLine>(module, "MemoryLine", "One line of the memory table, in bytes on this rank.")

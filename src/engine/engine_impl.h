@@ -18,6 +18,7 @@
 #include "engine/gradient_intake.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
+#include "engine/rewind.h"
 #include "engine/stepper.h"
 #include "gradients/reducer.h"
 #include "optim/rule.h"
@@ -69,6 +70,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
   std::unique_ptr<zero::OffloadedStates> offloaded;   // null: optimizer states are in memory
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
+  std::unique_ptr<engine::Rewind> rewind;             // null: not asked for, or nothing to train
   std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
   std::unique_ptr<engine::Boundary> boundary;

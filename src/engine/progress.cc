@@ -76,6 +76,7 @@ constexpr Counter kCounters[] = {{"global_steps", &Progress::global_steps},
 json to_json(const Progress& progress) {
   json state = json::object();
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
+  state["skipped_in_a_row"] = progress.skipped_in_a_row;
   if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
   const optim::LossScale& loss = progress.loss_scale;
   state["loss_scale"] = {{"scale", loss.scale},
@@ -98,6 +99,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
   progress.optimizer = state.value("optimizer", "");
+  progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});
   const std::vector<Hyperparameters>& groups = own.hyperparameters;
   for (const json& group : state.at("groups")) {
     const size_t i = progress.hyperparameters.size();

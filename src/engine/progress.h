@@ -20,6 +20,7 @@ namespace deeptide::engine {
 struct Progress {
   int64_t global_steps = 0;  // applied and skipped
   int64_t skipped_steps = 0;
+  int64_t skipped_in_a_row = 0;  // up to now, but those that a lower loss scale may mend
   int64_t micro_steps = 0;
   int64_t optimizer_steps = 0;                     // applied
   std::map<std::string, int64_t> parameter_steps;  // of parameters that some of them left alone

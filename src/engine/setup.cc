@@ -137,8 +137,9 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                                     model.device(), residency_limits(config, model));
   if (rule) make_trainer();
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get());
-  const engine::StepperParts parts{config, batch,      policy,        channels,     *boundary,       model,
-                                   live,   *residency, reducer.get(), intake.get(), optimizer.get(), progress};
+  const engine::StepperParts parts{config,          batch,    policy,      channels,      *boundary,
+                                   model,           live,     *residency,  reducer.get(), intake.get(),
+                                   optimizer.get(), progress, rewind.get()};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first() && config.report().dump_state) {
@@ -193,6 +194,14 @@ void Engine::Impl::make_trainer() {
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
                                                        reductions, model.device(), place_states(), custom.get());
+  if (config.runtime().on_skipped == OnSkipped::rewind) {
+    if (offloaded) {
+      throw ConfigError(config.origin() +
+                        ": deeptide.on_skipped \"rewind\" keeps a copy of the states in memory, which does not go with "
+                        "zero_optimization.offload_optimizer.device \"nvme\"; choose \"skip\" or \"raise\"");
+    }
+    rewind = std::make_unique<engine::Rewind>(*optimizer, model, live, ledger, config.runtime().rewind_interval);
+  }
   intake = std::make_unique<engine::GradientIntake>(trainable, *reducer);
 }
 

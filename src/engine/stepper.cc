@@ -62,6 +62,7 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
                     "backward: the loss does not require grad: it was computed under no_grad, or from "
                     "detached or frozen tensors only");
   trace::flight_log().enter(parts_.progress.global_steps, "backward", "");
+  losses_.push_back(loss.detach());
   const GradientIntake::Scaled scaled(*parts_.intake);
   torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
 }
@@ -139,6 +140,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     outcome = accumulating();
   }
   end_micro_batch();
+  if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
   return outcome;
 }
 
@@ -248,8 +250,12 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   follow_loss_scale();
   if (overflow) {
     skip(outcome, verdicts);
+    losses_.clear();
     return outcome;
   }
+  losses_.clear();
+  progress.skipped_in_a_row = 0;
+  if (parts_.rewind) parts_.rewind->keep_if_due(progress);
   double scale = 1.0;
   if (parts_.config.gradients().clipping > 0.0) {
     scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
@@ -271,11 +277,7 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
   ++parts_.progress.skipped_steps;
   outcome.result = StepResult::non_finite;
   outcome.reason = "non-finite gradient";
-  const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
-  if (bad != verdicts.end()) {
-    outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
-    outcome.rank = bad->bad_rank;
-  }
+  blame(outcome, verdicts);
   if (outcome.loss_scale != loss_scale()) {
     outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
   }
@@ -287,6 +289,59 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
             "step {} skipped: {}{}", outcome.step, outcome.reason,
             outcome.parameter.empty() ? "" : fmt::format(" (in '{}', rank {})", outcome.parameter, outcome.rank)));
   }
+  act_on_row(outcome);
+}
+
+/// Names the first bad parameter, its rank, and whether that rank's loss was bad already.
+void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
+  const auto is_bad = [](const at::Tensor& loss) { return !std::isfinite(loss.item<double>()); };
+  const uint8_t own = std::any_of(losses_.begin(), losses_.end(), is_bad) ? 1 : 0;
+  const auto in_forward =
+      parts_.boundary.exchange_all(std::span<const uint8_t>(&own, 1), {"step", "telling forward from backward"});
+  const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
+  if (bad == verdicts.end()) return;
+  outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
+  outcome.rank = bad->bad_rank;
+  if (outcome.rank < 0) return;
+  const auto& ranks = parts_.channels.data().ranks();
+  const auto place = std::find(ranks.begin(), ranks.end(), outcome.rank) - ranks.begin();
+  outcome.phase = place < static_cast<int64_t>(in_forward.size()) && in_forward[place] != 0 ? "forward" : "backward";
+}
+
+/// What follows when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the
+/// smallest scale do not count.
+void Stepper::act_on_row(StepOutcome& outcome) {
+  Progress& progress = parts_.progress;
+  const PrecisionConfig& precision = parts_.config.precision();
+  const RuntimeConfig& runtime = parts_.config.runtime();
+  const bool is_dynamic = precision.scales_loss() && precision.loss_scale == 0.0;
+  if (is_dynamic && outcome.loss_scale > precision.min_loss_scale) return;
+  if (++progress.skipped_in_a_row < runtime.skipped_limit || runtime.on_skipped == OnSkipped::skip) return;
+  if (runtime.on_skipped == OnSkipped::raise) {
+    too_many_skipped_ = row_text(outcome);
+    return;
+  }
+  if (!parts_.rewind->can_restore(progress)) {
+    too_many_skipped_ = row_text(outcome) + ". A rewind cannot help: " + parts_.rewind->why_not();
+    return;
+  }
+  const std::string text = row_text(outcome);
+  progress.skipped_in_a_row = 0;
+  parts_.residency.release_all();
+  outcome.rewound_to = parts_.rewind->restore(progress);
+  follow_schedule();
+  outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
+  if (parts_.channels.is_first()) {
+    log(LogLevel::warning, text + fmt::format(": back to the state of step {}", outcome.rewound_to));
+  }
+}
+
+std::string Stepper::row_text(const StepOutcome& outcome) const {
+  std::string text = fmt::format("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
+                                 parts_.progress.skipped_in_a_row);
+  if (!outcome.parameter.empty()) text += fmt::format(" in '{}'", outcome.parameter);
+  if (outcome.rank >= 0) text += fmt::format(" of rank {}, in {}", outcome.rank, outcome.phase);
+  return text;
 }
 
 void Stepper::end_micro_batch() {
@@ -301,6 +356,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   Progress& progress = parts_.progress;
   progress.global_steps = saved.global_steps;
   progress.skipped_steps = saved.skipped_steps;
+  progress.skipped_in_a_row = saved.skipped_in_a_row;
   // Saved at a step's end. If a step now has another number of micro-batches, the next one begins here as well.
   progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
   if (moments) {

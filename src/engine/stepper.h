@@ -12,6 +12,7 @@
 #include "engine/gradient_intake.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
+#include "engine/rewind.h"
 #include "gradients/reducer.h"
 #include "optim/schedule.h"
 #include "zero/policy.h"
@@ -33,6 +34,7 @@ struct StepperParts {
   GradientIntake* intake;             // null: nothing to train
   zero::ShardedOptimizer* optimizer;  // null: nothing to train
   Progress& progress;
+  Rewind* rewind;  // null: the configuration asks for none
 };
 
 class Stepper {
@@ -67,6 +69,9 @@ class Stepper {
   StepOutcome accumulating() const;
   StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
   void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
+  void blame(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
+  void act_on_row(StepOutcome& outcome);
+  std::string row_text(const StepOutcome& outcome) const;
   void end_micro_batch();
   void follow_boundary();
   void follow_schedule();
@@ -79,6 +84,8 @@ class Stepper {
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
+  std::vector<at::Tensor> losses_;          // of this rank since the last step, to tell forward from backward
+  std::string too_many_skipped_;            // the error that this step ends with; empty: none
   std::vector<std::vector<bool>> reached_;  // by the last step that left parameters alone
 };
 

@@ -118,7 +118,8 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
           line(MemoryRole::gradients, Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0,
                reducer ? reducer->late_gradient_bytes() : 0),
           line(MemoryRole::optimizer_states, Role::optimizer,
-               (optimizer ? optimizer->states().predicted_bytes() : 0) + (offloaded ? offloaded->staging_bytes() : 0)),
+               (optimizer ? optimizer->states().predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
+                   (offloaded ? offloaded->staging_bytes() : 0)),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
           line(MemoryRole::communication, Role::communication, reducer ? reducer->predicted_communication_bytes() : 0,
                reducer ? reducer->late_communication_bytes() : 0, transport)};

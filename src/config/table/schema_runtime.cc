@@ -7,34 +7,47 @@
 namespace deeptide::config {
 
 std::vector<Key> runtime_sections() {
-  return {
-      section("deeptide", "Deeptide's own settings; DeepSpeed has none of them.",
-              {
-                  number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
-                      .above(0)
-                      .into(&RuntimeConfig::comm_timeout_s),
-                  choice<Reduction>("reduction", Reduction::ordered,
-                                    {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
-                                    "ordered: sum gradients in rank order, so that a run repeats bit for bit; "
-                                    "transport: in the transport's order.")
-                      .into(&RuntimeConfig::reduction),
-                  choice<ReduceThread>(
-                      "reduce_thread", ReduceThread::automatic,
-                      {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
-                      "Sum gradients on a separate thread during backward; auto: if a core is idle.")
-                      .into(&RuntimeConfig::reduce_thread),
-                  flag("shared_memory", true,
-                       "Ranks of one host share memory; false: they communicate as if on different hosts.")
-                      .into(&RuntimeConfig::shared_memory),
-                  flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
-                      .into(&RuntimeConfig::tune_allocator),
-                  integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
-                      .at_least(0)
-                      .into(&RuntimeConfig::unit_size),
-                  integer("seed", 0, "Seed of the engine's random numbers and of the data order.")
-                      .at_least(0)
-                      .into(&RuntimeConfig::seed),
-              })};
+  return {section(
+      "deeptide", "Deeptide's own settings; DeepSpeed has none of them.",
+      {
+          number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
+              .above(0)
+              .into(&RuntimeConfig::comm_timeout_s),
+          choice<Reduction>("reduction", Reduction::ordered,
+                            {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
+                            "ordered: sum gradients in rank order, so that a run repeats bit for bit; "
+                            "transport: in the transport's order.")
+              .into(&RuntimeConfig::reduction),
+          choice<ReduceThread>(
+              "reduce_thread", ReduceThread::automatic,
+              {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
+              "Sum gradients on a separate thread during backward; auto: if a core is idle.")
+              .into(&RuntimeConfig::reduce_thread),
+          flag("shared_memory", true,
+               "Ranks of one host share memory; false: they communicate as if on different hosts.")
+              .into(&RuntimeConfig::shared_memory),
+          choice<OnSkipped>("on_skipped", OnSkipped::skip,
+                            {{"skip", OnSkipped::skip}, {"raise", OnSkipped::raise}, {"rewind", OnSkipped::rewind}},
+                            "After `skipped_limit` steps in a row without finite gradients. skip: go on; raise: "
+                            "NonFiniteError; rewind: return to a state kept in memory, which costs as much as "
+                            "masters and moments.")
+              .into(&RuntimeConfig::on_skipped),
+          integer("skipped_limit", 10,
+                  "Steps skipped in a row, but those that a lower loss scale may mend, before `on_skipped` acts.")
+              .at_least(1)
+              .into(&RuntimeConfig::skipped_limit),
+          integer("rewind_interval", 100, "Applied steps between two states kept for `on_skipped` \"rewind\".")
+              .at_least(1)
+              .into(&RuntimeConfig::rewind_interval),
+          flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
+              .into(&RuntimeConfig::tune_allocator),
+          integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
+              .at_least(0)
+              .into(&RuntimeConfig::unit_size),
+          integer("seed", 0, "Seed of the engine's random numbers and of the data order.")
+              .at_least(0)
+              .into(&RuntimeConfig::seed),
+      })};
 }
 
 }  // namespace deeptide::config
