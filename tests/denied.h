@@ -18,7 +18,7 @@
 
 namespace deeptide {
 
-/// A system call and the error that it is to give: always, or when its argument (0 to 5) has this value.
+/// A system call and the error that it returns: always, or when its argument (0 to 5) has this value.
 struct Denied {
   long number;
   int error;
@@ -26,8 +26,8 @@ struct Denied {
   uint32_t value = 0;
 };
 
-/// Has the kernel refuse these calls from now on to this process and its children, for good: call it in a forked child.
-/// Returns false where the kernel does not filter calls.
+/// Makes the kernel refuse these calls to this process and its children from now on: call it in a forked child.
+/// Returns false where the kernel cannot filter calls.
 inline bool deny(std::initializer_list<Denied> calls) {
   const auto load = [](size_t offset) {
     return sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, static_cast<uint32_t>(offset));

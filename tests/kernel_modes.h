@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// How kernels are run in their tests: with so many threads, on such an instruction set.
+// Runs kernels in their tests with a given number of threads, on a given instruction set.
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Ranks as threads, spread over hosts that only bear names; and a rendezvous of threads that uses nothing of ours.
+// Ranks as threads, spread over hosts that are only names; and a rendezvous of threads that uses none of our code.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ inline std::shared_ptr<world::FailureBoard> board_of(const World& world) {
   return std::make_shared<world::FailureBoard>(world, "board");
 }
 
-/// A clock that stands.
+/// A clock that does not advance.
 inline std::shared_ptr<const comm::Clock> clock_at(int64_t step) {
   auto clock = std::make_shared<comm::Clock>();
   clock->set_step(step);
@@ -36,7 +36,7 @@ inline void run_on_hosts(const std::vector<int>& hosts, const RankMain& rank_mai
   });
 }
 
-/// All threads meet; for tests that must not lean on what they test.
+/// A barrier of threads, for tests that must not depend on what they test.
 class Meeting {
  public:
   explicit Meeting(int size) : size_(size) {}

@@ -55,7 +55,7 @@ class RankProcesses {
 
   void kill(int rank) { ::kill(pids_[rank], SIGKILL); }
 
-  /// Until all have ended, or the time is up.
+  /// Waits until all have ended or the time is up.
   const std::vector<Outcome>& wait(std::chrono::seconds timeout) {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     outcomes_.resize(pids_.size());

@@ -26,8 +26,8 @@ namespace deeptide {
 
 using RankMain = std::function<void(const World&)>;
 
-/// Gloo's threads spin for a lock: one that wakes must not push aside the thread that holds it, or it spins until its
-/// turn is over; with more ranks than cores most of the time went there. A rank's transport threads inherit this.
+/// Gloo's threads spin for a lock: one that wakes must not preempt the thread that holds it, or it spins for its whole
+/// time slice; with more ranks than cores, most of the time was lost there. A rank's transport threads inherit this.
 inline void wake_gently() {
   const sched_param parameters{};
   sched_setscheduler(0, SCHED_BATCH, &parameters);
@@ -73,7 +73,7 @@ inline std::vector<std::string> errors_of_ranks(int size, const RankMain& rank_m
   return errors;
 }
 
-/// The same for ranks that must all succeed. Errors: RuntimeError with every failed rank's number and text.
+/// As above, for ranks that must all succeed. Errors: RuntimeError with every failed rank's number and text.
 inline void run_ranks(int size, const RankMain& rank_main, std::chrono::seconds timeout = std::chrono::seconds(120)) {
   const auto errors = errors_of_ranks(size, rank_main, timeout);
   std::string text;

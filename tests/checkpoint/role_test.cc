@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Roles and mesh coordinates: equality, texts, and what cannot be one.
+// Roles and mesh coordinates: equality, texts, and invalid ones.
 #include "checkpoint/role.h"
 
 #include "checkpoint/scratch.h"

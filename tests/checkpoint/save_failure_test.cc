@@ -92,7 +92,7 @@ TEST(SaveFailure, NamesTheFolderThatMayNotBeWritten) {
   make_folders(locked);
   ::chmod(scratch.path().c_str(), 0755);
   ::chmod(locked.c_str(), 0555);
-  // Root may write anywhere, so it becomes somebody else for the moment.
+  // Root may write anywhere, so the test becomes another user for a moment.
   const bool is_root = ::geteuid() == 0;
   const int left = is_root ? ::seteuid(65534) : 0;
   const std::string text = error_of([&] { write_rank(locked, "t", 0, {}, "{}"); });

@@ -119,7 +119,7 @@ class Broken : public Operation {
   bool advance(milliseconds) override { throw TransportError("connection reset"); }
 };
 
-// A diagnosis takes a third of a second and overwrites this rank's place: neither is due when the cause is known.
+// A diagnosis takes a third of a second and overwrites this rank's place: neither must happen when the cause is known.
 TEST(Group, DiagnosesALostPeerOnlyIfNoRankReportedTheCause) {
   for (const bool reported : {true, false}) {
     const auto errors = errors_of_ranks(2, [&](const World& world) {

@@ -29,7 +29,7 @@ constexpr ScalarType kTypes[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDoub
 
 constexpr int64_t kPeriod = 4099;  // a prime: what lands in a wrong place shows
 
-/// The same on every rank that asks for the same.
+/// Equal on every rank for equal arguments.
 Tensor values(int64_t rank, int64_t numel, ScalarType dtype) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + rank));
   const int64_t drawn = std::min(numel, kPeriod);
@@ -38,7 +38,7 @@ Tensor values(int64_t rank, int64_t numel, ScalarType dtype) {
   return drawn == numel ? some : some.repeat({numel / kPeriod + 1}).narrow(0, 0, numel).contiguous();
 }
 
-/// a[0] + a[1] + …, element by element, as the contract says it: by hand, in fp32 where the type is narrower.
+/// a[0] + a[1] + …, element by element, as the contract states: computed here, in fp32 where the type is narrower.
 template <typename Sum>
 Tensor sum_by_hand(const std::vector<Tensor>& rows) {
   const Tensor total = at::empty(rows[0].sizes(), c10::CppTypeToScalarType<Sum>::value);
@@ -146,7 +146,7 @@ TEST_P(Slots, HoldWhatFitsAndTakeTurnsWithTheRest) {
 
 INSTANTIATE_TEST_SUITE_P(Of, Slots, testing::Values(2, 3, 8));
 
-/// Ranks by the host they are on, and how they are then to talk.
+/// Ranks by host, and the transport that they must then choose.
 struct Layout {
   std::vector<int> hosts;
   const char* text;

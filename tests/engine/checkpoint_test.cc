@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Going on from a checkpoint, bit for bit, and refusing one that does not fit: with a model of bare tensors.
+// Resumes from a checkpoint bit for bit and refuses one that does not fit, with a model of bare tensors.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -165,7 +165,7 @@ void write_file(const std::filesystem::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
 
-/// Rewrites what an engine saved as version 1 had it: ranges, ranks instead of coordinates, no save's name.
+/// Rewrites a saved checkpoint in the form of version 1: ranges, ranks instead of coordinates, no save's name.
 void turn_into_version_one(const std::filesystem::path& folder) {
   using nlohmann::ordered_json;
   ordered_json manifest = ordered_json::parse(read_file(folder / "manifest.json"));
@@ -284,7 +284,7 @@ TEST(Checkpoint, ThatDoesNotFitIsRefusedOnEveryRankAndChangesNothing) {
   });
 }
 
-// Hyper-parameters of groups that this engine lacks would be dropped in silence.
+// Otherwise hyper-parameters of groups that this engine lacks would be dropped silently.
 TEST(Checkpoint, OfOtherParameterGroupsIsRefusedUnlessOptimizerStatesStayBehind) {
   const Folder folder;
   run_ranks(2, [&](const World& world) {

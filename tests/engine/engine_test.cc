@@ -140,7 +140,7 @@ TEST_P(Stages, AreBitEqualInFp32AndBf16) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Stages, testing::Values(1, 2, 3, 4));
 
-// Two models side by side on a mesh of 2 x 2: each trains over its own data team as if it were alone in the world.
+// Two models side by side on a mesh of 2 x 2: each trains over its own data team as if that were the whole world.
 TEST(Teams, TrainAsAWorldOfTheirOwn) {
   constexpr int kTeam = 2;
   for (const Ranks how : {Ranks::apart, Ranks::together}) {
@@ -259,8 +259,8 @@ TEST(Engine, LetsRanksRunOutOfDataAtDifferentTimes) {
   }
 }
 
-/// What a rank of three adds up before step(): a branch without the last blocks and the head, one of a single
-/// parameter, or all of the model.
+/// The branch that one of three ranks takes before step(): without the last blocks and the head, a single
+/// parameter, or the whole model.
 Tensor branch_loss(TinyModelImpl& model, int step, int rank) {
   const auto whole = [&] {
     const auto [tokens, targets] = batch_of(step, kMicro * 3);

@@ -95,7 +95,7 @@ Subject transformer_layer() {
   return {module.ptr(), [module]() mutable { return module(ramp({6, 2, 16})).square().mean(); }};
 }
 
-/// Keeps its weight for backward by hand.
+/// Saves its weight for backward explicitly.
 struct Scale : torch::autograd::Function<Scale> {
   static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& weight) {
     context->save_for_backward({x, weight});
@@ -114,7 +114,7 @@ Subject custom_function() {
           }};
 }
 
-/// Reentrant activation checkpointing: forward without a graph, once more with one in backward.
+/// Reentrant activation checkpointing: forward runs without a graph, and again with one in backward.
 struct Recompute : torch::autograd::Function<Recompute> {
   static Tensor forward(AutogradContext* context, const Tensor& x, nn::Linear layer) {
     context->save_for_backward({x});

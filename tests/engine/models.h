@@ -79,8 +79,8 @@ inline std::pair<at::Tensor, at::Tensor> batch_of(int64_t step, int64_t batch) {
   return {at.remainder(kVocabulary), (at * at + 3).remainder(kVocabulary)};
 }
 
-/// How ranks that are threads of one process see each other: on one host, or as if each were on a host of its own. At
-/// stage 3 only the latter shard their parameters.
+/// How ranks that are threads of one process see each other: on one host, or each on a host of its own. At stage 3
+/// only the latter shard their parameters.
 enum class Ranks : uint8_t { together, apart };
 
 inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16 = false,
@@ -96,7 +96,7 @@ inline Config config_of(int stage, int64_t micro = 2, int64_t gas = 1, bool bf16
                            (ranks == Ranks::together ? "true" : "false") + "}}");
 }
 
-/// Ranks that share no memory, as if each were on a host of its own: at stage 3 only these shard their parameters.
+/// Ranks that share no memory, as on hosts of their own: at stage 3 only these shard their parameters.
 inline Config apart(const Config& config) { return config.with(R"({"deeptide": {"shared_memory": false}})"); }
 
 inline Engine engine_of(torch::nn::Module& model, const World& world, const Config& config) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Sums over ranks are the fp32 sums in rank order, bit for bit, whatever came when, where and how often.
+// Sums over ranks are the fp32 sums in rank order, bit for bit, whenever and wherever gradients arrive.
 #include "gradients/reducer.h"
 
 #include <ATen/ops/empty.h>
@@ -77,7 +77,7 @@ struct Training {
     reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
   }
 
-  /// What the engine does at a micro-batch's end: the ranks agree on the largest number of rounds.
+  /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
   void finish() {
     const Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong), all = at::empty({group.size()}, at::kLong);
     auto pending = control.all_gather(all, own);
@@ -112,7 +112,7 @@ struct Training {
   std::unique_ptr<Reducer> reducer;
 };
 
-/// Any rank can say what any rank's gradient is.
+/// Every rank can compute every rank's gradient.
 Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
   std::mt19937 random(((pass * 10 + rank) * 10 + u) * 10 + p + 1);
   std::normal_distribution<float> normal;
@@ -314,7 +314,7 @@ TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
   run_ranks(world(), [&](const World& w) { expect_culprit_named(w, options()); });
 }
 
-// As on a device, where a look at each sum would make the host wait.
+// As on a device, where reading each sum would make the host wait.
 TEST_P(Sums, NameThemTooWhenTheyLookOncePerStep) {
   auto late = options();
   late.finite_check = FiniteCheckTime::each_step;
@@ -443,7 +443,7 @@ TEST(Reducer, DoesNotBlockBackwardOnAPeerThatIsElsewhere) {
       for (int pass = 0; pass < 2; ++pass) {
         training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, 1.0f)); });
       }
-      // Half a second for the peer to come; a wait a unit would take three.
+      // Half a second for the peer to arrive; one wait per unit would take three seconds.
       EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(2500));
     }
     training.finish();

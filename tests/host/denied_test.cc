@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Old kernels and strict containers: ranks do with less, and still notice who has died.
+// Old kernels and strict containers: ranks work with fewer system calls and still notice a dead rank.
 #include "denied.h"
 
 #include <ATen/ops/empty.h>
@@ -37,7 +37,7 @@ bool can_deny() {
 #define SKIP_IF_NOTHING_CAN_BE_DENIED() \
   if (!can_deny()) GTEST_SKIP() << "this kernel filters no system calls"
 
-/// What each of two ranks that are processes ends with: "" or its error.
+/// Runs two ranks as processes; returns the error of each, or "".
 std::vector<std::string> errors_of_processes(const RankMain& rank_main) {
   RankProcesses ranks(2, rank_main);
   std::vector<std::string> errors;
@@ -132,7 +132,7 @@ TEST(Denied, ScansOfThePageMapAreDoneByEntries) {
   }
 }
 
-/// `denied` comes once the ranks have found each other: memory runs out later.
+/// `denied` takes effect once the ranks have found each other: memory runs out later.
 std::string refused_by(std::initializer_list<Denied> denied) {
   std::string text;
   for (const std::string& error : errors_of_processes([&](const World& world) {

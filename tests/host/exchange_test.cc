@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The arena that ranks of a host share, and buffers of it that are read where they lie.
+// The arena that ranks of a host share, and buffers in it that are read in place.
 #include "host/exchange.h"
 
 #include <ATen/ops/arange.h>
@@ -31,7 +31,7 @@ std::shared_ptr<Arena> make_arena(Host& host, int64_t parameters = kLarge, int64
   return arena;
 }
 
-/// One rank's arena will do, but an arena takes two.
+/// An arena needs two ranks; the test uses that of one.
 void with_arena(const std::function<void(Arena&)>& test) {
   run_ranks(2, [&](const World& world) {
     const auto host = Host::find(world, "host", true);

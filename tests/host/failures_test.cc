@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that never come, fall behind or are killed: the others say who, soon, and nothing is left.
+// Ranks that never arrive, fall behind or are killed: the others name them promptly, and nothing is left behind.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ using std::chrono::steady_clock;
 
 const comm::Site kHere{"backward", "reducing unit 'h.3'"};
 
-/// What an engine's ranks do all day; never ends by itself.
+/// Exchanges as an engine's ranks do; never ends by itself.
 void work_for_ever(const World& world, const std::string& kind) {
   const auto host = Host::find(world, "host", true);
   comm::Group group(world, comm::Team::whole(world), "test",
@@ -143,7 +143,7 @@ TEST(HostFailures, LetFinishWhatAnEndedProcessHasDone) {
 }
 
 TEST(HostFailures, KnowAProcessThatHadEndedBeforeItWasLookedFor) {
-  // Rank 1 tells where it runs and is gone before rank 0 has read it.
+  // Rank 1 reports where it runs and ends before rank 0 has read it.
   RankProcesses ranks(2, [](const World& world) {
     if (world.rank == 1) {
       const std::string line = std::to_string(::getpid()) + " 1 here";

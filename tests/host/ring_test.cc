@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Slots are read by all before they are filled again, sleepers wake, counts wrap; and who counts as one host.
+// Slots are refilled only after all have read them, sleepers wake, counts wrap; which ranks count as one host.
 #include "host/ring.h"
 
 #include <gtest/gtest.h>
@@ -161,7 +161,7 @@ TEST(HostRing, GivesUpWhenTheTimeIsUp) {
 }
 
 TEST(HostRing, WakesSleepersAtOnce) {
-  // A lost wake-up would last the whole limit, and the wait would end well: so time is what tells.
+  // A lost wake-up would last the whole limit, and the wait would still succeed, so only the time shows it.
   run_ranks(2, [](const World& world) {
     Ring ring(Host::find(world, "host", true), 2, 8);
     std::mt19937 random(7 + world.rank);

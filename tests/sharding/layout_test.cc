@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Units of models as people write them, and what holds of the units of any model at all.
+// Units of models as people write them, and properties of the units of any model.
 #include "sharding/layout.h"
 
 #include <gtest/gtest.h>
@@ -141,7 +141,7 @@ TEST(Layout, SplitsAUnitAtTheLimitButNeverAParameter) {
 
 TEST(Layout, GivesNothingForNothing) { EXPECT_TRUE(build_layout({}, {{"", "M"}}, {4, 0}).empty()); }
 
-// --- What holds for any model at all
+// --- Properties of any model
 
 Model random_model(std::mt19937& random) {
   const auto below = [&](int n) { return static_cast<int>(random() % n); };

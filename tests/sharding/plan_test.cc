@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The prediction follows the pass, skips, wraps and ends as the model does.
+// The prediction follows a pass, and skips, wraps and ends with the model.
 #include "sharding/plan.h"
 
 #include <gtest/gtest.h>

@@ -18,7 +18,7 @@
 namespace deeptide::sharding {
 
 struct ShardedTensors {
-  /// `name` tells several of one world apart; parameters are called "p0", "p1", …; a unit holds up to `max_unit`
+  /// `name` distinguishes several in one world; parameters are called "p0", "p1", …; a unit holds up to `max_unit`
   /// elements.
   ShardedTensors(const World& world, const std::string& name, std::vector<at::Tensor> given,
                  ResidencyLimits limits = {}, int64_t max_unit = 1,

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Every rule under all its variants of hyper-parameters, over fifty steps, at every stage of every world: as if it
-// stepped whole parameters alone.
+// Every rule under all its variants of hyper-parameters, over fifty steps, at every stage of every world, equals the
+// rule on whole parameters in one process.
 #include <ATen/ops/allclose.h>
 
 #include <algorithm>

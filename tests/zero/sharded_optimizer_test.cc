@@ -20,7 +20,7 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
-/// Two groups that differ, of any rule.
+/// Two different groups of any rule.
 Groups two_groups(const char* type = "AdamW") {
   const Hyperparameters defaults(type);
   Groups groups{defaults, defaults};
@@ -32,7 +32,7 @@ Groups two_groups(const char* type = "AdamW") {
   return groups;
 }
 
-/// AdamW in fp64, as its paper has it.
+/// AdamW in fp64, as in its paper.
 Tensor adamw(int p, int steps, const Hyperparameters& h) {
   Tensor w = start_of(p).to(at::kDouble), m = w * 0, v = w * 0;
   const double lr = h.lr(), beta1 = h.get("beta1"), beta2 = h.get("beta2");
@@ -144,7 +144,7 @@ TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
   });
 }
 
-/// What no backward reached keeps every bit, and has its own count of steps afterwards.
+/// A parameter that no backward reached keeps every bit, and has its own count of steps afterwards.
 TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
   run_ranks(GetParam(), [&](const World& world) {
     for (int stage = 0; stage < 4; ++stage) {

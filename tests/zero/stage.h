@@ -126,7 +126,7 @@ inline void expect_same_bits(const std::map<std::string, Tensor>& one, const std
   for (const auto& [name, tensor] : one) EXPECT_TRUE(at::equal(tensor, other.at(name))) << name;
 }
 
-/// A store of this name, so that several stages on the same ranks do not meet.
+/// A store of this name, so that several stages on the same ranks stay separate.
 inline World apart(const World& world, const std::string& name) {
   World own = world;
   own.store = c10::make_intrusive<c10d::PrefixStore>(name, world.store);
