@@ -43,7 +43,7 @@ std::vector<Key> profilers() {
 }
 
 std::vector<Key> monitors() {
-  const char* const kJob = "DeepSpeedJobName";
+  constexpr const char* kJob = "DeepSpeedJobName";
   return {
       section("tensorboard", "Scalars to TensorBoard.",
               {enabled(), word("output_path", "", "Folder."), word("job_name", kJob, "Name of the run.")})

@@ -32,7 +32,7 @@ Key offload_param_section() {
 }
 
 Key offload_optimizer_section() {
-  const char* const kAlwaysPipelined = "blocks are always read ahead and written behind";
+  constexpr const char* kAlwaysPipelined = "blocks are always read ahead and written behind";
   return section(
              "offload_optimizer",
              "Keep optimizer states (moments, and the masters of 16-bit parameters) off the device.",

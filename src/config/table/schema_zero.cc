@@ -121,8 +121,8 @@ std::vector<Key> checkpoint_keys() {
 }
 
 std::vector<Key> offload_keys() {
-  const char* const kOptimizer = "the present form is offload_optimizer {\"device\": \"cpu\"}";
-  const char* const kParam = "the present form is offload_param {\"device\": \"cpu\"}";
+  constexpr const char* kOptimizer = "the present form is offload_optimizer {\"device\": \"cpu\"}";
+  constexpr const char* kParam = "the present form is offload_param {\"device\": \"cpu\"}";
   return {
       offload_param_section(),
       offload_optimizer_section(),
