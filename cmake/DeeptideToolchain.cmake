@@ -34,8 +34,12 @@ set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-ini
 # Strict, as CI builds: headers of torch and others are SYSTEM and stay out of it. No sign conversions: counts are signed
 # in torch and unsigned in std, and a cast at each border would say nothing.
 if(DEEPTIDE_WERROR)
-  list(APPEND DEEPTIDE_WARNINGS -Wshadow -Wconversion -Wno-sign-conversion -Wold-style-cast -Wnon-virtual-dtor
+  list(APPEND DEEPTIDE_WARNINGS -Wconversion -Wno-sign-conversion -Wold-style-cast -Wnon-virtual-dtor
     -Woverloaded-virtual -Wunused-const-variable -Werror)
-  # libstdc++ 12's own stable_sort calls what libstdc++ 12 deprecates.
-  list(APPEND DEEPTIDE_WARNINGS $<$<CXX_COMPILER_ID:Clang>:-Wno-deprecated-declarations>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    list(APPEND DEEPTIDE_WARNINGS -Wshadow=local)  # beyond locals, it also means the using declarations of unity neighbours
+  else()
+    # libstdc++ 12's own stable_sort calls what libstdc++ 12 deprecates.
+    list(APPEND DEEPTIDE_WARNINGS -Wshadow -Wno-deprecated-declarations)
+  endif()
 endif()
