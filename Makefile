@@ -19,7 +19,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed asan tsan clean help bench-comm bench-optimizer bench-startup
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -127,6 +127,9 @@ test-wheel: wheel  ## Install the wheel beside torch in an environment of its ow
 
 wheel-deepspeed: setup-lint  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
 	@$(PYTHON) tools/deepspeed_wheel.py dist
+
+bundle: setup-test  ## Write dist/deeptide.tar.xz: builds and tests itself where there is a compiler and torch, but no network
+	@tools/bundle.sh dist/deeptide.tar.xz
 
 asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
 	@$(CTEST) --preset asan -j $(JOBS)

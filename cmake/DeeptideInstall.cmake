@@ -50,4 +50,5 @@ configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/deeptideConfig.cmake.i
   ${PROJECT_BINARY_DIR}/deeptideConfig.cmake INSTALL_DESTINATION ${_package_dir})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/deeptideConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/deeptideConfig.cmake ${PROJECT_BINARY_DIR}/deeptideConfigVersion.cmake
+  ${PROJECT_SOURCE_DIR}/cmake/DeeptideTorch.cmake
   DESTINATION ${_package_dir} COMPONENT deeptide)

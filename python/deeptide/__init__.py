@@ -8,7 +8,7 @@ Importing this package loads nothing but itself: torch and the C++ core come in 
 import importlib
 import os
 
-from deeptide._version import __version__
+from deeptide._version import TORCH_VERSION, __version__
 
 _HOME = {
     "CheckpointError": "_C",
@@ -53,7 +53,22 @@ if "DEEPTIDE_STACKS_FD" in os.environ:
     answer_stack_signals()
 
 
+def _check_torch() -> None:
+    """Answers a torch that the core does not fit, whose C++ symbols differ, before the loader does."""
+    import torch
+
+    built = TORCH_VERSION.split(".")[:2]
+    if torch.__version__.split(".")[:2] != built:
+        minor = ".".join(built)
+        raise ImportError(
+            f"this deeptide was built for torch {minor} and finds torch {torch.__version__}: install torch=={minor}.*, "
+            "or build deeptide for yours from its sources: pip install --no-build-isolation ."
+        )
+
+
 def __getattr__(name: str) -> object:
+    if name in _HOME or name in _MODULES or name == "_C":
+        _check_torch()
     if name in _HOME:
         value = getattr(importlib.import_module(f"deeptide.{_HOME[name]}"), name)
     elif name in _MODULES:

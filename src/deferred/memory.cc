@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "deferred/key.h"
+#include "device/torch_versions.h"
 
 namespace deeptide::deferred {
 
@@ -29,8 +30,8 @@ constexpr const char* kDirectAccess =
 void delete_memory(void* context) { delete static_cast<Memory*>(context); }
 
 void give_data(StorageImpl& storage, DataPtr data) {
+  device::allow_data_access(storage);
   storage.set_data_ptr_noswap(std::move(data));  // deletes the Memory
-  storage.clear_data_ptr_access_error_msg_();
 }
 
 }  // namespace

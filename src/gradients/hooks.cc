@@ -8,17 +8,21 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
+#include <utility>
 
 namespace deeptide::gradients {
 
 using at::Tensor;
 using torch::autograd::variable_list;
 
+/// Nodes are held by c10::intrusive_ptr from torch 2.13 on, by std::shared_ptr before.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const Tensor&>()));
+
 struct GradientHooks::State {
   std::mutex mutex;  // a hook on another thread finishes before the sink is destroyed
   Sink sink;
   std::vector<Tensor> parameters;
-  std::vector<c10::intrusive_ptr<torch::autograd::Node>> accumulators;
+  std::vector<NodePtr> accumulators;
 };
 
 namespace {

@@ -11,6 +11,8 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "device/torch_versions.h"
+
 namespace deeptide::sharding {
 
 using at::DataPtr;
@@ -211,7 +213,7 @@ void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
 void Unit::open(Parameter& p) {
   ++pins_;
   if (p.pins++ > 0) return;
-  p.storage->clear_data_ptr_access_error_msg_();
+  device::allow_data_access(*p.storage);
   char* data = static_cast<char*>(whole_.mutable_data_ptr()) + p.offset * static_cast<int64_t>(whole_.element_size());
   p.storage->set_data_ptr_noswap(DataPtr(data, whole_.device()));
 }

@@ -1,0 +1,33 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Where torch's minor versions differ, from 2.11 to 2.13: all that this library needs to know of it.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+
+namespace deeptide::device {
+
+namespace versions {
+
+// Private before 2.13 as after it; an explicit instantiation may name it.
+template <auto Member>
+struct Flag {
+  friend constexpr auto throws_on_access() { return Member; }
+};
+constexpr auto throws_on_access();
+template struct Flag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace versions
+
+/// Ends what release_data_and_set_meta_custom_data_ptr_error_msg_ began: the data may be accessed again. Call it before
+/// set_data_ptr_noswap, which looks at it.
+template <typename Storage>
+void allow_data_access(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {  // before 2.13
+    storage.*versions::throws_on_access() = false;
+  }
+}
+
+}  // namespace deeptide::device
