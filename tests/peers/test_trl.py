@@ -7,6 +7,7 @@ import os
 
 import libraries
 import pytest
+import torch
 from conftest import run_processes
 
 run_processes = functools.partial(
@@ -62,28 +63,20 @@ def check_dpo(folder, name, stage, gas, precompute):
     from datasets import load_dataset
     from trl import DPOConfig, DPOTrainer
 
-    # From a file: what is computed before lies in a cache beside it, which ranks share.
-    path = os.path.join(folder, "pairs.json")
-    pairs = [
-        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        for prompt, chosen, rejected in zip(texts(12, 1), texts(12, 2), texts(12, 3))
-    ]
-    libraries.write_everywhere(path, pairs)
-    data = load_dataset("json", data_files=path, cache_dir=os.path.join(folder, "cache"), split="train")
-
     deepspeed = None if stage is None else libraries.ds_config(stage)
+    options = {"gradient_accumulation_steps": gas, "max_length": 32, "bf16": False}
+    arguments = libraries.arguments(folder, deepspeed, DPOConfig, precompute_ref_log_probs=precompute, **options)
+    # From one file: what is computed before lies in a cache beside it, which ranks share.
+    keys = ("prompt", "chosen", "rejected")
+    pairs = [dict(zip(keys, row)) for row in zip(texts(12, 1), texts(12, 2), texts(12, 3))]
+    libraries.write(folder, "pairs", pairs)
+    torch.distributed.barrier()
+    path = os.path.join(folder, "pairs.json")
+    data = load_dataset("json", data_files=path, cache_dir=os.path.join(folder, "cache"), split="train")
     trainer = DPOTrainer(
         model=libraries.make_model(),
         ref_model=None if precompute else libraries.make_model(seed=1),
-        args=libraries.arguments(
-            folder,
-            deepspeed,
-            DPOConfig,
-            gradient_accumulation_steps=gas,
-            max_length=32,
-            bf16=False,
-            precompute_ref_log_probs=precompute,
-        ),
+        args=arguments,
         train_dataset=data,
         processing_class=tokenizer(),
     )
