@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the core needs to know of a Python model."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from deeptide import _C
@@ -43,3 +46,13 @@ def describe(model: torch.nn.Module) -> _C.ModelDescription:
             kind = transient if name in module._non_persistent_buffers_set else buffers
             kind.append((f"{path}.{name}" if path else name, buffer))
     return _C.ModelDescription(parameters, buffers, modules, transient)
+
+
+@contextlib.contextmanager
+def whole_afterwards(model: torch.nn.Module) -> Iterator[None]:
+    """Around the end of an engine: parameters that were sharded are whole, and the program's own, afterwards."""
+    with torch.no_grad():
+        wholes = [(p, p.detach().clone()) for p in model.parameters() if _C.has_deferred_key(p)]
+    yield
+    for parameter, whole in wholes:
+        parameter.data = whole

@@ -8,23 +8,19 @@ cd "$(dirname "$0")/../.."
 VENV=${VENV:-.venv}
 below=$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 
-# set_up <folder> <lists of requirements…>: packages that hide those of VENV, and nothing that VENV has.
+# set_up <folder> <list of requirements>: packages that hide those of VENV, and nothing that VENV has.
 set_up() {
-  venv=$1
-  shift
-  stamp=$venv/.requirements
-  if cat "$@" | cmp -s - "$stamp"; then return; fi
+  venv=$1 list=$2 stamp=$1/.requirements
+  if cmp -s "$list" "$stamp"; then return; fi
   echo "setup: making $venv" >&2
   "$VENV/bin/python" -m venv --clear "$venv"
   echo "$below" >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/below.pth"
-  for list in "$@"; do
-    "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$list"
-  done
-  cat "$@" >"$stamp"
+  "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$list"
+  cp "$list" "$stamp"
 }
 
 set_up .venv-peers tools/requirements/peers.txt
-set_up .venv-peers-before tools/requirements/peers.txt tools/requirements/peers-before.txt
+set_up .venv-peers-before tools/requirements/peers-before.txt
 .venv-peers/bin/python -m pytest -q tests/peers "$@"
 .venv-peers-before/bin/python -m pytest -q tests/peers/test_trainer.py tests/peers/test_accelerate.py \
   tests/peers/test_peft.py "$@"

@@ -126,7 +126,7 @@ def check_equal(here, plain, steps):
     assert len(plain["loss"]) == steps
     assert plain.keys() == here.keys()
     for key, values in plain.items():
-        assert here[key] == pytest.approx(values, abs=1e-4), key
+        assert here[key] == pytest.approx(values, abs=1e-4), (key, here[key], values)
 
 
 # -- the scripts ----------------------------------------------------------------------------------------------------

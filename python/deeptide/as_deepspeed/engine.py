@@ -13,10 +13,11 @@ import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
+from deeptide._model import whole_afterwards
 from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
 from deeptide.as_deepspeed._answers import CONSTANTS, EngineAnswers
 from deeptide.as_deepspeed.names import ENGINE
-from deeptide.as_deepspeed.parameters import OffloadStandIn, give_back, is_zero_param
+from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param
 from deeptide.engine import Engine
 
 
@@ -224,7 +225,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         """Returns every byte; the model is whole afterwards, for another initialize. Collective at stage 3."""
         if self._core.closed:
             return
-        with give_back(self.module):
+        with whole_afterwards(self.module):
             super().destroy()
         if self.optimizer is not None:
             self.optimizer = None

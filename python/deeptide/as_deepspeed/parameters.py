@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deeptide import _C, zero
+from deeptide import zero
 from deeptide.zero import ZeroParamStatus
 
 
@@ -101,13 +101,3 @@ class OffloadStandIn:
 def no_external_parameters() -> tuple[()]:
     """A module's ds_external_parameters()."""
     return ()
-
-
-@contextlib.contextmanager
-def give_back(model: torch.nn.Module) -> Iterator[None]:
-    """Around the end of an engine: parameters that were sharded are whole, and the program's own, afterwards."""
-    with torch.no_grad():
-        wholes = [(p, p.detach().clone()) for p in model.parameters() if _C.has_deferred_key(p)]
-    yield
-    for parameter, whole in wholes:
-        parameter.data = whole
