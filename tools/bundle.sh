@@ -24,7 +24,7 @@ mv "$root"/tools/bundle/*.sh "$root"
 
 # liburing is linked whole into the command, or not at all.
 files_of() {
-  dpkg -L "$1" | grep -Ev '/(doc|man|lintian|pkgconfig)(/|$)|libhwy_test|liburing.*[.]so' | while read -r file; do
+  dpkg -L "$1" | grep -Ev '/(doc|man|lintian|pkgconfig)(/|$)|liburing.*[.]so' | while read -r file; do
     if [ -L "$file" ] || [ -f "$file" ]; then echo "${file#/}"; fi
   done
 }
