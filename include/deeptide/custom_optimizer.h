@@ -40,6 +40,8 @@ class DEEPTIDE_API CustomOptimizer {
   virtual std::string needs_whole() const = 0;
   /// Called once, before the first step: the parts that this rank will step, always in this order.
   virtual void adopt(std::vector<ParameterPart> parts) = 0;
+  /// Called before each step: writes into `groups` the hyper-parameters that the program has changed in the optimizer.
+  virtual void read_groups(std::vector<Hyperparameters>& groups);
   /// Steps all parts. `gradients`: by part, with its shape, scaled and clipped; undefined where a part stays as it is.
   /// `groups`: the hyper-parameters in force.
   virtual void step(const std::vector<at::Tensor>& gradients, const std::vector<Hyperparameters>& groups) = 0;

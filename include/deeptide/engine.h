@@ -20,6 +20,9 @@
 namespace torch::nn {
 class Module;
 }
+namespace torch::optim {
+class Optimizer;
+}
 
 namespace deeptide {
 
@@ -202,6 +205,12 @@ class DEEPTIDE_API Engine {
 
 /// Lists a C++ model's parameters, buffers and modules by name.
 DEEPTIDE_API ModelDescription describe(torch::nn::Module& model);
+/// Returns `options` under which `optimizer` steps the model that it was made for: torch's own, or one of the
+/// program's. It stays as it is, with its groups and their learning rates, which are read before each step.
+/// `elementwise`: says of a class that is not torch's that it steps each element by itself, as it must from stage 1 on.
+/// Errors: ValueError on LBFGS, and on a parameter that is not the model's.
+DEEPTIDE_API InitOptions with_optimizer(torch::nn::Module& model, std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                        InitOptions options = {}, bool elementwise = false);
 /// Looks at the model again at every save, load and export: it must outlive the engine's last such call.
 DEEPTIDE_API Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options = {});
 

@@ -57,7 +57,8 @@ CustomLoad::CustomLoad(const Reader& reader, zero::CustomSteps& custom)
     const std::string& role = saved.role.moment_name();
     const bool per_element = !role.ends_with(kWhole);
     const auto [first, last] = parts.equal_range(saved.name);
-    if (first == last) wanted_.push_back({saved.name, saved.role, saved.shape, Region(), at::empty({0})});
+    if (first == last)
+      wanted_.push_back({saved.name, saved.role, saved.shape, Region(), at::empty({0}, saved.data.dtype())});
     for (auto found = first; found != last; ++found) {
       const Part& part = custom.parts()[found->second];
       const int64_t begin = part.begin - custom.parameter(part).offset;

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 
 #include "base/log.h"
 #include "deeptide/allocator.h"
@@ -111,6 +112,21 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   return options;
 }
 
+/// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
+void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& groups) {
+  const auto peak = optim::peak_of(config.scheduler());
+  for (size_t g = 0; peak && g < groups.size(); ++g) {
+    const Hyperparameters& hyper = groups[g].hyperparameters;
+    const auto index = hyper.optimizer() ? hyper.optimizer()->find("lr") : std::nullopt;
+    if (!index || hyper.lr() == peak->lr || hyper.lr() == hyper.optimizer()->hyperparameters[*index].fallback) continue;
+    return log(
+        LogLevel::warning,
+        fmt::format("lr {:g} of optimizer group {} has no effect: the schedule {} rises to {:g} in every group; set "
+                    "scheduler.params.{} to the rate that you mean",
+                    hyper.lr(), g, scheduler_type(config.scheduler()), peak->lr, peak->key));
+  }
+}
+
 }  // namespace
 
 at::ScalarType reduce_type(const Config& config) {
@@ -142,6 +158,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                    optimizer.get(), progress, rewind.get()};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
+  if (channels.is_first()) warn_of_rates(config, this->groups);
   if (channels.is_first() && config.report().dump_state) {
     log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());
   }

@@ -146,6 +146,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
 
 /// Exchanges what each rank knows about its gradient shards: their squares, and the first bad parameter if any.
 std::vector<Verdict> Stepper::judge() {
+  if (auto* custom = parts_.optimizer->custom()) custom->optimizer().read_groups(parts_.progress.hyperparameters);
   Verdict verdict;
   verdict.squares = parts_.reducer->sum_of_squares();
   const auto seen = parts_.reducer->seen();

@@ -9,6 +9,8 @@ namespace deeptide {
 
 CustomOptimizer::~CustomOptimizer() = default;
 
+void CustomOptimizer::read_groups(std::vector<Hyperparameters>& /*groups*/) {}
+
 namespace optim {
 
 CustomRule::CustomRule(const OptimizerInfo& info) : Rule(info, {}, Reach::callers) {}

@@ -187,6 +187,16 @@ std::unique_ptr<Schedule> make(const WarmupCosineLRConfig& config) { return std:
 
 }  // namespace
 
+std::optional<SchedulePeak> peak_of(const SchedulerConfig& config) {
+  if (const auto* cycle = std::get_if<OneCycleConfig>(&config)) return SchedulePeak{"cycle_max_lr", cycle->max_lr};
+  if (const auto* decay = std::get_if<WarmupDecayLRConfig>(&config)) {
+    return SchedulePeak{"warmup_max_lr", decay->max_lr};
+  }
+  const auto* warmup = std::get_if<WarmupLRConfig>(&config);
+  if (!warmup || !warmup->max_lr) return std::nullopt;
+  return SchedulePeak{"warmup_max_lr", *warmup->max_lr};
+}
+
 std::unique_ptr<Schedule> make_schedule(const SchedulerConfig& config) {
   return std::visit([](const auto& chosen) { return make(chosen); }, config);
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "deeptide/config.h"
@@ -20,6 +21,14 @@ class Schedule {
   virtual void apply(int64_t iteration, const std::vector<Hyperparameters>& base,
                      std::vector<Hyperparameters>& groups) const = 0;
 };
+
+/// The highest learning rate that a schedule sets in every group, whatever the group's own is; and its key.
+struct SchedulePeak {
+  const char* key = "";
+  double lr = 0.0;
+};
+/// None: the groups' own rates count.
+std::optional<SchedulePeak> peak_of(const SchedulerConfig& config);
 
 /// Null without a schedule. `config`: from the table of keys, which has checked every parameter and filled defaults.
 std::unique_ptr<Schedule> make_schedule(const SchedulerConfig& config);

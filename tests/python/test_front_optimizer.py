@@ -455,3 +455,22 @@ def test_a_refused_call_leaves_the_model_as_it_was():
     assert torch.equal(model(x), expected)
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("lr", "schedule", "told"),
+    [
+        (0.5, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}}, "rises to 0.25"),
+        (0.5, {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}, "rises to 0.2"),
+        (0.25, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}}, None),
+        (1e-3, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}}, None),  # the default: nothing was asked for
+        (0.5, {"type": "WarmupLR", "params": {}}, None),  # rises to the optimizer's own
+    ],
+)
+def test_a_learning_rate_that_the_schedule_overrides_is_told_once(lr, schedule, told, capfd):
+    section = {"type": "AdamW", "params": {"lr": lr}}
+    start(config={"train_batch_size": 2, "optimizer": section, "scheduler": schedule})
+    errors = capfd.readouterr().err
+    assert errors.count("has no effect") == (1 if told else 0)
+    if told:
+        assert f"lr 0.5 of optimizer group 0 has no effect: the schedule {schedule['type']} {told}" in errors

@@ -222,6 +222,7 @@ def test_numbers_and_none_in_the_state_come_back_as_they_were(tmp_path):
         engine.save_checkpoint(str(tmp_path))
 
     run_ranks(2, save)
+    run_ranks(3, lambda world: start(world, 2, lambda p: Keeps(p, lr=0.1)).load_checkpoint(str(tmp_path)))
     seen = []
     engine = start(None, 0, lambda p: seen.append(Keeps(p, lr=0.1, momentum=0.5)) or seen[0])
     engine.load_checkpoint(str(tmp_path))
