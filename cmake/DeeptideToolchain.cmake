@@ -31,15 +31,20 @@ endif()
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(DEEPTIDE_WARNINGS -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
-# Strict, as CI builds: headers of torch and others are SYSTEM and stay out of it. No sign conversions: counts are signed
-# in torch and unsigned in std, and a cast at each border would say nothing.
+# For the product, as CI builds it: headers of torch and others are SYSTEM and stay out of it. No sign conversions: counts
+# are signed in torch and unsigned in std, and a cast at each border would say nothing.
+set(DEEPTIDE_STRICT_WARNINGS ${DEEPTIDE_WARNINGS})
 if(DEEPTIDE_WERROR)
-  list(APPEND DEEPTIDE_WARNINGS -Wconversion -Wno-sign-conversion -Wold-style-cast -Wnon-virtual-dtor
+  list(APPEND DEEPTIDE_WARNINGS -Werror)
+  list(APPEND DEEPTIDE_STRICT_WARNINGS -Wconversion -Wno-sign-conversion -Wold-style-cast -Wnon-virtual-dtor
     -Woverloaded-virtual -Wunused-const-variable -Werror)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    list(APPEND DEEPTIDE_WARNINGS -Wshadow=local)  # beyond locals, it also means the using declarations of unity neighbours
+    # Beyond locals, it also means the using declarations of neighbours in a unity build.
+    list(APPEND DEEPTIDE_STRICT_WARNINGS -Wshadow=local)
   else()
+    list(APPEND DEEPTIDE_STRICT_WARNINGS -Wshadow)
     # libstdc++ 12's own stable_sort calls what libstdc++ 12 deprecates.
-    list(APPEND DEEPTIDE_WARNINGS -Wshadow -Wno-deprecated-declarations)
+    list(APPEND DEEPTIDE_WARNINGS -Wno-deprecated-declarations)
+    list(APPEND DEEPTIDE_STRICT_WARNINGS -Wno-deprecated-declarations)
   endif()
 endif()
