@@ -316,7 +316,7 @@ void Stepper::act_on_row(StepOutcome& outcome) {
   const PrecisionConfig& precision = parts_.config.precision();
   const RuntimeConfig& runtime = parts_.config.runtime();
   const bool is_dynamic = precision.scales_loss() && precision.loss_scale == 0.0;
-  if (is_dynamic && outcome.loss_scale > precision.min_loss_scale) return;
+  if (is_dynamic && outcome.loss_scale > static_cast<double>(precision.min_loss_scale)) return;
   if (++progress.skipped_in_a_row < runtime.skipped_limit || runtime.on_skipped == OnSkipped::skip) return;
   if (runtime.on_skipped == OnSkipped::raise) {
     too_many_skipped_ = row_text(outcome);

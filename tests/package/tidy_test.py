@@ -90,6 +90,14 @@ class Tidy(unittest.TestCase):
         self.assertEqual(tidy.units_for(["src/base/old.h", "src/base/new.cc"], units), [unity])
         self.assertEqual(tidy.units_for(["src/base/lone.h", "src/base/nowhere.h"], units), [user])
 
+    def test_fails_for_errors_in_the_files_and_in_no_neighbour(self):
+        files = {"src/base/old.cc"}
+        mine, neighbour = (f"{self.root}/src/base/{name}.cc:1:2: error: x" for name in ("old", "new"))
+        torch = "/usr/include/torch.h:3:4: fatal error: y"
+        of_others = [tidy.is_of_others(line, files) for line in tidy.errors_in("\n".join((mine, neighbour, torch)))]
+        self.assertEqual(of_others, [False, True, False])
+        self.assertFalse(all(tidy.is_of_others(line, files) for line in tidy.errors_in("Segmentation fault")))
+
 
 if __name__ == "__main__":
     unittest.main()
