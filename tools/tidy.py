@@ -121,7 +121,7 @@ def by_turns(names: list[str]) -> list[str]:
 def run(args: argparse.Namespace, units: dict[Path, list[str]], files: set[str]) -> int:
     """Checks the units until the time is over and prints what failed and what was not reached."""
     deadline = time.monotonic() + args.seconds
-    failed, late = [], []
+    failed, late, reached = [], [], 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         runs = {pool.submit(check, args.build, unit, deadline): unit for unit in units}
         for done in concurrent.futures.as_completed(runs):
@@ -129,12 +129,13 @@ def run(args: argparse.Namespace, units: dict[Path, list[str]], files: set[str])
             if code is None:
                 late += units[unit]
                 continue
+            reached += 1
             print(f"tidy: {seconds:.0f} s: {' '.join(units[unit])}\n{output}", end="", flush=True)
             if code and not all(is_of_others(line, files) for line in errors_in(output)):
                 failed.append(unit)
     if late:
         print(f"tidy: not reached within {args.seconds:.0f} s: {' '.join(late)}")
-    print(f"tidy: {'failed' if failed else 'no findings'}")
+    print(f"tidy: {reached} of {len(units)} units checked, {len(failed)} with errors")
     return 1 if failed else 0
 
 
