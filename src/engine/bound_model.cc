@@ -194,6 +194,9 @@ void BoundModel::remember(const Unit& unit) {
     const Parameter& p = unit.parameters()[i];
     by_name_[p.name] = {unit.index(), i, 0};
     for (const auto& alias : p.aliases) by_name_[alias.name] = {unit.index(), i, alias.tensor};
+    for (size_t t = 0; t < p.tensors.size(); ++t) {
+      by_tensor_[p.tensors[t].unsafeGetTensorImpl()] = {unit.index(), i, static_cast<int>(t)};
+    }
   }
 }
 
@@ -222,6 +225,13 @@ std::vector<const Parameter*> BoundModel::parameters() const {
 BoundName BoundModel::find(const std::string& name) const {
   const auto found = by_name_.find(name);
   if (found == by_name_.end()) return {};
+  const Place& place = found->second;
+  return {&units_[place.unit]->parameters()[place.parameter], place.tensor};
+}
+
+BoundName BoundModel::find(const Tensor& tensor) const {
+  const auto found = by_tensor_.find(tensor.unsafeGetTensorImpl());
+  if (found == by_tensor_.end()) return {};
   const Place& place = found->second;
   return {&units_[place.unit]->parameters()[place.parameter], place.tensor};
 }

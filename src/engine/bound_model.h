@@ -56,6 +56,8 @@ class BoundModel {
   std::vector<const sharding::Parameter*> parameters() const;
   /// Finds a parameter by any of its names.
   BoundName find(const std::string& name) const;
+  /// Finds the parameter that has this very tensor.
+  BoundName find(const at::Tensor& tensor) const;
   at::Device device() const { return device_; }
   int64_t num_elements() const;
   /// Memory that parameters keep on this rank.
@@ -87,6 +89,7 @@ class BoundModel {
   std::shared_ptr<host::Arena> arena_;
   std::vector<std::unique_ptr<sharding::Unit>> units_;
   std::unordered_map<std::string, Place> by_name_;
+  std::unordered_map<const c10::TensorImpl*, Place> by_tensor_;
   int buffers_cast_ = 0;
   int buffers_kept_ = 0;
   at::Device device_ = at::kCPU;

@@ -61,20 +61,18 @@ class ExportFile {
 
 /// The names under which a unit's tensors are exported, in the unit's order.
 template <typename Visit>
-void for_each_name(const sharding::Unit& unit, const std::map<std::string, Tensor>& loose, Visit visit) {
+void for_each_name(const sharding::Unit& unit, const engine::LiveNames& names, Visit visit) {
   for (const Parameter& p : unit.parameters()) {
-    if (!loose.contains(p.name)) visit(p, p.name, 0);
-    for (const auto& alias : p.aliases) {
-      if (!loose.contains(alias.name)) visit(p, alias.name, alias.tensor);
-    }
+    for (const auto& [name, tensor] : names.of(p)) visit(p, name, tensor);
   }
 }
 
 /// Wide types first: the format forbids gaps, and so all tensors stay aligned.
-checkpoint::Entries lay_out(const engine::BoundModel& model, const std::map<std::string, Tensor>& loose) {
+checkpoint::Entries lay_out(const engine::BoundModel& model, const engine::LiveNames& names,
+                            const std::map<std::string, Tensor>& loose) {
   std::vector<std::pair<std::string, checkpoint::Entry>> tensors;
   for (const auto& unit : model.units()) {
-    for_each_name(*unit, loose, [&](const Parameter& p, const std::string& name, int tensor) {
+    for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
       tensors.push_back({name, {unit->layout().dtype, p.tensors[tensor].sizes().vec()}});
     });
   }
@@ -99,11 +97,13 @@ void Engine::Impl::export_safetensors(const std::string& path, const std::vector
   at::NoGradGuard no_grad;
   std::map<std::string, Tensor> loose;
   for (const NamedTensor& tensor : more) loose[tensor.name] = tensor.tensor;
-  for (const NamedTensor& tensor : enter_to_inspect().all()) loose[tensor.name] = tensor.tensor;
+  const engine::LooseTensors now = enter_to_inspect();
+  const engine::LiveNames names(now);
+  for (const NamedTensor& tensor : now.all()) loose[tensor.name] = tensor.tensor;
   std::optional<ExportFile> file;
   boundary->together("starting the export", [&] {
     TORCH_CHECK_VALUE(!path.empty(), "export_safetensors: the path is empty");
-    if (channels.is_first()) file.emplace(path, lay_out(model, loose));
+    if (channels.is_first()) file.emplace(path, lay_out(model, names, loose));
   });
   // Rank 0 gathers on after it failed: the other ranks take part in every gather.
   std::exception_ptr failure;
@@ -111,7 +111,7 @@ void Engine::Impl::export_safetensors(const std::string& path, const std::vector
     const Tensor whole = gathered(*unit);
     if (!file || failure) continue;
     try {
-      for_each_name(*unit, loose, [&](const Parameter& p, const std::string& name, int tensor) {
+      for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
         file->write(name, p.view_of(whole, tensor));
       });
     } catch (...) {

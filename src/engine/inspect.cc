@@ -4,9 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <set>
-
 #include "engine/engine_impl.h"
+#include "engine/pieces.h"
 
 namespace deeptide {
 
@@ -17,6 +16,7 @@ using sharding::Parameter;
 std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only_rank) {
   at::NoGradGuard no_grad;
   const auto loose = enter_to_inspect();
+  const engine::LiveNames names(loose);
   const bool wanted = only_rank.value_or(channels.world().rank) == channels.world().rank;
   std::vector<NamedTensor> state;
   for (const auto& unit : model.units()) {
@@ -24,17 +24,12 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only
     if (!wanted) continue;
     for (const Parameter& p : unit->parameters()) {
       const Tensor copy = p.view_of(whole).clone().cpu();
-      state.push_back({p.name, copy});
-      for (const auto& alias : p.aliases) {
-        const bool same = alias.tensor == 0;
-        state.push_back({alias.name, same ? copy : p.view_of(whole, alias.tensor).clone().cpu()});
+      for (const auto& [name, tensor] : names.of(p)) {
+        state.push_back({name, tensor == 0 ? copy : p.view_of(whole, tensor).clone().cpu()});
       }
     }
   }
   if (!wanted) return {};
-  std::set<std::string> replaced;
-  for (const NamedTensor& tensor : loose.all()) replaced.insert(tensor.name);
-  std::erase_if(state, [&](const NamedTensor& tensor) { return replaced.contains(tensor.name); });
   for (const NamedTensor& tensor : loose.all()) {
     state.push_back({tensor.name, tensor.tensor.detach().clone().cpu()});
   }
@@ -47,6 +42,10 @@ engine::LooseTensors Engine::Impl::enter_to_inspect() {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     loose = live.look();
   });
+  // On all ranks: who gathered a view of a sharded parameter alone would wait for ranks that are elsewhere by then.
+  for (auto* tensors : {&loose.buffers, &loose.replaced, &loose.added}) {
+    for (NamedTensor& tensor : *tensors) tensor.tensor = engine::readable(tensor.tensor);
+  }
   return loose;
 }
 

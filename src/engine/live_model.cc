@@ -14,6 +14,27 @@ std::vector<NamedTensor> LooseTensors::all() const {
   return tensors;
 }
 
+LiveNames::LiveNames(const LooseTensors& loose) {
+  for (const auto* tensors : {&loose.replaced, &loose.added}) {
+    for (const NamedTensor& tensor : *tensors) elsewhere_.insert(tensor.name);
+  }
+  for (const LateTie& tie : loose.tied) {
+    elsewhere_.insert(tie.name);
+    ties_.insert({tie.to.parameter, {tie.name, tie.to.tensor}});
+  }
+}
+
+std::vector<sharding::Alias> LiveNames::of(const sharding::Parameter& p) const {
+  std::vector<sharding::Alias> names;
+  if (!elsewhere_.contains(p.name)) names.push_back({p.name, 0});
+  for (const auto& alias : p.aliases) {
+    if (!elsewhere_.contains(alias.name)) names.push_back(alias);
+  }
+  const auto [first, last] = ties_.equal_range(&p);
+  for (auto tie = first; tie != last; ++tie) names.push_back(tie->second);
+  return names;
+}
+
 LiveModel::LiveModel(const BoundModel& bound, ModelDescription first, std::function<ModelDescription()> describe)
     : bound_(bound), describe_(std::move(describe)) {
   if (!describe_) describe_ = [first = std::move(first)] { return first; };
@@ -25,16 +46,23 @@ LooseTensors LiveModel::look() {
   for (const NamedTensor& now : description.parameters) {
     const BoundName bound = bound_.find(now.name);
     if (bound.parameter && now.tensor.is_same(bound.parameter->tensors[bound.tensor])) continue;
+    if (const BoundName other = bound_.find(now.tensor); other.parameter) {
+      loose.tied.push_back({now.name, other});
+      tell(now.name, "' is '" + other.parameter->name + "' now: it is trained, saved and exported as that parameter");
+      continue;
+    }
     const bool has_name = bound.parameter && bound.parameter->name == now.name;  // not one of its further names
     (has_name ? loose.replaced : loose.added).push_back(now);
-    if (!told_.insert(now.name).second) continue;
-    log(LogLevel::warning,
-        "parameter '" + now.name +
-            (bound.parameter ? "' is another tensor than at initialize" : "' was added to the model after initialize") +
-            ": it is saved and exported as it is, but this engine does not train it. Write values "
-            "into a parameter with copy_() under no_grad; to train a new one, call initialize again.");
+    const char* was = bound.parameter ? "' is another tensor than at initialize" : "' was added after initialize";
+    tell(now.name, std::string(was) +
+                       ": it is saved and exported as it is, but this engine does not train it. Write values "
+                       "into a parameter with copy_() under no_grad; to train a new one, call initialize again.");
   }
   return loose;
+}
+
+void LiveModel::tell(const std::string& name, const std::string& what) {
+  if (told_.insert(name).second) log(LogLevel::warning, "parameter '" + name + what);
 }
 
 }  // namespace deeptide::engine

@@ -13,13 +13,33 @@
 
 namespace deeptide::engine {
 
+/// A name that held another tensor at initialize, or none, and holds that of a bound parameter now.
+struct LateTie {
+  std::string name;
+  BoundName to;
+};
+
 /// What a checkpoint or an export takes from the program's model instead of the engine's units.
 struct LooseTensors {
   std::vector<NamedTensor> buffers;
   /// Parameters that the engine does not train: whose names hold other tensors than at initialize, or are new.
   std::vector<NamedTensor> replaced, added;
+  /// Names whose values are those of parameters that the engine has.
+  std::vector<LateTie> tied;
 
+  /// Without `tied`.
   std::vector<NamedTensor> all() const;
+};
+
+/// The names under which the model has each bound parameter now: those that still hold it, and late ties.
+class LiveNames {
+ public:
+  explicit LiveNames(const LooseTensors& loose);
+  std::vector<sharding::Alias> of(const sharding::Parameter& p) const;
+
+ private:
+  std::set<std::string> elsewhere_;  // names that hold something else
+  std::multimap<const sharding::Parameter*, sharding::Alias> ties_;
 };
 
 /// Modules rebind buffers (`self.mean = 0.9 * self.mean + …`) and replace parameters (`self.weight = Parameter(…)`):
@@ -33,6 +53,8 @@ class LiveModel {
   LooseTensors look();
 
  private:
+  void tell(const std::string& name, const std::string& what);
+
   const BoundModel& bound_;
   std::function<ModelDescription()> describe_;
   std::set<std::string> told_;  // names of parameters warned about

@@ -36,36 +36,83 @@ std::string joined(const std::vector<std::string>& lines, size_t most) {
   return text;
 }
 
-/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa.
-void translate_roles(const checkpoint::Reader& reader, std::vector<Piece>& wanted) {
-  std::map<std::string, Role> weights;  // name -> role in the file
-  for (const Piece& piece : reader.table()) {
-    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
+/// The roles in which a checkpoint has values that a module holds: weights, and buffers as this rank takes them.
+class SavedRoles {
+ public:
+  /// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
+  SavedRoles(const checkpoint::Reader& reader, const Coordinates& coordinates) : buffer_(Role::buffer()) {
+    const Role own = Role::buffer(coordinates);
+    for (const Piece& piece : reader.table()) {
+      if (piece.role == own) buffer_ = own;
+      if (piece.role.is_weight()) weights_.insert_or_assign(piece.name, piece.role);
+      if (piece.role.is_buffer()) buffers_.insert(piece.name);
+    }
   }
+  std::optional<Role> weight(const std::string& name) const {
+    const auto found = weights_.find(name);
+    return found == weights_.end() ? std::nullopt : std::optional(found->second);
+  }
+  /// Whether or not there is such a buffer.
+  const Role& buffer() const { return buffer_; }
+  bool has_buffer(const std::string& name) const { return buffers_.contains(name); }
+
+ private:
+  Role buffer_;
+  std::map<std::string, Role> weights_;
+  std::set<std::string> buffers_;
+};
+
+/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa. What
+/// was added to the model after initialize was saved like a buffer.
+void translate_roles(const SavedRoles& saved, std::vector<Piece>& wanted) {
   for (Piece& piece : wanted) {
-    const auto found = weights.find(piece.name);
-    if (piece.role.is_weight() && found != weights.end()) piece.role = found->second;
+    if (!piece.role.is_weight()) continue;
+    if (const auto role = saved.weight(piece.name)) {
+      piece.role = *role;
+    } else if (saved.has_buffer(piece.name)) {
+      piece.role = saved.buffer();
+    }
   }
 }
 
-/// Requests the tensors that are not the engine's. A rank that the saved mesh did not have takes those of the rank at
-/// the origin. A replaced parameter that was not one when it was saved takes the value of the trained one.
-void add_loose(const std::vector<NamedTensor>& loose, const Coordinates& coordinates, const checkpoint::Reader& reader,
-               std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
-  const Role own = Role::buffer(coordinates);
-  Role role = Role::buffer();
-  std::map<std::string, Role> weights;
-  std::set<std::string> buffers;
-  for (const Piece& piece : reader.table()) {
-    if (piece.role == own) role = own;
-    if (piece.role.is_weight()) weights.insert_or_assign(piece.name, piece.role);
-    if (piece.role.is_buffer()) buffers.insert(piece.name);
-  }
+/// The role in which the checkpoint has a value of this name for a tensor that is not the engine's. A replaced
+/// parameter that was not one when it was saved takes the value of the trained one.
+Role loose_role(const SavedRoles& saved, const std::string& name) {
+  const auto weight = saved.weight(name);
+  return weight && !saved.has_buffer(name) ? *weight : saved.buffer();
+}
+
+/// Requests the tensors that are not the engine's.
+void add_loose(const std::vector<NamedTensor>& loose, const SavedRoles& saved, std::vector<Piece>& wanted,
+               std::vector<Tensor>& staged) {
   for (const NamedTensor& tensor : loose) {
-    const auto weight = weights.find(tensor.name);
-    const bool as_weight = weight != weights.end() && !buffers.contains(tensor.name);
     staged.push_back(at::empty({tensor.tensor.numel()}, tensor.tensor.options().requires_grad(false)));
-    wanted.push_back(engine::buffer_piece(tensor, as_weight ? weight->second : role, staged.back()));
+    wanted.push_back(engine::buffer_piece(tensor, loose_role(saved, tensor.name), staged.back()));
+  }
+}
+
+/// Reads what the checkpoint has under one of a parameter's names, in the parameter's type; undefined if nothing.
+Tensor saved_values(const checkpoint::Reader& reader, const SavedRoles& saved, const std::string& name,
+                    const Tensor& like) {
+  if (!saved.weight(name) && !saved.has_buffer(name)) return {};
+  const Tensor values = at::empty({like.numel()}, like.options().requires_grad(false));
+  reader.read({engine::buffer_piece({name, like}, loose_role(saved, name), values)});
+  return values.view(like.sizes());
+}
+
+/// A parameter that took another name after initialize has one value, so the checkpoint may have only one for it.
+void check_ties(const std::vector<engine::LateTie>& ties, const checkpoint::Reader& reader, const SavedRoles& saved) {
+  for (const engine::LateTie& tie : ties) {
+    const Tensor& now = tie.to.parameter->tensors[tie.to.tensor];
+    const Tensor here = saved_values(reader, saved, tie.name, now);
+    const Tensor& first = tie.to.parameter->tensors.front();
+    const Tensor there = saved_values(reader, saved, tie.to.parameter->name, first);
+    if (!here.defined() || !there.defined()) continue;
+    const bool transposed = tie.to.tensor != 0 && here.sizes() != there.sizes();
+    if (here.equal(transposed ? there.t() : there)) continue;
+    throw CheckpointError("'" + tie.name + "' is '" + tie.to.parameter->name +
+                          "' now, and the checkpoint has two values for them (nothing was changed): tie them after "
+                          "the load");
   }
 }
 
@@ -88,11 +135,12 @@ std::set<StateName> take_fresh_states(const checkpoint::Reader& reader, const op
   return fresh;
 }
 
-/// What this load leaves out on purpose: buffers as other ranks saved them, moments if they are not wanted, and moments
-/// that this engine does not keep.
+/// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
+/// are not wanted, and moments that this engine does not keep.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
-                                   const std::vector<Piece>& wanted) {
+                                   const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted) {
   std::set<std::string> buffers;
+  for (const engine::LateTie& tie : ties) buffers.insert(tie.name);
   for (const Piece& piece : wanted) {
     if (piece.role.is_buffer()) buffers.insert(piece.name);
   }
@@ -131,13 +179,13 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  std::vector<NamedTensor> loose;
+  engine::LooseTensors now;
   const auto closes = boundary->enter(Call::load_checkpoint, [&](comm::Close& own) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
-    loose = live.look().all();
-    if (intake) intake->drop_left();
+    now = live.look();
   });
+  std::vector<NamedTensor> loose = now.all();
   residency->release_all();
   tag = agree_on_tag(directory, tag);
   if (tag.empty()) return std::nullopt;
@@ -161,16 +209,18 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     if (moments && differences.empty()) fresh = take_fresh_states(*reader, *rule, model, saved.hyperparameters, wanted);
     if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
-    translate_roles(*reader, wanted);
-    add_loose(loose, coordinates, *reader, wanted, staged);
+    const SavedRoles roles(*reader, coordinates);
+    translate_roles(roles, wanted);
+    add_loose(loose, roles, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
-    const auto ignored = ignored_tensors(*reader, moments, unkept, wanted);
+    const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
-    if (lines.empty()) return;
+    if (lines.empty()) return check_ties(now.tied, *reader, roles);
     throw CheckpointError("checkpoint " + directory + "/" + tag +
                           " does not fit the model (nothing was changed):" + joined(lines, 20));
   });
+  if (intake) intake->drop_left();
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
@@ -189,8 +239,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
 
 /// Publishes parameters from the masters that were read, and frozen units from their shards.
 void Engine::Impl::publish_parameters(int64_t rounds_begun) {
-  if (optimizer) optimizer->publish_all();
-  auto& gathers = channels.gathers();
+  auto& gathers = channels.gathers();  // reductions may be under way, on some ranks more than on others
+  if (optimizer) optimizer->publish_all(gathers);
   bool shared = false;
   for (const auto& unit : model.units()) {
     unit->forget_external_writes();

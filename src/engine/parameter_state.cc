@@ -59,7 +59,8 @@ Engine::Impl::StatePlace Engine::Impl::enter_state(const std::string& name, cons
     place = {bound.parameter, bound.tensor, optimized ? static_cast<int>(found - trainable.begin()) : -1};
     if (check) check(place);
   });
-  if (role == kGradient && reducer) reducer->finish(engine::most_rounds(closes));  // also what is left in buckets
+  if (role == kGradient && reducer)
+    reducer->finish(engine::most_rounds(closes), /*ends_micro_batch=*/false);  // also what is left in buckets
   if (optimizer) optimizer->states().refresh_masters();
   return place;
 }
@@ -212,7 +213,7 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
   }
   if (role != kMaster) return;
   residency->release_all();
-  optimizer->publish_parameter(place.unit, index_of(*place.parameter));
+  optimizer->publish_parameter(place.unit, index_of(*place.parameter), channels.gathers());
 }
 
 }  // namespace deeptide

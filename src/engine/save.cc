@@ -69,6 +69,9 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
       for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
     });
   }
+  for (const engine::LateTie& tie : loose.tied) {
+    if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});
+  }
   substitute(loose.replaced, channels.is_first(), snapshot.pieces);
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());

@@ -252,7 +252,7 @@ void Reducer::keep_up(int64_t rounds) {
   flights_->retire_ready();
 }
 
-void Reducer::finish(int64_t rounds) {
+void Reducer::finish(int64_t rounds, bool ends_micro_batch) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   coming_.clear();
@@ -261,7 +261,7 @@ void Reducer::finish(int64_t rounds) {
   rounds_done_ = 0;
   for (Bucket& bucket : buckets_) {  // remaining buckets wait for the next micro-batch's gradients
     bucket.arrived.assign(bucket.arrived.size(), false);
-    bucket.added.assign(bucket.added.size(), false);
+    if (ends_micro_batch) bucket.added.assign(bucket.added.size(), false);
     bucket.num_arrived = 0;
   }
 }

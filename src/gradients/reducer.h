@@ -41,8 +41,9 @@ class Reducer {
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   void keep_up(int64_t rounds);
-  /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final.
-  void finish(int64_t rounds);
+  /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final. Without
+  /// `ends_micro_batch`, has_added still counts what came before.
+  void finish(int64_t rounds, bool ends_micro_batch = true);
 
   bool has_gradient() const { return flights_->has_accumulated(); }
   /// Whether this rank has added a gradient of the parameter in this micro-batch.

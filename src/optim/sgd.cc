@@ -21,8 +21,7 @@ struct SgdScalars {
   float l2_decay;
   float lr;
   float momentum;       // 0: no state
-  float gradient_keep;  // 1 - dampening
-  bool first_step;      // the momentum starts as the gradient
+  float gradient_keep;  // 1 - dampening; 1 in the first step, so that a momentum of zeros becomes the gradient
   bool nesterov;
 };
 
@@ -41,8 +40,7 @@ struct SgdUpdate {
   HWY_INLINE V operator()(V p, V g, V& momentum) const {
     const D d;
     g = decayed(p, g, s);
-    const V moved = hn::MulAdd(hn::Set(d, s.gradient_keep), g, hn::Mul(momentum, hn::Set(d, s.momentum)));
-    momentum = s.first_step ? g : moved;
+    momentum = hn::MulAdd(hn::Set(d, s.gradient_keep), g, hn::Mul(momentum, hn::Set(d, s.momentum)));
     const V update = s.nesterov ? hn::MulAdd(hn::Set(d, s.momentum), momentum, g) : momentum;
     return hn::NegMulAdd(hn::Set(d, s.lr), update, p);
   }
@@ -74,8 +72,7 @@ class Sgd final : public Rule {
         .l2_decay = static_cast<float>(hyper[weight_decay_]),
         .lr = static_cast<float>(hyper[lr_]),
         .momentum = static_cast<float>(hyper[momentum_]),
-        .gradient_keep = static_cast<float>(1.0 - hyper[dampening_]),
-        .first_step = terms.step == 1,
+        .gradient_keep = terms.step == 1 ? 1.0f : static_cast<float>(1.0 - hyper[dampening_]),
         .nesterov = hyper[nesterov_] != 0.0,
     };
   }
@@ -92,11 +89,7 @@ class Sgd final : public Rule {
     Tensor update = detail::scaled_gradient(segment, terms, s.l2_decay);
     const Tensor momentum = segment.states[0];
     if (momentum.defined()) {
-      if (s.first_step) {
-        momentum.copy_(update);
-      } else {
-        momentum.mul_(s.momentum).add_(update, s.gradient_keep);
-      }
+      momentum.mul_(s.momentum).add_(update, s.gradient_keep);
       update = s.nesterov ? update.add_(momentum, s.momentum) : momentum;
     }
     segment.master.add_(update, -s.lr);

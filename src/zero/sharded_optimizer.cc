@@ -65,7 +65,7 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
     }
     if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
-  publish(published);
+  publish(published, group_);
 }
 
 void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
@@ -265,43 +265,43 @@ void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const 
 }
 
 /// Makes the stepped shards whole on all ranks. What lies in shared memory is there once all have written.
-void ShardedOptimizer::publish(const std::vector<int>& units) {
+void ShardedOptimizer::publish(const std::vector<int>& units, comm::Group& over) {
   std::vector<std::pair<int, comm::Pending>> gathers;
   bool shared = false;
   for (int i : units) {
     const bool is_shared = units_[i]->memory() == sharding::UnitMemory::shared;
     shared = shared || is_shared;
-    if (!is_shared) gathers.emplace_back(i, group_.all_gather(units_[i]->whole(), units_[i]->shard()));
+    if (!is_shared) gathers.emplace_back(i, over.all_gather(units_[i]->whole(), units_[i]->shard()));
   }
   for (auto& [i, pending] : gathers) {
-    group_.wait(pending, {"step", "publishing unit '" + units_[i]->layout().name + "'"});
+    over.wait(pending, {"step", "publishing unit '" + units_[i]->layout().name + "'"});
   }
-  if (shared) group_.barrier({"step", "waiting for all ranks to have stepped their shards"});
+  if (shared) over.barrier({"step", "waiting for all ranks to have stepped their shards"});
 }
 
-void ShardedOptimizer::publish_all() {
+void ShardedOptimizer::publish_all(comm::Group& over) {
   std::vector<int> all(units_.size());
   std::iota(all.begin(), all.end(), 0);
-  publish_masters(all);
+  publish_masters(all, over);
   for (sharding::Unit* unit : units_) {
     for (sharding::Parameter& p : unit->parameters()) unit->count_write(p);
   }
 }
 
 /// A graph that saved another parameter of the unit stays valid: only this one counts as written.
-void ShardedOptimizer::publish_parameter(int unit, int parameter) {
-  publish_masters({unit});
+void ShardedOptimizer::publish_parameter(int unit, int parameter, comm::Group& over) {
+  publish_masters({unit}, over);
   units_[unit]->count_write(units_[unit]->parameters()[parameter]);
 }
 
-void ShardedOptimizer::publish_masters(const std::vector<int>& units) {
+void ShardedOptimizer::publish_masters(const std::vector<int>& units, comm::Group& over) {
   at::NoGradGuard no_grad;
   std::vector<int> published;
   for (const int i : units) {
     narrow_master(i);
     if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
-  publish(published);
+  publish(published, over);
 }
 
 }  // namespace deeptide::zero

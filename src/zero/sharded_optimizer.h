@@ -46,9 +46,11 @@ class ShardedOptimizer {
   const CustomSteps* custom() const { return custom_.get(); }
   CustomSteps* custom() { return custom_.get(); }
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
-  void publish_all();
+  void publish_all() { publish_all(group_); }
+  /// Over another group, where reductions may be under way.
+  void publish_all(comm::Group& over);
   /// After the master of one parameter was written: it follows, on all ranks. `unit`: by position. Collective.
-  void publish_parameter(int unit, int parameter);
+  void publish_parameter(int unit, int parameter, comm::Group& over);
 
  private:
   /// What the passes over one unit share.
@@ -83,8 +85,8 @@ class ShardedOptimizer {
   void step_matrices(const UnitPass& pass, const std::vector<Run>& runs);
   at::Tensor whole_direction(int unit, at::Tensor own);
   void apply_update(const UnitPass& pass, const Run& run, const at::Tensor& direction);
-  void publish_masters(const std::vector<int>& units);
-  void publish(const std::vector<int>& units);
+  void publish_masters(const std::vector<int>& units, comm::Group& over);
+  void publish(const std::vector<int>& units, comm::Group& over);
 
   OptimizerStates states_;
   std::unique_ptr<CustomSteps> custom_;

@@ -32,4 +32,6 @@ NO_NEW_GROUP = Raises(("RuntimeError",), "groups cannot be added to a running en
 DIFFERENT_CALLS = Raises(("CommError",), "the ranks called different methods")
 RAW = Raises(("RuntimeError", "ValueError"), "was accessed directly while it is sharded")
 NOT_OPTIMIZED = Raises(("ValueError",), "it is not optimized")
+MISFIT = Raises(("CheckpointError",), r"does not fit the model \(nothing was changed\)")
+TWO_VALUES = Raises(("CheckpointError",), r"the checkpoint has two values for them \(nothing was changed\)")
 NEEDS_GRAD = Raises(("ValueError",), "the loss does not require grad")

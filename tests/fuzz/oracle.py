@@ -21,7 +21,7 @@ from expected import (
     Raises,
     UndefinedError,
 )
-from plain import DocumentedError, FailuresError, Life
+from plain import DocumentedError, FailuresError, Life, Noise
 from programs import STATES, acts_of, pick
 
 OPEN = Path(__file__).parent / "open"
@@ -30,11 +30,13 @@ OPEN = Path(__file__).parent / "open"
 def expected_of(program, setting, noise=None, avoid=True):
     """[phase][act][rank]: a dict of values, None for nothing, or Raises. A phase ends early when its engines are dead.
 
+    noise: (seed, scale), or None.
+
     Errors: UndefinedError; with `avoid`, OpenError for what is known to fail.
     """
     saves = {}
-    generator = None if noise is None else torch.Generator().manual_seed(noise)
-    return [_phase(program, phase, setting.of(phase), (saves, avoid), generator) for phase in program["phases"]]
+    noise = noise and Noise(*noise)
+    return [_phase(program, phase, setting.of(phase), (saves, avoid), noise) for phase in program["phases"]]
 
 
 def traits_of(program, setting):

@@ -8,7 +8,7 @@ It holds what docs/architecture.md states of an engine's life, act by act, in th
 import subject
 import torch
 from acts import Rank
-from expected import BY_HAND, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, UNFROZEN, UndefinedError
+from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from programs import STATES
 from torch import nn
 
@@ -25,6 +25,16 @@ def cast(model):
             module.float()
     if model.pair is not None:  # which torch unties
         model.pair.decode.weight.data = model.pair.encode.weight.data.t()
+
+
+class Noise:
+    """Normal numbers, `scale` large, that follow from a seed."""
+
+    def __init__(self, seed, scale):
+        self.generator, self.scale = torch.Generator().manual_seed(seed), scale
+
+    def like(self, tensor):
+        return self.scale * torch.randn(tensor.shape, generator=self.generator)
 
 
 class PlainRank(Rank):
@@ -131,7 +141,7 @@ class Trained:
 
 
 class Life:
-    """What all ranks' engines are together, from initialize to destroy. noise: a generator, or None.
+    """What all ranks' engines are together, from initialize to destroy. noise: Noise, or None.
 
     With noise, gradients and masters are moved by what rounding may move them: two lives tell how far an engine may be.
     """
@@ -245,7 +255,7 @@ class Life:
             rounded = often if trained.low else self.phase["bf16"]
             epsilon = EPSILON[torch.bfloat16 if rounded else torch.float32]
             size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
-            total = total + epsilon * size * torch.randn(total.shape, generator=self.noise)
+            total = total + epsilon * size * self.noise.like(total)
         return total
 
     def totals(self):
@@ -274,8 +284,7 @@ class Life:
                 continue
             if self.noise is not None:
                 moved = OF_MASTERS[torch.bfloat16 if trained.low else torch.float32]
-                noise = torch.randn(trained.master.shape, generator=self.noise)
-                trained.master.data.mul_(1 + moved * noise)
+                trained.master.data.mul_(1 + moved * self.noise.like(trained.master))
             trained.master.grad = None
             trained.publish()
         for group in (group for rank in self.ranks for group in rank.hyper):
@@ -303,44 +312,74 @@ class Life:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    def late(self, rank):
+        """What a rank's model holds since initialize: ({name: tensor} that is no bound one, {name: bound name})."""
+        names = {id(p): name for name, p in reversed(rank.bound.items())}
+        loose, tied = {}, {}
+        for name, now in rank.model.named_parameters(remove_duplicate=False):
+            if now is rank.bound.get(name):
+                continue
+            if id(now) in names:
+                tied[name] = names[id(now)]
+            else:
+                loose[name] = now
+        return loose, tied
+
+    def _firsts(self, rank):
+        """The bound parameters by their first names."""
+        return {name: p for name, p in rank.bound.items() if next(n for n, q in rank.bound.items() if q is p) == name}
+
     def save(self):
         self.refresh()
-        model = self.ranks[0].model
-        if self.has_replaced():
-            raise UndefinedError("what a load does with parameters that were replaced")
+        first = self.ranks[0]
+        loose, tied = self.late(first)
+        instead = {**loose, **{name: first.bound[target] for name, target in tied.items()}}
+        weights = {t.name: t.master.detach().clone() for t in self.trained}
+        weights.update({n: p.detach().clone() for n, p in self._firsts(first).items() if n not in self.by_name})
+        weights.update({n: p.detach().to(weights[n].dtype) for n, p in instead.items() if n in weights})
+        buffers = [
+            {**dict(rank.model.named_buffers()), **{n: p for n, p in self.late(rank)[0].items() if n not in weights}}
+            for rank in self.ranks
+        ]
         return {
-            "masters": {t.name: t.master.detach().clone() for t in self.trained},
-            "others": {n: p.detach().clone() for n, p in model.named_parameters() if n not in self.by_name},
+            "weights": weights,
             "states": {t.name: _copied(self.optimizer.state.get(t.master, {})) for t in self.trained},
-            "buffers": [{n: b.clone() for n, b in rank.model.named_buffers()} for rank in self.ranks],
+            "buffers": [{n: b.detach().clone() for n, b in own.items()} for own in buffers],
             "hyper": [dict(group) for group in self.ranks[0].hyper],
             "counters": (self.global_steps, self.skipped_steps, self.micro_steps),
         }
 
+    def _check_load(self, saved):
+        first = self.ranks[0]
+        loose, tied = self.late(first)
+        wanted = {**dict(first.model.named_buffers()), **loose}
+        buffers, weights = saved["buffers"][0], saved["weights"]
+        if buffers.keys() - wanted.keys() - tied.keys() or wanted.keys() - buffers.keys() - weights.keys():
+            raise FailuresError([MISFIT] * len(self.ranks))
+        for name, target in tied.items():
+            value, dtype = weights.get(name, buffers.get(name)), first.bound[target].dtype
+            if value is not None and not torch.equal(value.to(dtype), weights[target].to(dtype)):
+                raise FailuresError([TWO_VALUES] * len(self.ranks))
+
     def load(self, saved):
-        if self.has_replaced():
-            raise UndefinedError("what a load does with parameters that were replaced")
+        self._check_load(saved)
         self.drop_gradients()
+        weights = saved["weights"]
         for trained in self.trained:
-            trained.master.data.copy_(saved["masters"][trained.name])
+            trained.master.data.copy_(weights[trained.name])
             self.optimizer.state[trained.master] = _copied(saved["states"][trained.name])
             trained.publish()
         for rank in self.ranks:
             buffers = saved["buffers"][rank.rank if rank.rank < len(saved["buffers"]) else 0]
-            parameters = dict(rank.model.named_parameters())
             with torch.no_grad():
-                for name, value in saved["others"].items():
-                    parameters[name].copy_(value)
-                for name, buffer in rank.model.named_buffers():
-                    buffer.copy_(buffers[name])
+                for name, p in self._firsts(rank).items():
+                    if name not in self.by_name:
+                        p.copy_(weights[name])
+                for name, value in (*rank.model.named_buffers(), *self.late(rank)[0].items()):
+                    value.copy_(buffers[name] if name in buffers else weights[name])
             rank.hyper = [dict(group) for group in saved["hyper"]]
         self.global_steps, self.skipped_steps, micro_steps = saved["counters"]
         self.micro_steps = micro_steps - micro_steps % self.phase["gas"]
-
-    def has_replaced(self):
-        now = dict(self.ranks[0].model.named_parameters(remove_duplicate=False))
-        bound = self.ranks[0].bound
-        return now.keys() != bound.keys() or any(now[name] is not bound[name] for name in now)
 
 
 class FailuresError(Exception):

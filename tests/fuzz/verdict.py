@@ -14,12 +14,14 @@ from programs import acts_of
 
 # An engine sums in another order than plain torch. `plain.Life` with noise moves each gradient and each master by what
 # rounding may move them; a program's tolerance at a value is MARGIN times what that moved the value, and at least FLOOR
-# of its size: a sum of as many terms rounds differently.
+# of its size: a sum of as many terms rounds differently. In bf16 an element moves by a whole step or not at all. Which
+# ones may is shown by noise that is MARGIN times as large, and what that moves counts as it is.
 MARGIN = 16
 FLOOR = 2e-6
 FLOOR_OF_LOW = 2.0**-7  # in bf16 one element of a parameter may round to its neighbour
 FLOOR_OF_MASTERS = 2.0**-10  # which moves the fp32 values beside it by less
-NOISES = (1, 2)
+NOISES = ((1, 1), (2, 1))
+NOISES_OF_LOW = ((3, MARGIN), (4, MARGIN))
 
 
 class Mismatch(NamedTuple):
@@ -53,7 +55,9 @@ class Judge:
         traits = traits_of(self.program, setting)
         if traits not in self._known:
             exact = expected_of(self.program, setting, avoid=self.avoid)
-            moved = [expected_of(self.program, setting, noise, self.avoid) for noise in NOISES]
+            low = any(phase["bf16"] for phase in self.program["phases"])
+            noises = NOISES + NOISES_OF_LOW if low else NOISES
+            moved = [(expected_of(self.program, setting, noise, self.avoid), MARGIN / noise[1]) for noise in noises]
             self._known[traits] = (exact, moved)
         return self._known[traits]
 
@@ -85,7 +89,7 @@ class Judge:
                     if number >= len(got):
                         yield Mismatch("ended", *place, f"the engine is of no use since {got[-1]}")
                         return
-                    others = [m[p][number][rank] for m in moved]
+                    others = [(m[p][number][rank], margin) for m, margin in moved]
                     kind, text = _compare(wanted, others, got[number], _floor(phase, acts[number]))
                     if kind:
                         yield Mismatch(kind, *place, text)
@@ -143,7 +147,7 @@ def _compare(wanted, others, got, floor):
     if wanted.keys() != got[1].keys():
         return "value", f"names differ: {sorted(wanted.keys() ^ got[1].keys())}"
     for name, value in wanted.items():
-        text = _difference(value, [other[name] for other in others], got[1][name], floor)
+        text = _difference(value, [(other[name], margin) for other, margin in others], got[1][name], floor)
         if text:
             return "value", f"{name}: {text}"
     return None, ""
@@ -153,7 +157,9 @@ def _difference(wanted, others, got, floor):
     if isinstance(wanted, torch.Tensor):
         return _tensor_difference(wanted, others, got, floor)
     if isinstance(wanted, float) and not isinstance(got, torch.Tensor):
-        return _tensor_difference(torch.tensor(wanted), [torch.tensor(o) for o in others], torch.tensor(got), floor)
+        return _tensor_difference(
+            torch.tensor(wanted), [(torch.tensor(o), m) for o, m in others], torch.tensor(got), floor
+        )
     if isinstance(wanted, list) and wanted and isinstance(wanted[0], float):
         same = len(got) == len(wanted) and all(
             math.isclose(a, b, rel_tol=1e-9) for a, b in zip(got, wanted, strict=True)
@@ -174,7 +180,7 @@ def _tensor_difference(wanted, others, got, floor):
         return f"got {got}, expected {wanted}"
     if not finite.any():
         return ""
-    spread = max((other.double() - wanted)[finite].abs().max().item() for other in others)
-    tolerance = MARGIN * spread + floor * wanted[finite].abs().max().item() + 1e-9
+    spread = max(margin * (other.double() - wanted)[finite].abs().max().item() for other, margin in others)
+    tolerance = spread + floor * wanted[finite].abs().max().item() + 1e-9
     worst = (got - wanted)[finite].abs().max().item()
     return "" if worst <= tolerance else f"off by {worst:.3g}, tolerance {tolerance:.3g}\ngot {got}\nexpected {wanted}"

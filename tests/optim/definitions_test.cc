@@ -232,16 +232,25 @@ TEST(Lion, OnlyDecaysWhereItsDirectionIsZero) {
   EXPECT_TRUE(at::equal(segment.master, at::tensor({3.0f, 2.5f, 3.5f})));
 }
 
-TEST(Sgd, StartsItsMomentumAsTheFirstGradientWhateverItHeld) {
+TEST(Sgd, StartsItsMomentumAsTheFirstGradientWithoutDampening) {
   const Rule& sgd = find_rule("SGD");
   const Hyperparameters hyper = Hyperparameters("SGD").set("lr", 0.5).set("momentum", 0.5).set("dampening", 0.5);
-  const Segment segment{at::full({37}, 4.0f), {at::full({37}, std::nanf(""))}, at::full({37}, 2.0f), {}};
+  const Segment segment{at::full({37}, 4.0f), {at::full({37}, 0.0f)}, at::full({37}, 2.0f), {}};
   sgd.step(segment, hyper, {1, 1.0});
   EXPECT_TRUE(at::equal(segment.master, at::full({37}, 3.0f)));
   EXPECT_TRUE(at::equal(segment.states[0], at::full({37}, 2.0f)));
   sgd.step(segment, hyper, {2, 1.0});  // 0.5 * 2 + 0.5 * 2
   EXPECT_TRUE(at::equal(segment.states[0], at::full({37}, 2.0f)));
   EXPECT_TRUE(at::equal(segment.master, at::full({37}, 2.0f)));
+}
+
+TEST(Sgd, KeepsAMomentumThatWasSetBeforeTheFirstStep) {
+  const Rule& sgd = find_rule("SGD");
+  const Hyperparameters hyper = Hyperparameters("SGD").set("lr", 0.5).set("momentum", 0.5);
+  const Segment segment{at::full({37}, 4.0f), {at::full({37}, 6.0f)}, at::full({37}, 2.0f), {}};
+  sgd.step(segment, hyper, {1, 1.0});
+  EXPECT_TRUE(at::equal(segment.states[0], at::full({37}, 5.0f)));
+  EXPECT_TRUE(at::equal(segment.master, at::full({37}, 1.5f)));
 }
 
 TEST(Sgd, KeepsAMomentumOnlyIfThereIsOne) {
