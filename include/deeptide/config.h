@@ -195,6 +195,9 @@ enum class Reduction : uint8_t { ordered, transport };
 /// What happens when too many steps in a row were skipped.
 enum class OnSkipped : uint8_t { skip, raise, rewind };
 
+/// What happens when replicated values differ between ranks.
+enum class OnDrift : uint8_t { warn, sync, stop };
+
 /// Whether a separate thread sums gradients during backward; automatic: if a core is idle.
 enum class ReduceThread : uint8_t { automatic, on, off };
 
@@ -207,6 +210,8 @@ struct RuntimeConfig {
   OnSkipped on_skipped = OnSkipped::skip;
   int64_t skipped_limit = 0;    // steps skipped in a row after which that happens
   int64_t rewind_interval = 0;  // applied steps between two states that are kept for a rewind
+  int64_t drift_interval = 0;   // applied steps between two comparisons of what is replicated; 0: none
+  OnDrift on_drift = OnDrift::warn;
   bool tune_allocator = false;  // keep the pages of large CPU tensors instead of faulting them in again
   int64_t unit_size = 0;        // most elements per unit; 0: one repeated block
   uint64_t seed = 0;

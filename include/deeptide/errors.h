@@ -28,6 +28,12 @@ class DEEPTIDE_API NonFiniteError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Ranks hold different values of what they all have a copy of, and the configuration asks for an error then.
+class DEEPTIDE_API DriftError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 /// A checkpoint cannot be written or read, or does not fit the model.
 class DEEPTIDE_API CheckpointError : public std::runtime_error {
  public:

@@ -13,6 +13,7 @@ from deeptide._version import TORCH_VERSION, __version__
 _HOME = {
     "CheckpointError": "_C",
     "NonFiniteError": "_C",
+    "DriftError": "_C",
     "CommError": "_C",
     "Config": "_C",
     "ConfigError": "_C",

@@ -18,6 +18,7 @@ from deeptide._C import CommError as CommError
 from deeptide._C import Config as Config
 from deeptide._C import ConfigError as ConfigError
 from deeptide._C import DistributedSampler as DistributedSampler
+from deeptide._C import DriftError as DriftError
 from deeptide._C import NonFiniteError as NonFiniteError
 from deeptide._C import StepOutcome as StepOutcome
 from deeptide._C import StepResult as StepResult
@@ -38,6 +39,7 @@ __all__ = [
     "DataLoader",
     "DeeptideOptimizer",
     "DistributedSampler",
+    "DriftError",
     "Engine",
     "NonFiniteError",
     "RepeatingLoader",

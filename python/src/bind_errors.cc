@@ -16,6 +16,7 @@ struct ErrorTypes {
   PyObject* comm = nullptr;
   PyObject* checkpoint = nullptr;
   PyObject* non_finite = nullptr;
+  PyObject* drift = nullptr;
 };
 
 // The classes live as long as the interpreter, which may outlive every static destructor: never freed.
@@ -48,6 +49,8 @@ void translate(std::exception_ptr pointer) {
     py::set_error(error_types().checkpoint, error.what());
   } catch (const NonFiniteError& error) {
     py::set_error(error_types().non_finite, error.what());
+  } catch (const DriftError& error) {
+    py::set_error(error_types().drift, error.what());
   } catch (const c10::Error&) {
     torch::translate_exception_to_python(std::current_exception());
   } catch (const python_error&) {
@@ -93,6 +96,8 @@ void bind_errors(py::module_& module) {
   types.non_finite =
       add_error(module, "NonFiniteError", "Too many steps in a row were skipped because gradients are not finite.",
                 PyExc_RuntimeError);
+  types.drift = add_error(module, "DriftError", "Ranks hold different values of what they all have a copy of.",
+                          PyExc_RuntimeError);
   set_error_thrower(&throw_in_python);
   set_blocking_region(&wait_without_gil);
   set_interrupt_check(&check_signals);

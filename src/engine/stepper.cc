@@ -33,7 +33,10 @@ std::string momentum_text(const Hyperparameters& h) {
 }  // namespace
 
 Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
-    : parts_(parts), schedule_(std::move(schedule)), base_hyperparameters_(parts.progress.hyperparameters) {
+    : parts_(parts),
+      schedule_(std::move(schedule)),
+      base_hyperparameters_(parts.progress.hyperparameters),
+      drift_(parts.channels, parts.boundary, parts.model, parts.optimizer, parts.config.runtime()) {
   parts_.progress.loss_scale = optim::initial_loss_scale(parts_.config.precision());
   follow_loss_scale();
   follow_schedule();
@@ -140,6 +143,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     outcome = accumulating();
   }
   end_micro_batch();
+  if (!drifted_.empty()) throw DriftError(std::exchange(drifted_, {}));
   if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
   return outcome;
 }
@@ -269,6 +273,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   parts_.residency.release_all();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
+  drifted_ = drift_.check(progress.optimizer_steps);
   outcome.result = StepResult::applied;
   return outcome;
 }

@@ -9,6 +9,7 @@
 
 #include "deeptide/engine.h"
 #include "engine/boundary.h"
+#include "engine/drift_guard.h"
 #include "engine/gradient_intake.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
@@ -84,7 +85,9 @@ class Stepper {
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
-  std::vector<at::Tensor> losses_;          // of this rank since the last step, to tell forward from backward
+  std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
+  DriftGuard drift_;
+  std::string drifted_;                     // likewise, if copies differ
   std::string too_many_skipped_;            // the error that this step ends with; empty: none
   std::vector<std::vector<bool>> reached_;  // by the last step that left parameters alone
 };

@@ -39,6 +39,14 @@ std::vector<Key> runtime_sections() {
           integer("rewind_interval", 100, "Applied steps between two states kept for `on_skipped` \"rewind\".")
               .at_least(1)
               .into(&RuntimeConfig::rewind_interval),
+          integer("drift_interval", 0,
+                  "Applied steps between two comparisons of what every rank has a copy of; 0: none.")
+              .at_least(0)
+              .into(&RuntimeConfig::drift_interval),
+          choice<OnDrift>("on_drift", OnDrift::warn,
+                          {{"warn", OnDrift::warn}, {"sync", OnDrift::sync}, {"stop", OnDrift::stop}},
+                          "If copies differ. warn: name the first; sync: all take rank 0's; stop: DriftError.")
+              .into(&RuntimeConfig::on_drift),
           flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
               .into(&RuntimeConfig::tune_allocator),
           integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")

@@ -1,0 +1,121 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One digest per parameter and state; ranks that differ name the first.
+#include "engine/drift_guard.h"
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+
+namespace deeptide::engine {
+
+using at::Tensor;
+using sharding::Parameter;
+using sharding::Unit;
+using sharding::UnitMemory;
+
+namespace {
+
+/// Equal on ranks that hold equal bits (FNV-1a over 64-bit words, in four lanes).
+uint64_t digest_of_copy(const Tensor& values) {
+  const Tensor here = values.cpu().contiguous();
+  const auto* bytes = static_cast<const char*>(here.const_data_ptr());
+  constexpr uint64_t kPrime = 0x100000001b3U;
+  constexpr size_t kLanes = 4, kWord = sizeof(uint64_t);
+  uint64_t lanes[kLanes] = {1, 2, 3, 4};
+  size_t at = 0;
+  for (; at + kLanes * kWord <= here.nbytes(); at += kLanes * kWord) {
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      uint64_t word = 0;
+      std::memcpy(&word, bytes + at + lane * kWord, kWord);
+      lanes[lane] = (lanes[lane] ^ word) * kPrime;
+    }
+  }
+  uint64_t digest = 0xcbf29ce484222325U;
+  for (; at < here.nbytes(); ++at) digest = (digest ^ static_cast<uint8_t>(bytes[at])) * kPrime;
+  for (const uint64_t lane : lanes) digest = (digest ^ lane) * kPrime;
+  return digest;
+}
+
+}  // namespace
+
+DriftGuard::DriftGuard(Channels& channels, Boundary& boundary, BoundModel& model, zero::ShardedOptimizer* optimizer,
+                       const RuntimeConfig& config)
+    : channels_(channels), boundary_(boundary), model_(model), optimizer_(optimizer), config_(config) {}
+
+/// States that cover the whole unit are those of stage 0.
+std::vector<DriftGuard::Copy> DriftGuard::copies() const {
+  std::vector<Copy> found;
+  int trained = 0;
+  for (const auto& unit : model_.units()) {
+    const bool is_trained = unit->layout().trainable && optimizer_;
+    const int position = unit->layout().trainable ? trained++ : -1;
+    if (unit->memory() != UnitMemory::whole) continue;
+    std::vector<std::pair<std::string, Tensor>> flats{{"", unit->whole()}};
+    if (is_trained) {
+      const zero::OptimizerStates& states = optimizer_->states();
+      for (const auto& state : states.buffers(position)) {
+        const Tensor values = state.data.in_place();
+        const bool is_copy = values.defined() && values.numel() == unit->numel();
+        if (is_copy && !(state.role == "master" && states.is_aliased(position))) {
+          flats.emplace_back(state.role + " of ", values);
+        }
+      }
+    }
+    for (const Parameter& p : unit->parameters()) {
+      for (const auto& [what, flat] : flats) {
+        found.push_back({what + "'" + p.name + "'", flat.narrow(0, p.offset, p.numel)});
+      }
+    }
+  }
+  return found;
+}
+
+std::string DriftGuard::check(int64_t step) {
+  if (config_.drift_interval == 0 || step % config_.drift_interval != 0 || channels_.data().size() == 1) return {};
+  const at::NoGradGuard no_grad;
+  const std::vector<Copy> all = copies();
+  std::vector<uint64_t> own;
+  for (const Copy& copy : all) own.push_back(digest_of_copy(copy.values));
+  if (own.empty()) return {};
+  const auto digests =
+      boundary_.exchange_all(std::span<const uint64_t>(own), {"step", "comparing what every rank has a copy of"});
+  std::vector<size_t> differing;
+  size_t other = 0;  // the first rank that differs in the first of them
+  for (size_t i = 0; i < own.size(); ++i) {
+    for (size_t at = i + own.size(); at < digests.size(); at += own.size()) {
+      if (digests[at] == digests[i]) continue;
+      if (differing.empty()) other = at / own.size();
+      differing.push_back(i);
+      break;
+    }
+  }
+  if (differing.empty()) return {};
+  const auto& ranks = channels_.data().ranks();
+  const std::string text = fmt::format(
+      "after {} applied steps {} of {} replicated tensors differ between ranks; the first is {}, on ranks "
+      "{} and {}. A rank has written it alone, or its memory is damaged",
+      step, differing.size(), all.size(), all[differing.front()].name, ranks[0], ranks[other]);
+  if (config_.on_drift == OnDrift::stop) return text;
+  if (config_.on_drift == OnDrift::sync) make_equal(all, differing);
+  if (channels_.is_first()) {
+    log(LogLevel::warning,
+        text + (config_.on_drift == OnDrift::sync ? fmt::format("; all ranks have rank {}'s now", ranks[0]) : ""));
+  }
+  return {};
+}
+
+void DriftGuard::make_equal(const std::vector<Copy>& copies, const std::vector<size_t>& differing) {
+  for (const size_t i : differing) {
+    Tensor values = copies[i].values.clone();  // a view of a unit may begin at any element
+    auto pending = channels_.gathers().broadcast(values, 0);
+    channels_.gathers().wait(pending, {"step", "making " + copies[i].name + " equal on all ranks"});
+    copies[i].values.copy_(values);
+  }
+}
+
+}  // namespace deeptide::engine
