@@ -24,7 +24,7 @@ _STUB_IS_MORE_EXACT = {
 }
 _STUBTEST_SETTINGS = """
 [mypy]
-[mypy-torch.*,numpy.*]
+[mypy-torch.*,numpy.*,lightning.*]
 follow_imports = skip
 ignore_missing_imports = True
 """
@@ -34,6 +34,8 @@ deeptide\._groups\.(_table_of|keys_of)
 deeptide\.accelerator\.get_accelerator
 deeptide\.as_deepspeed\.configuration\._schema
 deeptide\.as_deepspeed\.helpers\._say_leaves
+# Lightning is optional
+deeptide\.lightning.*
 deeptide\.as_deepspeed\.logging\.(_once|warning_once)
 """
 
