@@ -12,7 +12,7 @@
 namespace deeptide::checkpoint {
 
 /// Bytes per write, and per staged copy of elements that cannot be read in place.
-constexpr int64_t kBlockBytes = int64_t{8} << 20;
+inline constexpr int64_t kBlockBytes = int64_t{8} << 20;
 
 /// Every write but the last is a multiple of kBlockBytes at a multiple of kBlockBytes. Small pieces are joined in one
 /// block of memory; whole blocks of large tensors go to the file without a copy.

@@ -8,7 +8,7 @@
 
 namespace deeptide::checkpoint {
 
-constexpr const char* kManifestName = "manifest.json";
+inline constexpr const char* kManifestName = "manifest.json";
 std::string shard_name(int rank);       // "rank_00000.safetensors"
 std::string rank_table_name(int rank);  // "rank_00000.json"
 /// Whether a save owns the files of this name in a tag's folder; all others are the user's.

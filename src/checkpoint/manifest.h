@@ -13,7 +13,7 @@
 namespace deeptide::checkpoint {
 
 /// The manifest's version that this Deeptide writes; it reads this one and all before it.
-constexpr int kManifestVersion = 2;
+inline constexpr int kManifestVersion = 2;
 
 /// Everything global of a checkpoint that is not tensors. The JSON texts are kept as they are, character for character,
 /// so integers of any size and NaN are read back unchanged.

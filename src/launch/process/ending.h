@@ -11,7 +11,7 @@
 namespace deeptide::launch {
 
 /// The time after a failure in which other ranks may still fail on their own before they are asked to end.
-constexpr std::chrono::milliseconds kLastWords{300};
+inline constexpr std::chrono::milliseconds kLastWords{300};
 
 /// Decides when to ask and when to kill: running -> warned -> stopping -> killing, never back.
 /// Value type: holds no process and reads no clock. Its owner sends the signals or messages.

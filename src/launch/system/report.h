@@ -8,8 +8,8 @@
 namespace deeptide::launch {
 
 /// Exit codes of the command itself. A failed job returns the exit code of the rank.
-constexpr int kExitUsage = 2;          // UsageError
-constexpr int kExitCannotStart = 126;  // any other exception
+inline constexpr int kExitUsage = 2;          // UsageError
+inline constexpr int kExitCannotStart = 126;  // any other exception
 
 /// Returns the exit code of `work`. Prints the text of an exception to standard error and returns its code above.
 int run_reporting(const std::function<int()>& work);

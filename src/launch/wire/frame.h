@@ -46,7 +46,7 @@ struct Frame {
 std::string encode(const Frame& frame);
 
 /// An agent's stream begins with this line. The reader skips a login shell's output before it.
-constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
+inline constexpr std::string_view kPreamble = "\nDEEPTIDE-AGENT 1\n";
 
 /// Cuts a stream into frames.
 class FrameReader {

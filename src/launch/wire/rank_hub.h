@@ -18,7 +18,7 @@
 namespace deeptide::launch {
 
 /// Holds the hub's place for `deeptide rank`: a port, then addresses to try in turn, separated by commas.
-constexpr const char* kHubVariable = "DEEPTIDE_HUB";
+inline constexpr const char* kHubVariable = "DEEPTIDE_HUB";
 
 /// Optional: a rank reports its own waits if the hub cannot listen or the rank cannot connect.
 class RankHub {
