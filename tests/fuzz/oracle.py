@@ -12,6 +12,7 @@ from acts import ACTS, UNCOUNTED, values_for
 from expected import (
     DIFFERENT_CALLS,
     NO_NEW_GROUP,
+    NO_STATE,
     NO_SYNC,
     NOT_OPTIMIZED,
     RAW,
@@ -228,9 +229,14 @@ def look_all(life, act, saves):
         values[f"{trained.name} master"] = trained.master.detach().clone()
         state = life.optimizer.state.get(trained.master, {})
         for role in STATES[life.program["optimizer"]["type"]]:
-            kept = role != "momentum_buffer" or life.program["optimizer"]["params"]["momentum"]
+            kept = _keeps(life, role)
             values[f"{trained.name} {role}"] = _or_zeros(state.get(role), trained.master) if kept else None
     return values
+
+
+def _keeps(life, role):
+    """SGD without a momentum keeps no state."""
+    return role != "momentum_buffer" or life.program["optimizer"]["params"]["momentum"]
 
 
 def _or_zeros(state, like):
@@ -267,6 +273,8 @@ def set_full(life, act, saves):
         life.set_master(trained, value)
     elif role == "gradient":
         life.set_gradient(trained, value)
+    elif not _keeps(life, STATES[life.program["optimizer"]["type"]][0]):
+        return NO_STATE
     else:
         life.set_state(trained, STATES[life.program["optimizer"]["type"]][0], value)
     return {}
