@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Tensor.new, new_tensor and tolist work on tensors whose values operators find elsewhere.
+"""Makes Tensor.new and new_tensor work on tensors with our dispatch key, and tolist on those that zero.Init defers.
 
 torch takes the device of a new tensor from the highest dispatch key of the old one, and fails where that is ours
 ("DeferredInit doesn't correspond to a device"): torch.nn.init.trunc_normal_ does so. And tolist, which print uses,
-reads memory that no operator has been asked for.
+reads memory that no operator has been asked for. A sharded parameter's tolist stays an error: the other ranks would
+have to take part.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ def install() -> None:
         return
     _installed = True
     for name in ("new", "new_tensor"):
-        setattr(torch.Tensor, name, _wrapped(getattr(torch.Tensor, name), _nothing_of_type))
-    torch.Tensor.tolist = _wrapped(torch.Tensor.tolist, _C.values_of)  # type: ignore[method-assign]
+        setattr(torch.Tensor, name, _wrapped(getattr(torch.Tensor, name), _C.has_deferred_key, _nothing_of_type))
+    torch.Tensor.tolist = _wrapped(torch.Tensor.tolist, _C.is_deferred, _C.values_of)  # type: ignore[method-assign]
 
 
 def _nothing_of_type(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def _wrapped(method: Any, plain: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _wrapped(
+    method: Any, concerns: Callable[[torch.Tensor], bool], plain: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
     @functools.wraps(method)
     def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if isinstance(self, torch.Tensor) and _C.has_deferred_key(self):
+        if isinstance(self, torch.Tensor) and concerns(self):
             self = plain(self)
         return method(self, *args, **options)
 

@@ -42,7 +42,6 @@ struct Absent {
   int item = -1;  // in a list of tensors
   Geometry geometry;
   std::shared_ptr<Version> before;  // null: the operator overwrites all of it
-  const void* memory = nullptr;     // arguments of one memory have the same
   bool written = false;
 };
 

@@ -24,7 +24,6 @@ namespace deeptide::sharding {
 
 using at::Tensor;
 using c10::DispatchKeySet;
-using c10::IValue;
 using deferred::Traits;
 
 namespace {
@@ -73,7 +72,7 @@ std::atomic<int64_t> count{0};
 using Uses = c10::SmallVector<Use, 4>;
 
 void collect(const Tensor& tensor, bool write, Uses& uses) {
-  if (!tensor.defined() || !has_gate_key(tensor) || !tensor.has_storage()) return;
+  if (!has_gate_key(tensor) || !tensor.has_storage()) return;
   Use use;
   if (!Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use)) return;
   for (Use& known : uses) {
@@ -84,20 +83,6 @@ void collect(const Tensor& tensor, bool write, Uses& uses) {
   }
   use.write = write;
   uses.push_back(use);
-}
-
-void collect(const IValue& value, bool write, Uses& uses) {
-  if (value.isTensor()) {
-    collect(value.toTensor(), write, uses);
-  } else if (value.isTensorList()) {
-    for (const Tensor& tensor : value.toTensorVector()) collect(tensor, write, uses);
-  } else if (value.isOptionalTensorList()) {
-    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-      if (tensor) collect(*tensor, write, uses);
-    }
-  } else if (value.isList()) {
-    for (const IValue& item : value.toListRef()) collect(item, write, uses);
-  }
 }
 
 /// Keeps everything the running operator uses whole until it returns or throws. Acquires the parameters of one engine
@@ -143,7 +128,11 @@ void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack*
   }
   Uses uses;
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  for (size_t i = 0; i < arguments.size(); ++i) collect(arguments[i], traits.writes_argument(i), uses);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    deferred::for_each_tensor(arguments[i], [&, write = traits.writes_argument(i)](int, const Tensor& tensor) {
+      collect(tensor, write, uses);
+    });
+  }
   if (uses.empty()) {
     op.redispatchBoxed(below, stack);
     return;

@@ -154,6 +154,20 @@ def test_values_can_be_looked_at():
     assert _C.is_deferred(model[0].weight)
 
 
+@pytest.mark.apart
+def test_a_sharded_parameter_is_not_read_by_one_rank():
+    build(applied, True)  # zero.Init has been used in this process
+
+    def read(world):
+        engine, *_ = deeptide.initialize(model=build(applied, True)[0], config=models.config(3), world=world)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was accessed directly while it is sharded"):
+            engine.module[0].weight.tolist()
+        assert engine.module[0].weight.new_tensor([1.0]).tolist() == [1.0]
+        engine.destroy()
+
+    run_ranks(2, read)
+
+
 def test_what_would_go_wrong_is_an_error():
     model, _ = build(applied, True)
     with pytest.raises(RuntimeError, match=r"made under zero\.Init was accessed directly"):
