@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the house rules that a compiler does not: layer order, cycles, file openings and lengths."""
+"""Checks the house rules that a compiler does not: layer order, cycles, openings, lengths of files and functions."""
 
 import argparse
+import ast
 import re
 import subprocess
 import sys
@@ -12,10 +13,20 @@ from pathlib import Path
 
 LAYERS_FILE = Path("src/layers.txt")
 MAX_LINES = 500
+MAX_FUNCTION_LINES = 60
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 NAMESPACE = re.compile(r"^namespace (deeptide(?:::\w+)*)", re.MULTILINE)
 CODE = {".cc", ".h", ".inl", ".cu", ".cuh", ".py", ".pyi"}
+# Heads of what is no function: scopes, and values in braces within a statement.
+NO_FUNCTION = re.compile(r"(namespace|class|struct|enum|union|extern)\b")
+IS_VALUE = re.compile(r"([=(,{]\s*|\S)$")
+# Comments, preprocessor lines, strings and characters; then what divides blocks and statements.
+CPP_TOKEN = re.compile(
+    r"//[^\n]*|/\*.*?\*/|^#(?:[^\n]*\\\n)*[^\n]*"
+    r"|R\"(?P<mark>\w*)\(.*?\)(?P=mark)\"|\"(?:\\.|[^\"\\])*\"|(?<!\w)'(?:\\.|[^'\\])+'|[{};]",
+    re.DOTALL | re.MULTILINE,
+)
 COMMENT = {".py": "#", ".pyi": "#"}
 # Headers that still declare in `deeptide` itself instead of their layer's namespace.
 IN_PUBLIC_NAMESPACE = ("src/base/", "src/device/parallel.h", "src/engine/engine_impl.h")
@@ -136,6 +147,44 @@ def check_length(path: Path, text: str) -> list[str]:
     return [f"{path}: {count} lines, at most {MAX_LINES}; split it by subject"] if count > MAX_LINES else []
 
 
+def python_functions(text: str) -> list[tuple[int, int, str]]:
+    """First line, number of lines and name of each function."""
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [(node.lineno, node.end_lineno - node.lineno + 1, node.name) for node in nodes]
+
+
+def cpp_functions(text: str) -> list[tuple[int, int, str]]:
+    """The same of C++, with every block and lambda, by their braces."""
+    found, opened, head = [], [], 0  # opened: where each block's head and brace stand; head: that of the next block
+    for token in CPP_TOKEN.finditer(text):
+        if token[0] == "{":
+            head += len(text[head:]) - len(text[head:].lstrip())
+            opened.append((head, token.start()))
+        elif token[0] == "}" and opened:
+            first, brace = opened.pop()
+            first = max(first, text.rfind("\n\n", first, brace) + 2)  # a macro before it may end without a semicolon
+            if IS_VALUE.search(text[first:brace]):
+                head = first
+                continue
+            if ")" in text[first:brace] and not NO_FUNCTION.match(text[first:brace]):
+                count = text.count("\n", first, token.start()) + 1
+                found.append((text.count("\n", 0, first) + 1, count, text[first:].partition("\n")[0]))
+        elif token[0] != ";" and text[head : token.start()].strip():
+            continue  # a string or a comment within a statement
+        head = token.end()
+    return found
+
+
+def check_functions(path: Path, text: str) -> list[str]:
+    """Functions, tests among them, that are too long."""
+    functions = python_functions(text) if path.suffix in {".py", ".pyi"} else cpp_functions(text)
+    return [
+        f"{path}:{first}: {count} lines, at most {MAX_FUNCTION_LINES} in a function; split it: {name}"
+        for first, count, name in functions
+        if count > MAX_FUNCTION_LINES
+    ]
+
+
 def find_cycle(graph: dict[str, list[str]]) -> list[str]:
     """The first chain of files that leads back to its start, or nothing."""
     done: set[str] = set()
@@ -173,7 +222,7 @@ def check_all(texts: dict[Path, str]) -> list[str]:
     for path, text in sorted(texts.items()):
         if path.name == "__init__.py" and not text.strip():
             continue
-        for check in (check_layers, check_namespace, check_opening, check_length):
+        for check in (check_layers, check_namespace, check_opening, check_length, check_functions):
             problems += check(path, text)
     return problems
 

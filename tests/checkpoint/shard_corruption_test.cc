@@ -7,6 +7,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <vector>
 
 #include "checkpoint/file_io.h"
 #include "checkpoint/safetensors.h"
@@ -49,6 +50,22 @@ class Corruption : public ::testing::Test {
 
   std::string open_error() {
     return error_of([&] { Reader(scratch_.path(), "t"); });
+  }
+
+  struct ManifestCase {
+    std::function<void(json&)> change;
+    const char* why;
+  };
+
+  // Each change must end in an error that names the checkpoint and says why.
+  void expect_refused(const std::vector<ManifestCase>& cases) {
+    for (const auto& [change, why] : cases) {
+      json changed = json::parse(manifest_);
+      change(changed);
+      overwrite(manifest_path_, changed.dump());
+      const std::string text = open_error();
+      EXPECT_TRUE(contains(text, why) && contains(text, scratch_ / "t")) << text << "\nexpected: " << why;
+    }
   }
 
   Scratch scratch_;
@@ -151,10 +168,7 @@ TEST_F(Corruption, SeesAShardOfAnotherSaveWithTheSameLayout) {
 }
 
 TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
-  const struct {
-    std::function<void(json&)> change;
-    const char* why;
-  } cases[] = {
+  expect_refused({
       {[](json& m) { m["version"] = 3; }, "has version 3, this Deeptide reads up to 2; load it with a newer Deeptide"},
       {[](json& m) { m["version"] = 0; }, "contradicts the rest"},
       {[](json& m) { m["version"] = 1.5; }, "expected an integer, got a number"},
@@ -174,6 +188,11 @@ TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
       {[](json& m) { m["rank_states"][1]["coordinates"]["data"] = -1; }, "'data=-1' is not a mesh coordinate"},
       {[](json& m) { m["save"] = 5; }, "type must be string"},
       {[](json& m) { m["save"] = "0123456789abcdef"; }, "the shard is of another save"},
+  });
+}
+
+TEST_F(Corruption, RefusesTensorsThatMakeNoSense) {
+  expect_refused({
       {[](json& m) { m["tensors"][0]["role"] = "odd"; }, "role 'odd' is not known"},
       {[](json& m) { m["tensors"][1]["role"] = "moment"; }, "'moment' not found"},
       {[](json& m) {
@@ -210,14 +229,7 @@ TEST_F(Corruption, RefusesAManifestThatMakesNoSense) {
       {[](json& m) { m["tensors"][1]["pieces"][0]["offset"] = 0; }, "not where manifest.json expects"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "../t/rank_00000.safetensors"; }, "is not a file name"},
       {[](json& m) { m["tensors"][1]["pieces"][0]["file"] = "absent.safetensors"; }, "No such file"},
-  };
-  for (const auto& [change, why] : cases) {
-    json changed = json::parse(manifest_);
-    change(changed);
-    overwrite(manifest_path_, changed.dump());
-    const std::string text = open_error();
-    EXPECT_TRUE(contains(text, why) && contains(text, scratch_ / "t")) << text << "\nexpected: " << why;
-  }
+  });
 }
 
 }  // namespace

@@ -103,6 +103,27 @@ class CheckIncludes(unittest.TestCase):
         self.assertIn("501 lines, at most 500", problems({"src/base/a.cc": OPENING + "\n" * 498}))
         self.assertEqual(problems({"src/base/a.cc": OPENING + "\n" * 497}), "")
 
+    def test_refuses_long_functions_of_both_languages(self):
+        body = "  f();\n" * 59
+        self.assertEqual(problems({"src/base/a.cc": OPENING + f"void g(int x) {{\n{body[7:]}}}\n"}), "")
+        for head, tail in (
+            ("void g(int x) {\n", "}"),
+            ("TEST_F(Subject,\n       Does) {\n", "}"),
+            ("A::A(int x)\n    : a_{x} {\n", "}"),
+            ("const auto g = [](int x) {\n", "};"),
+        ):
+            # A brace in a string, a character or a comment is none.
+            text = f'namespace a {{\nint y;\n{head}  s = "}}" + R"({{)" + \'{{\';  // }}\n{body}{tail}\n}}\n'
+            found = problems({"tests/base/a_test.cc": OPENING + text})
+            self.assertRegex(found, r"^tests/base/a_test.cc:6: 6[23] lines, at most 60 in a function; split it: ")
+            self.assertEqual(found.count("\n"), 0, found)
+        scope = f"struct B {{\n{body}}};\n"
+        table = "const Row kRows[] = {\n" + '    {"a(", 1},\n' * 70 + "};\n"
+        self.assertEqual(problems({"src/base/a.cc": OPENING + f"namespace a {{\n{scope}{table}}}\n"}), "")
+        python = OPENING.replace("//", "#") + "class A:\n    def g(self):\n"
+        self.assertEqual(problems({"tools/a.py": python + "        f()\n" * 59}), "")
+        self.assertIn("tools/a.py:5: 61 lines", problems({"tools/a.py": python + "        f()\n" * 60}))
+
 
 class Layers(unittest.TestCase):
     def test_stand_in_the_documents_in_the_order_of_the_list(self):
