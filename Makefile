@@ -72,7 +72,8 @@ test-python: build-all
 	else echo "no tests/python here: skipped"; fi
 
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
-	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q tests/hosts
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
+	  tests/hosts
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
