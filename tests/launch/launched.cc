@@ -53,8 +53,7 @@ std::string TempFolder::script(const std::string& name, const std::string& text)
   return path(name);
 }
 
-Launched::Launched(std::vector<std::string> arguments, std::map<std::string, std::string> environment)
-    : started_(std::chrono::steady_clock::now()) {
+Launched::Launched(std::vector<std::string> arguments, std::map<std::string, std::string> environment) {
   arguments.insert(arguments.begin(), DEEPTIDE_COMMAND);
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());
@@ -90,7 +89,6 @@ LaunchResult Launched::wait() {
     waitpid(pid_, &status, 0);
   }
   pid_ = -1;
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started_).count();
   result.exit_code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   result.output = read_file(folder_.path("out"));
   result.errors = read_file(folder_.path("err"));

@@ -21,7 +21,6 @@ struct LaunchResult {
   int exit_code = -1;  // 128 + signal if the launcher itself was killed
   std::string output;
   std::string errors;
-  double seconds = 0;
 };
 
 /// A folder that goes away with its owner.
@@ -58,7 +57,6 @@ class Launched {
  private:
   TempFolder folder_;
   pid_t pid_ = -1;
-  std::chrono::steady_clock::time_point started_;
 };
 
 LaunchResult launch(std::vector<std::string> arguments, std::map<std::string, std::string> environment = {});

@@ -51,8 +51,8 @@ class Ids {
 
 // A rank with a child of its own; `trap` is what the rank does with signals.
 std::vector<std::string> sleeping_job(const Ids& ids, const std::string& trap, std::vector<std::string> options = {}) {
-  const std::string text = trap + "; sh -c '" + trap + "; sleep 100; sleep 100' & echo $! >" + ids.folder() +
-                           "/child$RANK; echo $$ >" + ids.folder() + "/rank$RANK; wait; wait; wait; sleep 100";
+  const std::string text = trap + "; sh -c '" + trap + "; sleep infinity; sleep infinity' & echo $! >" + ids.folder() +
+                           "/child$RANK; echo $$ >" + ids.folder() + "/rank$RANK; wait; wait; wait; sleep infinity";
   for (const char* word : {"--num_ranks", "2", "sh", "-c"}) options.push_back(word);
   options.push_back(text);
   return options;
@@ -76,9 +76,8 @@ TEST(Job, EndsTheOthersWhenARankFails) {
   Ids ids;
   const LaunchResult result =
       launch({"--num_ranks", "3", "sh", "-c",
-              "echo $$ >" + ids.folder() + "/$RANK; if [ $RANK = 1 ]; then exit 3; fi; sleep 100"});
+              "echo $$ >" + ids.folder() + "/$RANK; if [ $RANK = 1 ]; then exit 3; fi; sleep infinity"});
   EXPECT_EQ(result.exit_code, 3);
-  EXPECT_LT(result.seconds, 5);
   expect_in("[deeptide] rank 1 exited with code 3; the others were stopped\n", result.errors);
 }
 
@@ -102,7 +101,6 @@ TEST(Job, KillsAfterTheGraceWhatIgnoresTheRequest) {
   const auto pids = ids.read(2);
   const LaunchResult result = launched.wait();
   EXPECT_EQ(result.exit_code, 4);
-  EXPECT_LT(result.seconds, 10);
   Ids::expect_gone(pids);
 }
 
@@ -117,7 +115,7 @@ TEST(Job, LetsARankCleanUpWithinTheGrace) {
 
 TEST(Job, DecodesSignals) {
   const LaunchResult result =
-      launch({"--num_ranks", "2", "sh", "-c", "if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep 100"});
+      launch({"--num_ranks", "2", "sh", "-c", "if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep infinity"});
   EXPECT_EQ(result.exit_code, 128 + SIGSEGV);
   expect_in("rank 1 was killed by signal 11 (SIGSEGV); the others were stopped", result.errors);
   const LaunchResult killed = launch({"--num_ranks", "1", "sh", "-c", "kill -KILL $$"});
@@ -128,9 +126,8 @@ TEST(Job, DecodesSignals) {
 TEST(Job, EndsWhatARankLeftRunning) {
   Ids ids;
   const LaunchResult result =
-      launch({"--num_ranks", "2", "sh", "-c", "sleep 100 & echo $! >" + ids.folder() + "/$RANK; exit 0"});
+      launch({"--num_ranks", "2", "sh", "-c", "sleep infinity & echo $! >" + ids.folder() + "/$RANK; exit 0"});
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_LT(result.seconds, 5);
   Ids::expect_gone(ids.read(2));
 }
 
@@ -160,7 +157,7 @@ except KeyboardInterrupt:
 
 TEST(Interrupt, TwiceKillsAtOnce) {
   Ids ids;
-  Launched launched(sleeping_job(ids, "trap \"\" INT TERM", {"--grace", "60"}));
+  Launched launched(sleeping_job(ids, "trap \"\" INT TERM", {"--grace", "3600"}));
   const auto pids = ids.read(4);
   launched.send_signal(SIGINT);
   sleep_briefly();
@@ -168,7 +165,6 @@ TEST(Interrupt, TwiceKillsAtOnce) {
   launched.send_signal(SIGINT);
   const LaunchResult result = launched.wait();
   EXPECT_EQ(result.exit_code, 130);
-  EXPECT_LT(result.seconds, 15);
   Ids::expect_gone(pids);
 }
 
@@ -242,8 +238,9 @@ TEST(KilledLauncher, LeavesNoOrphan) {
 std::vector<std::string> job_with_daemons(const Ids& ids) {
   const std::string daemon = "trap \"\" TERM HUP INT; echo $$ >" + ids.folder();
   return {"--num_ranks", "2", "sh", "-c",
-          "(env -i PATH=$PATH setsid sh -c '" + daemon + "/daemon'$RANK'; sleep 100; sleep 100' &); echo $$ >" +
-              ids.folder() + "/rank$RANK; sleep 100"};
+          "(env -i PATH=$PATH setsid sh -c '" + daemon +
+              "/daemon'$RANK'; sleep infinity; sleep infinity' &); echo $$ >" + ids.folder() +
+              "/rank$RANK; sleep infinity"};
 }
 
 TEST(KilledLauncher, LeavesNoDaemon) {
@@ -269,7 +266,7 @@ TEST(KilledLauncher, IsToldAndLeavesNoDaemonIfItIsTheSupervisor) {
 
 TEST(Pause, StopsTheLauncherAndItsRanksUntilTheyGoOn) {
   // No loop of short commands: a shell whose child is stopped between vfork and exec waits for it, in state D.
-  Launched launched({"--num_ranks", "1", "sh", "-c", "echo $$; exec sleep 100"});
+  Launched launched({"--num_ranks", "1", "sh", "-c", "echo $$; exec sleep infinity"});
   ASSERT_TRUE(eventually([&] { return launched.output_so_far().find('\n') != std::string::npos; }));
   const pid_t rank = std::atoi(launched.output_so_far().c_str() + std::string("[rank 0] ").size());
   launched.send_signal(SIGTSTP);
@@ -362,7 +359,7 @@ TEST(Terminal, DoesNotStopARankThatReadsIt) {
 TEST(RankOfStarter, OnlyObeysWhenBothAreAskedToEnd) {
   // srun may ask each process of a step by itself: first the rank, then its supervisor.
   Ids ids;
-  const std::vector<std::string> words = {"rank", "sh", "-c", "echo $$ >" + ids.folder() + "/rank; sleep 100"};
+  const std::vector<std::string> words = {"rank", "sh", "-c", "echo $$ >" + ids.folder() + "/rank; sleep infinity"};
   const std::map<std::string, std::string> environment = {{"SLURM_STEP_ID", "0"},
                                                           {"SLURM_PROCID", "1"},
                                                           {"SLURM_LOCALID", "0"},
