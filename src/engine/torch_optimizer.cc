@@ -33,7 +33,8 @@ class TorchOptimizer final : public CustomOptimizer {
   TorchOptimizer(std::shared_ptr<Optimizer> optimizer, std::vector<size_t> groups,
                  std::map<std::string, Tensor> parameters, bool elementwise)
       : optimizer_(std::move(optimizer)), groups_(std::move(groups)), parameters_(std::move(parameters)) {
-    const std::string name = c10::demangle(typeid(*optimizer_).name());
+    const Optimizer& stepped = *optimizer_;
+    const std::string name = c10::demangle(typeid(stepped).name());
     OptimizerInfo info{name, {name}, {{"lr", "lr", "lr"}}};
     info.hyperparameters.front().lowest = 0.0;
     info_ = &kept_optimizer_info(info);

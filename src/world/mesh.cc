@@ -4,6 +4,7 @@
 #include "world/mesh.h"
 
 #include <functional>
+#include <iterator>
 #include <numeric>
 
 #include "deeptide/errors.h"
@@ -12,6 +13,7 @@ namespace deeptide::world {
 
 const char* axis_name(Axis axis) {
   static constexpr const char* kNames[] = {"pipe", "data", "expert", "sequence", "tensor"};
+  static_assert(std::size(kNames) == kNumAxes, "one name per axis");
   return kNames[static_cast<int>(axis)];
 }
 
@@ -30,7 +32,12 @@ Mesh::Mesh(int world_size, const Sizes& sizes) : sizes_(sizes) {
   }
 }
 
-Mesh Mesh::data_parallel(int world_size) { return Mesh(world_size, {1, world_size, 1, 1, 1}); }
+Mesh Mesh::data_parallel(int world_size) {
+  Sizes sizes;
+  sizes.fill(1);
+  sizes[static_cast<int>(Axis::data)] = world_size;
+  return Mesh(world_size, sizes);
+}
 
 int Mesh::num_ranks() const { return std::accumulate(sizes_.begin(), sizes_.end(), 1, std::multiplies<>()); }
 
