@@ -142,7 +142,7 @@ class Engine:
         return contextlib.nullcontext() if self.optimizer is None else self.optimizer.synced(self._core)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients accumulated so far. Collective. Each parameter's .grad is None before and after."""
+        """Drops the gradients accumulated so far. Collective. Afterwards each parameter's .grad is None."""
         if not set_to_none:
             raise ConfigError(
                 "zero_grad(set_to_none=False): the engine holds gradients in buckets and leaves .grad None; "

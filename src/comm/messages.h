@@ -11,7 +11,7 @@
 namespace deeptide::comm {
 
 /// A collective method of the engine. All ranks must be in the same one.
-enum class Call : int32_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad };
+enum class Call : int32_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad, show_gradients };
 
 /// The units that a rank needs now, and those that it expects to use next.
 struct Wishes {

@@ -19,7 +19,8 @@ const char* call_name(Call call) {
                                            "load_checkpoint()",
                                            "module_state_dict(), full_state() or the like",
                                            "empty_partition_cache()",
-                                           "zero_grad()"};
+                                           "zero_grad()",
+                                           "backward() with keep_grad"};
   return kNames[static_cast<int32_t>(call)];
 }
 
@@ -49,7 +50,8 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   const auto keep_up = [&](int64_t rounds) {
     if (reducer_) reducer_->keep_up(rounds);
   };
-  auto closes = residency_.close(own, /*ends_pass=*/call != Call::zero_grad, keep_up);
+  const bool ends_pass = call != Call::zero_grad && call != Call::show_gradients;
+  auto closes = residency_.close(own, ends_pass, keep_up);
   check_calls(closes);
   check_failures(closes, failure);
   take_private_writes(closes);
@@ -61,8 +63,8 @@ void Boundary::check_calls(const std::vector<Close>& closes) const {
   const Close& leader = leading(closes);
   const auto& ranks = channels_.data().ranks();
   for (size_t i = 0; i < closes.size(); ++i) {
-    // Ranks that have joined have no training loop: they drop gradients when the others do.
-    const bool follows = closes[i].joined && leader.call == Call::zero_grad;
+    // Ranks that have joined have no training loop: they drop or show gradients when the others do.
+    const bool follows = closes[i].joined && (leader.call == Call::zero_grad || leader.call == Call::show_gradients);
     if (closes[i].call == leader.call || follows) continue;
     throw CommError("the ranks called different methods: rank " + std::to_string(ranks[&leader - closes.data()]) +
                     " called " + call_name(leader.call) + ", rank " + std::to_string(ranks[i]) + " called " +

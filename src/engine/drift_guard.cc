@@ -7,8 +7,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/digest.h"
 #include "base/log.h"
 
 namespace deeptide::engine {
@@ -20,25 +20,9 @@ using sharding::UnitMemory;
 
 namespace {
 
-/// Equal on ranks that hold equal bits (FNV-1a over 64-bit words, in four lanes).
 uint64_t digest_of_copy(const Tensor& values) {
   const Tensor here = values.cpu().contiguous();
-  const auto* bytes = static_cast<const char*>(here.const_data_ptr());
-  constexpr uint64_t kPrime = 0x100000001b3U;
-  constexpr size_t kLanes = 4, kWord = sizeof(uint64_t);
-  uint64_t lanes[kLanes] = {1, 2, 3, 4};
-  size_t at = 0;
-  for (; at + kLanes * kWord <= here.nbytes(); at += kLanes * kWord) {
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      uint64_t word = 0;
-      std::memcpy(&word, bytes + at + lane * kWord, kWord);
-      lanes[lane] = (lanes[lane] ^ word) * kPrime;
-    }
-  }
-  uint64_t digest = 0xcbf29ce484222325U;
-  for (; at < here.nbytes(); ++at) digest = (digest ^ static_cast<uint8_t>(bytes[at])) * kPrime;
-  for (const uint64_t lane : lanes) digest = (digest ^ lane) * kPrime;
-  return digest;
+  return digest_of_bytes(here.const_data_ptr(), here.nbytes());
 }
 
 }  // namespace

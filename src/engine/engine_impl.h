@@ -16,6 +16,7 @@
 #include "engine/boundary.h"
 #include "engine/channels.h"
 #include "engine/gradient_intake.h"
+#include "engine/kept_gradients.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
 #include "engine/rewind.h"
@@ -71,6 +72,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::unique_ptr<zero::OffloadedStates> offloaded;   // null: optimizer states are in memory
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<engine::Rewind> rewind;             // null: not asked for, or nothing to train
+  std::unique_ptr<engine::KeptGradients> kept;        // null: not asked for, or nothing to train
   std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
   std::unique_ptr<engine::Boundary> boundary;

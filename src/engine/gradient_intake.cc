@@ -32,7 +32,7 @@ Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient)
 
 }  // namespace
 
-GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer)
+GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer, std::function<void()> before)
     : units_(std::move(trainable)), reducer_(reducer) {
   std::vector<Tensor> tensors;
   for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
@@ -53,7 +53,7 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
                                "gradients of backward passes from now on");
   }
   hooks_ = std::make_unique<gradients::GradientHooks>(
-      tensors, [this](int index, const Tensor& gradient) { take(index, gradient); });
+      tensors, [this](int index, const Tensor& gradient) { take(index, gradient); }, std::move(before));
 }
 
 void GradientIntake::take(int index, const Tensor& gradient) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,7 +18,9 @@ namespace deeptide::engine {
 class GradientIntake {
  public:
   /// `trainable`: by position, as the reducer has them. Drops what lies in `.grad`: it is from before initialize.
-  GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer);
+  /// `before`: called each time autograd is about to accumulate a gradient.
+  GradientIntake(std::vector<sharding::Unit*> trainable, gradients::Reducer& reducer,
+                 std::function<void()> before = {});
 
   /// Before a step: looks for gradients in `.grad`. They are there because the program put them there, or because the
   /// parameter's accumulator was replaced and had no hook; it has one from now on. Returns the units that have some.
@@ -37,6 +40,8 @@ class GradientIntake {
    private:
     GradientIntake& intake_;
   };
+  /// Whether the engine's own backward is running.
+  bool is_in_backward() const { return scaled_ > 0; }
   /// Drops what lies in `.grad`. Returns the name of the first parameter that had one, or an empty text.
   std::string drop_left();
 

@@ -6,8 +6,8 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/digest.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -29,18 +29,6 @@ namespace {
 constexpr const char* kGradient = "gradient";
 constexpr const char* kMaster = "master";
 
-/// Returns equal numbers on ranks that hold equal values, in any build (FNV-1a over 64-bit words).
-uint64_t digest_of(const Tensor& values) {
-  const auto* bytes = static_cast<const char*>(values.const_data_ptr());
-  uint64_t digest = 0xcbf29ce484222325U;
-  for (size_t at = 0; at < values.nbytes(); at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, bytes + at, std::min(sizeof word, values.nbytes() - at));
-    digest = (digest ^ word) * 0x100000001b3U;
-  }
-  return digest;
-}
-
 int index_of(const Parameter& p) { return static_cast<int>(&p - p.unit->parameters().data()); }
 
 }  // namespace
@@ -61,6 +49,10 @@ Engine::Impl::StatePlace Engine::Impl::enter_state(const std::string& name, cons
   });
   if (role == kGradient && reducer)
     reducer->finish(engine::most_rounds(closes), /*ends_micro_batch=*/false);  // also what is left in buckets
+  if (role == kGradient && kept) {
+    kept->agree(*boundary);
+    kept->absorb();
+  }
   if (optimizer) optimizer->states().refresh_masters();
   return place;
 }
@@ -169,7 +161,8 @@ void Engine::Impl::set_full_state(const std::string& name, const std::string& ro
   const Tensor unit = at::empty({p.unit->numel()}, at::TensorOptions().dtype(at::kFloat).device(model.device()));
   p.view_of(unit, place.tensor).copy_(value);
   const Tensor flat = unit.narrow(0, p.offset, p.numel);
-  const Vote own{.failed = false, .digest = digest_of(flat.cpu())};
+  const Tensor values = flat.cpu();
+  const Vote own{.failed = false, .digest = digest_of_bytes(values.const_data_ptr(), values.nbytes())};
   for (const Vote& vote : boundary->exchange(own, {"writing state", "comparing the values to write"})) {
     TORCH_CHECK_VALUE(vote.digest == own.digest, "the new ", role, " of '", name,
                       "' differs between ranks: every rank must pass the same values. Nothing was changed");
@@ -200,6 +193,7 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
     const int64_t to = std::clamp(first + values.numel(), from, shard_end);
     const Tensor mine = values.narrow(0, from == to ? 0 : from - first, to - from);
     reducer->set_gradient(place.unit, index_of(*place.parameter), from - shard_begin, mine.mul(stepper->loss_scale()));
+    if (kept && kept->shown()) kept->show(*boundary);
     return;
   }
   if (optimizer->custom()) optimizer->custom()->write(place.unit, index_of(*place.parameter), role, first, values);

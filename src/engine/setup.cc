@@ -153,9 +153,9 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
                                                     model.device(), residency_limits(config, model));
   if (rule) make_trainer();
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get());
-  const engine::StepperParts parts{config,          batch,    policy,      channels,      *boundary,
-                                   model,           live,     *residency,  reducer.get(), intake.get(),
-                                   optimizer.get(), progress, rewind.get()};
+  const engine::StepperParts parts{config,   batch,       policy,        channels,     *boundary,  model,
+                                   live,     *residency,  reducer.get(), intake.get(), kept.get(), optimizer.get(),
+                                   progress, rewind.get()};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first()) warn_of_rates(config, this->groups);
@@ -192,6 +192,11 @@ zero::StatePlacement Engine::Impl::place_states() {
 }
 
 void Engine::Impl::make_trainer() {
+  if (config.runtime().keep_grad && config.zero().stage == 3) {
+    throw ConfigError(config.origin() +
+                      ": deeptide.keep_grad keeps whole gradients on every rank, which stage 3 is there to avoid. "
+                      "Choose stage 0, 1 or 2, or read them by safe_get_full_grad(parameter) before step()");
+  }
   for (const ParameterGroup& group : groups) {
     engine::check_hyperparameters(group.hyperparameters, &rule->info());
     progress.hyperparameters.push_back(group.hyperparameters);
@@ -202,7 +207,7 @@ void Engine::Impl::make_trainer() {
   auto how = reducer_options(config, batch, channels.data(), policy);
   if (!on_cpu) how.finite_check = gradients::FiniteCheckTime::each_step;
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
-  how.keep_rows = on_cpu && keeps_rows(config, batch, channels.data(), policy) &&
+  how.keep_rows = on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, channels.data(), policy) &&
                   trainable.size() <= host::Exchange::kMaxOffers / 4;
   how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
   auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
@@ -219,7 +224,12 @@ void Engine::Impl::make_trainer() {
     }
     rewind = std::make_unique<engine::Rewind>(*optimizer, model, live, ledger, config.runtime().rewind_interval);
   }
-  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer);
+  std::function<void()> before;
+  if (config.runtime().keep_grad) {
+    kept = std::make_unique<engine::KeptGradients>(trainable, *reducer, channels, ledger, model.device());
+    before = [this] { stepper->meet_backward(); };
+  }
+  intake = std::make_unique<engine::GradientIntake>(trainable, *reducer, std::move(before));
 }
 
 }  // namespace deeptide

@@ -6,6 +6,8 @@
 #include <ATen/ops/full_like.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cmath>
@@ -45,6 +47,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
 
 void Stepper::follow_loss_scale() {
   if (parts_.intake) parts_.intake->set_loss_scale(loss_scale());
+  if (parts_.kept) parts_.kept->set_loss_scale(loss_scale());
 }
 
 void Stepper::follow_schedule() {
@@ -66,8 +69,33 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
                     "detached or frozen tensors only");
   trace::flight_log().enter(parts_.progress.global_steps, "backward", "");
   losses_.push_back(loss.detach());
-  const GradientIntake::Scaled scaled(*parts_.intake);
-  torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
+  {
+    const GradientIntake::Scaled scaled(*parts_.intake);
+    torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
+  }
+  if (parts_.kept && is_boundary()) show_gradients();
+}
+
+/// After a backward of the program's own, gradients are shown when autograd ends.
+void Stepper::meet_backward() {
+  parts_.kept->take_back();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (parts_.intake->is_in_backward() || !is_boundary() || task == awaited_task_) return;
+  awaited_task_ = task;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, alive = std::weak_ptr<bool>(alive_)] {
+    if (!alive.expired()) show_gradients();
+  });
+}
+
+/// Collective.
+void Stepper::show_gradients() {
+  const auto closes = parts_.boundary.enter(Call::show_gradients, [&](Close& own) {
+    parts_.kept->take_back();
+    own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
+    own.rounds = parts_.reducer->rounds_wanted_with(parts_.intake->check_left());
+  });
+  parts_.intake->take_left();
+  follow(closes);
 }
 
 bool Stepper::is_boundary() const {
@@ -87,10 +115,19 @@ void Stepper::follow_boundary() {
 void Stepper::zero_grad() {
   if (!parts_.reducer) return;
   const auto closes = parts_.boundary.enter(Call::zero_grad, [&](Close& own) {
+    if (parts_.kept) parts_.kept->forget();
     parts_.intake->drop_left();
     own.rounds = parts_.reducer->rounds_begun();
   });
   parts_.reducer->discard(most_rounds(closes));
+}
+
+/// Takes part in what the leading rank called other than step().
+void Stepper::follow(const std::vector<Close>& closes) {
+  if (leading(closes).call == Call::zero_grad) return parts_.reducer->discard(most_rounds(closes));
+  parts_.reducer->finish(most_rounds(closes), /*ends_micro_batch=*/false);
+  parts_.kept->agree(parts_.boundary);
+  parts_.kept->show(parts_.boundary);
 }
 
 std::vector<Close> Stepper::close(bool joined) {
@@ -99,25 +136,36 @@ std::vector<Close> Stepper::close(bool joined) {
     own.joined = joined;
     own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
     parts_.model.check_trained();
-    const std::vector<bool> left = parts_.intake->check_left();
-    own.has_gradient = parts_.reducer->has_pending() || std::find(left.begin(), left.end(), true) != left.end();
+    const bool shown = parts_.kept && parts_.kept->shown();  // then `.grad` holds what has been reduced
+    const std::vector<bool> left = shown ? std::vector<bool>() : parts_.intake->check_left();
+    own.has_gradient =
+        shown || parts_.reducer->has_pending() || std::find(left.begin(), left.end(), true) != left.end();
     own.rounds = parts_.reducer->rounds_wanted_with(left);
   });
   // Not before all ranks' checks have passed: a failure leaves every rank as it was.
-  if (leading(closes).call == Call::step) {
-    parts_.intake->take_left();
-  } else {
-    parts_.intake->drop_left();
-  }
+  const Call call = leading(closes).call;
+  if (call == Call::step) take_gradients();
+  if (call == Call::zero_grad && parts_.kept) parts_.kept->forget();
+  if (call == Call::zero_grad) parts_.intake->drop_left();
   return closes;
+}
+
+/// Brings what lies in `.grad` into the reducer.
+void Stepper::take_gradients() {
+  if (parts_.kept) {
+    parts_.kept->agree(parts_.boundary);
+    parts_.kept->absorb();
+    parts_.kept->forget();
+  }
+  parts_.intake->take_left();
 }
 
 std::optional<StepOutcome> Stepper::step(bool joined) {
   TORCH_CHECK_VALUE(parts_.reducer != nullptr, "step: this engine has no optimizer");
   trace::flight_log().enter(parts_.progress.global_steps, "step", "");
   auto closes = close(joined);
-  while (leading(closes).call == Call::zero_grad) {
-    parts_.reducer->discard(most_rounds(closes));
+  while (leading(closes).call != Call::step) {
+    follow(closes);
     closes = close(joined);
   }
   const auto all = [&](auto predicate) { return std::all_of(closes.begin(), closes.end(), predicate); };

@@ -11,6 +11,7 @@
 #include "engine/boundary.h"
 #include "engine/drift_guard.h"
 #include "engine/gradient_intake.h"
+#include "engine/kept_gradients.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
 #include "engine/rewind.h"
@@ -33,6 +34,7 @@ struct StepperParts {
   sharding::Residency& residency;
   gradients::Reducer* reducer;        // null: nothing to train
   GradientIntake* intake;             // null: nothing to train
+  KeptGradients* kept;                // null: .grad holds nothing
   zero::ShardedOptimizer* optimizer;  // null: nothing to train
   Progress& progress;
   Rewind* rewind;  // null: the configuration asks for none
@@ -49,6 +51,9 @@ class Stepper {
   /// Collective.
   void zero_grad();
 
+  /// With KeptGradients: called as autograd is about to accumulate a gradient.
+  void meet_backward();
+
   bool is_boundary() const;
   void set_boundary(std::optional<bool> boundary);
   bool has_boundary_override() const { return boundary_override_.has_value(); }
@@ -63,6 +68,9 @@ class Stepper {
 
  private:
   std::vector<comm::Close> close(bool joined);
+  void take_gradients();
+  void follow(const std::vector<comm::Close>& closes);
+  void show_gradients();
   std::vector<comm::Verdict> judge();
   void follow_leader(const std::vector<comm::Verdict>& verdicts, const std::vector<comm::Close>& closes);
   void warn_of_difference(const std::vector<double>& values, const std::vector<comm::Close>& closes);
@@ -86,6 +94,8 @@ class Stepper {
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
   std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
+  int awaited_task_ = -1;           // of autograd: shows gradients when it ends
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // what autograd calls at its end asks for it
   DriftGuard drift_;
   std::string drifted_;                     // likewise, if copies differ
   std::string too_many_skipped_;            // the error that this step ends with; empty: none

@@ -115,7 +115,8 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
     return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted, late};
   };
   return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
-          line(MemoryRole::gradients, Role::gradients, reducer ? reducer->predicted_gradient_bytes() : 0,
+          line(MemoryRole::gradients, Role::gradients,
+               (reducer ? reducer->predicted_gradient_bytes() : 0) + (kept ? kept->predicted_bytes() : 0),
                reducer ? reducer->late_gradient_bytes() : 0),
           line(MemoryRole::optimizer_states, Role::optimizer,
                (optimizer ? optimizer->states().predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +

@@ -21,6 +21,7 @@ using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<co
 struct GradientHooks::State {
   std::mutex mutex;  // a hook on another thread finishes before the sink is destroyed
   Sink sink;
+  std::function<void()> before;
   std::vector<Tensor> parameters;
   std::vector<NodePtr> accumulators;
 };
@@ -51,10 +52,28 @@ struct TakeGradient : torch::autograd::FunctionPostHook {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> parameter_;
 };
 
+template <typename State>
+struct Announce : torch::autograd::FunctionPreHook {
+  explicit Announce(std::weak_ptr<State> state) : state_(std::move(state)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto state = state_.lock()) {
+      std::lock_guard lock(state->mutex);
+      if (state->sink) state->before();
+    }
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<State> state_;
+};
+
 }  // namespace
 
-GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink) : state_(std::make_shared<State>()) {
+GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink, std::function<void()> before)
+    : state_(std::make_shared<State>()) {
   state_->sink = std::move(sink);
+  state_->before = std::move(before);
   state_->parameters = parameters;
   state_->accumulators.resize(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) hook(i);
@@ -64,6 +83,7 @@ void GradientHooks::hook(size_t index) {
   const Tensor& parameter = state_->parameters[index];
   auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
   TORCH_INTERNAL_ASSERT(accumulator, "parameter ", index, " is not a leaf that requires grad");
+  if (state_->before) accumulator->add_pre_hook(std::make_unique<Announce<State>>(state_));
   accumulator->add_post_hook(std::make_unique<TakeGradient<State>>(state_, static_cast<int>(index), parameter));
   state_->accumulators[index] = std::move(accumulator);
 }

@@ -17,7 +17,8 @@ namespace deeptide::gradients {
 class GradientHooks {
  public:
   using Sink = std::function<void(int, const at::Tensor&)>;
-  GradientHooks(const std::vector<at::Tensor>& parameters, Sink sink);
+  /// `before`: called each time autograd is about to accumulate a gradient.
+  GradientHooks(const std::vector<at::Tensor>& parameters, Sink sink, std::function<void()> before = {});
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
 

@@ -4,6 +4,7 @@
 #include "gradients/reducer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -277,6 +278,16 @@ void Reducer::set_gradient(int unit, int parameter, int64_t begin, const Tensor&
   std::lock_guard lock(mutex_);
   flights_->overwrite(unit, begin, values);
   buckets_[unit].seen[parameter] = true;
+}
+
+void Reducer::drop_gradient(int unit, int parameter) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  const Unit& u = *units_[unit];
+  const auto [first, last] = u.owned_range(u.parameters()[parameter]);
+  const int64_t begin = first == last ? 0 : first - u.shard_begin();
+  flights_->overwrite(unit, begin, at::zeros({last - first}, at::kFloat));
+  buckets_[unit].seen[parameter] = false;
 }
 
 bool Reducer::has_added(int unit, int parameter) const {

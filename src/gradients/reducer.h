@@ -55,6 +55,8 @@ class Reducer {
   /// After `finish`: overwrites elements [begin, begin + values) of the unit's shard of the gradient, which is one of
   /// `parameter` then. All ranks call it, also those that hold no element of it: sums need memory from then on.
   void set_gradient(int unit, int parameter, int64_t begin, const at::Tensor& values);
+  /// After `finish`: the parameter's gradient counts as none. All ranks call it.
+  void drop_gradient(int unit, int parameter);
   /// Whether received rows stay unsummed until the step: there is no memory for sums.
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.

@@ -47,6 +47,11 @@ std::vector<Key> runtime_sections() {
                           {{"warn", OnDrift::warn}, {"sync", OnDrift::sync}, {"stop", OnDrift::stop}},
                           "If copies differ. warn: name the first; sync: all take rank 0's; stop: DriftError.")
               .into(&RuntimeConfig::on_drift),
+          flag("keep_grad", false,
+               "Stages 0-2: .grad holds the whole reduced gradient from a step's last backward until step(), which "
+               "takes what the program changed. Costs a gather per step and a copy of the gradients; backward is "
+               "then collective.")
+              .into(&RuntimeConfig::keep_grad),
           flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
               .into(&RuntimeConfig::tune_allocator),
           integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
