@@ -52,3 +52,14 @@ def test_quickstart_trains(tmp_path):
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert done.stdout.strip()
+
+
+def test_cnn_learns_to_tell_shapes_apart():
+    environment = {**os.environ, "PYTHONPATH": str(build_folder() / "python"), "OMP_NUM_THREADS": "1"}
+    command = [build_folder() / "bin" / "deeptide", "--quiet", "--num_ranks", "2", "--python", sys.executable]
+    command += [ROOT / "examples/cnn/cnn.py", "--epochs", "3", "--pictures", "1024"]
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    shares = [float(share) for share in re.findall(r"accuracy ([\d.]+)%", done.stdout)]
+    assert len(shares) == 3
+    assert shares[-1] > 30  # one of ten by guessing
