@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/interrupt.h"
+#include "base/invariant.h"
 #include "comm/blocking.h"
 #include "host/host.h"
 #include "world/failure_board.h"
@@ -52,11 +53,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::strin
 
 /// Asserts what every transport assumes: transports only move bytes.
 void check(const Tensor& one, int64_t factor, const Tensor& other) {
-  TORCH_INTERNAL_ASSERT(one.is_contiguous() && other.is_contiguous(), "collectives take contiguous tensors");
-  TORCH_INTERNAL_ASSERT(one.numel() * factor == other.numel() && one.scalar_type() == other.scalar_type() &&
-                            one.device() == other.device(),
-                        "a collective of ", one.toString(), one.sizes(), " and ", other.toString(), other.sizes(),
-                        ": expected ", factor, " times as many elements in the second");
+  DEEPTIDE_INVARIANT(one.is_contiguous() && other.is_contiguous(), "collectives take contiguous tensors");
+  DEEPTIDE_INVARIANT(one.numel() * factor == other.numel() && one.scalar_type() == other.scalar_type() &&
+                         one.device() == other.device(),
+                     "a collective of ", one.toString(), one.sizes(), " and ", other.toString(), other.sizes(),
+                     ": expected ", factor, " times as many elements in the second");
 }
 
 /// `own` is the world as the team sees it.
@@ -153,8 +154,8 @@ Pending Group::all_gather(Tensor output, Tensor input) {
 
 Pending Group::all_to_all(Tensor output, Tensor input) {
   check(input, 1, output);
-  TORCH_INTERNAL_ASSERT(input.numel() % size() == 0, "all_to_all of ", input.numel(), " elements among ", size(),
-                        " ranks");
+  DEEPTIDE_INVARIANT(input.numel() % size() == 0, "all_to_all of ", input.numel(), " elements among ", size(),
+                     " ranks");
   const auto bytes = static_cast<int64_t>(input.nbytes());
   return track(transport_->all_to_all(std::move(output), std::move(input)), "all-to-all", bytes);
 }

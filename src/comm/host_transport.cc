@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "base/invariant.h"
 #include "comm/ordered_rows.h"
 #include "comm/transport.h"
 #include "host/pipe.h"
@@ -68,7 +69,7 @@ class HostTransport : public Transport {
 
  private:
   host::Pipes& pipes() const {
-    TORCH_INTERNAL_ASSERT(pipes_ != nullptr, "the channel was made without PeerTraffic::yes");
+    DEEPTIDE_INVARIANT(pipes_ != nullptr, "the channel was made without PeerTraffic::yes");
     return *pipes_;
   }
 

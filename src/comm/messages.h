@@ -39,6 +39,7 @@ struct Close {
   bool failed = false;        // this rank cannot take part: it throws, and so do the others
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
   int32_t writes = 0;         // as in Wishes
+  uint64_t changes = 0;       // a digest of how the model's parameters differ from those bound at initialize
 };
 
 /// One rank's part of a round.

@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "base/invariant.h"
+
 namespace deeptide::comm {
 
 static_assert(std::is_trivially_copyable_v<Word>);
@@ -22,14 +24,14 @@ Rendezvous::Rendezvous(Group& control)
       in_(bytes_of(sizeof(Word))) {}
 
 void Rendezvous::post(const Word& word) {
-  TORCH_INTERNAL_ASSERT(!posted_, "a round is already under way");
+  DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
   std::memcpy(in_.mutable_data_ptr(), &word, sizeof(Word));
   pending_ = control_.all_gather(out_, in_);
   posted_ = true;
 }
 
 std::vector<Word> Rendezvous::collect(const Site& site) {
-  TORCH_INTERNAL_ASSERT(posted_, "no round is under way");
+  DEEPTIDE_INVARIANT(posted_, "no round is under way");
   control_.wait(pending_, site);
   posted_ = false;
   ++rounds_;
@@ -39,7 +41,7 @@ std::vector<Word> Rendezvous::collect(const Site& site) {
 }
 
 void Rendezvous::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
-  TORCH_INTERNAL_ASSERT(!posted_, "a round is already under way");
+  DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
   const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
   std::memcpy(in.mutable_data_ptr(), own, bytes);
   Pending pending = control_.all_gather(out, in);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/invariant.h"
 #include "comm/ordered_rows.h"
 #include "comm/transport.h"
 #include "host/transfer.h"
@@ -100,7 +101,7 @@ class TwoLevelTransport : public Transport {
 
  private:
   static OperationPtr refuse() {
-    TORCH_INTERNAL_ASSERT(false, "two levels carry collectives only; send and receive take c10d");
+    DEEPTIDE_INVARIANT(false, "two levels carry collectives only; send and receive take c10d");
   }
   int64_t num_hosts() const { return static_cast<int64_t>(host_->hosts().size()); }
   int64_t num_ranks() const { return static_cast<int64_t>(order_.size()); }

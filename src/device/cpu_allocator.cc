@@ -4,6 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
+#include "base/invariant.h"
 #include "deeptide/allocator.h"
 #include "device/page_heap.h"
 
@@ -52,7 +53,8 @@ class LargePageAllocator final : public c10::Allocator {
       heap().release_idle();
       data = allocator->allocate(bytes);
     }
-    TORCH_INTERNAL_ASSERT(data.compare_exchange_deleter(allocator->raw_deleter(), &release));
+    DEEPTIDE_INVARIANT(data.compare_exchange_deleter(allocator->raw_deleter(), &release),
+                       "memory with another deleter than its allocator's");
     return data;
   }
 };

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/invariant.h"
 #include "device/memory_limit.h"
 
 namespace deeptide::device {
@@ -258,7 +259,8 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const std::string& address) {
 }
 
 Tensor SharedMemory::view(int64_t offset, int64_t numel, at::ScalarType dtype, std::function<void()> on_release) {
-  TORCH_INTERNAL_ASSERT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= size_);
+  DEEPTIDE_INVARIANT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= size_, numel,
+                     " elements from byte ", offset, " lie outside");
   return tensor_at(data_ + offset, numel, dtype, [self = shared_from_this(), on_release = std::move(on_release)] {
     if (on_release) on_release();
   });
@@ -296,7 +298,8 @@ PrivateView::~PrivateView() {
 }
 
 Tensor PrivateView::tensor(int64_t offset, int64_t numel, at::ScalarType dtype) {
-  TORCH_INTERNAL_ASSERT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= bytes_);
+  DEEPTIDE_INVARIANT(offset >= 0 && offset + numel * static_cast<int64_t>(c10::elementSize(dtype)) <= bytes_, numel,
+                     " elements from byte ", offset, " lie outside");
   return tensor_at(data_ + offset, numel, dtype, [self = shared_from_this()] {});
 }
 

@@ -58,20 +58,28 @@ std::vector<std::string> lines_of(const Tensor& row) {
 }
 
 std::string first_difference(const std::vector<std::string>& one, const std::vector<std::string>& other,
-                             const std::string& one_rank, const std::string& other_rank) {
+                             const std::string& one_rank, const std::string& other_rank, const std::string& cure) {
   size_t i = 0;
   while (i < one.size() && i < other.size() && one[i] == other[i]) ++i;
-  const auto at = [&](const std::vector<std::string>& lines) { return i < lines.size() ? lines[i] : "nothing more"; };
+  const auto at = [&](const std::vector<std::string>& lines) -> std::string {
+    return i < lines.size() && !lines[i].empty() ? lines[i] : "nothing more";
+  };
   return "the ranks differ in what must be equal: " + one_rank + " has " + at(one) + "; " + other_rank + " has " +
-         at(other) + ". Build the same model, groups and configuration on every rank";
+         at(other) + ". " + cure;
 }
 
 /// Collective. Returns the row (bytes,) of each rank.
-Tensor gather_rows(comm::Group& control, const Tensor& own) {
+Tensor gather_rows(comm::Group& control, const Tensor& own, const comm::Site& site) {
   Tensor rows = at::empty({control.size() * own.numel()}, own.options());
   auto pending = control.all_gather(rows, own);
-  control.wait(pending, {"start", "comparing model and configuration with the other ranks"});
+  control.wait(pending, site);
   return rows.view({control.size(), own.numel()});
+}
+
+std::string joined(const std::vector<std::string>& terms) {
+  std::string text;
+  for (const std::string& term : terms) text += (text.empty() ? "" : "\n") + term;
+  return text;
 }
 
 }  // namespace
@@ -108,16 +116,16 @@ std::vector<std::string> terms_of(const ModelDescription& model, const std::vect
   return terms;
 }
 
-void check_agreement(comm::Group& control, const std::vector<std::string>& own) {
+void check_agreement(comm::Group& control, const std::vector<std::string>& own, const comm::Site& site,
+                     const std::string& cure) {
   if (control.size() == 1) return;
-  std::string text;
-  for (const std::string& term : own) text += (text.empty() ? "" : "\n") + term;
+  const std::string text = joined(own);
   const auto digest = sha256(text);
   const auto size = static_cast<int64_t>(text.size());
   Tensor mine = at::zeros({static_cast<int64_t>(digest.size() + sizeof size)}, at::kByte);
   std::memcpy(mine.mutable_data_ptr(), digest.data(), digest.size());
   std::memcpy(static_cast<char*>(mine.mutable_data_ptr()) + digest.size(), &size, sizeof size);
-  const Tensor all = gather_rows(control, mine);
+  const Tensor all = gather_rows(control, mine, site);
   int64_t largest = 0;
   int other = 0;
   for (int r = 0; r < control.size(); ++r) {
@@ -131,10 +139,18 @@ void check_agreement(comm::Group& control, const std::vector<std::string>& own) 
   if (other == 0) return;
   Tensor padded = at::zeros({largest + 1}, at::kByte);
   std::memcpy(padded.mutable_data_ptr(), text.data(), text.size());
-  const Tensor texts = gather_rows(control, padded);
+  const Tensor texts = gather_rows(control, padded, site);
   const auto& ranks = control.team().ranks();
   throw ConfigError(first_difference(lines_of(texts[0]), lines_of(texts[other]), "rank " + std::to_string(ranks[0]),
-                                     "rank " + std::to_string(ranks[other])));
+                                     "rank " + std::to_string(ranks[other]), cure));
+}
+
+uint64_t digest_of(const std::vector<std::string>& terms) {
+  if (terms.empty()) return 0;
+  const auto digest = sha256(joined(terms));
+  uint64_t number = 0;
+  std::memcpy(&number, digest.data(), sizeof number);
+  return number;
 }
 
 uint64_t digest_of(const std::vector<Hyperparameters>& groups) {

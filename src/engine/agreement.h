@@ -16,8 +16,12 @@ namespace deeptide::engine {
 std::vector<std::string> terms_of(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
                                   const Config& config);
 
-/// Collective. Errors: ConfigError on every rank, giving the first line that differs, as two ranks have it.
-void check_agreement(comm::Group& control, const std::vector<std::string>& own);
+/// Collective. Errors: ConfigError on every rank, giving the first line that differs, as two ranks have it, and `cure`.
+void check_agreement(comm::Group& control, const std::vector<std::string>& own, const comm::Site& site,
+                     const std::string& cure);
+
+/// Returns an equal number on ranks that have equal lines; 0 for none.
+uint64_t digest_of(const std::vector<std::string>& terms);
 
 /// Returns an equal number on ranks that have equal hyper-parameters, bit for bit, in any build.
 uint64_t digest_of(const std::vector<Hyperparameters>& groups);

@@ -84,6 +84,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void make_trainer();
   zero::StatePlacement place_states();
   void check_saving(const std::string& directory) const;
+  std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
+                                                                        const std::function<void()>& check);
   engine::LooseTensors enter_to_inspect();
   at::Tensor gathered(const sharding::Unit& unit);
   std::string agree_on_tag(const std::string& directory, const std::string& given);

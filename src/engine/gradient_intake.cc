@@ -6,8 +6,6 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 
-#include <optional>
-
 #include "base/interrupt.h"
 #include "base/log.h"
 
@@ -53,15 +51,21 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
                                "gradients of backward passes from now on");
   }
   hooks_ = std::make_unique<gradients::GradientHooks>(
-      tensors, [this](int index, const Tensor& gradient) { take(index, gradient); }, std::move(before));
+      tensors,
+      [this](int index, const Tensor& gradient) {
+        refuse_in_interrupt_handler("backward()");
+        const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
+        reducer_.add(places_[index].unit, places_[index].parameter, ordered_and_scaled(index, gradient, scale));
+      },
+      std::move(before));
 }
 
-void GradientIntake::take(int index, const Tensor& gradient) {
-  refuse_in_interrupt_handler("backward()");
+/// Returns the gradient of a place as the reducer takes it: in the order of the parameter's first tensor, times
+/// `scale`.
+Tensor GradientIntake::ordered_and_scaled(int index, const Tensor& gradient, double scale) const {
   const Place& place = places_[index];
   const Tensor ordered = in_order_of_first(parameter(place), place.tensor, gradient);
-  const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
-  reducer_.add(place.unit, place.parameter, scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale));
+  return scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale);
 }
 
 std::vector<bool> GradientIntake::check_left() {
@@ -88,10 +92,10 @@ void GradientIntake::take_left() {
     if (!own.grad().defined()) continue;
     const Tensor gradient = own.grad();
     own.mutable_grad().reset();
-    // What an accumulator without a hook collected came from the engine's own backward.
-    std::optional<Scaled> scaled;
-    if (replaced_[i]) scaled.emplace(*this);
-    take(static_cast<int>(i), gradient);
+    // What an accumulator without a hook collected came from the engine's own backward, which scales.
+    const double scale = replaced_[i] ? 1.0 : loss_scale_.load();
+    reducer_.add_coming(places_[i].unit, places_[i].parameter,
+                        ordered_and_scaled(static_cast<int>(i), gradient, scale));
   }
   replaced_.assign(replaced_.size(), false);
 }

@@ -53,7 +53,7 @@ class GradientIntake {
     int tensor = 0;
   };
 
-  void take(int index, const at::Tensor& gradient);
+  at::Tensor ordered_and_scaled(int index, const at::Tensor& gradient, double scale) const;
   const sharding::Parameter& parameter(const Place& place) const {
     return units_[place.unit]->parameters()[place.parameter];
   }

@@ -4,6 +4,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
+#include "engine/agreement.h"
 #include "engine/engine_impl.h"
 #include "engine/pieces.h"
 
@@ -36,12 +39,28 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only
   return state;
 }
 
-engine::LooseTensors Engine::Impl::enter_to_inspect() {
+/// Enters `call` with the model as it is now, on ranks that have changed theirs alike: who gathers a parameter's values
+/// for a tie that the others lack waits for ever.
+std::pair<std::vector<comm::Close>, engine::LooseTensors> Engine::Impl::enter_alike(
+    Call call, const std::function<void()>& check) {
   engine::LooseTensors loose;
-  boundary->enter(Call::gather_state, [&](comm::Close& own) {
+  auto closes = boundary->enter(call, [&](comm::Close& own) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
+    check();
     loose = live.look();
+    own.changes = engine::digest_of(loose.terms());
   });
+  const auto alike = [&](const comm::Close& close) { return close.changes == closes.front().changes; };
+  if (!std::all_of(closes.begin(), closes.end(), alike)) {
+    engine::check_agreement(channels.control(), loose.terms(),
+                            {"checkpoint", "comparing the model's changes with the other ranks"},
+                            "Tie or replace a parameter on every rank alike, or undo it. Nothing was changed");
+  }
+  return {std::move(closes), std::move(loose)};
+}
+
+engine::LooseTensors Engine::Impl::enter_to_inspect() {
+  engine::LooseTensors loose = enter_alike(Call::gather_state, [] {}).second;
   // On all ranks: who gathered a view of a sharded parameter alone would wait for ranks that are elsewhere by then.
   for (auto* tensors : {&loose.buffers, &loose.replaced, &loose.added}) {
     for (NamedTensor& tensor : *tensors) tensor.tensor = engine::readable(tensor.tensor);

@@ -29,6 +29,9 @@ struct LooseTensors {
 
   /// Without `tied`.
   std::vector<NamedTensor> all() const;
+  /// What all ranks must have alike, a line each: ties, replacements, and tensors that only all ranks together can
+  /// read.
+  std::vector<std::string> terms() const;
 };
 
 /// The names under which the model has each bound parameter now: those that still hold it, and late ties.

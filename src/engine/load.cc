@@ -179,12 +179,11 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  engine::LooseTensors now;
-  const auto closes = boundary->enter(Call::load_checkpoint, [&](comm::Close& own) {
-    own.rounds = reducer ? reducer->rounds_begun() : 0;
+  const auto entered = enter_alike(Call::load_checkpoint, [&] {
     TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
-    now = live.look();
   });
+  const std::vector<comm::Close>& closes = entered.first;
+  const engine::LooseTensors& now = entered.second;
   std::vector<NamedTensor> loose = now.all();
   residency->release_all();
   tag = agree_on_tag(directory, tag);

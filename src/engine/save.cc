@@ -44,12 +44,7 @@ void Engine::Impl::check_saving(const std::string& directory) const {
 std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
                                           const std::string& client_state_json, bool save_latest) {
   at::NoGradGuard no_grad;
-  engine::LooseTensors loose;
-  boundary->enter(Call::save_checkpoint, [&](comm::Close& own) {
-    own.rounds = reducer ? reducer->rounds_begun() : 0;
-    check_saving(directory);
-    loose = live.look();
-  });
+  engine::LooseTensors loose = enter_alike(Call::save_checkpoint, [&] { check_saving(directory); }).second;
   if (optimizer) optimizer->states().refresh_masters();
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
   const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0};

@@ -46,7 +46,9 @@ std::vector<int> kinds_of(const optim::Rule* rule, const std::vector<ParameterGr
 /// Collective. Returns `model` if all ranks have the same model, groups and configuration.
 const ModelDescription& agreed(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
                                const Config& config, comm::Group& control) {
-  engine::check_agreement(control, engine::terms_of(model, groups, config));
+  engine::check_agreement(control, engine::terms_of(model, groups, config),
+                          {"start", "comparing model and configuration with the other ranks"},
+                          "Build the same model, groups and configuration on every rank");
   return model;
 }
 

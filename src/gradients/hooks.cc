@@ -10,6 +10,8 @@
 #include <mutex>
 #include <utility>
 
+#include "base/invariant.h"
+
 namespace deeptide::gradients {
 
 using at::Tensor;
@@ -82,7 +84,7 @@ GradientHooks::GradientHooks(const std::vector<Tensor>& parameters, Sink sink, s
 void GradientHooks::hook(size_t index) {
   const Tensor& parameter = state_->parameters[index];
   auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-  TORCH_INTERNAL_ASSERT(accumulator, "parameter ", index, " is not a leaf that requires grad");
+  DEEPTIDE_INVARIANT(accumulator, "parameter ", index, " is not a leaf that requires grad");
   if (state_->before) accumulator->add_pre_hook(std::make_unique<Announce<State>>(state_));
   accumulator->add_post_hook(std::make_unique<TakeGradient<State>>(state_, static_cast<int>(index), parameter));
   state_->accumulators[index] = std::move(accumulator);

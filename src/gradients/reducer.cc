@@ -95,6 +95,13 @@ void Reducer::add(int unit, int parameter, const Tensor& gradient) {
   if (!local_ && options_.overlap) issue_complete();
 }
 
+void Reducer::add_coming(int unit, int parameter, const Tensor& gradient) {
+  const device::Unseen unseen;
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient);
+}
+
 void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
   const Parameter& p = unit.parameters()[parameter];
   check_layout(p, gradient);

@@ -32,6 +32,9 @@ class Reducer {
   /// Adds a gradient of units[unit].parameters()[parameter]. After `set_local(true)`, buckets stay here (stages 0-1
   /// before the boundary); otherwise complete buckets are sent.
   void add(int unit, int parameter, const at::Tensor& gradient);
+  /// Adds a gradient of a unit that rounds_wanted_with was told of. `finish` sends it: a bucket sent before the last of
+  /// them would need a round more than was announced.
+  void add_coming(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
 
   /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.

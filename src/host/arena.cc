@@ -7,6 +7,8 @@
 #include <map>
 #include <mutex>
 
+#include "base/invariant.h"
+
 namespace deeptide::host {
 
 using at::Tensor;
@@ -101,8 +103,8 @@ Tensor Arena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Ro
 int64_t Arena::offset_of(const Tensor& tensor) const {
   if (tensor.numel() == 0) return 0;  // its data pointer is null, wherever the tensor lies
   const int64_t offset = static_cast<const char*>(tensor.const_data_ptr()) - memory_->data();
-  TORCH_INTERNAL_ASSERT(offset >= 0 && offset + static_cast<int64_t>(tensor.nbytes()) <= memory_->size(),
-                        "not a buffer of the arena");
+  DEEPTIDE_INVARIANT(offset >= 0 && offset + static_cast<int64_t>(tensor.nbytes()) <= memory_->size(),
+                     "not a buffer of the arena");
   return offset;
 }
 

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "base/invariant.h"
+
 namespace deeptide::host {
 
 using at::Tensor;
@@ -49,8 +51,8 @@ std::vector<Tensor> Exchange::rows(uint32_t number, int64_t begin, int64_t numel
   for (int peer = 0; peer < ring_->size(); ++peer) {
     Place place{};
     std::memcpy(&place, ring_->slot(peer, number), sizeof(place));
-    TORCH_INTERNAL_ASSERT((begin + numel) * item <= place.bytes, "rank of index ", peer, " offered ", place.bytes,
-                          " bytes, ", (begin + numel) * item, " are needed");
+    DEEPTIDE_INVARIANT((begin + numel) * item <= place.bytes, "rank of index ", peer, " offered ", place.bytes,
+                       " bytes, ", (begin + numel) * item, " are needed");
     rows.push_back(arena_->at(place.offset + begin * item, numel, dtype));
   }
   return rows;

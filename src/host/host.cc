@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/interrupt.h"
+#include "base/invariant.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "device/parallel.h"
@@ -206,7 +207,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
 char* Host::reserve(int64_t size_bytes) {
   const int64_t begin = reserved_;
   reserved_ += (size_bytes + kLine - 1) / kLine * kLine;
-  TORCH_INTERNAL_ASSERT(signals_ && reserved_ <= signals_->size(), "no room for signals: ", reserved_);
+  DEEPTIDE_INVARIANT(signals_ && reserved_ <= signals_->size(), "no room for signals: ", reserved_);
   return signals_->data() + begin;
 }
 

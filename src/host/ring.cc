@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "base/invariant.h"
 #include "host/counter.h"
 #include "host/operation.h"
 
@@ -30,7 +31,7 @@ Ring::Ring(std::shared_ptr<Host> host, int num_slots, int64_t slot_bytes)
       slot_bytes_(slot_bytes),
       counters_(host_->reserve(static_cast<int64_t>(sizeof(Counters)) * size_)),
       slots_(host_->reserve(slot_bytes * num_slots * size_)) {
-  TORCH_INTERNAL_ASSERT(std::has_single_bit(static_cast<uint32_t>(num_slots)), num_slots, " slots do not divide 2^32");
+  DEEPTIDE_INVARIANT(std::has_single_bit(static_cast<uint32_t>(num_slots)), num_slots, " slots do not divide 2^32");
   host_->take_pages(counters_, static_cast<int64_t>(sizeof(Counters)) * size_);
 }
 

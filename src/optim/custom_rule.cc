@@ -3,6 +3,7 @@
 // Nothing steps by this rule: the caller's optimizer does.
 #include "optim/custom_rule.h"
 
+#include "base/invariant.h"
 #include "deeptide/custom_optimizer.h"
 
 namespace deeptide {
@@ -21,7 +22,7 @@ void CustomRule::step_cpu(const Segment& segment, const Hyperparameters& hyper, 
 
 void CustomRule::step_aten(const Segment& /*segment*/, const Hyperparameters& /*hyper*/,
                            const StepTerms& /*terms*/) const {
-  TORCH_INTERNAL_ASSERT(false, name(), " is the caller's, who steps it");
+  DEEPTIDE_INVARIANT(false, name(), " is the caller's, who steps it");
 }
 
 }  // namespace optim

@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "base/invariant.h"
+
 namespace deeptide::tiers {
 
 using at::Tensor;
@@ -44,7 +46,7 @@ void Lease::end() noexcept {
 }
 
 Buffer Buffer::resident(Tensor flat) {
-  TORCH_INTERNAL_ASSERT(flat.dim() == 1 && flat.is_contiguous(), "a buffer is flat and contiguous");
+  DEEPTIDE_INVARIANT(flat.dim() == 1 && flat.is_contiguous(), "a buffer is flat and contiguous");
   const int64_t numel = flat.numel();
   const auto dtype = flat.scalar_type();
   return {std::make_shared<ResidentStore>(std::move(flat)), numel, dtype, numel};
@@ -59,11 +61,10 @@ Block Buffer::block(int64_t index) const {
 }
 
 Lease Buffer::lease(Block range, Access access) const {
-  TORCH_INTERNAL_ASSERT(range.begin >= 0 && range.count >= 0 && range.begin + range.count <= numel_, "elements [",
-                        range.begin, ", ", range.begin + range.count, ") of a buffer of ", numel_);
-  TORCH_INTERNAL_ASSERT(
-      range.count == 0 || range.begin / block_numel_ == (range.begin + range.count - 1) / block_numel_,
-      "a lease spans two blocks");
+  DEEPTIDE_INVARIANT(range.begin >= 0 && range.count >= 0 && range.begin + range.count <= numel_, "elements [",
+                     range.begin, ", ", range.begin + range.count, ") of a buffer of ", numel_);
+  DEEPTIDE_INVARIANT(range.count == 0 || range.begin / block_numel_ == (range.begin + range.count - 1) / block_numel_,
+                     "a lease spans two blocks");
   return {store_, range, access};
 }
 

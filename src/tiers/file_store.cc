@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "base/invariant.h"
+
 namespace deeptide::tiers {
 
 using at::Tensor;
@@ -65,8 +67,8 @@ class FileStore : public Store {
 
 Buffer file_buffer(Tensor resident, int64_t numel, std::shared_ptr<SwapFile> file, std::shared_ptr<Staging> staging,
                    std::string name) {
-  TORCH_INTERNAL_ASSERT(resident.numel() % kSwapBlockNumel == 0 && resident.numel() <= numel,
-                        "the resident part is whole blocks");
+  DEEPTIDE_INVARIANT(resident.numel() % kSwapBlockNumel == 0 && resident.numel() <= numel,
+                     "the resident part is whole blocks");
   auto store =
       std::make_shared<FileStore>(std::move(resident), numel, std::move(file), std::move(staging), std::move(name));
   return {std::move(store), numel, at::kFloat, kSwapBlockNumel};

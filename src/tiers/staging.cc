@@ -8,6 +8,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "base/invariant.h"
+
 namespace deeptide::tiers {
 
 using at::Tensor;
@@ -70,7 +72,7 @@ Staging::Slot& Staging::take(const std::string& what) {
   for (Slot& slot : slots_) {
     if (slot.leases == 0 && (oldest == nullptr || slot.last_use < oldest->last_use)) oldest = &slot;
   }
-  TORCH_INTERNAL_ASSERT(oldest != nullptr, "all ", slots_.size(), " blocks of the staging memory are open");
+  DEEPTIDE_INVARIANT(oldest != nullptr, "all ", slots_.size(), " blocks of the staging memory are open");
   if (oldest->state == State::dirty) start(*oldest, /*read=*/false);
   finish(*oldest, what);
   return *oldest;

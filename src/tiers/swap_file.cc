@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "base/invariant.h"
 #include "io/queue.h"
 
 namespace deeptide::tiers {
@@ -49,7 +50,7 @@ DiskPlace DiskRegion::block(int64_t index) const {
 }
 
 SwapFile::SwapFile(std::vector<std::string> folders) : folders_(std::move(folders)), ends_(folders_.size(), 0) {
-  TORCH_INTERNAL_ASSERT(!folders_.empty(), "offloading to files needs a folder");
+  DEEPTIDE_INVARIANT(!folders_.empty(), "offloading to files needs a folder");
   for (const std::string& folder : folders_) {
     std::error_code error;
     std::filesystem::create_directories(folder, error);

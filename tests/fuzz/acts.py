@@ -173,8 +173,13 @@ def _write_element(parameter, seed):
         parameter.view(-1)[seed % parameter.numel()] = 0.25
 
 
+def _numpy_of(tensor):
+    """As numpy sees it, which has no bf16: its bits."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def _write_numpy(parameter, seed):
-    parameter.detach().numpy()[...] = values_for(parameter, seed).numpy()
+    _numpy_of(parameter.detach())[...] = _numpy_of(values_for(parameter, seed))
 
 
 ABSOLUTE = {

@@ -25,7 +25,7 @@ NOISES_OF_LOW = ((3, MARGIN), (4, MARGIN))
 
 
 class Mismatch(NamedTuple):
-    """kind: value, error, silence (an error was expected), bits, hang, ended."""
+    """kind: value, error, silence (an error was expected), internal (an error for developers), bits, hang, ended."""
 
     kind: str
     setting: object
@@ -133,6 +133,8 @@ def _floor(phase, act):
 
 def _compare(wanted, others, got, floor):
     """(kind of mismatch or None, text)."""
+    if got[0] == "raised" and ("INTERNAL ASSERT" in got[2] or "a fault in deeptide" in got[2]):
+        return "internal", f"{got[1]}: {got[2]}"
     if isinstance(wanted, Raises):
         if got[0] == "ok":
             return "silence", f"nothing was raised, expected {wanted}"

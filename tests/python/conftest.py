@@ -29,6 +29,25 @@ os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 _make_world = deeptide.make_world
 
 
+def _check_text(text):
+    """No error that a test meets, expected or printed, is one for developers."""
+    assert "INTERNAL ASSERT" not in text and "a fault in deeptide" not in text, text
+
+
+def _check_expected_errors():
+    kind = type(pytest.raises(KeyError))
+    leave = kind.__exit__
+
+    def checked(self, exc_type, exc, traceback):
+        _check_text(str(exc))
+        return leave(self, exc_type, exc, traceback)
+
+    kind.__exit__ = checked
+
+
+_check_expected_errors()
+
+
 def _stacks(threads):
     frames = sys._current_frames()
     for rank, thread in enumerate(threads):
@@ -155,6 +174,8 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True, 
         subprocess.CompletedProcess(command, process.returncode, *(outputs[rank] or ("", "")))
         for rank, process in enumerate(processes)
     ]
+    for process in done:
+        _check_text(process.stderr or "")
     failed = [rank for rank, process in enumerate(done) if process.returncode != 0]
     if late or (check and failed):
         reports = "\n".join(

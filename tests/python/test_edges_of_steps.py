@@ -146,6 +146,31 @@ def test_grad_set_by_hand_is_this_steps_gradient(stage, accumulation):
                 assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_data_swaps_between_backwards_lose_no_gradient(stage):
+    """The first one left in .grad completes a bucket, the second one still has to join it."""
+
+    def swap(parameter):
+        kept = parameter.data
+        parameter.data = kept.double()
+        parameter.data = kept
+
+    def program(world, swaps):
+        engine = start(world, stage, optimizer={"type": "SGD", "params": {"lr": 0.5}})
+        for step, parameter in enumerate(engine.module.head.parameters()):
+            if swaps:
+                swap(parameter)
+            engine.backward(engine(inputs(world.rank, step)).square().mean())
+        norm = engine.step().grad_norm
+        return {"norm": torch.tensor(norm), **final_state(engine)}
+
+    for ranks in (1, 2):
+        swapped, kept = (run_ranks(ranks, lambda world, swaps=swaps: program(world, swaps)) for swaps in (True, False))
+        for one, other in zip(swapped, kept, strict=True):
+            for name in one:
+                torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-6)
+
+
 def test_grad_set_by_hand_after_backward_is_refused_by_name():
     engine = start()
     engine.backward(engine(inputs()).square().mean())

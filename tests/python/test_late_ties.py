@@ -31,6 +31,10 @@ def tie(model):
     model.second.weight = model.first.weight
 
 
+def is_gated(parameter):
+    return "DeferredInit" in str(torch._C._dispatch_keys(parameter))
+
+
 def start(world, stage, **extra):
     return edges.start(world, stage, kind=Twins, zero=EXPORTS, deeptide={"comm_timeout": 20}, **extra)
 
@@ -74,6 +78,49 @@ def test_a_late_tie_trains_and_is_saved_and_exported_as_in_torch(stage, tmp_path
         assert found.keys() == state.keys()
         assert all(torch.equal(found[name], value) for name, value in state.items())
     assert "'second.weight' is 'first.weight' now" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("change", ["tie", "replace", "view"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_change_on_one_rank_only_is_told_to_all(stage, change, tmp_path):
+    """Who gathered the values of a tie alone would wait for ranks that have none."""
+
+    def program(world):
+        engine = start(world, stage)
+        edges.train(engine, rank=world.rank)
+        engine.save_checkpoint(tmp_path, tag="before")
+        first, second = engine.module.first, engine.module.second
+        own = second.weight
+        if world.rank == 1 and change == "tie":
+            tie(engine.module)
+        elif world.rank == 1 and change == "replace":
+            second.weight = nn.Parameter(torch.zeros(6, 6))
+        elif world.rank == 1:
+            first.register_buffer("view", first.weight.detach())
+        told = {
+            "tie": "'second.weight', which is 'first.weight' now",
+            "replace": "'second.weight', which is another tensor than at initialize",
+            "view": "'first.view', a view of a sharded parameter",
+        }[change]
+        calls = [
+            lambda: engine.save_checkpoint(tmp_path, tag="after"),
+            lambda: engine.load_checkpoint(tmp_path, tag="before"),
+            lambda: engine.save_16bit_model(tmp_path, "exported.safetensors"),
+            lambda: engine.module_state_dict(),
+        ]
+        # A view of what every rank holds whole is one rank's own buffer, and no matter of the others.
+        for call in calls if change != "view" or is_gated(first.weight) else []:
+            with pytest.raises(deeptide.ConfigError, match=f"rank 0 has nothing more; rank 1 has.*{told}"):
+                call()
+        second.weight = own
+        if hasattr(first, "view"):
+            del first.view
+        engine.save_checkpoint(tmp_path, tag="after")
+        engine.load_checkpoint(tmp_path, tag="before")
+        edges.train(engine, first=1, rank=world.rank)
+        engine.destroy()
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -153,3 +153,46 @@ def step_and_weigh(stage, bf16):
 def test_resident_memory_is_what_the_engine_counts(stage, bf16):
     for done in run_processes(2, step_and_weigh, stage, bf16, fresh=True):
         print(done.stdout)
+
+
+def peak_growth(call):
+    """Bytes by which this process's memory grows at most while `call` runs."""
+    before = resident()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    result = call()
+    with open("/proc/self/status") as file:
+        peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    del result
+    return peak - before
+
+
+def export_and_weigh(stage, shared, folder):
+    """Rank 0 holds or writes the state of a model of 67 MB; the other ranks hold no more than a few units of it."""
+    deeptide.init_distributed()
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    size = sum(p.nbytes for p in model.parameters())
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    cfg = models.config(stage, optimizer=SGD, zero=zero, deeptide={"shared_memory": shared})
+    engine, *_ = deeptide.initialize(model=model, config=cfg)
+    calls = {
+        "clone": engine.module_state_dict,
+        "clone on rank 0": lambda: engine.module_state_dict(only_rank=0),
+        "export": lambda: engine.save_16bit_model(folder),
+    }
+    for call in calls.values():
+        call()  # what is in memory after the first time is not the second one's
+    growth = {name: peak_growth(call) / size for name, call in calls.items()}
+    print(growth)
+    assert growth["clone"] > 0.9, growth  # so that this measures clones
+    assert growth["clone on rank 0"] > 0.9 if engine.global_rank == 0 else growth["clone on rank 0"] < 0.5, growth
+    assert growth["export"] < 0.5, growth
+    engine.destroy()
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_exports_clone_the_model_on_rank_0_only(stage, shared, tmp_path):
+    for done in run_processes(2, export_and_weigh, stage, shared, str(tmp_path), fresh=True):
+        print(done.stdout)

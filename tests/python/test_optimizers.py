@@ -264,6 +264,20 @@ def test_sgd_without_momentum_keeps_none_until_there_is_one(tmp_path):
     assert not any(value.any() for name, value in state_of(engine).items() if name.endswith("/momentum"))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sgd_without_a_momentum_keeps_nothing_but_masters(stage):
+    """And in fp32 the parameters are the masters."""
+    for bf16 in (False, True):
+        kept = {}
+        for momentum in (0.0, 0.9):
+            engine = start(stage=stage, type="SGD", params={"lr": 1e-1, "momentum": momentum}, bf16=bf16)
+            train(engine, 0, 1)
+            kept[momentum] = next(m.measured_bytes for m in engine.memory() if m.role == "optimizer states")
+            engine.destroy()
+        assert kept[0.9] > 0
+        assert kept[0.0] == (kept[0.9] // 2 if bf16 else 0), (stage, kept)
+
+
 def as_saved_before_rules(folder):
     """Rewrites a checkpoint's groups as they were saved when all optimizers shared one list of hyper-parameters."""
     defaults = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decoupled_decay": False, "bias_correction": True}
