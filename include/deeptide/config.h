@@ -131,6 +131,15 @@ struct OffloadOptimizerConfig {
   double ratio = 0.0;                // share of the states that is offloaded
 };
 
+/// The section "zero_optimization.offload_param".
+struct OffloadParamConfig {
+  OffloadDevice device = OffloadDevice::none;
+  std::vector<std::string> folders;   // "nvme_path"
+  int64_t buffer_count = 0;           // shards in memory at a time
+  int64_t buffer_size = 0;            // elements of one of them, at most
+  std::optional<int64_t> max_in_cpu;  // elements per rank that stay in memory
+};
+
 /// The section "elasticity": one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
@@ -225,8 +234,8 @@ class DEEPTIDE_API Config {
  public:
   /// Every section, found by its type.
   using Sections =
-      std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig, ElasticityConfig,
-                 PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
+      std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig, OffloadParamConfig,
+                 ElasticityConfig, PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
 
   Config();  // every key at its default
   static Config from_file(const std::string& path);
@@ -249,6 +258,7 @@ class DEEPTIDE_API Config {
   const SchedulerConfig& scheduler() const { return std::get<SchedulerConfig>(sections_); }
   const ZeroConfig& zero() const { return std::get<ZeroConfig>(sections_); }
   const OffloadOptimizerConfig& offload_optimizer() const { return std::get<OffloadOptimizerConfig>(sections_); }
+  const OffloadParamConfig& offload_param() const { return std::get<OffloadParamConfig>(sections_); }
   const ElasticityConfig& elasticity() const { return std::get<ElasticityConfig>(sections_); }
   const PrecisionConfig& precision() const { return std::get<PrecisionConfig>(sections_); }
   const GradientConfig& gradients() const { return std::get<GradientConfig>(sections_); }

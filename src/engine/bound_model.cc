@@ -66,6 +66,31 @@ void make_values(const std::vector<NamedTensor>& buffers) {
   }
 }
 
+/// By layout: whether the unit is sharded, unless the ranks share one copy. Small units stay whole. One rank shards
+/// nothing, unless files hold what needs not be whole.
+std::vector<bool> choose_sharded(const std::vector<UnitLayout>& layouts, const BindOptions& options, int num_shards) {
+  std::vector<bool> sharded;
+  int64_t persistent = 0;
+  for (const UnitLayout& layout : layouts) {
+    const bool persists =
+        layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
+    if (persists) persistent += layout.used;
+    sharded.push_back(options.shard_parameters && (num_shards > 1 || options.offload) && !persists);
+  }
+  return sharded;
+}
+
+std::unique_ptr<zero::OffloadedParameters> make_room_in_files(const zero::ParameterOffload& options,
+                                                              const std::vector<UnitLayout>& layouts,
+                                                              const std::vector<bool>& is_sharded,
+                                                              const std::shared_ptr<device::Ledger>& ledger) {
+  std::vector<const UnitLayout*> placed;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    if (is_sharded[i]) placed.push_back(&layouts[i]);
+  }
+  return std::make_unique<zero::OffloadedParameters>(options, placed, ledger);
+}
+
 /// A unit at a time: what was built under zero.Init is never whole at once.
 void take_values(Unit& unit, bool counts) {
   for (Parameter& p : unit.parameters()) {
@@ -99,7 +124,8 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   auto layouts = sharding::build_layout(specs, modules, {team.size(), options.max_unit_numel});
   if (options.share_memory && device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
-  int64_t persistent = 0;
+  const auto is_sharded = choose_sharded(layouts, options, team.size());
+  if (options.offload) offloaded_ = make_room_in_files(*options.offload, layouts, is_sharded, ledger);
   for (UnitLayout& layout : layouts) {
     std::vector<Parameter> members;
     for (const auto& slot : layout.slots) {
@@ -107,11 +133,9 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
       p.offset = slot.offset;
       members.push_back(std::move(p));
     }
-    const bool persists =
-        layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
-    if (persists) persistent += layout.used;
-    const bool sharded = options.shard_parameters && team.size() > 1 && !persists;
-    const auto memory = arena_ ? UnitMemory::shared : sharded ? UnitMemory::sharded : UnitMemory::whole;
+    const auto memory = arena_                      ? UnitMemory::shared
+                        : is_sharded[units_.size()] ? UnitMemory::sharded
+                                                    : UnitMemory::whole;
     units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), std::move(layout), std::move(members),
                                             sharding::UnitPlacement{memory, team, team}));
     if (!arena_) bind_apart(*units_.back(), gathers, ledger);
@@ -171,7 +195,9 @@ void BoundModel::bind_apart(Unit& unit, comm::Group& gathers, const std::shared_
   if (counts) unit.pack(whole);
   auto pending = gathers.broadcast(whole, 0);
   gathers.wait(pending, {"start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
-  unit.adopt(whole, ledger);
+  sharding::ShardPlacement place;
+  if (offloaded_) place = [&](const UnitLayout& layout) { return offloaded_->place(layout); };
+  unit.adopt(whole, ledger, place);
 }
 
 /// Counts this rank's shard only: together the ranks count the memory once.
@@ -245,7 +271,7 @@ int64_t BoundModel::num_elements() const {
 int64_t BoundModel::predicted_bytes() const {
   int64_t bytes = 0;
   for (const auto& unit : units_) bytes += unit->resident_bytes();
-  return bytes;
+  return bytes + (offloaded_ ? offloaded_->staging_bytes() : 0);
 }
 
 int64_t BoundModel::num_trainable() const {

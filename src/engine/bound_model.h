@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -13,15 +14,17 @@
 #include "device/memory.h"
 #include "host/arena.h"
 #include "sharding/unit.h"
+#include "zero/offloaded_parameters.h"
 
 namespace deeptide::engine {
 
 struct BindOptions {
   at::ScalarType compute_dtype = at::kFloat;
   bool shard_parameters = false;
-  bool share_memory = true;                 // between the ranks of one host
-  int64_t persistence_threshold = 0;        // units of at most this many elements stay whole
-  int64_t model_persistence_threshold = 0;  // total elements of such units, at most
+  bool share_memory = true;                       // between the ranks of one host
+  std::optional<zero::ParameterOffload> offload;  // of the shards; absent: they are in memory
+  int64_t persistence_threshold = 0;              // units of at most this many elements stay whole
+  int64_t model_persistence_threshold = 0;        // total elements of such units, at most
   int64_t max_unit_numel = 0;
   std::vector<int> kinds;  // by group: parameters of different kinds share no unit; empty: all are of one
   std::string trained_by;  // what configures an optimizer, which needs a trainable parameter; empty: nothing
@@ -44,6 +47,8 @@ class BoundModel {
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
              host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
+  /// Null: shards are in memory.
+  const zero::OffloadedParameters* offloaded() const { return offloaded_.get(); }
   /// Null if the ranks share no memory.
   const std::shared_ptr<host::Arena>& arena() const { return arena_; }
 
@@ -87,6 +92,7 @@ class BoundModel {
   };
 
   std::shared_ptr<host::Arena> arena_;
+  std::unique_ptr<zero::OffloadedParameters> offloaded_;
   std::vector<std::unique_ptr<sharding::Unit>> units_;
   std::unordered_map<std::string, Place> by_name_;
   std::unordered_map<const c10::TensorImpl*, Place> by_tensor_;

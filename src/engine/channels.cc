@@ -12,6 +12,12 @@ std::string next_channel_name(const World& world, const char* kind) {
   return std::to_string(world.store->add(key, 1)) + "/" + kind;
 }
 
+/// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
+/// nothing on the others, so large gathers and rounds would wait on each other there.
+bool may_share_memory(const Config& config) {
+  return config.runtime().shared_memory && config.offload_param().device != OffloadDevice::nvme;
+}
+
 }  // namespace
 
 Channels::Channels(const std::optional<World>& world, const Config& config)
@@ -21,7 +27,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config)
       clock_(std::make_shared<comm::Clock>()),
       board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"))),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
-                             config.runtime().shared_memory, board_)),
+                             may_share_memory(config), board_)),
       control_(world_, data_, next_channel_name(world_, "control"), options(config, /*on_device=*/false)),
       gathers_(world_, data_, next_channel_name(world_, "gathers"), options(config, /*on_device=*/true)),
       reductions_(world_, data_, next_channel_name(world_, "reductions"), options(config, /*on_device=*/true)) {}

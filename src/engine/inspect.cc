@@ -73,7 +73,7 @@ Tensor Engine::Impl::gathered(const sharding::Unit& unit) {
   if (unit.memory() != sharding::UnitMemory::sharded) return unit.whole();
   Tensor whole =
       device::allocate_flat(ledger, device::Role::gathered, unit.numel(), unit.layout().dtype, model.device());
-  gather(whole, unit.shard(), "unit '" + unit.layout().name + "'");
+  gather(whole, unit.shard_for(whole), "unit '" + unit.layout().name + "'");
   return whole;
 }
 

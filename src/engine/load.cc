@@ -245,7 +245,7 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
     unit->forget_external_writes();
     shared = shared || unit->memory() == sharding::UnitMemory::shared;
     if (unit->memory() != sharding::UnitMemory::whole || (unit->layout().trainable && optimizer)) continue;
-    auto pending = gathers.all_gather(unit->whole(), unit->shard());
+    auto pending = gathers.all_gather(unit->whole(), unit->shard().in_place());
     gathers.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
   if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});

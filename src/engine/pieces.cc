@@ -81,9 +81,8 @@ std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptim
   for (const auto& unit : model.units()) {
     const bool has_states = unit->layout().trainable && optimizer != nullptr;
     if (!has_states) {
-      const auto shard = tiers::Buffer::resident(unit->shard());
       for (const Parameter& p : unit->parameters()) {
-        pieces.push_back(piece_of(*unit, p, Role::param(), shard, unit->shard_begin(), extent));
+        pieces.push_back(piece_of(*unit, p, Role::param(), unit->shard(), unit->shard_begin(), extent));
       }
     } else {
       const zero::OptimizerStates& states = optimizer->states();

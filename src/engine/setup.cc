@@ -52,11 +52,32 @@ const ModelDescription& agreed(const ModelDescription& model, const std::vector<
   return model;
 }
 
+/// Absent: shards lie in memory.
+std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
+  const OffloadParamConfig& asked = config.offload_param();
+  if (asked.device != OffloadDevice::nvme) return std::nullopt;  // on a CPU the host's memory is where they are
+  const std::string subject = config.origin() + ": zero_optimization.offload_param.device \"nvme\" ";
+  if (config.zero().stage != 3) {
+    throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
+                      std::to_string(config.zero().stage));
+  }
+  if (asked.folders.empty()) {
+    throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
+  }
+  if (config.runtime().on_skipped == OnSkipped::rewind) {
+    throw ConfigError(subject +
+                      "does not go with deeptide.on_skipped \"rewind\", which keeps a copy of the parameters "
+                      "in memory; choose \"skip\" or \"raise\"");
+  }
+  return zero::ParameterOffload{asked.folders, asked.max_in_cpu.value_or(0), asked.buffer_count, asked.buffer_size};
+}
+
 engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
                                  const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups) {
   engine::BindOptions options;
   // Ranks that share parameters each step a part of them.
   options.share_memory = policy.shard_optimizer || !custom || custom->needs_whole().empty();
+  options.offload = parameter_offload(config);
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -77,6 +98,8 @@ sharding::ResidencyLimits residency_limits(const Config& config, const engine::B
   limits.max_live = config.zero().max_live_parameters.value_or(chosen);
   limits.max_reuse_distance = config.zero().max_reuse_distance.value_or(INT64_MAX);
   limits.prefetch = config.zero().overlap_comm ? config.zero().prefetch_bucket_size : 0;
+  // One block stays free for the shard that is being gathered.
+  if (model.offloaded()) limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
   return limits;
 }
 
@@ -149,6 +172,10 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
             bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(), ledger),
       live(model, description, options.describe) {
+  if (config.offload_param().device != OffloadDevice::none && !model.device().is_cpu()) {
+    throw ConfigError(config.origin() + ": zero_optimization.offload_param is not supported yet on " +
+                      model.device().str() + "; set its device to \"none\"");
+  }
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,

@@ -28,6 +28,8 @@ class Queue {
   virtual Ticket start(const Transfer& transfer) = 0;
   /// Waits for a transfer, once. Returns 0 or its errno; EIO for a short one.
   virtual int wait(Ticket ticket) = 0;
+  /// Whether `wait` would return at once.
+  virtual bool is_done(Ticket ticket) = 0;
   /// "io_uring", "threads".
   virtual const char* name() const = 0;
 };

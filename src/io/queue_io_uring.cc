@@ -37,6 +37,11 @@ class RingQueue : public Queue {
     return results_.extract(ticket).mapped();
   }
 
+  bool is_done(Ticket ticket) override {
+    if (!results_.contains(ticket)) reap();
+    return results_.contains(ticket);
+  }
+
   const char* name() const override { return "io_uring"; }
 
  private:
@@ -61,12 +66,18 @@ class RingQueue : public Queue {
 
   /// Waits for at least one transfer. Returns false if the ring itself failed.
   bool collect() {
-    io_uring_cqe* done = nullptr;
     int error = 0;
     do {
       error = io_uring_submit_and_wait(&ring_, 1);
     } while (error == -EINTR);
     if (error < 0) return false;
+    reap();
+    return true;
+  }
+
+  /// Takes the results that have arrived.
+  void reap() {
+    io_uring_cqe* done = nullptr;
     while (io_uring_peek_cqe(&ring_, &done) == 0) {
       const Ticket ticket = io_uring_cqe_get_data64(done);
       const int64_t bytes = sizes_.extract(ticket).mapped();
@@ -75,7 +86,6 @@ class RingQueue : public Queue {
       --num_flying_;
     }
     submit();
-    return true;
   }
 
   io_uring ring_;

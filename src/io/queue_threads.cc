@@ -58,6 +58,11 @@ class ThreadQueue : public Queue {
     return results_.extract(ticket).mapped();
   }
 
+  bool is_done(Ticket ticket) override {
+    std::lock_guard lock(mutex_);
+    return results_.contains(ticket);
+  }
+
   const char* name() const override { return "threads"; }
 
  private:

@@ -22,6 +22,8 @@ using comm::Word;
 
 namespace {
 
+constexpr int kMostReadAhead = 64;  // units
+
 int64_t next_id() {
   static std::atomic<int64_t> counter{0};
   return counter.fetch_add(1);
@@ -155,6 +157,7 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
   if (!all_whole) bring(needed_);
   if (moved) look_ahead();
+  if (moved && limits_.read_ahead_bytes > 0) read_ahead();
   for (const Use& use : uses) use.parameter->unit->open(*use.parameter);  // last: a throw above leaves nothing open
   for (const Use& use : uses) {
     if (use.write) pending_writes_.begin(*use.parameter);
@@ -167,6 +170,19 @@ void Residency::look_ahead() {
   Wishes word;
   add_wishes(word, needed_);
   if (word.num_wishes > 0) post(word);
+}
+
+/// Announces the shards of the units to come, nearest first: a gather then finds them read.
+void Residency::read_ahead() const {
+  int64_t bytes = 0;
+  for (const int index : plan().upcoming(kMostReadAhead)) {
+    const Unit* unit = units_[index];
+    if (unit == nullptr || unit->is_whole() || in_flight(*unit)) continue;
+    const tiers::Buffer& shard = unit->shard();
+    bytes += shard.nbytes() - shard.resident_bytes();
+    if (bytes > limits_.read_ahead_bytes) return;
+    for (int64_t block = 0; block < shard.num_blocks(); ++block) shard.prefetch(shard.block(block));
+  }
 }
 
 void Residency::post(Word word) {
@@ -259,9 +275,10 @@ void Residency::commit_writes(const std::vector<Word>& words) {
 
 void Residency::launch(Unit& unit, bool keep) {
   make_room(unit.numel());
-  count(unit, +1);
   Tensor buffer = pool_.take(unit.numel(), unit.layout().dtype);
-  auto pending = gathers_.all_gather(buffer, unit.shard());
+  const Tensor own = unit.shard_for(buffer);  // first: if it cannot be read, nothing was issued or counted
+  count(unit, +1);
+  auto pending = gathers_.all_gather(buffer, own);
   flights_.push_back({&unit, std::move(buffer), std::move(pending), keep});
   ++gathers_issued_;
 }

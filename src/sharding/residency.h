@@ -33,6 +33,7 @@ struct ResidencyLimits {
   int64_t max_live = 0;            // gathered at once; raised to the size of the two largest units if smaller
   int64_t prefetch = 0;            // requested ahead of need
   int64_t max_reuse_distance = 0;  // a unit whose next use is farther away is released at once
+  int64_t read_ahead_bytes = 0;    // of shards in files, announced ahead of their gathers
 };
 
 /// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
@@ -96,6 +97,7 @@ class Residency {
   void visit(const Unit& unit);
   void bring(const std::vector<Unit*>& needed);
   void look_ahead();
+  void read_ahead() const;
   void post(comm::Word word);
   comm::Wishes request(const std::vector<Unit*>& needed) const;
   void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;

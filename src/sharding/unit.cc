@@ -130,7 +130,7 @@ void Unit::point_into(const Tensor& whole) {
 void Unit::adopt_shared(Tensor shard, std::shared_ptr<device::PrivateView> view) {
   view_ = std::move(view);
   whole_ = view_->tensor(0, numel(), layout_.dtype);
-  shard_ = std::move(shard);
+  shard_ = tiers::Buffer::resident(std::move(shard));
   point_into(whole_);
 }
 
@@ -173,15 +173,15 @@ const Parameter* Unit::moved() const {
 }
 
 int64_t Unit::resident_bytes() const {
-  const int64_t elements = memory() == UnitMemory::whole ? layout_.numel : layout_.shard;
-  return elements * static_cast<int64_t>(c10::elementSize(layout_.dtype));
+  if (memory() != UnitMemory::whole) return shard_.resident_bytes();
+  return layout_.numel * static_cast<int64_t>(c10::elementSize(layout_.dtype));
 }
 
 void Unit::take_private_writes() {
   if (memory() != UnitMemory::shared) return;
   const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
   const auto* seen = static_cast<const char*>(whole_.const_data_ptr());
-  auto* shard = static_cast<char*>(shard_.mutable_data_ptr());
+  auto* shard = static_cast<char*>(shard_.in_place().mutable_data_ptr());
   const int64_t shard_at = shard_begin() * item;
   // A written page also holds bytes that were not written: only bytes that differ are the program's.
   view_->any_written([&](int64_t begin, int64_t end) {
@@ -197,16 +197,19 @@ void Unit::take_private_writes() {
   view_->forget();
 }
 
-void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger) {
+void Unit::adopt(Tensor whole, const std::shared_ptr<device::Ledger>& ledger, const ShardPlacement& place) {
   point_into(whole);
   Tensor slice = whole.narrow(0, shard_begin(), layout_.shard);
   if (memory() == UnitMemory::whole) {
     whole_ = whole;
-    shard_ = slice;
+    shard_ = tiers::Buffer::resident(slice);
     return;
   }
-  shard_ = device::allocate_flat(ledger, device::Role::parameters, layout_.shard, layout_.dtype, whole.device());
-  shard_.copy_(slice);
+  shard_ = place ? place(layout_)
+                 : tiers::Buffer::resident(device::allocate_flat(ledger, device::Role::parameters, layout_.shard,
+                                                                 layout_.dtype, whole.device()));
+  shard_.copy_from(slice);
+  shard_.write_behind();
   for (Parameter& p : parameters_) point_at_nothing(p, /*engine_gone=*/false);
 }
 
@@ -229,13 +232,23 @@ std::pair<int64_t, int64_t> Unit::owned_range(const Parameter& p) const {
   return {first, std::max(first, last)};
 }
 
+Tensor Unit::shard_for(const Tensor& whole) const {
+  Tensor shard = shard_.in_place();
+  if (shard.defined()) return shard;
+  shard = whole.narrow(0, shard_begin(), layout_.shard);
+  shard_.copy_to(shard);
+  return shard;
+}
+
 void Unit::write_back(Parameter& p, const Tensor& kept) {
   const auto [first, last] = owned_range(p);
   p.rewritten = true;
   if (first == last) return;
   const Tensor slice = kept.defined() ? kept : whole_.narrow(0, shard_begin(), layout_.shard);
   const int64_t begin = first - shard_begin();
-  shard_.narrow(0, begin, last - first).copy_(slice.narrow(0, begin, last - first));
+  for_each_block(shard_, {begin, last - first}, [&](tiers::Block block) {
+    shard_.lease(block, tiers::Access::write).tensor().copy_(slice.narrow(0, block.begin, block.count));
+  });
 }
 
 }  // namespace deeptide::sharding

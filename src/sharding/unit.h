@@ -8,6 +8,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "device/memory.h"
 #include "device/shared_memory.h"
 #include "sharding/layout.h"
+#include "tiers/buffer.h"
 
 namespace deeptide::sharding {
 
@@ -68,6 +70,9 @@ struct UnitPlacement {
   comm::Team reduce_over;  // gradients are summed over it
 };
 
+/// Makes the buffer (shard,) of a sharded unit's slice: where it lies is its choice.
+using ShardPlacement = std::function<tiers::Buffer(const UnitLayout& layout)>;
+
 /// Flat memory of one UnitLayout. Even while a sharded unit is whole, a parameter's storage has memory only while an
 /// operator in flight has it open. So raw access always throws our text; it never works by luck and dangles later. Not
 /// thread-safe: Residency guards the sharded units.
@@ -81,8 +86,9 @@ class Unit {
 
   /// Copies the parameters' current values into the flat buffer `whole` (numel,) and zeroes the gaps.
   void pack(at::Tensor whole) const;
-  /// Takes the shard from `whole`, points the parameters' storages here and, when sharded, releases `whole`.
-  void adopt(at::Tensor whole, const std::shared_ptr<device::Ledger>& ledger);
+  /// Takes the shard from `whole`, points the parameters' storages here and, when sharded, releases `whole`. `place`:
+  /// absent: a sharded unit's slice is resident on the device. Errors: as `place`.
+  void adopt(at::Tensor whole, const std::shared_ptr<device::Ledger>& ledger, const ShardPlacement& place = {});
 
   /// Adopts memory that all ranks of the host share: `shard` is this rank's slice there, `view` is this rank's
   /// program's view of it. The program's own writes stay private until `take_private_writes`.
@@ -119,13 +125,16 @@ class Unit {
   UnitMemory memory() const { return placement_.memory; }
   const comm::Team& shard_over() const { return placement_.shard_over; }
   const comm::Team& reduce_over() const { return placement_.reduce_over; }
-  /// Memory that it keeps of this rank's share: its slice, or all of it.
+  /// Memory that it keeps of this rank's share: what is resident of its slice, or all of it.
   int64_t resident_bytes() const;
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  /// This rank's slice (shard,): a view of the whole buffer when kept whole, own memory when sharded, the host's memory
-  /// when shared.
-  const at::Tensor& shard() const { return shard_; }
+  /// This rank's slice (shard,): a view of the whole buffer when kept whole, memory or files of its own when sharded,
+  /// the host's memory when shared.
+  const tiers::Buffer& shard() const { return shard_; }
+  /// Returns the slice (shard,) where it lies, or else copied to its place in `whole` (numel,): what a gather into
+  /// `whole` takes. Errors: RuntimeError if it cannot be read.
+  at::Tensor shard_for(const at::Tensor& whole) const;
   const at::Tensor& whole() const { return whole_; }
   int64_t numel() const { return layout_.numel; }
   int64_t shard_begin() const { return placement_.shard_over.index() * layout_.shard; }
@@ -141,7 +150,7 @@ class Unit {
   UnitPlacement placement_;
   int pins_ = 0;
   at::Tensor whole_;
-  at::Tensor shard_;
+  tiers::Buffer shard_;
   std::shared_ptr<device::PrivateView> view_;
 };
 

@@ -78,4 +78,18 @@ Tensor Buffer::copy() const {
   return all.defined() ? all : at::empty({0}, dtype_);
 }
 
+void Buffer::copy_to(const Tensor& target) const {
+  for_each_block(*this, {0, numel_}, [&](Block block) {
+    const Lease part = lease(block, Access::read);
+    if (const int64_t next = block.begin + block.count; next < numel_) prefetch({next, 1});
+    target.narrow(0, block.begin, block.count).copy_(part.tensor());
+  });
+}
+
+void Buffer::copy_from(const Tensor& source) const {
+  for_each_block(*this, {0, numel_}, [&](Block block) {
+    lease(block, Access::write).tensor().copy_(source.narrow(0, block.begin, block.count));
+  });
+}
+
 }  // namespace deeptide::tiers

@@ -37,6 +37,8 @@ class Store {
   virtual void close(Block block, Access access) noexcept = 0;
   /// Announces that `block` will be opened soon.
   virtual void prefetch(Block block) = 0;
+  /// Announces that what changed will not change again soon.
+  virtual void write_behind() {}
   /// Of `numel` elements, how many are always in memory.
   virtual int64_t resident_numel(int64_t numel) const { return numel; }
   /// All elements (numel,) where they lie for good; undefined for a store that moves them.
@@ -95,7 +97,11 @@ class Buffer {
   at::Tensor in_place() const { return store_->in_place(); }
   /// All elements in memory of their own (numel,).
   at::Tensor copy() const;
+  /// Copies all elements to `target` (numel,), or from `source`.
+  void copy_to(const at::Tensor& target) const;
+  void copy_from(const at::Tensor& source) const;
   void prefetch(Block range) const { store_->prefetch(range); }
+  void write_behind() const { store_->write_behind(); }
 
  private:
   std::shared_ptr<Store> store_;

@@ -42,7 +42,7 @@ void Staging::start(Slot& slot, bool read) {
 }
 
 /// Waits for the slot's transfer. A block that could not be read is dropped; one that could not be written stays.
-void Staging::finish(Slot& slot, const std::string& what) {
+void Staging::finish(Slot& slot) {
   if (slot.state != State::reading && slot.state != State::writing) return;
   const bool read = slot.state == State::reading;
   const int error = queue_->wait(slot.ticket);
@@ -51,12 +51,21 @@ void Staging::finish(Slot& slot, const std::string& what) {
     return;
   }
   slot.state = read ? State::empty : State::dirty;
-  throw std::runtime_error(std::string(read ? "reading" : "writing") + " a block of " + what + " in '" +
+  throw std::runtime_error(std::string(read ? "reading" : "writing") + " a block of " + slot.what + " in '" +
                            *slot.place.folder + "' failed: " + std::strerror(error));
+}
+
+/// Writes that ended make their slots free. One that failed is tried again when its memory is wanted.
+void Staging::settle_writes() {
+  for (Slot& slot : slots_) {
+    if (slot.state != State::writing || !queue_->is_done(slot.ticket)) continue;
+    slot.state = queue_->wait(slot.ticket) == 0 ? State::clean : State::dirty;
+  }
 }
 
 /// Returns the least recently used slot that can be emptied without waiting; null if there is none.
 Staging::Slot* Staging::idle_slot() {
+  settle_writes();
   Slot* oldest = nullptr;
   for (Slot& slot : slots_) {
     if (slot.leases > 0 || (slot.state != State::empty && slot.state != State::clean)) continue;
@@ -66,7 +75,7 @@ Staging::Slot* Staging::idle_slot() {
   return oldest;
 }
 
-Staging::Slot& Staging::take(const std::string& what) {
+Staging::Slot& Staging::take() {
   if (Slot* idle = idle_slot()) return *idle;
   Slot* oldest = nullptr;
   for (Slot& slot : slots_) {
@@ -74,35 +83,44 @@ Staging::Slot& Staging::take(const std::string& what) {
   }
   DEEPTIDE_INVARIANT(oldest != nullptr, "all ", slots_.size(), " blocks of the staging memory are open");
   if (oldest->state == State::dirty) start(*oldest, /*read=*/false);
-  finish(*oldest, what);
+  finish(*oldest);
   return *oldest;
 }
 
-/// Starts writing the owner's other changed blocks: it has gone on to this one.
-void Staging::write_behind(Key key) {
-  for (Slot& slot : slots_) {
-    const bool other = slot.key.owner == key.owner && slot.key.block != key.block;
-    if (other && slot.leases == 0 && slot.state == State::dirty) start(slot, /*read=*/false);
-  }
+void Staging::lend(Slot& slot, Key key, const DiskPlace& place, const std::string& what) {
+  slot.key = key;
+  slot.place = place;
+  slot.what = what;
+  slot.state = State::clean;
 }
 
 Tensor Staging::open(Key key, const DiskPlace& place, bool keep_values, const std::string& what) {
+  std::lock_guard lock(mutex_);
   Slot* slot = find(key);
   if (slot == nullptr) {
-    slot = &take(what);
-    slot->key = key;
-    slot->place = place;
-    slot->state = State::clean;
+    slot = &take();
+    lend(*slot, key, place, what);
     if (keep_values) start(*slot, /*read=*/true);
   }
-  finish(*slot, what);
-  write_behind(key);
+  finish(*slot);
+  for (Slot& other : slots_) {  // the owner has gone on to this block
+    const bool behind = other.key.owner == key.owner && other.key.block != key.block;
+    if (behind && other.leases == 0 && other.state == State::dirty) start(other, /*read=*/false);
+  }
   ++slot->leases;
   slot->last_use = ++clock_;
   return slot->memory;
 }
 
+void Staging::write_behind(const void* owner) {
+  std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) {
+    if (slot.key.owner == owner && slot.leases == 0 && slot.state == State::dirty) start(slot, /*read=*/false);
+  }
+}
+
 void Staging::close(Key key, bool changed) noexcept {
+  std::lock_guard lock(mutex_);
   Slot* slot = find(key);
   if (slot == nullptr) return;
   --slot->leases;
@@ -110,6 +128,7 @@ void Staging::close(Key key, bool changed) noexcept {
 }
 
 void Staging::forget(const void* owner) noexcept {
+  std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     if (slot.key.owner != owner || slot.state == State::empty) continue;
     if (slot.state == State::reading || slot.state == State::writing) queue_->wait(slot.ticket);
@@ -117,14 +136,16 @@ void Staging::forget(const void* owner) noexcept {
   }
 }
 
-void Staging::prefetch(Key key, const DiskPlace& place) {
-  if (find(key) != nullptr) return;
-  Slot* slot = idle_slot();
-  if (slot == nullptr) return;
-  slot->key = key;
-  slot->place = place;
+void Staging::prefetch(Key key, const DiskPlace& place, const std::string& what) {
+  std::lock_guard lock(mutex_);
+  Slot* slot = find(key);
+  if (slot == nullptr) {
+    slot = idle_slot();
+    if (slot == nullptr) return;
+    lend(*slot, key, place, what);
+    start(*slot, /*read=*/true);
+  }
   slot->last_use = ++clock_;
-  start(*slot, /*read=*/true);
 }
 
 }  // namespace deeptide::tiers

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@
 
 namespace deeptide::tiers {
 
-/// Used by one thread. At most `num_slots` blocks may be open at a time.
+/// Thread-safe. At most `num_slots` blocks may be open at a time.
 class Staging {
  public:
   Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
@@ -40,8 +41,10 @@ class Staging {
   void close(Key key, bool changed) noexcept;
   /// Ends the transfers of the owner's blocks and drops them.
   void forget(const void* owner) noexcept;
-  /// Starts reading the block if a buffer is free for it.
-  void prefetch(Key key, const DiskPlace& place);
+  /// Starts reading the block if a buffer is free for it; what was announced last stays longest.
+  void prefetch(Key key, const DiskPlace& place, const std::string& what);
+  /// Starts writing the owner's changed blocks.
+  void write_behind(const void* owner);
 
   /// Units: bytes.
   int64_t nbytes() const { return static_cast<int64_t>(slots_.size()) * kSwapBlockBytes; }
@@ -54,18 +57,21 @@ class Staging {
     State state = State::empty;
     Key key;
     DiskPlace place;
+    std::string what;  // for errors
     io::Queue::Ticket ticket = 0;
     int leases = 0;
     uint64_t last_use = 0;
   };
 
   Slot* find(Key key);
-  Slot& take(const std::string& what);
+  Slot& take();
+  void lend(Slot& slot, Key key, const DiskPlace& place, const std::string& what);
   Slot* idle_slot();
   void start(Slot& slot, bool read);
-  void finish(Slot& slot, const std::string& what);
-  void write_behind(Key key);
+  void finish(Slot& slot);
+  void settle_writes();
 
+  std::mutex mutex_;
   std::unique_ptr<io::Queue> queue_;
   at::Tensor arena_;
   std::vector<Slot> slots_;

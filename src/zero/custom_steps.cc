@@ -29,8 +29,8 @@ CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimiz
     const Unit& unit = states.unit(u);
     const Tensor master = states.master(u).in_place();
     TORCH_CHECK_VALUE(master.defined(), optimizer.info().name,
-                      " is your own optimizer, which cannot step offloaded states: set "
-                      "zero_optimization.offload_optimizer.device to \"none\"");
+                      " is your own optimizer, which cannot step what lies in files: set the device of "
+                      "zero_optimization's offload_optimizer and offload_param to \"none\"");
     const int64_t slice = whole_ ? unit.numel() : unit.layout().shard;
     for (int p = 0; p < static_cast<int>(unit.parameters().size()); ++p) {
       const Parameter& parameter = unit.parameters()[p];

@@ -3,8 +3,6 @@
 // Cuts each state where the running share asks for it.
 #include "zero/offloaded_states.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -15,7 +13,12 @@ namespace deeptide::zero {
 
 using at::Tensor;
 using tiers::Buffer;
-using tiers::kSwapBlockNumel;
+
+namespace {
+
+constexpr int64_t kBlockNumel = tiers::kSwapBlockBytes / static_cast<int64_t>(sizeof(float));
+
+}  // namespace
 
 OffloadedStates::OffloadedStates(const OffloadOptions& options, std::shared_ptr<device::Ledger> ledger)
     : ratio_(options.ratio),
@@ -27,10 +30,10 @@ OffloadedStates::OffloadedStates(const OffloadOptions& options, std::shared_ptr<
 Buffer OffloadedStates::place(int64_t numel) {
   numel_ += numel;
   const double wanted = ratio_ * static_cast<double>(numel_) - static_cast<double>(numel_in_files_);
-  const int64_t blocks = (numel + kSwapBlockNumel - 1) / kSwapBlockNumel;
+  const int64_t blocks = (numel + kBlockNumel - 1) / kBlockNumel;
   const int64_t in_memory = std::clamp<int64_t>(
-      std::llround((static_cast<double>(numel) - wanted) / static_cast<double>(kSwapBlockNumel)), 0, blocks);
-  const int64_t resident = std::min(numel, in_memory * kSwapBlockNumel);
+      std::llround((static_cast<double>(numel) - wanted) / static_cast<double>(kBlockNumel)), 0, blocks);
+  const int64_t resident = std::min(numel, in_memory * kBlockNumel);
   const Tensor memory = device::allocate_flat(ledger_, device::Role::optimizer, resident, at::kFloat, at::kCPU);
   if (resident == numel) return Buffer::resident(memory);
   numel_in_files_ += numel - resident;
@@ -38,15 +41,7 @@ Buffer OffloadedStates::place(int64_t numel) {
 }
 
 std::string OffloadedStates::text() const {
-  std::string folders;
-  for (const std::string& folder : file_->folders()) folders += (folders.empty() ? "" : ", ") + folder;
-  const double share = numel_ == 0 ? 0.0 : 100.0 * static_cast<double>(numel_in_files_) / static_cast<double>(numel_);
-  constexpr double kMiB = 1 << 20;
-  return fmt::format(
-      "{:.1f} % in memory ({:.1f} MiB), {:.1f} % in files of {} ({:.1f} MiB, {}, {}), through {:.1f} MiB",
-      100.0 - share, static_cast<double>(bytes_in_memory()) / kMiB, share, folders,
-      static_cast<double>(bytes_in_files()) / kMiB, staging_->queue_name(),
-      file_->is_direct() ? "O_DIRECT" : "through the page cache", static_cast<double>(staging_bytes()) / kMiB);
+  return tiers::split_text(bytes_in_memory(), bytes_in_files(), *file_, *staging_);
 }
 
 }  // namespace deeptide::zero

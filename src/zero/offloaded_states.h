@@ -33,7 +33,7 @@ class OffloadedStates {
   int64_t bytes_in_memory() const { return (numel_ - numel_in_files_) * kElementBytes; }
   int64_t bytes_in_files() const { return numel_in_files_ * kElementBytes; }
   int64_t staging_bytes() const { return staging_->nbytes(); }
-  /// "30.0 % in memory (12.0 MiB), 70.0 % in files of /nvme (28.0 MiB, io_uring, O_DIRECT)".
+  /// As tiers::split_text.
   std::string text() const;
 
  private:

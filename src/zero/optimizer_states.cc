@@ -27,16 +27,17 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
       kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
   at::NoGradGuard no_grad;
   for (int i = 0; i < num_units(); ++i) {
-    const Tensor values = parameters(i);
+    const Buffer values = parameters(i);
     UnitState state;
-    state.aliased = values.scalar_type() == at::kFloat;
-    state.master = state.aliased ? Buffer::resident(values) : place_(values.numel());
+    state.aliased = values.dtype() == at::kFloat;
+    state.master = state.aliased ? values : place_(values.numel());
     state.states.resize(rule_.roles().size());
     state.steps.assign(units_[i]->parameters().size(), 0);
     if (!state.aliased) {
-      for_each_block(state.master, {0, values.numel()}, [&](Block block) {
+      const Buffer* const both[] = {&state.master, &values};
+      for_each_block(both, {0, values.numel()}, [&](Block block) {
         const auto master = state.master.lease(block, Access::write);
-        master.tensor().copy_(values.narrow(0, block.begin, block.count));
+        master.tensor().copy_(values.lease(block, Access::read).tensor());
       });
     }
     units_states_.push_back(std::move(state));
@@ -44,8 +45,8 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
   keep(groups);
 }
 
-Tensor OptimizerStates::parameters(int unit) const {
-  return policy_.shard_optimizer ? units_[unit]->shard() : units_[unit]->whole();
+Buffer OptimizerStates::parameters(int unit) const {
+  return policy_.shard_optimizer ? units_[unit]->shard() : Buffer::resident(units_[unit]->whole());
 }
 
 int64_t OptimizerStates::begin(int unit) const { return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0; }
@@ -124,16 +125,17 @@ void OptimizerStates::zero(const std::set<StateName>& states) {
 /// Where a parameter still is what its master rounds to, the master keeps its extra precision. Over-reporting written
 /// elements is therefore harmless.
 void OptimizerStates::refresh_masters(int unit) {
-  const Tensor values = parameters(unit);
+  const Buffer values = parameters(unit);
   for (sharding::Parameter& p : units_[unit]->parameters()) {
     if (!std::exchange(p.rewritten, false) || units_states_[unit].aliased) continue;
     const int64_t first = std::max(p.offset, begin(unit));
     const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
     if (count <= 0) continue;
     const Buffer& buffer = units_states_[unit].master;
-    for_each_block(buffer, {first - begin(unit), count}, [&](Block block) {
-      const auto lease = buffer.lease(block, Access::update);
-      const Tensor &master = lease.tensor(), written = values.narrow(0, block.begin, block.count);
+    const Buffer* const both[] = {&buffer, &values};
+    for_each_block(both, {first - begin(unit), count}, [&](Block block) {
+      const auto lease = buffer.lease(block, Access::update), source = values.lease(block, Access::read);
+      const Tensor &master = lease.tensor(), &written = source.tensor();
       master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
     });
   }

@@ -60,7 +60,7 @@ class OptimizerStates {
   const optim::Rule& rule() const { return rule_; }
 
   /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
-  at::Tensor parameters(int unit) const;
+  tiers::Buffer parameters(int unit) const;
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }

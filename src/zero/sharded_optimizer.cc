@@ -60,6 +60,7 @@ void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_s
   }
   std::vector<int> published;
   for (int i = 0; i < states_.num_units(); ++i) {
+    units_[i]->shard().write_behind();
     for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
       if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
     }
@@ -110,11 +111,11 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
 /// Parameters of 16 bits follow from their masters.
 void ShardedOptimizer::narrow_master(int unit) {
   if (states_.is_aliased(unit)) return;
-  const Buffer& buffer = states_.master(unit);
-  const Tensor parameters = states_.parameters(unit);
-  for_each_block(buffer, {0, buffer.numel()}, [&](Block block) {
+  const Buffer &buffer = states_.master(unit), parameters = states_.parameters(unit);
+  const Buffer* const both[] = {&buffer, &parameters};
+  for_each_block(both, {0, buffer.numel()}, [&](Block block) {
     const auto master = buffer.lease(block, Access::read);
-    parameters.narrow(0, block.begin, block.count).copy_(master.tensor());
+    parameters.lease(block, Access::write).tensor().copy_(master.tensor());
   });
 }
 
@@ -138,8 +139,10 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
   const Hyperparameters& hyper = pass.groups.at(run.group);
   const Buffer& master = states_.master(pass.unit);
   const size_t num_roles = rule().roles().size();
-  const Tensor parameters = states_.is_aliased(pass.unit) ? Tensor() : states_.parameters(pass.unit);
-  std::vector<const Buffer*> buffers{&master};
+  // A pass that leaves the masters alone leaves the parameters alone.
+  const bool narrows = !states_.is_aliased(pass.unit) && access.master != Access::read;
+  const Buffer parameters = narrows ? states_.parameters(pass.unit) : Buffer();
+  std::vector<const Buffer*> buffers{&master, &parameters};
   for (size_t role = 0; role < num_roles; ++role) {
     if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
   }
@@ -154,7 +157,9 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
     }
     prefetch_after(pass.unit, block);
     if (!pass.gradient.rows.empty()) segment.gradient = pass.gradient.narrow(block.begin, block.count);
-    if (parameters.defined()) segment.param = parameters.narrow(0, block.begin, block.count);
+    tiers::Lease narrowed;
+    if (narrows) narrowed = parameters.lease(block, Access::write);
+    segment.param = narrowed.tensor();
     visit(block, segment);
   });
 }
@@ -169,7 +174,7 @@ void ShardedOptimizer::prefetch_after(int unit, Block block) {
   const auto announce = [&](const Buffer& buffer) {
     if (buffer.defined() && next < buffer.numel()) buffer.prefetch({next, 1});
   };
-  announce(states_.master(unit));
+  announce(states_.master(unit));  // 16-bit parameters are written, not read
   for (size_t role = 0; role < rule().roles().size(); ++role) announce(states_.state(unit, role));
 }
 
@@ -255,12 +260,13 @@ void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const 
   const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
   const Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
   const Buffer& buffer = states_.master(pass.unit);
-  const Tensor parameters = states_.is_aliased(pass.unit) ? Tensor() : states_.parameters(pass.unit);
-  for_each_block(buffer, range, [&](Block block) {
+  const Buffer parameters = states_.is_aliased(pass.unit) ? Buffer() : states_.parameters(pass.unit);
+  const Buffer* const both[] = {&buffer, &parameters};
+  for_each_block(both, range, [&](Block block) {
     const auto master = buffer.lease(block, Access::update);
-    const Tensor param = parameters.defined() ? parameters.narrow(0, block.begin, block.count) : Tensor();
+    const auto narrowed = parameters.defined() ? parameters.lease(block, Access::write) : tiers::Lease();
     const int64_t first = states_.begin(pass.unit) + block.begin - p.offset;
-    matrix_rule.apply(master.tensor(), param, hyper, sizes, update.narrow(0, first, block.count));
+    matrix_rule.apply(master.tensor(), narrowed.tensor(), hyper, sizes, update.narrow(0, first, block.count));
   });
 }
 
@@ -271,7 +277,7 @@ void ShardedOptimizer::publish(const std::vector<int>& units, comm::Group& over)
   for (int i : units) {
     const bool is_shared = units_[i]->memory() == sharding::UnitMemory::shared;
     shared = shared || is_shared;
-    if (!is_shared) gathers.emplace_back(i, over.all_gather(units_[i]->whole(), units_[i]->shard()));
+    if (!is_shared) gathers.emplace_back(i, over.all_gather(units_[i]->whole(), units_[i]->shard().in_place()));
   }
   for (auto& [i, pending] : gathers) {
     over.wait(pending, {"step", "publishing unit '" + units_[i]->layout().name + "'"});

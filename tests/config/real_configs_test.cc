@@ -82,7 +82,7 @@ TEST(RealConfigs, OfPeopleWhoTune) {
     "aio": {"block_size": 8388608, "queue_depth": 32, "intra_op_parallelism": 8, "use_gds": true},
     "zero_optimization": {"stage": 3, "sub_group_size": 0, "round_robin_gradients": true,
       "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
-      "offload_param": {"device": "none", "buffer_size": "auto", "max_in_cpu": "a lot"}}})";
+      "offload_param": {"device": "none", "buffer_size": "auto", "max_in_cpu": 1e9}}})";
   EXPECT_EQ(error_of(text), "");
   EXPECT_EQ(Config::from_text(text).precision().autocast_dtype, DataType::bf16);
   EXPECT_TRUE(mentions(decisions_of(text),

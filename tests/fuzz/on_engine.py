@@ -43,7 +43,10 @@ class EngineRank(acts.Rank):
 
 def config_of(program, phase, setting, folder):
     extra = phase["config"]
-    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if phase["offload"] else {}
+    files = {"device": "nvme", "nvme_path": folder}
+    zero = {"offload_optimizer": files} if phase["offload"] else {}
+    if phase["offload"] and setting.stage == 3:
+        zero["offload_param"] = files
     return {
         "train_micro_batch_size_per_gpu": subject.ROWS,
         "gradient_accumulation_steps": phase["gas"],

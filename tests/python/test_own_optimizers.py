@@ -435,5 +435,5 @@ def test_zero_allow_untested_optimizer_lets_it_step_shards_and_says_so(capfd):
 
 def test_offloaded_states_are_refused(tmp_path):
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with pytest.raises(ValueError, match="your own optimizer, which cannot step offloaded states"):
+    with pytest.raises(ValueError, match="your own optimizer, which cannot step what lies in files"):
         start(None, 2, own("NAdam"), bf16=True, zero=offload)

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <random>
@@ -12,6 +13,7 @@
 
 #include "ranks.h"
 #include "sharding/sharded_tensors.h"
+#include "tiers/copying_store.h"
 
 namespace deeptide::sharding {
 namespace {
@@ -36,7 +38,16 @@ struct Way {
   int world;
   ResidencyLimits limits;
   int64_t max_unit;
+  ShardPlacement place = {};
 };
+
+constexpr auto kPatience = std::chrono::seconds(60);
+
+/// A shard that needs leases, block by block.
+tiers::Buffer elsewhere(const UnitLayout& layout) {
+  const Tensor zeros = at::zeros({layout.shard}, layout.dtype);
+  return {std::make_shared<tiers::CopyingStore>(zeros), layout.shard, layout.dtype, /*block_numel=*/50};
+}
 
 class DivergentRanks : public testing::TestWithParam<Way> {};
 
@@ -44,7 +55,7 @@ TEST_P(DivergentRanks, FindTheirParametersWithinTheBudget) {
   const Way way = GetParam();
   run_ranks(way.world, [&](const World& world) {
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
     std::mt19937 random(world.rank);
     for (int pass = 0; pass < 6; ++pass) {
       const int accesses = static_cast<int>(random() % 40);  // none at all, too
@@ -68,7 +79,7 @@ TEST_P(DivergentRanks, AreServedWhenOneOperatorUsesManyUnits) {
   const Way way = GetParam();
   run_ranks(way.world, [&](const World& world) {
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
     std::mt19937 random(100 + world.rank);
     for (int pass = 0; pass < 4; ++pass) {
       for (int k = static_cast<int>(random() % 12); k > 0; --k) {
@@ -88,7 +99,7 @@ TEST_P(DivergentRanks, AgreeOnWhatTheyWroteAlike) {
   run_ranks(way.world, [&](const World& world) {
     at::NoGradGuard no_grad;
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
     std::vector<float> expected;
     for (int i = 0; i < kNumParameters; ++i) expected.push_back(static_cast<float>(i + 1));
     std::mt19937 same(5), own(world.rank);
@@ -114,7 +125,7 @@ TEST_P(DivergentRanks, EachSeeTheWritesInTheirOwnOrder) {
   run_ranks(way.world, [&](const World& world) {
     at::NoGradGuard no_grad;
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
     std::vector<float> expected;
     for (int i = 0; i < kNumParameters; ++i) expected.push_back(static_cast<float>(i + 1));
     std::mt19937 same(7), own(200 + world.rank);
@@ -143,7 +154,7 @@ TEST_P(DivergentRanks, WriteAlikeWithinTheBudget) {
   run_ranks(way.world, [&](const World& world) {
     at::NoGradGuard no_grad;
     const auto tensors = constants();
-    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit);
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
     for (int pass = 0; pass < 3; ++pass) {
       for (const Tensor& t : tensors) t.add_(1);
       EXPECT_LE(model.residency->peak_bytes(), model.residency->budget() * 4);
@@ -163,13 +174,18 @@ std::vector<Way> ways() {
     all.push_back({world, {.max_live = 2500, .prefetch = 2000, .max_reuse_distance = 500}, 800});
   }
   all.push_back({3, {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20}, 1});
+  for (size_t i = 0, resident = all.size(); i < resident; ++i) {
+    all.push_back(all[i]);
+    all.back().place = &elsewhere;
+    all.back().limits.read_ahead_bytes = 3000;
+  }
   return all;
 }
 
 INSTANTIATE_TEST_SUITE_P(Ways, DivergentRanks, testing::ValuesIn(ways()), [](const auto& info) {
   const Way& way = info.param;
   return "World" + std::to_string(way.world) + "Live" + std::to_string(way.limits.max_live) + "Unit" +
-         std::to_string(way.max_unit);
+         std::to_string(way.max_unit) + (way.place ? "Elsewhere" : "");
 });
 
 TEST(Residency, ServesARankThatHasAllToItself) {
@@ -232,6 +248,61 @@ TEST(Residency, PrefetchesWhatThePassBeforeUsed) {
     }
     EXPECT_LE(rounds[1], 2) << "all units fit the prefetch: one round asks for them all";
     EXPECT_EQ(model.residency->gathers_issued(), 2 * kNumParameters) << "none is gathered twice in a pass";
+  });
+}
+
+/// A shard that cannot be read until it is mended.
+class BrokenStore : public tiers::CopyingStore {
+ public:
+  BrokenStore(const Tensor& flat, const bool& broken) : CopyingStore(flat), broken_(broken) {}
+  Tensor open(tiers::Block block, tiers::Access access) override {
+    if (broken_ && access == tiers::Access::read) throw std::runtime_error("reading a block failed");
+    return CopyingStore::open(block, access);
+  }
+
+ private:
+  const bool& broken_;
+};
+
+TEST(Residency, GathersAnewAfterAShardThatCouldNotBeRead) {
+  run_ranks(1, [](const World& world) {
+    bool broken = false;
+    const auto place = [&](const UnitLayout& layout) -> tiers::Buffer {
+      const Tensor zeros = at::zeros({layout.shard}, layout.dtype);
+      return {std::make_shared<BrokenStore>(zeros, broken), layout.shard, layout.dtype, 50};
+    };
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, {}, 1, kPatience, place);
+    broken = true;
+    EXPECT_THROW(tensors[4].sum(), std::runtime_error);
+    broken = false;
+    EXPECT_FALSE(model.any_pinned());
+    EXPECT_EQ(model.residency->live_bytes(), 0);
+    EXPECT_TRUE(is_constant(tensors[4].clone(), 5));
+    model.close();
+  });
+}
+
+TEST(Residency, AnnouncesTheShardsToComeNearestFirst) {
+  run_ranks(2, [](const World& world) {
+    std::vector<std::pair<std::string, int64_t>> asked;
+    struct Store : tiers::CopyingStore {
+      Store(const UnitLayout& layout, std::vector<std::pair<std::string, int64_t>>& asked)
+          : CopyingStore(at::zeros({layout.shard})), name(layout.name), all(asked) {}
+      void prefetch(tiers::Block block) override { all.emplace_back(name, block.begin); }
+      std::string name;
+      std::vector<std::pair<std::string, int64_t>>& all;
+    };
+    const auto place = [&](const UnitLayout& layout) -> tiers::Buffer {
+      return {std::make_shared<Store>(layout, asked), layout.shard, layout.dtype, layout.shard};
+    };
+    const auto tensors = constants();
+    constexpr int64_t kBytes = (176 + 32 + 512) * 4;  // the shards of p2, p3 and p4, with padding
+    ShardedTensors model(world, "model", tensors, {.read_ahead_bytes = kBytes}, 1, kPatience, place);
+    tensors[1].sum();
+    const std::vector<std::pair<std::string, int64_t>> expected{{"p2", 0}, {"p3", 0}, {"p4", 0}};
+    EXPECT_EQ(asked, expected);
+    model.close();
   });
 }
 

@@ -22,7 +22,7 @@ struct ShardedTensors {
   /// elements.
   ShardedTensors(const World& world, const std::string& name, std::vector<at::Tensor> given,
                  ResidencyLimits limits = {}, int64_t max_unit = 1,
-                 std::chrono::milliseconds timeout = std::chrono::seconds(60))
+                 std::chrono::milliseconds timeout = std::chrono::seconds(60), const ShardPlacement& place = {})
       : tensors(std::move(given)),
         board(std::make_shared<world::FailureBoard>(world, name)),
         control(world, comm::Team::whole(world), name + "/control", {.timeout = timeout, .board = board}),
@@ -51,7 +51,7 @@ struct ShardedTensors {
       const auto role = device::Role::gathered;
       at::Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, at::kCPU);
       unit.pack(whole);
-      unit.adopt(std::move(whole), ledger);
+      unit.adopt(std::move(whole), ledger, place);
       all.push_back(&unit);
     }
     residency = std::make_unique<Residency>(std::move(all), gathers, control, ledger, at::kCPU, limits);

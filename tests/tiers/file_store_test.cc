@@ -23,6 +23,7 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t kSwapBlockNumel = kSwapBlockBytes / 4;  // fp32
 constexpr int64_t kNumel = 5 * kSwapBlockNumel + 1234;
 
 /// Performs every transfer but those that `fails` chooses.
@@ -40,6 +41,7 @@ class FaultyQueue : public io::Queue {
     const int error = queue_->wait(ticket);
     return faults_.contains(ticket) ? faults_[ticket] : error;
   }
+  bool is_done(Ticket ticket) override { return queue_->is_done(ticket); }
   const char* name() const override { return "faulty"; }
 
  private:

@@ -35,7 +35,7 @@ inline Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kF
 /// As many consecutive parameters train in each of the groups, of which there are one, two or four.
 struct Stage {
   Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
-        const StatePlacement& place = {})
+        const StatePlacement& place = {}, const sharding::ShardPlacement& place_shard = {})
       : group(world, comm::Team::whole(world), "reductions",
               {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
@@ -64,7 +64,7 @@ struct Stage {
                                              sharding::UnitPlacement{memory, team, team}));
       Tensor whole = device::allocate_flat(ledger, device::Role::parameters, units.back()->numel(), dtype, at::kCPU);
       units.back()->pack(whole);
-      units.back()->adopt(std::move(whole), ledger);
+      units.back()->adopt(std::move(whole), ledger, place_shard);
       all.push_back(units.back().get());
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
@@ -101,7 +101,7 @@ struct Stage {
       const Unit& unit = *units[u];
       std::map<std::string, Tensor> tensors;
       for (const auto& [role, data] : optimizer->states().buffers(static_cast<int>(u))) tensors[role] = data.copy();
-      tensors["parameter"] = unit.memory() == sharding::UnitMemory::sharded ? unit.shard() : unit.whole();
+      tensors["parameter"] = unit.memory() == sharding::UnitMemory::sharded ? unit.shard().copy() : unit.whole();
       for (const auto& [role, data] : tensors) {
         const Tensor whole = gathered(data, unit);
         for (const Parameter& p : unit.parameters()) {

@@ -58,7 +58,8 @@ Key aio_section() {
                      flag("use_gds", false, "GPUDirect storage."),
                  })
       .never(
-          "blocks of 4 MiB and their number are chosen by the engine; offload_optimizer.buffer_count sets the latter");
+          "transfers are of 4 MiB; the buffer_count of offload_optimizer and offload_param says how many are under "
+          "way");
 }
 
 }  // namespace

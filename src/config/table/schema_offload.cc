@@ -9,26 +9,43 @@ namespace {
 
 const JsonValue kNone(std::string_view("none"));
 
-Key device() { return choice("device", "none", {"none", "cpu", "nvme"}, "Where to."); }
+Key device() {
+  return choice<OffloadDevice>(
+      "device", OffloadDevice::none,
+      {{"none", OffloadDevice::none}, {"cpu", OffloadDevice::cpu}, {"nvme", OffloadDevice::nvme}},
+      "Where to: \"cpu\" is where a CPU engine keeps them anyway; \"nvme\": files.");
+}
 
-Key nvme_path() { return word("nvme_path", {}, "Folder on the NVMe drive."); }
+Key nvme_path() {
+  return list("nvme_path", Kind::word, {},  // Accelerate writes null where none was given
+              "Folder of the files, or several, over which blocks are striped.")
+      .or_one();
+}
 
-Key pin_memory() { return flag("pin_memory", true, "Page-locked buffers."); }
+Key pin_memory() {
+  return flag("pin_memory", true, "Page-locked buffers.").either("there is no accelerator to copy to");
+}
 
 }  // namespace
 
 Key offload_param_section() {
-  return section("offload_param", "Keep parameters off the device (stage 3).",
+  return section("offload_param", "Keep the shards of parameters off the device (stage 3).",
                  {
-                     device(),
-                     nvme_path(),
-                     integer("buffer_count", 5, "Buffers.").at_least(1),
-                     integer("buffer_size", 100'000'000, "Elements of a buffer.").at_least(1),
-                     integer("max_in_cpu", 1'000'000'000, "Elements kept in CPU memory.").at_least(0),
+                     device().into(&OffloadParamConfig::device),
+                     nvme_path().into(&OffloadParamConfig::folders),
+                     integer("buffer_count", 5, "Shards in memory at a time: one in use, others read or written.")
+                         .between(1, 1024)
+                         .into(&OffloadParamConfig::buffer_count),
+                     integer("buffer_size", 100'000'000, "Most elements of such a shard; a larger one passes in parts.")
+                         .at_least(1)
+                         .into(&OffloadParamConfig::buffer_size),
+                     integer("max_in_cpu", {}, "Elements per rank that stay in memory (DeepSpeed: 1e9).")
+                         .at_least(0)
+                         .derives("none")
+                         .into(&OffloadParamConfig::max_in_cpu),
                      pin_memory(),
                  })
-      .switched_by("device", kNone)
-      .later();
+      .switched_by("device", kNone);
 }
 
 Key offload_optimizer_section() {
@@ -37,22 +54,15 @@ Key offload_optimizer_section() {
              "offload_optimizer",
              "Keep optimizer states (moments, and the masters of 16-bit parameters) off the device.",
              {
-                 choice<OffloadDevice>(
-                     "device", OffloadDevice::none,
-                     {{"none", OffloadDevice::none}, {"cpu", OffloadDevice::cpu}, {"nvme", OffloadDevice::nvme}},
-                     "Where to: \"cpu\" is where a CPU engine keeps them anyway; \"nvme\": files.")
-                     .into(&OffloadOptimizerConfig::device),
-                 list("nvme_path", Kind::word, {},  // Accelerate writes null where none was given
-                      "Folder of the files, or several, over which blocks are striped.")
-                     .or_one()
-                     .into(&OffloadOptimizerConfig::folders),
+                 device().into(&OffloadOptimizerConfig::device),
+                 nvme_path().into(&OffloadOptimizerConfig::folders),
                  integer("buffer_count", 4, "Blocks of 4 MiB in memory for each kind of state.")
                      .between(2, 1024)
                      .into(&OffloadOptimizerConfig::buffer_count),
                  number("ratio", 1.0, "Share of the states kept off the device, exact to one block of 4 MiB.")
                      .between(0, 1)
                      .into(&OffloadOptimizerConfig::ratio),
-                 flag("pin_memory", true, "Page-locked buffers.").either("there is no accelerator to copy to"),
+                 pin_memory(),
                  flag("pipeline_read", false, "Read ahead.").either(kAlwaysPipelined),
                  flag("pipeline_write", false, "Write behind.").either(kAlwaysPipelined),
                  flag("fast_init", false, "Initialise by files.").either("files begin as zeros without being written"),

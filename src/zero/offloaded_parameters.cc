@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Sizes the memory that shards pass through, and reserves their files.
+#include "zero/offloaded_parameters.h"
+
+#include <algorithm>
+
+#include "io/queue.h"
+#include "tiers/file_store.h"
+
+namespace deeptide::zero {
+
+using tiers::Buffer;
+
+namespace {
+
+int64_t item_size(const sharding::UnitLayout& layout) { return static_cast<int64_t>(c10::elementSize(layout.dtype)); }
+
+/// One block to be read or written while another is in use, at least.
+int num_slots(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
+  constexpr int64_t kFewest = 2;
+  int64_t blocks = 0;
+  for (const sharding::UnitLayout* layout : layouts) {
+    const int64_t bytes = std::min(layout->shard, options.buffer_numel) * item_size(*layout);
+    blocks = std::max(blocks, (bytes + tiers::kSwapBlockBytes - 1) / tiers::kSwapBlockBytes);
+  }
+  return static_cast<int>(std::max(kFewest, options.num_buffers * blocks));
+}
+
+}  // namespace
+
+OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
+                                         const std::vector<const sharding::UnitLayout*>& layouts,
+                                         std::shared_ptr<device::Ledger> ledger)
+    : left_in_memory_(options.max_in_memory),
+      ledger_(std::move(ledger)),
+      file_(std::make_shared<tiers::SwapFile>(options.folders)) {
+  const int slots = num_slots(options, layouts);
+  constexpr int kMostInFlight = 64;
+  staging_ = std::make_shared<tiers::Staging>(io::make_queue(std::min(slots, kMostInFlight)), slots, ledger_,
+                                              device::Role::parameters);
+}
+
+Buffer OffloadedParameters::place(const sharding::UnitLayout& layout) {
+  int64_t resident = std::min(layout.shard, left_in_memory_);
+  if (resident < layout.shard) resident -= resident % tiers::swap_block_numel(layout.dtype);
+  left_in_memory_ -= resident;
+  bytes_in_memory_ += resident * item_size(layout);
+  bytes_in_files_ += (layout.shard - resident) * item_size(layout);
+  const auto memory = device::allocate_flat(ledger_, device::Role::parameters, resident, layout.dtype, at::kCPU);
+  if (resident == layout.shard) return Buffer::resident(memory);
+  return tiers::file_buffer(memory, layout.shard, file_, staging_, "the parameters of unit '" + layout.name + "'");
+}
+
+std::string OffloadedParameters::text() const {
+  return tiers::split_text(bytes_in_memory_, bytes_in_files_, *file_, *staging_);
+}
+
+}  // namespace deeptide::zero

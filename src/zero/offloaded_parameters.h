@@ -1,0 +1,51 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Places the shards of sharded units in files, but for as many elements as memory may keep.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/memory.h"
+#include "sharding/layout.h"
+#include "tiers/buffer.h"
+#include "tiers/staging.h"
+#include "tiers/swap_file.h"
+
+namespace deeptide::zero {
+
+/// Units: elements.
+struct ParameterOffload {
+  std::vector<std::string> folders;
+  int64_t max_in_memory = 0;  // of this rank's shards, the first units first
+  int64_t num_buffers = 5;    // each takes a shard
+  int64_t buffer_numel = 0;   // a larger shard passes in parts
+};
+
+/// One rank's, on the CPU. What passes through memory is bounded: `num_buffers` shards of the largest unit, each of at
+/// most `buffer_numel` elements.
+class OffloadedParameters {
+ public:
+  /// `layouts`: of the units to place. Errors: RuntimeError naming a folder that cannot be used.
+  OffloadedParameters(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
+                      std::shared_ptr<device::Ledger> ledger);
+
+  /// Makes the buffer (shard,) of zeros. Errors: RuntimeError naming the folder and the bytes when its disk is full.
+  tiers::Buffer place(const sharding::UnitLayout& layout);
+
+  int64_t bytes_in_files() const { return bytes_in_files_; }
+  int64_t staging_bytes() const { return staging_->nbytes(); }
+  /// As tiers::split_text.
+  std::string text() const;
+
+ private:
+  int64_t left_in_memory_;  // elements
+  std::shared_ptr<device::Ledger> ledger_;
+  std::shared_ptr<tiers::SwapFile> file_;
+  std::shared_ptr<tiers::Staging> staging_;
+  int64_t bytes_in_memory_ = 0;
+  int64_t bytes_in_files_ = 0;
+};
+
+}  // namespace deeptide::zero
