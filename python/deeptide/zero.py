@@ -17,6 +17,24 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _C, _tensor_methods
+from ._estimates import (
+    estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
+)
+from ._estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+)
+from ._estimates import (
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+)
+from ._estimates import (
+    estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
+)
+from ._estimates import (
+    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+)
+from ._estimates import (
+    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+)
 
 # parameter -> its place in an order that all ranks have: that of construction inside Init, then of engines.
 _places = WeakIdKeyDictionary()

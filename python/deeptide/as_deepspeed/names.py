@@ -172,6 +172,15 @@ _ZERO = {
     "TiledLinearReturnBias": absent(_LONG),
 }
 
+_ESTIMATES = {
+    stage: {
+        name: works(f"deeptide.zero:{name}")
+        for form in ("", "_all_cold", "_all_live")
+        for name in (f"estimate_zero{stage}_model_states_mem_needs{form}",)
+    }
+    for stage in (2, 3)
+}
+
 _OPTIMIZERS = {
     "adam": {
         "FusedAdam": ours("optimizers:FusedAdam"),
@@ -417,8 +426,12 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": ours("optimizers:ZeROOptimizer"),
         "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
+        **_ESTIMATES[3],
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": ours("optimizers:ZeROOptimizer")},
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": ours("optimizers:ZeROOptimizer"),
+        **_ESTIMATES[2],
+    },
     "deepspeed.runtime.zero.utils": {
         "is_zero_param": ours("parameters:is_zero_param"),
         "is_zero_supported_optimizer": ours("optimizers:is_zero_supported_optimizer"),
