@@ -4,15 +4,27 @@
 #include "tiers/staging.h"
 
 #include <c10/util/Exception.h>
+#include <sys/stat.h>
 
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "base/invariant.h"
 
 namespace deeptide::tiers {
 
 using at::Tensor;
+
+namespace {
+
+/// A block beyond the end of its file would read as zeros as soon as later blocks are written.
+bool is_cut_off(const DiskPlace& place) {
+  struct stat file = {};
+  return ::fstat(place.fd, &file) == 0 && file.st_size < place.at + place.bytes;
+}
+
+}  // namespace
 
 Staging::Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
                  device::Role role)
@@ -38,28 +50,34 @@ Staging::Slot* Staging::find(Key key) {
 
 void Staging::start(Slot& slot, bool read) {
   slot.state = read ? State::reading : State::writing;
+  slot.ticket.reset();
+  if (is_cut_off(slot.place)) return;
   slot.ticket = queue_->start({slot.place.fd, slot.place.at, slot.memory.data_ptr(), slot.place.bytes, read});
+}
+
+/// Ends the slot's transfer. Returns what went wrong, or an empty text.
+std::string Staging::result_of(Slot& slot) {
+  if (!slot.ticket) return "the file has been truncated";
+  const int error = queue_->wait(*std::exchange(slot.ticket, {}));
+  return error == 0 ? "" : std::strerror(error);
 }
 
 /// Waits for the slot's transfer. A block that could not be read is dropped; one that could not be written stays.
 void Staging::finish(Slot& slot) {
   if (slot.state != State::reading && slot.state != State::writing) return;
   const bool read = slot.state == State::reading;
-  const int error = queue_->wait(slot.ticket);
-  if (error == 0) {
-    slot.state = State::clean;
-    return;
-  }
-  slot.state = read ? State::empty : State::dirty;
+  const std::string error = result_of(slot);
+  slot.state = error.empty() ? State::clean : read ? State::empty : State::dirty;
+  if (error.empty()) return;
   throw std::runtime_error(std::string(read ? "reading" : "writing") + " a block of " + slot.what + " in '" +
-                           *slot.place.folder + "' failed: " + std::strerror(error));
+                           *slot.place.folder + "' failed: " + error);
 }
 
 /// Writes that ended make their slots free. One that failed is tried again when its memory is wanted.
 void Staging::settle_writes() {
   for (Slot& slot : slots_) {
-    if (slot.state != State::writing || !queue_->is_done(slot.ticket)) continue;
-    slot.state = queue_->wait(slot.ticket) == 0 ? State::clean : State::dirty;
+    if (slot.state != State::writing || (slot.ticket && !queue_->is_done(*slot.ticket))) continue;
+    slot.state = result_of(slot).empty() ? State::clean : State::dirty;
   }
 }
 
@@ -131,7 +149,7 @@ void Staging::forget(const void* owner) noexcept {
   std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     if (slot.key.owner != owner || slot.state == State::empty) continue;
-    if (slot.state == State::reading || slot.state == State::writing) queue_->wait(slot.ticket);
+    if (slot.state == State::reading || slot.state == State::writing) result_of(slot);
     slot.state = State::empty;
   }
 }

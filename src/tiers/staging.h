@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,8 +58,8 @@ class Staging {
     State state = State::empty;
     Key key;
     DiskPlace place;
-    std::string what;  // for errors
-    io::Queue::Ticket ticket = 0;
+    std::string what;                         // for errors
+    std::optional<io::Queue::Ticket> ticket;  // absent: the block's file no longer has its place
     int leases = 0;
     uint64_t last_use = 0;
   };
@@ -69,6 +70,7 @@ class Staging {
   Slot* idle_slot();
   void start(Slot& slot, bool read);
   void finish(Slot& slot);
+  std::string result_of(Slot& slot);
   void settle_writes();
 
   std::mutex mutex_;

@@ -174,7 +174,10 @@ void ShardedOptimizer::prefetch_after(int unit, Block block) {
   const auto announce = [&](const Buffer& buffer) {
     if (buffer.defined() && next < buffer.numel()) buffer.prefetch({next, 1});
   };
-  announce(states_.master(unit));  // 16-bit parameters are written, not read
+  const Buffer& master = states_.master(unit);
+  announce(master);
+  // A block of 16 bits takes as many bytes as one of states, so a step writes it in parts, which keep the rest.
+  if (!states_.is_aliased(unit) && !master.in_place().defined()) announce(states_.parameters(unit));
   for (size_t role = 0; role < rule().roles().size(); ++role) announce(states_.state(unit, role));
 }
 

@@ -8,6 +8,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <filesystem>
@@ -59,6 +60,15 @@ struct Disk {
   }
   Buffer make(int64_t numel, int64_t resident_blocks = 0) {
     return file_buffer(at::zeros({resident_blocks * kSwapBlockNumel}), numel, file, staging, "moments");
+  }
+
+  /// A path to the file, which has no name: this process's own descriptor.
+  std::string open_file() const {
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code closed;
+      if (std::filesystem::read_symlink(entry, closed).string().starts_with(folder.path())) return entry.path();
+    }
+    return "";
   }
 
   checkpoint::Scratch folder;
@@ -157,6 +167,25 @@ TEST(Staging, NamesAWriteThatFailedAndKeepsTheBlock) {
   broken = false;
   EXPECT_NO_THROW(use_next());
   EXPECT_EQ(buffer.lease(buffer.block(0), Access::read).tensor()[5].item<float>(), 1.0f);
+}
+
+TEST(Staging, NeverTakesTheHolesOfATruncatedFileForValues) {
+  Disk disk(io::make_queue(2), 2);
+  const Buffer buffer = disk.make(kNumel);
+  write(buffer, at::arange(kNumel).to(at::kFloat));
+  ASSERT_EQ(::truncate(disk.open_file().c_str(), kSwapBlockBytes), 0);
+  const auto text_of = [&](int64_t block, Access access) {
+    std::string text;
+    try {
+      for (const int64_t other : {block, int64_t{0}}) buffer.lease(buffer.block(other), access).tensor().fill_(7.0f);
+    } catch (const std::runtime_error& error) {
+      text = error.what();
+    }
+    return text;
+  };
+  for (const int64_t block : {1, 2, 3}) {
+    EXPECT_NE(text_of(block, Access::update).find("failed: the file has been truncated"), std::string::npos);
+  }
 }
 
 TEST(Staging, ForgetsTheBlocksOfABufferThatIsGone) {
