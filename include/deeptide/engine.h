@@ -80,6 +80,7 @@ struct StepOutcome {
   std::string parameter;      // first bad parameter
   int rank = -1;              // rank that produced it
   std::string phase;          // where: "forward" if its loss was not finite already, else "backward"; else empty
+  int64_t sent_bytes = 0;     // by this rank to others since the last step: gradients, and parameters made whole
   int64_t rewound_to = -1;    // the step after which the state was that this call has brought back; -1: none
   bool applied() const { return result == StepResult::applied; }
   explicit operator bool() const { return applied(); }

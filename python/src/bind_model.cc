@@ -81,6 +81,7 @@ void bind_results(py::module_& module) {
       .def_readonly("parameter", &StepOutcome::parameter)
       .def_readonly("rank", &StepOutcome::rank)
       .def_readonly("phase", &StepOutcome::phase)
+      .def_readonly("sent_bytes", &StepOutcome::sent_bytes)
       .def_readonly("rewound_to", &StepOutcome::rewound_to)
       .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied(); })
       .def("__repr__", &outcome_repr);

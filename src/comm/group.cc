@@ -133,7 +133,13 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
 
 Group::~Group() = default;
 
+/// Of what a collective makes whole or takes apart, a rank sends all but its own part.
 Pending Group::track(OperationPtr under_way, const char* operation, int64_t bytes) {
+  return logged(std::move(under_way), operation, bytes, bytes / size() * (size() - 1));
+}
+
+Pending Group::logged(OperationPtr under_way, const char* operation, int64_t bytes, int64_t sent) {
+  sent_bytes_ += sent;
   if (under_way == nullptr) return {};
   Pending pending(std::move(under_way));
   trace::Flight flight;
@@ -169,19 +175,20 @@ Pending Group::reduce_scatter(Tensor output, Tensor input) {
 Pending Group::broadcast(Tensor tensor, int root) {
   check(tensor, 1, tensor);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  return track(transport_->broadcast(std::move(tensor), root), "broadcast", bytes);
+  const int64_t sent = index() == root ? bytes * (size() - 1) : 0;
+  return logged(transport_->broadcast(std::move(tensor), root), "broadcast", bytes, sent);
 }
 
 Pending Group::send(Tensor tensor, int to) {
   check(tensor, 1, tensor);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  return track(transport_->send(std::move(tensor), to), "send", bytes);
+  return logged(transport_->send(std::move(tensor), to), "send", bytes, bytes);
 }
 
 Pending Group::receive(Tensor tensor, int from) {
   check(tensor, 1, tensor);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  return track(transport_->receive(std::move(tensor), from), "receive", bytes);
+  return logged(transport_->receive(std::move(tensor), from), "receive", bytes, /*sent=*/0);
 }
 
 void Group::barrier(const Site& site) {

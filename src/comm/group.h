@@ -70,6 +70,8 @@ class Group {
   int size() const { return team_.size(); }
   /// The transport's name; "none" in a team of one.
   const char* path() const { return transport_->name(); }
+  /// What this rank has sent to the others so far, whatever the transport. Units: bytes.
+  int64_t sent_bytes() const { return sent_bytes_; }
   /// The engine's step, for logs.
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 
@@ -83,7 +85,7 @@ class Group {
   /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Needs PeerTraffic::yes.
   Pending send(at::Tensor tensor, int to);
   Pending receive(at::Tensor tensor, int from);
-  /// Logs in this channel an operation that was started elsewhere. All ranks call it in the same order.
+  /// Logs in this channel a reduction that was started elsewhere. All ranks call it in the same order.
   Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
@@ -99,6 +101,7 @@ class Group {
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
+  Pending logged(OperationPtr under_way, const char* operation, int64_t bytes, int64_t sent);
   /// Works for at most `limit` and ends `pending` when it is done. Errors: as `wait`.
   bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);
   std::string text(const Site& site) const;
@@ -109,6 +112,7 @@ class Group {
   std::unique_ptr<Transport> transport_;
   at::Tensor token_, tokens_;  // what a barrier gathers
   uint64_t sequence_ = 0;      // number of operations started
+  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace deeptide::comm

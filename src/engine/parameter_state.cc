@@ -62,6 +62,9 @@ void Engine::Impl::check_writable(const StatePlace& place, const std::string& ro
   const std::string& name = place.parameter->name;
   TORCH_CHECK_VALUE(place.unit >= 0, "'", name, "' has no ", role,
                     ": it is not optimized. Write into the parameter itself, under no_grad");
+  TORCH_CHECK_VALUE(role != kGradient || !stepper->keeps_gradients(), "'", name,
+                    "' has no mean gradient to write: ", rule->name(),
+                    " exchanges signs in this step, and each rank keeps its own gradient");
   std::string known = kGradient;
   for (const auto& state : optimizer->states().buffers(place.unit)) {
     if (!optimizer->states().has(*place.parameter, state.role)) continue;

@@ -11,6 +11,7 @@
 #include "engine/agreement.h"
 #include "engine/engine_impl.h"
 #include "engine/optimizer_groups.h"
+#include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 
 namespace deeptide {
@@ -31,6 +32,18 @@ std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options) {
 const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
   const std::string type = options.optimizer.value_or(config.optimizer().type);
   return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+/// Returns the stage's policy. Errors: ConfigError where the rule needs what the stage cuts.
+zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule) {
+  const int stage = config.zero().stage;
+  if (stage > 0 && dynamic_cast<const optim::CompressedRule*>(rule)) {
+    throw ConfigError(fmt::format(
+        "{}: zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, with a momentum of "
+        "its own gradients. Set the stage to 0, or choose another optimizer",
+        config.origin(), stage, rule->name()));
+  }
+  return zero::kStages.at(stage);
 }
 
 /// By group: matrices of a rule that takes them whole need other states than the rest, so other units.
@@ -78,6 +91,7 @@ engine::BindOptions bind_options(const Config& config, const zero::StagePolicy& 
   // Ranks that share parameters each step a part of them.
   options.share_memory = policy.shard_optimizer || !custom || custom->needs_whole().empty();
   options.offload = parameter_offload(config);
+  if (dynamic_cast<const optim::CompressedRule*>(rule)) options.share_memory = false;  // each keeps whole states
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -167,7 +181,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       custom(options.custom),
       custom_rule(custom_rule_of(options)),
       rule(custom_rule ? custom_rule.get() : rule_of(config, options)),
-      policy(zero::kStages.at(config.zero().stage)),
+      policy(policy_of(config, rule)),
       groups(engine::optimizer_groups(description, config, options)),
       model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
             bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(), ledger),
@@ -234,6 +248,7 @@ void Engine::Impl::make_trainer() {
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = reducer_options(config, batch, channels.data(), policy);
+  how.accumulates_whole = how.accumulates_whole || dynamic_cast<const optim::CompressedRule*>(rule) != nullptr;
   if (!on_cpu) how.finite_check = gradients::FiniteCheckTime::each_step;
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   how.keep_rows = on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, channels.data(), policy) &&

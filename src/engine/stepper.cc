@@ -16,6 +16,7 @@
 #include "base/interrupt.h"
 #include "base/log.h"
 #include "engine/agreement.h"
+#include "optim/compressed_rule.h"
 
 namespace deeptide::engine {
 
@@ -107,9 +108,24 @@ void Stepper::set_boundary(std::optional<bool> boundary) {
   follow_boundary();
 }
 
+/// By the hyper-parameters of the start: backward must know before ranks compare what they are now.
+bool Stepper::exchanges_signs() const {
+  if (!parts_.optimizer || !parts_.optimizer->signs()) return false;
+  const int64_t next = parts_.optimizer->states().steps() + 1;
+  return optim::exchanged_by(parts_.optimizer->rule(), base_hyperparameters_, next) == optim::Exchanged::signs;
+}
+
 /// Stages that reduce only at the boundary keep gradients here until then.
 void Stepper::follow_boundary() {
-  if (parts_.reducer) parts_.reducer->set_local(!parts_.policy.reduce_every_micro && !is_boundary());
+  if (!parts_.reducer) return;
+  const bool signs = exchanges_signs();
+  if (signs && !signs_ && parts_.channels.is_first()) {
+    log(LogLevel::info, fmt::format("{}: from step {} on ranks exchange signs, {} bytes per rank and step",
+                                    parts_.optimizer->rule().name(), parts_.progress.global_steps + 1,
+                                    parts_.optimizer->signs()->bytes_per_step()));
+  }
+  signs_ = signs;
+  parts_.reducer->set_local(signs_ || (!parts_.policy.reduce_every_micro && !is_boundary()));
 }
 
 void Stepper::zero_grad() {
@@ -186,6 +202,8 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     const auto verdicts = judge();
     follow_leader(verdicts, closes);
     outcome = apply(verdicts);
+    const int64_t sent = parts_.channels.reductions().sent_bytes();
+    outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
     print(outcome);
   } else {
     outcome = accumulating();
@@ -200,7 +218,9 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
 std::vector<Verdict> Stepper::judge() {
   if (auto* custom = parts_.optimizer->custom()) custom->optimizer().read_groups(parts_.progress.hyperparameters);
   Verdict verdict;
-  verdict.squares = parts_.reducer->sum_of_squares();
+  // Nobody knows the norm of the mean where gradients stay with their ranks: the root of their mean square bounds it.
+  verdict.squares =
+      signs_ ? parts_.reducer->local_squares() / parts_.channels.data().size() : parts_.reducer->sum_of_squares();
   const auto seen = parts_.reducer->seen();
   verdict.has_seen_all = std::find(seen.begin(), seen.end(), 0) == seen.end();
   verdict.hyperparameters = digest_of(parts_.progress.hyperparameters);

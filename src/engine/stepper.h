@@ -56,6 +56,8 @@ class Stepper {
 
   bool is_boundary() const;
   void set_boundary(std::optional<bool> boundary);
+  /// Whether ranks keep their gradients and exchange signs in the step to come.
+  bool keeps_gradients() const { return signs_; }
   bool has_boundary_override() const { return boundary_override_.has_value(); }
   /// What losses are multiplied by in backward; 1 unless the model computes in fp16.
   double loss_scale() const { return parts_.progress.loss_scale.scale; }
@@ -83,6 +85,7 @@ class Stepper {
   std::string row_text(const StepOutcome& outcome) const;
   void end_micro_batch();
   void follow_boundary();
+  bool exchanges_signs() const;
   void follow_schedule();
   void follow_loss_scale();
   void print(const StepOutcome& outcome) const;
@@ -93,6 +96,8 @@ class Stepper {
   std::optional<bool> boundary_override_;
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
+  bool signs_ = false;              // see keeps_gradients
+  int64_t sent_bytes_ = 0;          // by this rank for steps so far
   std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
   int awaited_task_ = -1;           // of autograd: shows gradients when it ends
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // what autograd calls at its end asks for it

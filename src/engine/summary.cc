@@ -95,6 +95,10 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
+  if (optimizer && optimizer->signs()) {
+    text += fmt::format("\n  compression: {} bytes per rank and step once ranks exchange signs, after freeze_step {:g}",
+                        optimizer->signs()->bytes_per_step(), groups.front().hyperparameters.get("freeze_step"));
+  }
   if (model.offloaded()) text += "\n  parameters: " + model.offloaded()->text();
   if (offloaded) text += "\n  optimizer states: " + offloaded->text();
   if (sharded > 0) {
@@ -120,7 +124,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
                (reducer ? reducer->predicted_gradient_bytes() : 0) + (kept ? kept->predicted_bytes() : 0),
                reducer ? reducer->late_gradient_bytes() : 0),
           line(MemoryRole::optimizer_states, Role::optimizer,
-               (optimizer ? optimizer->states().predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
+               (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
                    (offloaded ? offloaded->staging_bytes() : 0)),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
           line(MemoryRole::communication, Role::communication, reducer ? reducer->predicted_communication_bytes() : 0,

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "device/memory_copy.h"
 #include "device/unseen.h"
@@ -72,10 +73,12 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
     : units_(std::move(units)),
       exchange_(std::move(exchange)),
       num_ranks_(group.size()),
+      own_rank_(group.index()),
       buckets_stay_(options.keep_rows && (exchange_ != nullptr || group.size() == 1)),
       pool_(ledger, role_of(buckets_stay_), device, /*max_waste=*/2,
             bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
       options_(options),
+      device_(device),
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
   for (size_t i = 0; i < units_.size(); ++i) {
@@ -132,6 +135,11 @@ void Reducer::set_local(bool local) {
   local_ = local;
 }
 
+bool Reducer::is_local() const {
+  std::lock_guard lock(mutex_);
+  return local_;
+}
+
 bool Reducer::complete(int unit) const {
   return buckets_[unit].num_arrived == static_cast<int>(buckets_[unit].arrived.size());
 }
@@ -151,11 +159,10 @@ void Reducer::issue_complete() {
   flights_->retire_ready();
 }
 
-/// Returns the unit's bucket in the wire type, with zeros where no gradient arrived; empties the bucket.
-Tensor Reducer::outgoing(int unit) {
+/// Writes zeros to the unit's bucket where no gradient arrived.
+const Tensor& Reducer::filled_bucket(int unit) {
   Bucket& bucket = buckets_[unit];
   const Unit& u = *units_[unit];
-  if (!bucket.data.defined()) return pool_.take(u.numel(), options_.reduce_dtype).zero_();
   int64_t end = 0;  // of the elements filled so far
   for (size_t i = 0; i < bucket.filled.size(); ++i) {
     const Parameter& p = u.parameters()[i];
@@ -164,6 +171,15 @@ Tensor Reducer::outgoing(int unit) {
     end = p.offset + p.numel;
   }
   if (end < u.numel()) bucket.data.narrow(0, end, u.numel() - end).zero_();
+  return bucket.data;
+}
+
+/// Returns the unit's bucket in the wire type, with zeros where no gradient arrived; empties the bucket.
+Tensor Reducer::outgoing(int unit) {
+  Bucket& bucket = buckets_[unit];
+  const Unit& u = *units_[unit];
+  if (!bucket.data.defined()) return pool_.take(u.numel(), options_.reduce_dtype).zero_();
+  filled_bucket(unit);
   Tensor data = std::exchange(bucket.data, Tensor());
   empty(bucket);
   if (data.scalar_type() == options_.reduce_dtype) return data;
@@ -274,9 +290,49 @@ void Reducer::finish(int64_t rounds, bool ends_micro_batch) {
   }
 }
 
+numerics::Contributions Reducer::local_gradient(int unit) {
+  at::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  Bucket& bucket = buckets_[unit];
+  if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), at::kFloat);
+  return {{filled_bucket(unit)}, options_.scale * num_ranks_};
+}
+
+double Reducer::local_squares() {
+  at::NoGradGuard no_grad;
+  const auto num_units = static_cast<int64_t>(units_.size());
+  const Tensor squares = at::zeros({num_units}, at::TensorOptions().dtype(at::kDouble).device(device_));
+  for (int unit = 0; unit < static_cast<int>(num_units); ++unit) {
+    if (buckets_[unit].data.defined()) numerics::ordered_squares(local_gradient(unit), squares.narrow(0, unit, 1));
+  }
+  const double total = squares.sum().item<double>();
+  if (!std::isfinite(total)) find_local_bad();
+  return total;
+}
+
+/// Backward reaches the last unit first.
+void Reducer::find_local_bad() {
+  for (const int unit : order_) {
+    if (!buckets_[unit].data.defined()) continue;
+    const Tensor gradient = local_gradient(unit).sum();
+    const auto found = numerics::find_non_finite({gradient}, gradient);
+    if (!found) continue;
+    local_bad_ = BadGradient{.unit = units_[unit]->index(), .parameter = 0, .rank = own_rank_};
+    const auto& parameters = units_[unit]->parameters();
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (found->index >= parameters[p].offset) local_bad_->parameter = static_cast<int>(p);
+    }
+    return;
+  }
+}
+
 void Reducer::clear_accumulated() {
   std::lock_guard lock(mutex_);
   flights_->clear_accumulated();
+  local_bad_.reset();
+  if (local_) {
+    for (Bucket& bucket : buckets_) empty(bucket);
+  }
   for (Bucket& bucket : buckets_) bucket.seen.assign(bucket.seen.size(), false);
 }
 

@@ -36,6 +36,7 @@ class Reducer {
   /// them would need a round more than was announced.
   void add_coming(int unit, int parameter, const at::Tensor& gradient);
   void set_local(bool local);
+  bool is_local() const;
 
   /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.
   int64_t rounds_wanted() const;
@@ -55,6 +56,11 @@ class Reducer {
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
   numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if
+  /// none arrived. Valid until it is cleared.
+  numerics::Contributions local_gradient(int unit);
+  /// As sum_of_squares, of this rank's own gradients.
+  double local_squares();
   /// After `finish`: overwrites elements [begin, begin + values) of the unit's shard of the gradient, which is one of
   /// `parameter` then. All ranks call it, also those that hold no element of it: sums need memory from then on.
   void set_gradient(int unit, int parameter, int64_t begin, const at::Tensor& values);
@@ -73,10 +79,10 @@ class Reducer {
   int64_t late_communication_bytes() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() { return flights_->sum_of_squares(); }
-  const std::optional<BadGradient>& bad() const { return flights_->bad(); }
+  const std::optional<BadGradient>& bad() const { return local_bad_ ? local_bad_ : flights_->bad(); }
   /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;
-  /// Drops the accumulated gradients after a step.
+  /// Drops the accumulated gradients after a step; the local ones too, if they were stepped.
   void clear_accumulated();
   /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.
   int64_t rounds_begun() const;
@@ -97,6 +103,8 @@ class Reducer {
   void issue_complete();
   void issue_next(const std::function<void()>& meanwhile = {});
   at::Tensor outgoing(int unit);
+  const at::Tensor& filled_bucket(int unit);
+  void find_local_bad();
   bool complete(int unit) const;
   bool comes(int unit) const;
   int64_t begun() const;
@@ -106,9 +114,11 @@ class Reducer {
   std::vector<sharding::Unit*> units_;
   std::unique_ptr<host::Exchange> exchange_;
   int num_ranks_;
+  int own_rank_;  // by index in the team
   bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;
+  at::Device device_;
 
   mutable std::mutex mutex_;
   std::vector<bool> coming_;  // by unit: its gradient is added later, before `finish`
@@ -118,6 +128,7 @@ class Reducer {
   int64_t rounds_done_ = 0;  // issued completely, since the last finish
   size_t next_ = 0;          // in order_, for the round under way
   bool local_ = false;
+  std::optional<BadGradient> local_bad_;
 };
 
 }  // namespace deeptide::gradients

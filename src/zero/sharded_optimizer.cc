@@ -8,10 +8,13 @@
 #include <algorithm>
 #include <numeric>
 
+#include "optim/compressed_rule.h"
+
 namespace deeptide::zero {
 
 using at::Tensor;
 using device::Role;
+using optim::CompressedRule;
 using optim::MatrixRule;
 using optim::NormRule;
 using optim::Reach;
@@ -43,18 +46,24 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
       policy_(policy),
       group_(group),
       device_(device),
-      pool_(std::move(ledger), Role::communication, device),
+      pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
+  const bool whole = !policy_.shard_optimizer || group_.size() == 1;  // elsewhere the engine refuses such rules
+  if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
+    signs_ = std::make_unique<SignExchange>(units_, group_, std::move(ledger), device);
+  }
   if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom);
 }
 
-void ShardedOptimizer::step(const gradients::Reducer& reducer, double gradient_scale,
+void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
                             const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   at::NoGradGuard no_grad;
   states_.keep(groups);
   states_.count_step();
   if (custom_) {
     step_by_caller(reducer, gradient_scale, groups, active);
+  } else if (reducer.is_local()) {
+    step_by_signs(reducer, gradient_scale, groups, active);
   } else {
     step_by_rule(reducer, gradient_scale, groups, active);
   }
@@ -86,6 +95,44 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   if (norms) {
     if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
     for (int i = 0; i < states_.num_units(); ++i) apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
+  }
+}
+
+/// Ranks hold their own gradients: what travels is the signs of what each makes of them.
+void ShardedOptimizer::step_by_signs(gradients::Reducer& reducer, double gradient_scale,
+                                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
+  const auto& compressed = static_cast<const CompressedRule&>(rule());
+  const auto part_of = [](const Tensor& flat, Block block) { return flat.narrow(0, block.begin, block.count); };
+  std::vector<std::vector<Run>> runs;
+  for (int i = 0; i < states_.num_units(); ++i) {
+    states_.refresh_masters(i);
+    runs.push_back(states_.count_step(i, active, groups));
+    if (runs[i].empty()) continue;
+    const UnitPass pass{i, reducer.local_gradient(i), gradient_scale, groups};
+    const Tensor& carried = signs_->carried(i);
+    for (const Run& run : runs[i]) {
+      each_segment(pass, run, own_part(i, run.begin, run.end), {Access::read, Access::read},
+                   [&](Block block, const Segment& segment) {
+                     compressed.offer(segment, groups.at(run.group), pass.terms(run), part_of(carried, block));
+                   });
+    }
+    signs_->send(i, active);
+  }
+  for (int i = 0; i < states_.num_units(); ++i) {
+    if (!runs[i].empty()) signs_->serve(i, active);
+  }
+  for (int i = 0; i < states_.num_units(); ++i) {
+    if (runs[i].empty()) continue;
+    const UnitPass pass{i, {}, gradient_scale, groups};
+    Tensor mean = pool_.take(units_[i]->numel(), at::kFloat);
+    signs_->receive(i, active, mean);
+    for (const Run& run : runs[i]) {
+      each_segment(pass, run, own_part(i, run.begin, run.end), {Access::update, Access::update},
+                   [&](Block block, const Segment& segment) {
+                     compressed.take(segment, groups.at(run.group), pass.terms(run), part_of(mean, block));
+                   });
+    }
+    pool_.put(std::move(mean));
   }
 }
 
@@ -292,6 +339,7 @@ void ShardedOptimizer::publish_all(comm::Group& over) {
   std::vector<int> all(units_.size());
   std::iota(all.begin(), all.end(), 0);
   publish_masters(all, over);
+  if (signs_) signs_->reset();
   for (sharding::Unit* unit : units_) {
     for (sharding::Parameter& p : unit->parameters()) unit->count_write(p);
   }

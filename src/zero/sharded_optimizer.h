@@ -20,6 +20,7 @@
 #include "zero/optimizer_states.h"
 #include "zero/parameter_norms.h"
 #include "zero/policy.h"
+#include "zero/sign_exchange.h"
 
 namespace deeptide::zero {
 
@@ -36,12 +37,17 @@ class ShardedOptimizer {
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3). Parameters that
   /// are not `active` keep their values and states.
-  void step(const gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
+  void step(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
             const ActiveParameters& active = {});
 
   const OptimizerStates& states() const { return states_; }
   OptimizerStates& states() { return states_; }
   const optim::Rule& rule() const { return states_.rule(); }
+  /// Memory of masters, states, and the errors of signs.
+  int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted_bytes() : 0); }
+  /// Null: every step needs the gradients' mean.
+  SignExchange* signs() { return signs_.get(); }
+  const SignExchange* signs() const { return signs_.get(); }
   /// Null: the rule steps.
   const CustomSteps* custom() const { return custom_.get(); }
   CustomSteps* custom() { return custom_.get(); }
@@ -77,6 +83,8 @@ class ShardedOptimizer {
                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
   void step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
                       const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+  void step_by_signs(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
+                     const ActiveParameters& active);
   void narrow_master(int unit);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);
   void step_elements(const UnitPass& pass, const Run& run);
@@ -90,6 +98,7 @@ class ShardedOptimizer {
 
   OptimizerStates states_;
   std::unique_ptr<CustomSteps> custom_;
+  std::unique_ptr<SignExchange> signs_;
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;

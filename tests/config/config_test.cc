@@ -130,7 +130,7 @@ TEST(Hyperparameters, AreTheTablesDefaultsByName) {
   EXPECT_EQ(error_of_name(Hyperparameters("Lion"), "eps"),
             "Lion: no hyper-parameter 'eps', expected one of lr, beta1, beta2, weight_decay");
   EXPECT_EQ(error_of_name(Hyperparameters(), "lr"), "this group has no optimizer, so no hyper-parameter 'lr'");
-  EXPECT_THROW(Hyperparameters("OneBitAdam"), ConfigError);
+  EXPECT_THROW(Hyperparameters("MuAdam"), ConfigError);
 }
 
 TEST(Config, ReadsRmspropAndLamb) {

@@ -74,7 +74,7 @@ TEST(Publish, SchemaAgreesWithConfigOnWholeFiles) {
            R"({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}})",
            R"({"optimizer": {"type": "Lamb"}})",
            R"({"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1, "ns_method": "gram"}}})",
-           R"({"optimizer": {"type": "OneBitAdam"}})",
+           R"({"optimizer": {"type": "MuAdam"}})",
            R"({"scheduler": {"type": "WarmupDecayLR"}})",
            R"({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}})",
            R"({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": [1]}}})",

@@ -14,7 +14,8 @@ _TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _COMPRESSION = "there is no compression; quantise with torch.ao or peft"
-_ONE_BIT = "there are no 1-bit optimizers; choose Adam or Lamb with ZeRO"
+_ONE_BIT_ADAM = 'the configuration makes it: "optimizer": {"type": "OneBitAdam"}'
+_ONE_BIT_LAMB = "there is no 1-bit LAMB yet; choose OneBitAdam, or Lamb with ZeRO"
 _OPS = "no operator is compiled here; the engine's kernels are built in"
 _PROFILER = "there is no profiler; use torch.profiler"
 _DATA = "there is no curriculum of data yet; order the data set yourself"
@@ -386,7 +387,7 @@ MODULES: dict[str, dict[str, Name]] = {
         "DeepSpeedOptimizerCallable": _TOP["DeepSpeedOptimizerCallable"],
         "DeepSpeedSchedulerCallable": _TOP["DeepSpeedSchedulerCallable"],
     },
-    "deepspeed.runtime.fp16.onebit": {"OnebitAdam": absent(_ONE_BIT), "OnebitLamb": absent(_ONE_BIT)},
+    "deepspeed.runtime.fp16.onebit": {"OnebitAdam": absent(_ONE_BIT_ADAM), "OnebitLamb": absent(_ONE_BIT_LAMB)},
     "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": absent(_HYBRID)},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE_NAMES,

@@ -100,14 +100,16 @@ std::vector<Key> lamb_bounds(double max_coeff) {
 
 std::vector<Key> one_bit_keys() {
   return {learning_rate(),
-          integer("freeze_step", 100'000, "Steps before compression begins."),
-          bias_correction(),
+          integer("freeze_step", 100'000, "Steps with the gradients' mean, before ranks exchange signs.").at_least(0),
+          bias_correction().never("as in DeepSpeed, 1-bit optimizers do not correct the moments"),
           betas(),
           eps(),
-          flag("eps_inside_sqrt", false, "Add eps inside the root."),
+          flag("eps_inside_sqrt", false, "Add eps inside the root.").never("as in DeepSpeed, eps is added to the root"),
           weight_decay(),
-          flag("cuda_aware", false, "The MPI library reads device memory."),
-          choice("comm_backend_name", "nccl", {"nccl", "mpi", "hccl", "compressed"}, "Transport.")};
+          flag("cuda_aware", false, "The MPI library reads device memory.").never("signs travel as all else does"),
+          choice("comm_backend_name", "nccl", {"nccl", "mpi", "hccl", "compressed"}, "Transport.")
+              .either("signs travel as all else does"),
+          max_grad_norm().off_at(JsonValue(0.0))};
 }
 
 std::vector<Key> lamb_keys() {
@@ -172,7 +174,7 @@ std::vector<Variant> params_by_type() {
       {.types = {"RMSprop"}, .keys = rmsprop_keys()},
       {.types = {"Lamb"}, .keys = lamb_keys()},
       {.types = {"Muon"}, .keys = muon_keys()},
-      {.types = {"OneBitAdam"}, .keys = one_bit_keys(), .later = true},
+      {.types = {"OneBitAdam"}, .keys = one_bit_keys()},
       {.types = {"ZeroOneAdam"}, .keys = zero_one_keys(), .later = true},
       {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
       {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},

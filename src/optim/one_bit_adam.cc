@@ -1,0 +1,159 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// 1-bit Adam: AdamW without bias correction while it warms up; then the second moment is frozen, and ranks exchange the
+// signs of their momenta.
+//
+// Warm-up: m = m+(1-b1)(g-m); v = b2*v+(1-b2)g*g; p = p*(1-lr*wd) - lr * m / (sqrt(v) + eps), g the ranks' mean.
+// Then: m = mean over ranks, from signs, of m+(1-b1)(own g - m); v stays; p as before.
+// Source: Tang et al. arXiv:2102.02888; DeepSpeed's runtime/fp16/onebit/adam.py.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/lerp.h>
+#include <ATen/ops/sqrt.h>
+
+#include "optim/adam.h"
+#include "optim/compressed_rule.h"
+#include "optim/elementwise.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "optim/one_bit_adam.cc"
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#include <hwy/foreach_target.h>
+// After foreach_target.h, as Highway asks.
+#include "optim/elementwise-inl.h"
+
+#ifndef DEEPTIDE_OPTIM_ONE_BIT_ADAM_ONCE
+#define DEEPTIDE_OPTIM_ONE_BIT_ADAM_ONCE
+namespace deeptide::optim {
+
+struct OneBitAdamScalars {
+  float first_weight;  // 1 - beta1
+  float keep;          // 1 - lr * weight_decay
+  float lr;
+  float eps;
+};
+
+}  // namespace deeptide::optim
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace deeptide::optim::HWY_NAMESPACE {
+
+/// States: m, v, and what is carried.
+void one_bit_adam_offer(const Streams& io, size_t count, const OneBitAdamScalars& s) {
+  const Streams own = io;
+  each_vector(0, count, [own, s](auto part, size_t i) {
+    const D d;
+    const V g = hn::Mul(load_gradient<Source::summed>(part, own.gradient, i), hn::Set(d, own.gradient.scale));
+    const V m = part.get(own.states[0] + i);
+    const bool near_old = s.first_weight < 0.5f;  // torch's lerp, as in Adam
+    const V weight = hn::Set(d, near_old ? s.first_weight : s.first_weight - 1.0f);
+    const V offered = hn::MulAdd(weight, hn::Sub(g, m), near_old ? m : g);
+    part.put(hn::Add(part.get(own.states[2] + i), offered), own.states[2] + i);
+  });
+}
+
+/// States: m, v, and the mean.
+void one_bit_adam_take(const Streams& io, size_t count, const OneBitAdamScalars& s) {
+  move_master(io, count, [io, s](auto part, size_t i) {
+    const D d;
+    const V m = part.get(io.states[2] + i), v = part.get(io.states[1] + i);
+    part.put(m, io.states[0] + i);
+    const V denominator = hn::Add(hn::Sqrt(v), hn::Set(d, s.eps));
+    const V p = hn::Mul(part.get(io.master + i), hn::Set(d, s.keep));
+    return hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.lr), m), denominator));
+  });
+}
+
+}  // namespace deeptide::optim::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace deeptide::optim {
+namespace {
+
+using at::Tensor;
+
+HWY_EXPORT(one_bit_adam_offer);
+HWY_EXPORT(one_bit_adam_take);
+
+class OneBitAdam final : public CompressedRule {
+ public:
+  explicit OneBitAdam(const OptimizerInfo& info) : CompressedRule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
+
+  Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {
+    return static_cast<double>(step) > hyper[freeze_step_] ? Exchanged::signs : Exchanged::gradients;
+  }
+
+ private:
+  AdamNumbers warm_up(const Hyperparameters& hyper) const {
+    return {.lr = hyper[lr_],
+            .beta1 = hyper[beta1_],
+            .beta2 = hyper[beta2_],
+            .eps = hyper[eps_],
+            .weight_decay = hyper[weight_decay_],
+            .decoupled = true,
+            .bias_correction = false};
+  }
+
+  OneBitAdamScalars scalars(const Hyperparameters& hyper) const {
+    return {.first_weight = static_cast<float>(1.0 - hyper[beta1_]),
+            .keep = static_cast<float>(1.0 - hyper[lr_] * hyper[weight_decay_]),
+            .lr = static_cast<float>(hyper[lr_]),
+            .eps = static_cast<float>(hyper[eps_])};
+  }
+
+  /// The segment with a third state: what the ranks exchange.
+  static Segment with(const Segment& segment, const Tensor& exchanged) {
+    Segment more = segment;
+    more.states.push_back(exchanged);
+    return more;
+  }
+
+  void step_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const override {
+    detail::adam_cpu(segment, warm_up(hyper), terms);
+  }
+
+  void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const override {
+    detail::adam_aten(segment, warm_up(hyper), terms);
+  }
+
+  void offer_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                 const Tensor& carried) const override {
+    const OneBitAdamScalars s = scalars(hyper);
+    Segment own = with(segment, carried);
+    own.param = Tensor();  // no parameter is written, and every gradient is read as a sum
+    detail::over_streams(own, terms, [&](const detail::Streams& io, size_t count) {
+      HWY_DYNAMIC_DISPATCH(one_bit_adam_offer)(io, count, s);
+    });
+  }
+
+  void take_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& /*terms*/,
+                const Tensor& mean) const override {
+    const OneBitAdamScalars s = scalars(hyper);
+    detail::over_states(with(segment, mean), [&](const detail::Streams& io, size_t count) {
+      HWY_DYNAMIC_DISPATCH(one_bit_adam_take)(io, count, s);
+    });
+  }
+
+  void offer_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                  const Tensor& carried) const override {
+    const Tensor gradient = detail::scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
+    carried.add_(at::lerp(segment.states[0], gradient, scalars(hyper).first_weight));
+  }
+
+  void take_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& /*terms*/,
+                 const Tensor& mean) const override {
+    const OneBitAdamScalars s = scalars(hyper);
+    segment.states[0].copy_(mean);
+    segment.master.mul_(s.keep).addcdiv_(mean, at::sqrt(segment.states[1]).add_(s.eps), -s.lr);
+  }
+
+  const size_t lr_ = index_of("lr"), freeze_step_ = index_of("freeze_step"), beta1_ = index_of("beta1"),
+               beta2_ = index_of("beta2"), eps_ = index_of("eps"), weight_decay_ = index_of("weight_decay");
+};
+
+const Registration kOneBitAdam("OneBitAdam", &make_rule<OneBitAdam>);
+
+}  // namespace
+}  // namespace deeptide::optim
+#endif  // HWY_ONCE

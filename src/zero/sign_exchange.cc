@@ -1,0 +1,176 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One all-to-all and one all-gather of messages per unit: scales, then packed signs.
+#include "zero/sign_exchange.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "numerics/ordered_sum.h"
+#include "numerics/sign_bits.h"
+
+namespace deeptide::zero {
+
+using at::Tensor;
+using device::Role;
+using sharding::Parameter;
+using sharding::Unit;
+
+namespace {
+
+/// Messages are multiples of this, so that scales are aligned in every row. Parameters begin at multiples of 16
+/// elements, so that signs begin at whole bytes.
+constexpr int64_t kMessageAlignment = 16;
+
+int64_t padded(int64_t bytes) { return (bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment; }
+
+}  // namespace
+
+SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
+                           at::Device device)
+    : units_(units),
+      group_(group),
+      ledger_(std::move(ledger)),
+      device_(device),
+      squares_(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device))) {
+  for (const Unit* unit : units_) {
+    UnitMessages messages;
+    const int64_t shard = unit->numel() / group_.size();
+    size_t most = 0;
+    for (int slice = 0; slice < group_.size(); ++slice) {
+      std::vector<Piece> pieces;
+      for (int p = 0; p < static_cast<int>(unit->parameters().size()); ++p) {
+        const Parameter& parameter = unit->parameters()[p];
+        const int64_t begin = std::max(parameter.offset, slice * shard);
+        const int64_t count = std::min(parameter.offset + parameter.numel, (slice + 1) * shard) - begin;
+        if (count > 0) pieces.push_back({p, begin, count});
+      }
+      most = std::max(most, pieces.size());
+      messages.slices.push_back(std::move(pieces));
+    }
+    messages.scale_bytes = padded(static_cast<int64_t>(most * sizeof(float)));
+    messages.bytes = messages.scale_bytes + padded(numerics::sign_bytes(shard));
+    allocate(*unit, messages);
+    messages_.push_back(std::move(messages));
+  }
+}
+
+void SignExchange::allocate(const Unit& unit, UnitMessages& messages) {
+  const int ranks = group_.size();
+  const auto flat = [&](Role role, int64_t numel, at::ScalarType type) {
+    return device::allocate_flat(ledger_, role, numel, type, device_);
+  };
+  if (ranks > 1) {
+    messages.served = flat(Role::optimizer, unit.numel() / ranks, at::kFloat);
+    messages.sent = flat(Role::communication, ranks * messages.bytes, at::kByte);
+    messages.received = flat(Role::communication, ranks * messages.bytes, at::kByte);
+  }
+  messages.carried = flat(Role::optimizer, unit.numel(), at::kFloat);
+}
+
+SignExchange::Message SignExchange::part(const UnitMessages& messages, const Tensor& all, int slice) const {
+  const Tensor row = all.narrow(0, slice * messages.bytes, messages.bytes);
+  return {row.narrow(0, 0, messages.scale_bytes).view(at::kFloat),
+          row.narrow(0, messages.scale_bytes, messages.bytes - messages.scale_bytes)};
+}
+
+/// `values`: the slice's. What is left in them is the error.
+void SignExchange::split(int unit, int slice, const Tensor& values, const ActiveParameters& active, const Message& to) {
+  const auto& pieces = messages_[unit].slices[slice];
+  const int64_t first = slice * (units_[unit]->numel() / group_.size());
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = pieces[i];
+    if (!active.has(unit, piece.parameter)) continue;
+    const Tensor part = values.narrow(0, piece.begin - first, piece.count);
+    const Tensor scale = to.scales.narrow(0, static_cast<int64_t>(i), 1);
+    numerics::ordered_squares(part, squares_);
+    scale.copy_(squares_.div(static_cast<double>(piece.count)).sqrt_());
+    numerics::split_signs(part, scale,
+                          to.signs.narrow(0, (piece.begin - first) / 8, numerics::sign_bytes(piece.count)));
+  }
+}
+
+void SignExchange::send(int unit, const ActiveParameters& active) {
+  UnitMessages& own = messages_[unit];
+  if (group_.size() == 1) return;
+  const int64_t shard = units_[unit]->numel() / group_.size();
+  for (int slice = 0; slice < group_.size(); ++slice) {
+    split(unit, slice, own.carried.narrow(0, slice * shard, shard), active, part(own, own.sent, slice));
+  }
+  own.pending = group_.all_to_all(own.received, own.sent);
+}
+
+void SignExchange::serve(int unit, const ActiveParameters& active) {
+  UnitMessages& own = messages_[unit];
+  if (group_.size() == 1) return;
+  group_.wait(own.pending, site(unit));
+  const int slice = group_.index();
+  const int64_t first = slice * own.served.numel();
+  const auto& pieces = own.slices[slice];
+  for (int rank = 0; rank < group_.size(); ++rank) {  // in rank order: the mean is the same however messages arrive
+    const Message from = part(own, own.received, rank);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (!active.has(unit, pieces[i].parameter)) continue;
+      numerics::add_signs(from.signs.narrow(0, (pieces[i].begin - first) / 8, numerics::sign_bytes(pieces[i].count)),
+                          from.scales.narrow(0, static_cast<int64_t>(i), 1).div(static_cast<double>(group_.size())),
+                          own.served.narrow(0, pieces[i].begin - first, pieces[i].count));
+    }
+  }
+  split(unit, slice, own.served, active, part(own, own.sent, 0));
+  own.pending = group_.all_gather(own.received, own.sent.narrow(0, 0, own.bytes));
+}
+
+void SignExchange::receive(int unit, const ActiveParameters& active, const Tensor& mean) {
+  UnitMessages& own = messages_[unit];
+  if (group_.size() == 1) {
+    mean.copy_(own.carried);
+    own.carried.zero_();
+    return;
+  }
+  group_.wait(own.pending, site(unit));
+  const int64_t shard = own.served.numel();
+  for (int slice = 0; slice < group_.size(); ++slice) {
+    const Message from = part(own, own.received, slice);
+    const auto& pieces = own.slices[slice];
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (!active.has(unit, pieces[i].parameter)) continue;
+      numerics::set_signs(
+          from.signs.narrow(0, (pieces[i].begin - slice * shard) / 8, numerics::sign_bytes(pieces[i].count)),
+          from.scales.narrow(0, static_cast<int64_t>(i), 1), mean.narrow(0, pieces[i].begin, pieces[i].count));
+    }
+  }
+  int64_t end = 0;  // of the parameters so far
+  for (const Parameter& p : units_[unit]->parameters()) {
+    if (end < p.offset) mean.narrow(0, end, p.offset - end).zero_();
+    end = std::max(end, p.offset + p.numel);
+  }
+  if (end < mean.numel()) mean.narrow(0, end, mean.numel() - end).zero_();
+}
+
+void SignExchange::reset() {
+  for (UnitMessages& messages : messages_) {
+    messages.carried.zero_();
+    if (messages.served.defined()) messages.served.zero_();
+  }
+}
+
+int64_t SignExchange::predicted_bytes() const {
+  int64_t elements = 0;
+  for (const Unit* unit : units_) {
+    elements += unit->numel() + (group_.size() > 1 ? unit->numel() / group_.size() : 0);
+  }
+  return elements * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t SignExchange::bytes_per_step() const {
+  int64_t bytes = 0;
+  for (const UnitMessages& messages : messages_) bytes += 2 * (group_.size() - 1) * messages.bytes;
+  return bytes;
+}
+
+comm::Site SignExchange::site(int unit) const {
+  return {"step", "exchanging signs of unit '" + units_[unit]->layout().name + "'"};
+}
+
+}  // namespace deeptide::zero

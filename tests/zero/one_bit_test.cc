@@ -1,0 +1,191 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Steps by signs equal a simulation of the compressed algorithm in doubles, on dense tensors and in one process.
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "zero/stage.h"
+
+namespace deeptide::zero {
+namespace {
+
+constexpr int kWarmUp = 3, kCompressed = 12;
+
+Tensor own_gradient(int p, int step, int rank) {
+  return (at::arange(kSizes[p], at::kFloat) + 3.0 * rank + 1.0).sin() * (1 + step % 5);
+}
+
+/// scale * sign, with scale the root of the mean square.
+Tensor signs_of(const Tensor& x) {
+  const Tensor scale = x.square().mean().sqrt();
+  return at::where(x.ge(0), scale, -scale);
+}
+
+/// One parameter on all ranks. `cuts`: where its pieces end, ascending.
+struct Simulated {
+  Simulated(int number, int ranks, std::vector<int64_t> where)
+      : p(number), cuts(std::move(where)), errors(ranks), master(start_of(p).to(at::kDouble)) {
+    m = v = served = at::zeros({kSizes[p]}, at::kDouble);
+    for (Tensor& error : errors) error = at::zeros({kSizes[p]}, at::kDouble);
+  }
+
+  void step(int count, const Hyperparameters& hyper) {
+    const double beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), lr = hyper.lr();
+    const auto ranks = static_cast<int>(errors.size());
+    std::vector<Tensor> gradients;
+    for (int rank = 0; rank < ranks; ++rank) gradients.push_back(own_gradient(p, count, rank).to(at::kDouble));
+    if (count < kWarmUp) {
+      Tensor mean = at::zeros_like(m);
+      for (const Tensor& gradient : gradients) mean = mean + gradient / ranks;
+      m = m * beta1 + mean * (1 - beta1);
+      v = v * beta2 + mean.square() * (1 - beta2);
+    } else {
+      exchange(gradients, beta1);
+    }
+    master = master * (1 - lr * hyper.get("weight_decay")) - m / (v.sqrt() + hyper.get("eps")) * lr;
+  }
+
+  void exchange(const std::vector<Tensor>& gradients, double beta1) {
+    const auto ranks = static_cast<double>(errors.size());
+    if (errors.size() == 1) {
+      m = m * beta1 + gradients[0] * (1 - beta1);
+      return;
+    }
+    for (size_t rank = 0; rank < errors.size(); ++rank) errors[rank] += m * beta1 + gradients[rank] * (1 - beta1);
+    m = at::zeros_like(m);
+    int64_t begin = 0;
+    for (const int64_t end : cuts) {
+      Tensor sum = served.narrow(0, begin, end - begin);
+      for (Tensor& error : errors) {
+        Tensor part = error.narrow(0, begin, end - begin);
+        const Tensor sent = signs_of(part);
+        part.sub_(sent);
+        sum.add_(sent / ranks);
+      }
+      const Tensor mean = signs_of(sum);
+      m.narrow(0, begin, end - begin).copy_(mean);
+      sum.sub_(mean);
+      begin = end;
+    }
+  }
+
+  int p;
+  std::vector<int64_t> cuts;
+  std::vector<Tensor> errors;  // by rank
+  Tensor master, m, v, served;
+};
+
+std::vector<Simulated> simulations(const Stage& stage, int ranks) {
+  std::vector<Simulated> all;
+  for (const auto& unit : stage.units) {
+    const int64_t shard = unit->numel() / ranks;
+    for (const Parameter& parameter : unit->parameters()) {
+      std::vector<int64_t> cuts;
+      for (int64_t end = shard; end < unit->numel() + shard; end += shard) {
+        const int64_t cut = std::clamp<int64_t>(end - parameter.offset, 0, parameter.numel);
+        if (cut > (cuts.empty() ? 0 : cuts.back())) cuts.push_back(cut);
+      }
+      all.emplace_back(stage.number(parameter), ranks, std::move(cuts));
+    }
+  }
+  return all;
+}
+
+void step_ranks(Stage& stage, int count, int rank, const Groups& groups, const ActiveParameters& active = {}) {
+  stage.reducer->set_local(count >= kWarmUp);
+  for (size_t u = stage.units.size(); u-- > 0;) {
+    const auto& parameters = stage.units[u]->parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!active.has(static_cast<int>(u), static_cast<int>(i))) continue;
+      stage.reducer->add(static_cast<int>(u), static_cast<int>(i),
+                         own_gradient(stage.number(parameters[i]), count, rank));
+    }
+  }
+  stage.reducer->finish(count >= kWarmUp ? 0 : 1);
+  stage.optimizer->step(*stage.reducer, 1.0, groups, active);
+  stage.reducer->clear_accumulated();
+}
+
+Groups groups_of_one_bit_adam() {
+  Hyperparameters plain("OneBitAdam");
+  plain.set("freeze_step", kWarmUp);
+  Hyperparameters other = plain;
+  other.set("lr", 0.01).set("weight_decay", 0.1).set("beta1", 0.5).set("eps", 1e-3);
+  return {plain, other};
+}
+
+class OneBitAdamInWorlds : public testing::TestWithParam<int> {};
+
+TEST_P(OneBitAdamInWorlds, StepsAsItsSimulationDoes) {
+  const int ranks = GetParam();
+  const Groups groups = groups_of_one_bit_adam();
+  run_ranks(ranks, [&](const World& world) {
+    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+    auto simulated = simulations(stage, ranks);
+    for (int count = 0; count < kWarmUp + kCompressed; ++count) {
+      step_ranks(stage, count, world.rank, groups);
+      for (Simulated& one : simulated) one.step(count, groups[one.p / 2]);
+    }
+    const auto state = stage.state();
+    for (const Simulated& one : simulated) {
+      const std::string name = "p" + std::to_string(one.p);
+      // A few hundred roundings of fp32 in 15 steps; a sign that they turned would show as a whole scale.
+      const auto expect = [&](const char* role, const Tensor& expected) {
+        EXPECT_TRUE(at::allclose(state.at(name + role).to(at::kDouble), expected, 2e-5, 2e-6)) << name << role;
+      };
+      expect("/exp_avg", one.m);
+      expect("/exp_avg_sq", one.v);
+      expect("/master", one.master);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, OneBitAdamInWorlds, testing::Values(1, 2, 3, 4));
+
+TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
+  const Groups groups = groups_of_one_bit_adam();
+  run_ranks(2, [&](const World& world) {
+    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+    for (int count = 0; count <= kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
+    const auto before = stage.state();
+    const Tensor carried = stage.optimizer->signs()->carried(0).clone();
+    ActiveParameters active;
+    for (const auto& unit : stage.units) active.by_unit.emplace_back(unit->parameters().size(), true);
+    active.by_unit[0][0] = false;
+    const Parameter& left = stage.units[0]->parameters()[0];
+    step_ranks(stage, kWarmUp + 1, world.rank, groups, active);
+    const auto after = stage.state();
+    for (const char* role : {"/master", "/exp_avg", "/exp_avg_sq"}) {
+      EXPECT_TRUE(at::equal(before.at(left.name + role), after.at(left.name + role))) << role;
+      EXPECT_EQ(at::equal(before.at("p3" + std::string(role)), after.at("p3" + std::string(role))),
+                role == std::string("/exp_avg_sq"));
+    }
+    const auto part = [&](const Tensor& flat) { return flat.narrow(0, left.offset, left.numel); };
+    EXPECT_TRUE(at::equal(part(carried), part(stage.optimizer->signs()->carried(0))));
+  });
+}
+
+TEST(OneBitAdam, SendsOneBitPerElementAndAScalePerPiece) {
+  const Groups groups = groups_of_one_bit_adam();
+  run_ranks(2, [&](const World& world) {
+    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+    step_ranks(stage, 0, world.rank, groups);
+    const int64_t dense = stage.group.sent_bytes();
+    int64_t elements = 0;
+    for (const auto& unit : stage.units) elements += unit->numel();
+    EXPECT_EQ(dense, 2 * elements * 4 / 2);  // half is another's: an all-to-all, and an all-gather of the means
+    for (int count = 1; count <= kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
+    const int64_t compressed = stage.group.sent_bytes() - kWarmUp * dense;
+    EXPECT_EQ(compressed, stage.optimizer->signs()->bytes_per_step());
+    EXPECT_GE(compressed, dense / 32);
+    // At most four pieces per slice, padded to 16 bytes as the signs are.
+    EXPECT_LE(compressed, dense / 32 + 2 * 2 * 32 * static_cast<int64_t>(stage.units.size()));
+  });
+}
+
+}  // namespace
+}  // namespace deeptide::zero
