@@ -24,18 +24,33 @@ void check_exchanged(const Rule& rule, const char* name, const Tensor& values, c
 
 void CompressedRule::offer(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
                            const Tensor& carried) const {
+  if (!segment.master.defined() || !segment.master.is_cpu()) return offer_reference(segment, hyper, terms, carried);
+  check(segment, hyper, terms);
+  check_exchanged(*this, "carried", carried, segment.master);
+  offer_cpu(segment, hyper, terms, carried);
+}
+
+void CompressedRule::offer_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                                     const Tensor& carried) const {
   at::NoGradGuard no_grad;
   check(segment, hyper, terms);
   check_exchanged(*this, "carried", carried, segment.master);
-  segment.master.is_cpu() ? offer_cpu(segment, hyper, terms, carried) : offer_aten(segment, hyper, terms, carried);
+  offer_aten(segment, hyper, terms, carried);
 }
 
 void CompressedRule::take(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
                           const Tensor& mean) const {
+  if (!segment.master.defined() || !segment.master.is_cpu()) return take_reference(segment, hyper, terms, mean);
+  check_states(segment, hyper);
+  check_exchanged(*this, "mean", mean, segment.master);
+  take_cpu(segment, hyper, terms, mean);
+}
+
+void CompressedRule::take_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                                    const Tensor& mean) const {
   at::NoGradGuard no_grad;
   check_states(segment, hyper);
   check_exchanged(*this, "mean", mean, segment.master);
-  if (segment.master.is_cpu()) return take_cpu(segment, hyper, terms, mean);
   take_aten(segment, hyper, terms, mean);
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }

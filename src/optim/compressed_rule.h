@@ -30,6 +30,11 @@ class CompressedRule : public Rule {
              const at::Tensor& carried) const;
   /// Second pass: moves states and master by the mean (N,) fp32. Reads no gradient.
   void take(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, const at::Tensor& mean) const;
+  /// The same in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
+  void offer_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                       const at::Tensor& carried) const;
+  void take_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
+                      const at::Tensor& mean) const;
 
  private:
   virtual void offer_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,

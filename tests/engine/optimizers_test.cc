@@ -7,6 +7,7 @@
 #include <set>
 
 #include "deeptide/engine.h"
+#include "deeptide/errors.h"
 #include "engine/models.h"
 #include "ranks.h"
 
@@ -80,6 +81,25 @@ TEST(Muon, RefusesAVectorByName) {
       EXPECT_NE(std::string(error.what()).find("parameter 'norm.weight' has shape [20], but Muon steps whole matrices"),
                 std::string::npos)
           << error.what();
+    }
+  });
+}
+
+TEST(OneBitAdam, IsRefusedByNameAtStagesThatShard) {
+  run_ranks(1, [](const World& world) {
+    for (const int stage : {1, 2, 3}) {
+      TinyModel model = make_tiny();
+      InitOptions options;
+      options.world = world;
+      options.optimizer = "OneBitAdam";
+      try {
+        initialize(*model, config_of(stage), options);
+        ADD_FAILURE() << "accepted at stage " << stage;
+      } catch (const ConfigError& error) {
+        const std::string expected =
+            "zero_optimization.stage is " + std::to_string(stage) + ", but OneBitAdam needs stage 0";
+        EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
+      }
     }
   });
 }

@@ -3,6 +3,7 @@
 """Each optimizer of the configuration's table: at every stage, in groups, from torch's objects, through checkpoints."""
 
 import json
+import re
 
 import models
 import pytest
@@ -189,6 +190,58 @@ def test_groups_are_refused_if(type, group, text):
     model = models.make_model()
     with pytest.raises(deeptide.ConfigError, match=text):
         start(None, 0, type, model=model, model_parameters=[{"params": model.parameters(), **group}])
+
+
+def values_out_of_range(number):
+    """Bad values of one hyper-parameter, and what the error calls the values that it takes."""
+    values = [float("nan"), float("inf"), -float("inf")]
+    if number.lowest is not None:
+        values.append(number.lowest - 0.5)
+    if number.highest is not None:
+        values.append(number.highest + (0.0 if number.highest_excluded else 0.5))
+    return values
+
+
+@pytest.mark.parametrize("type", [info.name for info in _C.optimizers()])
+def test_groups_refuse_bad_values_of_every_key_by_its_name(type):
+    info = _C.find_optimizer(type)
+    refused = 0
+    for number in info.hyperparameters:
+        if number.flag:
+            continue
+        for bad in values_out_of_range(number):
+            value = bad
+            if number.element >= 0:  # all elements of a list are bad, whatever their number
+                elements = [other for other in info.hyperparameters if other.group_key == number.group_key]
+                value = (bad,) * len(elements)
+            model = models.make_model()
+            groups = [{"params": list(model.parameters()), number.group_key: value}]
+            with pytest.raises(deeptide.ConfigError, match=re.escape(f"{number.group_key}=")):
+                start(None, 0, type, {}, model=model, model_parameters=groups)
+            refused += 1
+    assert refused >= 3 * sum(not number.flag for number in info.hyperparameters)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("type", OPTIMIZERS)
+def test_an_overflow_on_one_rank_touches_nothing_and_is_named_on_all(type, bf16):
+    def run(world):
+        seen = []
+        for stage in (0, 1, 2, 3):
+            engine = start(world, stage, type, bf16=bf16)
+            train(engine, 0, 1)
+            before = state_of(engine)
+            tokens, targets = models.batches(1, 4)[0]
+            engine.backward(engine(tokens, targets) * (float("inf") if world.rank == 1 else 1.0))
+            outcome = engine.step()
+            assert not outcome.applied
+            assert outcome.parameter in dict(engine.module.named_parameters())
+            assert_same(state_of(engine), before)
+            seen.append((outcome.rank, outcome.phase, engine.skipped_steps))
+            engine.destroy()
+        return seen
+
+    assert run_ranks(2, run) == [[(1, "forward", 1)] * 4] * 2
 
 
 def test_torchs_adagrad_becomes_ours():

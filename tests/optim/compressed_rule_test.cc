@@ -1,0 +1,83 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The two passes of a step by signs: kernels agree with ATen operators, and with themselves however a shard is cut.
+#include "optim/compressed_rule.h"
+
+#include <ATen/ops/allclose.h>
+#include <gtest/gtest.h>
+
+#include <utility>
+
+#include "optim/segments.h"
+
+namespace deeptide::optim {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kNumels[] = {0, 1, 7, 16, 65, 1000, 65537};
+
+const CompressedRule& one_bit_adam() { return dynamic_cast<const CompressedRule&>(find_rule("OneBitAdam")); }
+
+TEST(CompressedRule, AgreesWithItsReferenceInBothPasses) {
+  at::manual_seed(31);
+  const CompressedRule& rule = one_bit_adam();
+  for (const Hyperparameters& hyper : variants_of(rule)) {
+    for (const int64_t numel : kNumels) {
+      const Segment kernel = make_segment(rule, hyper, numel, at::kBFloat16), reference = copy_of(kernel);
+      const Tensor carried = at::randn({numel}), plain = carried.clone(), mean = at::randn({numel});
+      rule.offer(kernel, hyper, {3, 0.5}, carried);
+      rule.offer_reference(reference, hyper, {3, 0.5}, plain);
+      // A few fp32 roundings of 6e-8 of values up to 5; the reference does not fuse its multiply-adds.
+      ASSERT_TRUE(at::allclose(carried, plain, 1e-6, 1e-6)) << numel;
+      ASSERT_TRUE(same_bits(kernel, reference)) << "an offer moves nothing";
+      rule.take(kernel, hyper, {3, 0.5}, mean);
+      rule.take_reference(reference, hyper, {3, 0.5}, mean);
+      ASSERT_TRUE(at::equal(kernel.states[0], mean)) << numel;
+      ASSERT_TRUE(at::equal(kernel.states[1], reference.states[1])) << "the second moment is frozen";
+      ASSERT_TRUE(at::allclose(kernel.master, reference.master, 2e-6, 5e-7)) << numel;
+      ASSERT_TRUE(at::equal(kernel.param, kernel.master.to(at::kBFloat16))) << numel;
+    }
+  }
+}
+
+TEST(CompressedRule, IsBitEqualHoweverAShardIsCut) {
+  at::manual_seed(32);
+  const CompressedRule& rule = one_bit_adam();
+  const Hyperparameters hyper(rule.info());
+  constexpr int64_t kNumel = 10'001, kCut = 4'099;
+  const Segment whole = make_segment(rule, hyper, kNumel, at::kBFloat16), cut = copy_of(whole);
+  const Tensor carried = at::randn({kNumel}), pieces = carried.clone(), mean = at::randn({kNumel});
+  rule.offer(whole, hyper, {3, 0.5}, carried);
+  rule.take(whole, hyper, {3, 0.5}, mean);
+  for (const auto& [begin, length] : {std::pair(int64_t{0}, kCut), std::pair(kCut, kNumel - kCut)}) {
+    const Segment piece = narrow(cut, begin, length);
+    rule.offer(piece, hyper, {3, 0.5}, pieces.narrow(0, begin, length));
+    rule.take(piece, hyper, {3, 0.5}, mean.narrow(0, begin, length));
+  }
+  EXPECT_TRUE(at::equal(carried, pieces));
+  EXPECT_TRUE(same_bits(whole, cut));
+}
+
+TEST(CompressedRule, RefusesWhatDoesNotFit) {
+  const CompressedRule& rule = one_bit_adam();
+  const Hyperparameters hyper(rule.info());
+  const Segment segment = make_segment(rule, hyper, 8);
+  EXPECT_THROW(rule.offer(segment, hyper, {1, 1.0}, at::zeros({7})), c10::ValueError);
+  EXPECT_THROW(rule.take(segment, hyper, {1, 1.0}, at::zeros({8}, at::kDouble)), c10::ValueError);
+}
+
+TEST(CompressedRule, ExchangesGradientsAsLongAsAnyGroupNeedsThem) {
+  Hyperparameters early("OneBitAdam"), late("OneBitAdam");
+  early.set("freeze_step", 2);
+  late.set("freeze_step", 4);
+  for (int64_t step = 1; step <= 6; ++step) {
+    EXPECT_EQ(exchanged_by(one_bit_adam(), {early}, step), step > 2 ? Exchanged::signs : Exchanged::gradients) << step;
+    EXPECT_EQ(exchanged_by(one_bit_adam(), {early, late}, step), step > 4 ? Exchanged::signs : Exchanged::gradients)
+        << step;
+  }
+  EXPECT_EQ(exchanged_by(find_rule("Adam"), {Hyperparameters("Adam")}, 1000), Exchanged::gradients);
+}
+
+}  // namespace
+}  // namespace deeptide::optim
