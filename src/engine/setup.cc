@@ -240,6 +240,10 @@ void Engine::Impl::make_trainer() {
                       ": deeptide.keep_grad keeps whole gradients on every rank, which stage 3 is there to avoid. "
                       "Choose stage 0, 1 or 2, or read them by safe_get_full_grad(parameter) before step()");
   }
+  if (config.runtime().keep_grad && dynamic_cast<const optim::CompressedRule*>(rule)) {
+    throw ConfigError(config.origin() + ": deeptide.keep_grad shows the ranks' mean gradient, which " + rule->name() +
+                      " does not form after freeze_step; leave keep_grad out, or choose another optimizer");
+  }
   for (const ParameterGroup& group : groups) {
     engine::check_hyperparameters(group.hyperparameters, &rule->info());
     progress.hyperparameters.push_back(group.hyperparameters);

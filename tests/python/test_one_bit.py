@@ -182,6 +182,12 @@ def test_other_stages_are_refused(stage):
         deeptide.initialize(model=models.make_model(), config=config)
 
 
+def test_gradients_cannot_be_kept():
+    config = models.config(0, optimizer={"type": "OneBitAdam", "params": PARAMS}, deeptide={"keep_grad": True})
+    with pytest.raises(deeptide.ConfigError, match="keep_grad shows the ranks' mean gradient, which OneBitAdam"):
+        deeptide.initialize(model=models.make_model(), config=config)
+
+
 def test_an_overflow_on_one_rank_touches_nothing_and_is_named():
     def run(world):
         engine = start(world)
