@@ -242,7 +242,7 @@ void Engine::Impl::make_trainer() {
   }
   if (config.runtime().keep_grad && dynamic_cast<const optim::CompressedRule*>(rule)) {
     throw ConfigError(config.origin() + ": deeptide.keep_grad shows the ranks' mean gradient, which " + rule->name() +
-                      " does not form after freeze_step; leave keep_grad out, or choose another optimizer");
+                      " does not form in steps by signs; leave keep_grad out, or choose another optimizer");
   }
   for (const ParameterGroup& group : groups) {
     engine::check_hyperparameters(group.hyperparameters, &rule->info());

@@ -119,8 +119,8 @@ bool Stepper::exchanges_signs() const {
 void Stepper::follow_boundary() {
   if (!parts_.reducer) return;
   const bool signs = exchanges_signs();
-  if (signs && !signs_ && parts_.channels.is_first()) {
-    log(LogLevel::info, fmt::format("{}: from step {} on ranks exchange signs, {} bytes per rank and step",
+  if (signs && !std::exchange(said_signs_, true) && parts_.channels.is_first()) {
+    log(LogLevel::info, fmt::format("{}: step {} is the first in which ranks exchange signs, {} bytes per rank",
                                     parts_.optimizer->rule().name(), parts_.progress.global_steps + 1,
                                     parts_.optimizer->signs()->bytes_per_step()));
   }

@@ -97,6 +97,7 @@ class Stepper {
   int64_t hyperparameters_version_ = 0;
   bool told_of_difference_ = false;
   bool signs_ = false;              // see keeps_gradients
+  bool said_signs_ = false;         // told of the first such step
   int64_t sent_bytes_ = 0;          // by this rank for steps so far
   std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
   int awaited_task_ = -1;           // of autograd: shows gradients when it ends

@@ -96,8 +96,8 @@ std::string Engine::Impl::summary() const {
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (optimizer && optimizer->signs()) {
-    text += fmt::format("\n  compression: {} bytes per rank and step once ranks exchange signs, after freeze_step {:g}",
-                        optimizer->signs()->bytes_per_step(), groups.front().hyperparameters.get("freeze_step"));
+    text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
+                        optimizer->signs()->bytes_per_step());
   }
   if (model.offloaded()) text += "\n  parameters: " + model.offloaded()->text();
   if (offloaded) text += "\n  optimizer states: " + offloaded->text();

@@ -1,11 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit Adam: AdamW without bias correction while it warms up; then the second moment is frozen, and ranks exchange the
-// signs of their momenta.
+// 1-bit Adam and 0/1 Adam: AdamW without bias correction in some steps; in the others the second moment stays, and
+// ranks exchange the signs of their momenta. They differ in which steps these are.
 //
-// Warm-up: m = m+(1-b1)(g-m); v = b2*v+(1-b2)g*g; p = p*(1-lr*wd) - lr * m / (sqrt(v) + eps), g the ranks' mean.
-// Then: m = mean over ranks, from signs, of m+(1-b1)(own g - m); v stays; p as before.
-// Source: Tang et al. arXiv:2102.02888; DeepSpeed's runtime/fp16/onebit/adam.py.
+// With gradients: m = m+(1-b1)(g-m); v = b2*v+(1-b2)g*g; p = p*(1-lr*wd) - lr * m / (sqrt(v) + eps), g the ranks' mean.
+// By signs: m = mean over ranks, from signs, of m+(1-b1)(own g - m); v stays; p as before.
+// Source: Tang et al. arXiv:2102.02888; Lu et al. arXiv:2202.06009, without its local steps; DeepSpeed's
+// runtime/fp16/onebit/adam.py, zoadam.py.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/lerp.h>
 #include <ATen/ops/sqrt.h>
@@ -76,13 +77,10 @@ using at::Tensor;
 HWY_EXPORT(one_bit_adam_offer);
 HWY_EXPORT(one_bit_adam_take);
 
-class OneBitAdam final : public CompressedRule {
+/// What the two have in common: all but their steps with gradients.
+class AdamBySigns : public CompressedRule {
  public:
-  explicit OneBitAdam(const OptimizerInfo& info) : CompressedRule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
-
-  Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {
-    return static_cast<double>(step) > hyper[freeze_step_] ? Exchanged::signs : Exchanged::gradients;
-  }
+  explicit AdamBySigns(const OptimizerInfo& info) : CompressedRule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
 
  private:
   AdamNumbers warm_up(const Hyperparameters& hyper) const {
@@ -148,11 +146,44 @@ class OneBitAdam final : public CompressedRule {
     segment.master.mul_(s.keep).addcdiv_(mean, at::sqrt(segment.states[1]).add_(s.eps), -s.lr);
   }
 
-  const size_t lr_ = index_of("lr"), freeze_step_ = index_of("freeze_step"), beta1_ = index_of("beta1"),
-               beta2_ = index_of("beta2"), eps_ = index_of("eps"), weight_decay_ = index_of("weight_decay");
+  const size_t lr_ = index_of("lr"), beta1_ = index_of("beta1"), beta2_ = index_of("beta2"), eps_ = index_of("eps"),
+               weight_decay_ = index_of("weight_decay");
+};
+
+class OneBitAdam final : public AdamBySigns {
+ public:
+  using AdamBySigns::AdamBySigns;
+
+  Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {
+    return static_cast<double>(step) > hyper[freeze_step_] ? Exchanged::signs : Exchanged::gradients;
+  }
+
+ private:
+  const size_t freeze_step_ = index_of("freeze_step");
+};
+
+class ZeroOneAdam final : public AdamBySigns {
+ public:
+  using AdamBySigns::AdamBySigns;
+
+  /// The second moment moves at multiples of an interval, which doubles after every `var_update_scaler` such steps.
+  Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {
+    if (static_cast<double>(step) > hyper[freeze_step_]) return Exchanged::signs;
+    const auto times = static_cast<int64_t>(hyper[scaler_]);
+    int64_t interval = 1, last = times;  // the last step that this interval is for
+    while (last < step) {
+      interval *= 2;
+      last = (last / interval + times) * interval;
+    }
+    return step % interval == 0 ? Exchanged::gradients : Exchanged::signs;
+  }
+
+ private:
+  const size_t freeze_step_ = index_of("var_freeze_step"), scaler_ = index_of("var_update_scaler");
 };
 
 const Registration kOneBitAdam("OneBitAdam", &make_rule<OneBitAdam>);
+const Registration kZeroOneAdam("ZeroOneAdam", &make_rule<ZeroOneAdam>);
 
 }  // namespace
 }  // namespace deeptide::optim

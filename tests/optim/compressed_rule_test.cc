@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <utility>
+#include <vector>
 
 #include "optim/segments.h"
 
@@ -17,11 +18,12 @@ using at::Tensor;
 
 constexpr int64_t kNumels[] = {0, 1, 7, 16, 65, 1000, 65537};
 
-const CompressedRule& one_bit_adam() { return dynamic_cast<const CompressedRule&>(find_rule("OneBitAdam")); }
+const CompressedRule& compressed(const char* type) { return dynamic_cast<const CompressedRule&>(find_rule(type)); }
+const CompressedRule& one_bit_adam() { return compressed("OneBitAdam"); }
 
 TEST(CompressedRule, AgreesWithItsReferenceInBothPasses) {
   at::manual_seed(31);
-  const CompressedRule& rule = one_bit_adam();
+  const CompressedRule& rule = one_bit_adam();  // and ZeroOneAdam, which has the same passes
   for (const Hyperparameters& hyper : variants_of(rule)) {
     for (const int64_t numel : kNumels) {
       const Segment kernel = make_segment(rule, hyper, numel, at::kBFloat16), reference = copy_of(kernel);
@@ -77,6 +79,20 @@ TEST(CompressedRule, ExchangesGradientsAsLongAsAnyGroupNeedsThem) {
         << step;
   }
   EXPECT_EQ(exchanged_by(find_rule("Adam"), {Hyperparameters("Adam")}, 1000), Exchanged::gradients);
+}
+
+TEST(CompressedRule, ZeroOneAdamTakesGradientsAtIntervalsThatDouble) {
+  Hyperparameters hyper("ZeroOneAdam");
+  hyper.set("var_update_scaler", 2).set("var_freeze_step", 30);
+  std::vector<int64_t> with_gradients;
+  for (int64_t step = 1; step <= 1000; ++step) {
+    if (exchanged_by(compressed("ZeroOneAdam"), {hyper}, step) == Exchanged::gradients) with_gradients.push_back(step);
+  }
+  // Two steps each at intervals of 1, 2, 4 and 8; the next at an interval of 16 would be the 32nd.
+  EXPECT_EQ(with_gradients, (std::vector<int64_t>{1, 2, 4, 6, 8, 12, 16, 24}));
+  hyper.set("var_update_scaler", 1e9);
+  EXPECT_EQ(exchanged_by(compressed("ZeroOneAdam"), {hyper}, 30), Exchanged::gradients);
+  EXPECT_EQ(exchanged_by(compressed("ZeroOneAdam"), {hyper}, 31), Exchanged::signs);
 }
 
 }  // namespace

@@ -21,6 +21,8 @@ def start(world=None, type="OneBitAdam", params=None, gas=1, bf16=False, freeze=
     chosen = {**PARAMS, **(params or {})}
     if type == "OneBitAdam":
         chosen["freeze_step"] = freeze
+    if type == "ZeroOneAdam":
+        chosen = {"var_freeze_step": freeze, **chosen}
     model = more.pop("model", None) or models.make_model()
     config = models.config(0, gas=gas, bf16=bf16, optimizer={"type": type, "params": chosen}, **more)
     return deeptide.initialize(model=model, config=config, world=world)[0]
@@ -115,7 +117,38 @@ def test_signs_take_a_thirtieth_of_the_bytes_or_less():
     assert 30 < dense[0] / first <= 32
 
 
-def test_it_learns_as_adam_does():
+def test_zero_one_adam_whose_interval_stays_is_one_bit_adam_bit_for_bit():
+    def run(world, type):
+        engine = start(world, type, gas=2)
+        train(engine, 0, FREEZE + 3, 2)
+        return state_of(engine)
+
+    for one, other in zip(run_ranks(2, run, "ZeroOneAdam"), run_ranks(2, run, "OneBitAdam"), strict=True):
+        assert_same(one, other)
+
+
+def test_zero_one_adam_sends_gradients_at_intervals_that_double_also_when_resumed(tmp_path):
+    params = {"var_update_scaler": 2, "var_freeze_step": 9}
+
+    def run(world):
+        engine = start(world, "ZeroOneAdam", params)
+        outcomes = train(engine, 0, 5)
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        engine = start(world, "ZeroOneAdam", params)
+        engine.load_checkpoint(str(tmp_path))
+        outcomes += train(engine, 5, 13)
+        return [outcome.sent_bytes for outcome in outcomes]
+
+    sent = run_ranks(2, run)[0]
+    assert len(set(sent)) == 2
+    assert [step for step, count in enumerate(sent, 1) if count == max(sent)] == [1, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("type", "params"), [("OneBitAdam", {}), ("ZeroOneAdam", {"var_update_scaler": 4, "var_freeze_step": 40})]
+)
+def test_it_learns_as_adam_does(type, params):
     def run(world, type, params):
         model = models.make_model()
         engine = start(world, type, {"lr": 3e-3, **params}, model=model, freeze=10)
@@ -128,7 +161,7 @@ def test_it_learns_as_adam_does():
         return loss.item()
 
     adam = sum(run_ranks(2, run, "Adam", {"bias_correction": False}))
-    one_bit = sum(run_ranks(2, run, "OneBitAdam", {}))
+    one_bit = sum(run_ranks(2, run, type, params))
     start_loss = 2 * 3.6  # log(37) per rank
     assert adam < 0.5 * start_loss
     # The compressed steps are noisier; within a twentieth of the distance that Adam covered.
@@ -175,10 +208,11 @@ def test_a_load_forgets_the_errors_of_signs(tmp_path):
 # -- what a step by signs refuses or skips ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("type", ["OneBitAdam", "ZeroOneAdam"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_other_stages_are_refused(stage):
-    config = models.config(stage, optimizer={"type": "OneBitAdam", "params": PARAMS})
-    with pytest.raises(deeptide.ConfigError, match=r"OneBitAdam needs stage 0.*choose another optimizer"):
+def test_other_stages_are_refused(stage, type):
+    config = models.config(stage, optimizer={"type": type, "params": PARAMS})
+    with pytest.raises(deeptide.ConfigError, match=rf"{type} needs stage 0.*choose another optimizer"):
         deeptide.initialize(model=models.make_model(), config=config)
 
 
@@ -248,11 +282,39 @@ def test_groups_are_refused_if(group, text):
         )
 
 
+def test_a_rank_that_has_joined_counts_as_one_whose_gradient_is_zero():
+    def run(world, joins):
+        engine = start(world)
+        train(engine, 0, FREEZE)
+        if world.rank == 1 and joins:
+            engine.join()
+            return state_of(engine)
+        tokens, targets = models.batches(FREEZE + 1, 4)[FREEZE]
+        loss = engine(tokens, targets)
+        engine.backward(loss * (0.0 if world.rank == 1 else 1.0))
+        assert engine.step().applied
+        if joins:
+            engine.join()
+        return state_of(engine)
+
+    for one, other in zip(run_ranks(2, run, True), run_ranks(2, run, False), strict=True):
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("freeze_step", -1), ("freeze_step", 1.5), ("comm_backend_name", "udp"), ("cuda_aware", 2), ("eps", -1e-8)],
+    ("type", "key", "value"),
+    [
+        ("OneBitAdam", "freeze_step", -1),
+        ("OneBitAdam", "freeze_step", 1.5),
+        ("OneBitAdam", "comm_backend_name", "udp"),
+        ("OneBitAdam", "cuda_aware", 2),
+        ("OneBitAdam", "eps", -1e-8),
+        ("ZeroOneAdam", "var_update_scaler", 0),
+        ("ZeroOneAdam", "var_freeze_step", -1),
+        ("ZeroOneAdam", "freeze_step", 5),
+    ],
 )
-def test_bad_values_are_named(key, value):
-    config = models.config(0, optimizer={"type": "OneBitAdam", "params": {key: value}})
+def test_bad_values_are_named(type, key, value):
+    config = models.config(0, optimizer={"type": type, "params": {key: value}})
     with pytest.raises(deeptide.ConfigError, match=f"optimizer.params.{key}"):
         deeptide.initialize(model=models.make_model(), config=config)

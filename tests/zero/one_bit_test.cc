@@ -7,7 +7,9 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <tuple>
 
+#include "optim/compressed_rule.h"
 #include "zero/stage.h"
 
 namespace deeptide::zero {
@@ -33,12 +35,12 @@ struct Simulated {
     for (Tensor& error : errors) error = at::zeros({kSizes[p]}, at::kDouble);
   }
 
-  void step(int count, const Hyperparameters& hyper) {
+  void step(int count, const Hyperparameters& hyper, bool by_signs) {
     const double beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), lr = hyper.lr();
     const auto ranks = static_cast<int>(errors.size());
     std::vector<Tensor> gradients;
     for (int rank = 0; rank < ranks; ++rank) gradients.push_back(own_gradient(p, count, rank).to(at::kDouble));
-    if (count < kWarmUp) {
+    if (!by_signs) {
       Tensor mean = at::zeros_like(m);
       for (const Tensor& gradient : gradients) mean = mean + gradient / ranks;
       m = m * beta1 + mean * (1 - beta1);
@@ -95,8 +97,14 @@ std::vector<Simulated> simulations(const Stage& stage, int ranks) {
   return all;
 }
 
+bool by_signs(int count, const Groups& groups) {
+  return optim::exchanged_by(optim::find_rule(groups[0].optimizer()->name), groups, count + 1) ==
+         optim::Exchanged::signs;
+}
+
 void step_ranks(Stage& stage, int count, int rank, const Groups& groups, const ActiveParameters& active = {}) {
-  stage.reducer->set_local(count >= kWarmUp);
+  const bool local = by_signs(count, groups);
+  stage.reducer->set_local(local);
   for (size_t u = stage.units.size(); u-- > 0;) {
     const auto& parameters = stage.units[u]->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -105,30 +113,31 @@ void step_ranks(Stage& stage, int count, int rank, const Groups& groups, const A
                          own_gradient(stage.number(parameters[i]), count, rank));
     }
   }
-  stage.reducer->finish(count >= kWarmUp ? 0 : 1);
+  stage.reducer->finish(local ? 0 : 1);
   stage.optimizer->step(*stage.reducer, 1.0, groups, active);
   stage.reducer->clear_accumulated();
 }
 
-Groups groups_of_one_bit_adam() {
-  Hyperparameters plain("OneBitAdam");
-  plain.set("freeze_step", kWarmUp);
+Groups groups_of(const char* type) {
+  Hyperparameters plain(type);
+  if (plain.has("freeze_step")) plain.set("freeze_step", kWarmUp);
+  if (plain.has("var_update_scaler")) plain.set("var_update_scaler", 2).set("var_freeze_step", 10);
   Hyperparameters other = plain;
   other.set("lr", 0.01).set("weight_decay", 0.1).set("beta1", 0.5).set("eps", 1e-3);
   return {plain, other};
 }
 
-class OneBitAdamInWorlds : public testing::TestWithParam<int> {};
+class BySignsInWorlds : public testing::TestWithParam<std::tuple<const char*, int>> {};
 
-TEST_P(OneBitAdamInWorlds, StepsAsItsSimulationDoes) {
-  const int ranks = GetParam();
-  const Groups groups = groups_of_one_bit_adam();
-  run_ranks(ranks, [&](const World& world) {
-    Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
+TEST_P(BySignsInWorlds, StepsAsItsSimulationDoes) {
+  const auto [type, ranks] = GetParam();
+  const Groups groups = groups_of(type);
+  run_ranks(ranks, [&, type = type, ranks = ranks](const World& world) {
+    Stage stage(world, 0, at::kFloat, optim::find_rule(type), groups);
     auto simulated = simulations(stage, ranks);
     for (int count = 0; count < kWarmUp + kCompressed; ++count) {
       step_ranks(stage, count, world.rank, groups);
-      for (Simulated& one : simulated) one.step(count, groups[one.p / 2]);
+      for (Simulated& one : simulated) one.step(count, groups[one.p / 2], by_signs(count, groups));
     }
     const auto state = stage.state();
     for (const Simulated& one : simulated) {
@@ -144,10 +153,11 @@ TEST_P(OneBitAdamInWorlds, StepsAsItsSimulationDoes) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, OneBitAdamInWorlds, testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Worlds, BySignsInWorlds,
+                         testing::Combine(testing::Values("OneBitAdam", "ZeroOneAdam"), testing::Values(1, 2, 3, 4)));
 
 TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
-  const Groups groups = groups_of_one_bit_adam();
+  const Groups groups = groups_of("OneBitAdam");
   run_ranks(2, [&](const World& world) {
     Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
     for (int count = 0; count <= kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
@@ -170,7 +180,7 @@ TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
 }
 
 TEST(OneBitAdam, SendsOneBitPerElementAndAScalePerPiece) {
-  const Groups groups = groups_of_one_bit_adam();
+  const Groups groups = groups_of("OneBitAdam");
   run_ranks(2, [&](const World& world) {
     Stage stage(world, 0, at::kFloat, optim::find_rule("OneBitAdam"), groups);
     step_ranks(stage, 0, world.rank, groups);

@@ -39,7 +39,7 @@ void check_optimizer(const Values& values, Problems& problems) {
       (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
     blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
   }
-  if (type == "OneBitAdam" && values.integer("zero_optimization.stage") > 0) {
+  if ((type == "OneBitAdam" || type == "ZeroOneAdam") && values.integer("zero_optimization.stage") > 0) {
     blame(values, "zero_optimization.stage",
           type +
               " needs stage 0: each rank steps whole parameters, with a momentum of its own gradients; set the stage "

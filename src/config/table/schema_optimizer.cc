@@ -98,9 +98,13 @@ std::vector<Key> lamb_bounds(double max_coeff) {
           number("min_coeff", 0.01, "Lower bound of the trust ratio.").at_least(0)};
 }
 
+Key freeze_step() {
+  return integer("freeze_step", 100'000, "Steps with the gradients' mean, before ranks exchange signs.").at_least(0);
+}
+
+/// What all 1-bit optimizers have.
 std::vector<Key> one_bit_keys() {
   return {learning_rate(),
-          integer("freeze_step", 100'000, "Steps with the gradients' mean, before ranks exchange signs.").at_least(0),
           bias_correction().never("as in DeepSpeed, 1-bit optimizers do not correct the moments"),
           betas(),
           eps(),
@@ -124,15 +128,21 @@ std::vector<Key> lamb_keys() {
 }
 
 std::vector<Key> zero_one_keys() {
-  return one_bit_keys() + std::vector<Key>{integer("var_freeze_step", 100'000, "Steps before the variance freezes."),
-                                           integer("var_update_scaler", 16, "Interval of variance updates."),
-                                           integer("local_step_scaler", 32'678, "Growth of local steps."),
-                                           integer("local_step_clipper", 16, "Most local steps.")};
+  constexpr const char* kNoLocalSteps = "ranks exchange signs in every step, none is local";
+  return one_bit_keys() +
+         std::vector<Key>{
+             integer("var_freeze_step", 100'000, "Steps after which the second moment stays for good.").at_least(0),
+             integer("var_update_scaler", 16,
+                     "Steps with the gradients' mean, in which the second moment moves, before their interval doubles.")
+                 .between(1, 1e9),
+             integer("local_step_scaler", 32'678, "Steps before the interval between exchanges doubles.")
+                 .never(kNoLocalSteps),
+             integer("local_step_clipper", 16, "Longest interval between exchanges.").never(kNoLocalSteps)};
 }
 
 std::vector<Key> one_bit_lamb_keys() {
   return one_bit_keys() + lamb_bounds(10.0) +
-         std::vector<Key>{number("coeff_beta", 0.9, "Decay rate of the trust ratio."),
+         std::vector<Key>{freeze_step(), number("coeff_beta", 0.9, "Decay rate of the trust ratio."),
                           number("factor_max", 4.0, "Upper bound of the factor."),
                           number("factor_min", 0.5, "Lower bound of the factor."),
                           number("factor_threshold", 0.1, "Largest change of the factor in a step.")};
@@ -174,8 +184,8 @@ std::vector<Variant> params_by_type() {
       {.types = {"RMSprop"}, .keys = rmsprop_keys()},
       {.types = {"Lamb"}, .keys = lamb_keys()},
       {.types = {"Muon"}, .keys = muon_keys()},
-      {.types = {"OneBitAdam"}, .keys = one_bit_keys()},
-      {.types = {"ZeroOneAdam"}, .keys = zero_one_keys(), .later = true},
+      {.types = {"OneBitAdam"}, .keys = one_bit_keys() + std::vector<Key>{freeze_step()}},
+      {.types = {"ZeroOneAdam"}, .keys = zero_one_keys()},
       {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
       {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},
   };
