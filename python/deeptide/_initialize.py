@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from deeptide.data import DataLoader
 from deeptide.engine import Engine
 from deeptide.optimizer import DeeptideOptimizer
 from deeptide.schedule import resolve_schedule
+
+if TYPE_CHECKING:
+    from deeptide._lr_range import RangeTest
+
+range_test: RangeTest | None = None  # the test that the next engine takes, under `deeptide lr-range`
 
 
 def _loader(
@@ -115,6 +120,8 @@ def make_engine(
         custom = plan.custom if plan is not None else None
         options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model), custom)
         core = _C.Engine(describe(model), config, options)
+        if range_test is not None:
+            kind = range_test.engine_kind(kind)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         return kind(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
