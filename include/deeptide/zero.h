@@ -33,6 +33,11 @@ class DEEPTIDE_API Init {
 DEEPTIDE_API bool is_deferred(const at::Tensor& tensor);
 /// Whether operators on the tensor look for its values elsewhere: deferred, or sharded by an engine.
 DEEPTIDE_API bool has_deferred_key(const at::Tensor& tensor);
+/// Returns an address that tells the tensor from all others while it is deferred, as data_ptr() would; no memory lies
+/// there. Views have theirs within the same range. 0 for other tensors.
+DEEPTIDE_API uint64_t address_of(const at::Tensor& tensor);
+/// The same for the first byte of a storage.
+DEEPTIDE_API uint64_t address_of(const at::Storage& storage);
 /// Gives a deferred tensor, and all that share its storage, memory and values; does nothing for others.
 DEEPTIDE_API void materialize(const at::Tensor& tensor);
 

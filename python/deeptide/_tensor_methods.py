@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Tensor.new and new_tensor work on tensors with our dispatch key, and tolist on those that zero.Init defers.
+"""Makes Tensor.new and new_tensor work on tensors with our dispatch key; tolist and data_ptr on those zero.Init defers.
 
 torch takes the device of a new tensor from the highest dispatch key of the old one, and fails where that is ours
 ("DeferredInit doesn't correspond to a device"): torch.nn.init.trunc_normal_ does so. And tolist, which print uses,
 reads memory that no operator has been asked for. A sharded parameter's tolist stays an error: the other ranks would
-have to take part.
+have to take part. data_ptr tells memories apart in many programs, before there are any: deferred ones answer with an
+address at which no memory lies.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def install() -> None:
     _installed = True
     for name in ("new", "new_tensor"):
         setattr(torch.Tensor, name, _wrapped(getattr(torch.Tensor, name), _C.has_deferred_key, _nothing_of_type))
+    torch.Tensor.data_ptr = _told_apart(torch.Tensor.data_ptr, _C.address_of)  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = _told_apart(  # type: ignore[method-assign]
+        torch.UntypedStorage.data_ptr, _C.address_of_storage
+    )
     torch.Tensor.tolist = _wrapped(torch.Tensor.tolist, _C.is_deferred, _C.values_of)  # type: ignore[method-assign]
 
 
@@ -46,3 +51,11 @@ def _wrapped(
         return method(self, *args, **options)
 
     return call
+
+
+def _told_apart(method: Any, address_of: Callable[[Any], int]) -> Any:
+    @functools.wraps(method)
+    def data_ptr(self: Any) -> int:
+        return address_of(self) or method(self)
+
+    return data_ptr

@@ -23,11 +23,24 @@ namespace {
 std::atomic<int64_t> count{0};
 
 constexpr const char* kDirectAccess =
-    "deeptide: a tensor that was made under zero.Init was accessed directly: data_ptr(), numpy(), torch.save and the "
-    "like bypass the operators that know its values. Take a copy outside of zero.Init with tensor.detach().clone(), or "
+    "deeptide: a tensor that was made under zero.Init was accessed directly: numpy(), torch.save and the like bypass "
+    "the "
+    "operators that know its values. Take a copy outside of zero.Init with tensor.detach().clone(), or "
     "build this part of the model outside.";
 
+/// Ranges that no processor can address, so whoever reads there fails at once.
+uint64_t take_addresses(size_t nbytes) {
+  constexpr uint64_t kFirst = uint64_t{1} << 60;
+  constexpr uint64_t kAlignment_bytes = 64;
+  static std::atomic<uint64_t> next{kFirst};
+  return next.fetch_add((nbytes / kAlignment_bytes + 1) * kAlignment_bytes);
+}
+
 void delete_memory(void* context) { delete static_cast<Memory*>(context); }
+
+Memory* memory_at(const at::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().cast_context<Memory>(&delete_memory);
+}
 
 void give_data(StorageImpl& storage, DataPtr data) {
   device::allow_data_access(storage);
@@ -36,7 +49,9 @@ void give_data(StorageImpl& storage, DataPtr data) {
 
 }  // namespace
 
-Memory::Memory(std::shared_ptr<Version> first) : now(std::move(first)) { ++count; }
+Memory::Memory(std::shared_ptr<Version> first) : now(std::move(first)), address(take_addresses(now->nbytes)) {
+  ++count;
+}
 Memory::~Memory() { --count; }
 
 int64_t num_memories() { return count.load(std::memory_order_relaxed); }
@@ -57,7 +72,18 @@ Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version) {
 
 Memory* memory_of(const Tensor& tensor) {
   if (num_memories() == 0 || !has_key(tensor) || !tensor.has_storage()) return nullptr;
-  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().cast_context<Memory>(&delete_memory);
+  return memory_at(tensor.storage());
+}
+
+uint64_t address_of(const Tensor& tensor) {
+  const Memory* memory = memory_of(tensor);
+  return memory == nullptr ? 0
+                           : memory->address + static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size();
+}
+
+uint64_t address_of(const at::Storage& storage) {
+  const Memory* memory = num_memories() == 0 ? nullptr : memory_at(storage);
+  return memory == nullptr ? 0 : memory->address;
 }
 
 void materialize(const Tensor& tensor) {

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -20,6 +21,7 @@ struct Memory {
   Memory& operator=(const Memory&) = delete;
 
   std::shared_ptr<Version> now;
+  const uint64_t address;  // of nothing: it only tells this memory from all others, for as long as the process lives
 };
 
 /// Number of deferred storages in this process.
@@ -31,6 +33,11 @@ at::Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> versio
 /// Null if the tensor has its values.
 Memory* memory_of(const at::Tensor& tensor);
 inline bool is_deferred(const at::Tensor& tensor) { return memory_of(tensor) != nullptr; }
+
+/// Returns the address of the tensor's first element in the Memory's range; 0 for a tensor that has its values.
+uint64_t address_of(const at::Tensor& tensor);
+/// Returns the start of that range.
+uint64_t address_of(const at::Storage& storage);
 
 /// Gives the tensor's storage, and so all its views, memory and values; nothing for a tensor that has them.
 void materialize(const at::Tensor& tensor);

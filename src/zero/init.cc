@@ -22,6 +22,9 @@ bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tenso
 
 void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
 
+uint64_t address_of(const at::Tensor& tensor) { return deferred::address_of(tensor); }
+uint64_t address_of(const at::Storage& storage) { return deferred::address_of(storage); }
+
 at::Tensor values_of(const at::Tensor& tensor) {
   if (deferred::is_deferred(tensor)) return deferred::values_of({tensor}).front();
   const at::NoGradGuard no_grad;

@@ -154,6 +154,19 @@ def test_values_can_be_looked_at():
     assert _C.is_deferred(model[0].weight)
 
 
+def test_data_ptr_tells_memories_apart():
+    model, *_ = build(applied, True)
+    tied = torch.nn.Linear(WIDTH, WIDTH)
+    tied.weight = model[0].weight
+    assert tied.weight.data_ptr() == model[0].weight.data_ptr() == model[0].weight.untyped_storage().data_ptr()
+    assert model[0].weight[1:].data_ptr() == model[0].weight.data_ptr() + 4 * WIDTH
+    large = [p for p in model.parameters() if _C.is_deferred(p)]
+    assert len(large) > 1 and len({p.data_ptr() for p in large}) == len(large)
+    made = large[0].detach().clone()
+    _C.materialize(large[0])
+    assert made.data_ptr() != large[0].data_ptr() == large[0].untyped_storage().data_ptr()
+
+
 @pytest.mark.apart
 def test_a_sharded_parameter_is_not_read_by_one_rank():
     build(applied, True)  # zero.Init has been used in this process
