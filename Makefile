@@ -19,7 +19,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-link
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -75,7 +75,7 @@ test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces 
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
 	  tests/hosts
 
-test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch (ARGS=…)
+test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
 	  -n $(JOBS) --dist loadfile $(ARGS)
 
@@ -95,6 +95,9 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_optimizer_ops
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step.py \
 	  --library $(abspath $(BUILD))/bench/libdeeptide_optimizer_ops.so $(ARGS)
+
+bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
+	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# What `make test-peers` calls: sets up .venv-peers and .venv-peers-before, both over VENV, then runs the tests in the
-# first and, with the Transformers before, what knows no newer library in the second. Arguments are pytest's.
+# What `make test-peers` calls: sets up .venv-peers, .venv-peers-before and .venv-peers-deepspeed, all over VENV, then
+# runs the tests in the first and, with the Transformers before, what knows no newer library in the second; the third is
+# what test_deepspeed.py starts DeepSpeed in. Arguments are pytest's.
 set -eu
 cd "$(dirname "$0")/../.."
 VENV=${VENV:-.venv}
@@ -15,12 +16,17 @@ set_up() {
   echo "setup: making $venv" >&2
   "$VENV/bin/python" -m venv --clear "$venv"
   echo "$below" >"$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/below.pth"
-  "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$list"
+  # DeepSpeed comes as source: its build needs a recent setuptools, and asks the installed torch what to compile.
+  builder=$(grep '^setuptools==' "$list" || true)
+  [ -z "$builder" ] || "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps "$builder"
+  DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps \
+    --no-build-isolation -r "$list"
   cp "$list" "$stamp"
 }
 
 set_up .venv-peers tools/requirements/peers.txt
 set_up .venv-peers-before tools/requirements/peers-before.txt
+set_up .venv-peers-deepspeed tools/requirements/peers-deepspeed.txt
 .venv-peers/bin/python -m pytest -q tests/peers "$@"
 .venv-peers-before/bin/python -m pytest -q tests/peers/test_trainer.py tests/peers/test_accelerate.py \
   tests/peers/test_peft.py "$@"
