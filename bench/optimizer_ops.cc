@@ -7,6 +7,7 @@
 
 #include "device/parallel.h"
 #include "numerics/ordered_sum.h"
+#include "numerics/sign_bits.h"
 #include "optim/rule.h"
 
 namespace {
@@ -77,5 +78,8 @@ TORCH_LIBRARY(deeptide_bench, library) {
       "rule_step(str type, Tensor(a!) master, Tensor(b!)[] states, Tensor gradient, Tensor(c!)? param, int step, "
       "float gradient_scale, int rows, Dict(str, float) more) -> ()",
       &rule_step);
+  library.def("split_signs(Tensor(a!) values, Tensor scale, Tensor(b!) bits) -> ()", &deeptide::numerics::split_signs);
+  library.def("add_signs(Tensor bits, Tensor scale, Tensor(a!) values) -> ()", &deeptide::numerics::add_signs);
+  library.def("set_signs(Tensor bits, Tensor scale, Tensor(a!) values) -> ()", &deeptide::numerics::set_signs);
   library.def("triad(Tensor(a!)[] updated, Tensor g) -> ()", &triad);
 }

@@ -34,6 +34,13 @@ RULE_BYTES = {
     "AdamW": (28, "triad, 2 states"),
     "LAMB": (40, "triad, 2 states"),
 }
+# Passes of signs: a bit and an fp32 number of each element, read or written; the norm before them reads only.
+SIGN_BYTES = {
+    "norm": (4, "triad, 0 states"),
+    "split": (8.125, "triad, 0 states"),
+    "add": (8.125, "triad, 0 states"),
+    "set": (4.125, "triad, 0 states"),
+}
 TRIAD_BYTES = {"triad, 0 states": 12, "triad, 1 states": 20, "triad, 2 states": 28}
 LEGEND = """\
 bf16: gradient and parameter in bf16, fp32 master and moments; norm, finite check, clipping, update and cast to bf16.
@@ -81,16 +88,16 @@ def _table(precision, seconds, numel):
     return output.table(header, rows)
 
 
-def _rules_table(seconds, numel):
+def _streams_table(what, sizes, seconds, numel):
     rows = []
-    for name, (size, triad) in RULE_BYTES.items():
+    for name, (size, triad) in sizes.items():
         own, speed = seconds[name], lambda way, bytes: bytes * numel / min(seconds[way]) / 1e9
         share = _ratio(seconds[triad], own) * size / TRIAD_BYTES[triad]
         rows.append([
             name, f"{min(own) * 1e3:.1f}", f"{median(own) * 1e3:.1f}", size, f"{speed(name, size):.1f}",
             f"{speed(triad, TRIAD_BYTES[triad]):.1f}", f"{100 * share:.0f}",
         ])  # fmt: skip
-    header = ["optimizer", "best (ms)", "median (ms)", "bytes", "GB/s, best", "triad's GB/s, best", "% of triad"]
+    header = [what, "best (ms)", "median (ms)", "bytes", "GB/s, best", "triad's GB/s, best", "% of triad"]
     return output.table(header, rows)
 
 
@@ -103,7 +110,12 @@ def markdown(record):
             continue
         for precision, seconds in run["ranks"][0].items():
             if precision == "rules":
-                parts.append(f"## Every optimizer, {threads}\n\n{_rules_table(seconds, record['numel'])}")
+                table = _streams_table("optimizer", RULE_BYTES, seconds, record["numel"])
+                parts.append(f"## Every optimizer, {threads}\n\n{table}")
+                continue
+            if precision == "signs":
+                table = _streams_table("pass", SIGN_BYTES, seconds, record["numel"])
+                parts.append(f"## Signs of 1-bit optimizers, {threads}\n\n{table}")
                 continue
             parts.append(f"## {precision}, {threads}\n\n{_table(precision, seconds, record['numel'])}")
     return "\n".join(parts)

@@ -100,6 +100,21 @@ def rule_ways(shard):
     return {"rules": ways}
 
 
+def sign_ways(shard):
+    """{"signs": {name: pass}}: what 1-bit optimizers do to a vector before and after it travels."""
+    kernels = torch.ops.deeptide_bench
+    scale, bits = torch.full((1,), 1e-3), on_large_pages(shard.master.numel() // 8, torch.uint8, 0)
+    return {
+        "signs": {
+            "triad, 0 states": lambda: kernels.triad([shard.master], shard.wide_gradient),
+            "norm": lambda: kernels.squares(shard.master, torch.zeros(1, dtype=torch.float64)),
+            "split": lambda: kernels.split_signs(shard.master, scale, bits),
+            "add": lambda: kernels.add_signs(bits, scale, shard.master),
+            "set": lambda: kernels.set_signs(bits, scale, shard.master),
+        }
+    }
+
+
 def staged_ways(shard, name, make_optimizer, first_step):
     """As frameworks with an fp32 optimizer do it: a pass for each of widening, norm, clipping, update and cast."""
     parameter = torch.nn.Parameter(shard.master)
@@ -129,7 +144,7 @@ def cpu_adam(parameters):
 
 def ways_over(shard):
     """{precision: {name: step}}."""
-    ways = deeptide_ways(shard) | rule_ways(shard)
+    ways = deeptide_ways(shard) | rule_ways(shard) | sign_ways(shard)
     more = [staged_ways(shard, "torch fused AdamW", fused_adamw, torch.tensor(0.0))]
     try:
         more.append(staged_ways(shard, "DeepSpeedCPUAdam", cpu_adam, 0))

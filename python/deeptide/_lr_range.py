@@ -162,7 +162,7 @@ def _report(rates: list[float], losses: list[float], test: RangeTest) -> None:
     best = fastest_fall(rates, losses)
     print(f"\n{'lr':>12}{'loss':>12}")
     for i in sorted({round(row * (len(rows) - 1) / (_ROWS - 1)) for row in range(_ROWS)}):
-        print(f"{rates[i]:>12.3g}{losses[i]:>12.4f}")
+        print(f"{rates[i]:>12.3g}{losses[i]:>12.5g}")
     if len(losses) < test.steps:
         print(f"The script ended after {len(losses)} of {test.steps} steps: lower --steps, or let it train longer.")
     if best is None:

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times steps of two ranks over a slow link: Adam, and 1-bit Adam in its warm-up and by signs; prints Markdown.
+
+The link joins two network namespaces of this machine, and tc slows it down: as root.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import output
+from settings import SIZES
+
+WORLD = 2
+PORT = 29500  # each namespace has ports of its own
+CASES = [("AdamW", 0), ("AdamW", 2), ("OneBitAdam", 0)]
+LEGEND = """\
+Two ranks of one thread on one machine, each in a network namespace; between them a veth pair whose ends send at most at
+the rate given (tc's token bucket). The ranks share no memory. fp32; median over the steps, on the slower rank. Sent: by
+one rank in one step, as the engine counts it (StepOutcome.sent_bytes)."""
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="46m")
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of each kind")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed steps before each kind")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a job")
+    parser.add_argument("--deeptide", type=Path, default=output.ROOT / "build" / "python", help="folder to import from")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    output.add_arguments(parser, "bench-link")
+    return parser.parse_args()
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def config_of(case, size, freeze):
+    type, stage = CASES[case]
+    params = {"lr": size.learning_rate} | ({"freeze_step": freeze} if type == "OneBitAdam" else {})
+    return {
+        "train_micro_batch_size_per_gpu": size.batch,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": type, "params": params},
+        "deeptide": {"shared_memory": False},
+    }
+
+
+def measure(options):
+    """{"gradients" | "signs": {"seconds": a step, "sent": bytes}}."""
+    import deeptide
+    import torch
+
+    from task import make_batches, make_model
+
+    torch.set_num_threads(1)
+    size, count = SIZES[options.model], options.warmup + options.steps
+    model = make_model(size)
+    engine, *_ = deeptide.initialize(model=model, config=config_of(options.case, size, freeze=count))
+    batches, seconds, sent = make_batches(size, options.rank), [], []
+    kinds = ["gradients"] + ["signs"] * (CASES[options.case][0] == "OneBitAdam")
+    for step in range(count * len(kinds)):
+        begin = time.perf_counter()
+        engine.backward(engine(*batches[step % len(batches)]))
+        sent.append(engine.step().sent_bytes)
+        seconds.append(time.perf_counter() - begin)
+    timed = {kind: slice(i * count + options.warmup, (i + 1) * count) for i, kind in enumerate(kinds)}
+    return {kind: {"seconds": median(seconds[part]), "sent": sent[part][-1]} for kind, part in timed.items()}
+
+
+# -- the link ---------------------------------------------------------------------------------------------------------
+
+
+def _ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def slow_link(rate):
+    """Two namespaces that reach each other at `rate`; yields their names."""
+    names = [f"deeptide-{os.getpid()}-{rank}" for rank in range(WORLD)]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for rank, name in enumerate(names):
+            _ip("-n", name, "address", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", device, "up")
+            bucket = ("rate", rate, "burst", "256kb", "latency", "50ms")
+            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket], check=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def run_job(case, options):
+    """What the slower rank measured."""
+    with slow_link(options.rate) as names, tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
+        ranks, results = [], [Path(folder, f"{rank}.json") for rank in range(WORLD)]
+        for rank, name in enumerate(names):
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1", "PYTHONPATH": str(options.deeptide.resolve()),
+            }  # fmt: skip
+            words = [
+                "--model", options.model, "--steps", str(options.steps), "--warmup", str(options.warmup),
+                "--rank", str(rank), "--case", str(case), "--result", str(results[rank]),
+            ]  # fmt: skip
+            command = ["ip", "netns", "exec", name, sys.executable, __file__, *words]
+            ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+        try:
+            codes = [rank.wait(timeout=options.timeout) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise SystemExit(f"{CASES[case]}: ranks ended with {codes}")
+        measured = [json.loads(result.read_text()) for result in results]
+    return {kind: max((rank[kind] for rank in measured), key=lambda one: one["seconds"]) for kind in measured[0]}
+
+
+def markdown(record):
+    rows = []
+    for (type, stage), kinds in zip(CASES, record["cases"], strict=True):
+        for kind, one in kinds.items():
+            rows.append([type, stage, kind, f"{one['seconds']:.2f}", f"{one['sent'] / 1e6:.2f}"])
+    header = ["optimizer", "stage", "ranks exchange", "step (s)", "sent (MB)"]
+    title = f"Steps over a link of {record['rate']}, {record['model']}"
+    return output.head(title, record, LEGEND) + "\n" + output.table(header, rows)
+
+
+def main():
+    options = parse_arguments()
+    if options.rank is not None:
+        options.result.write_text(json.dumps(measure(options)))
+        return
+    if os.geteuid() != 0:
+        raise SystemExit("network namespaces need root")
+    record = output.new_record() | {"rate": options.rate, "model": options.model}
+    record["cases"] = [run_job(case, options) for case in range(len(CASES))]
+    output.write(options, markdown(record), record)
+
+
+if __name__ == "__main__":
+    main()
