@@ -55,6 +55,9 @@ DEEPTIDE_API std::optional<Discovery> find_place(const DistributedOptions& optio
 /// How long init_distributed() waits. Errors: ConfigError if the option or DEEPSPEED_TIMEOUT is no valid duration.
 DEEPTIDE_API std::chrono::milliseconds timeout_of(const DistributedOptions& options);
 
+/// The control group of which least memory is left to this process, and those bytes; nothing without limits.
+DEEPTIDE_API std::optional<std::pair<std::string, int64_t>> tightest_memory_limit();
+
 struct CollectiveTimes {
   int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines
   std::vector<double> seconds;  // per call on the slowest rank; one value per trial

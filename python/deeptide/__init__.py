@@ -30,6 +30,7 @@ _HOME = {
     "init_distributed": "_world",
     "initialize": "_initialize",
     "make_world": "_C",
+    "plan": "_plan",
 }
 _MODULES = (
     "accelerator",

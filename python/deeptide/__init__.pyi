@@ -25,6 +25,7 @@ from deeptide._C import StepResult as StepResult
 from deeptide._C import World as World
 from deeptide._C import make_world as make_world
 from deeptide._initialize import initialize as initialize
+from deeptide._plan import plan as plan
 from deeptide._world import init_distributed as init_distributed
 from deeptide.data import DataLoader as DataLoader
 from deeptide.data import RepeatingLoader as RepeatingLoader
@@ -52,6 +53,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "make_world",
+    "plan",
 ]
 
 __version__: str

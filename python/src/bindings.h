@@ -34,5 +34,6 @@ void bind_device(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
+void bind_plan(py::module_& module);
 
 }  // namespace deeptide::python

@@ -16,4 +16,5 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_device(module);
   deeptide::python::bind_model(module);
   deeptide::python::bind_engine(module);
+  deeptide::python::bind_plan(module);
 }

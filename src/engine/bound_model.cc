@@ -66,20 +66,6 @@ void make_values(const std::vector<NamedTensor>& buffers) {
   }
 }
 
-/// By layout: whether the unit is sharded, unless the ranks share one copy. Small units stay whole. One rank shards
-/// nothing, unless files hold what needs not be whole.
-std::vector<bool> choose_sharded(const std::vector<UnitLayout>& layouts, const BindOptions& options, int num_shards) {
-  std::vector<bool> sharded;
-  int64_t persistent = 0;
-  for (const UnitLayout& layout : layouts) {
-    const bool persists =
-        layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
-    if (persists) persistent += layout.used;
-    sharded.push_back(options.shard_parameters && (num_shards > 1 || options.offload) && !persists);
-  }
-  return sharded;
-}
-
 std::unique_ptr<zero::OffloadedParameters> make_room_in_files(const zero::ParameterOffload& options,
                                                               const std::vector<UnitLayout>& layouts,
                                                               const std::vector<bool>& is_sharded,
@@ -101,27 +87,44 @@ void take_values(Unit& unit, bool counts) {
 
 }  // namespace
 
+std::vector<UnitLayout> cut_into_units(std::vector<Parameter>& parameters, const std::vector<ModuleInfo>& modules,
+                                       const std::vector<ParameterGroup>& groups, const BindOptions& options,
+                                       int num_shards) {
+  assign_groups(parameters, groups);
+  auto specs = specs_of(parameters, options.compute_dtype, KeepsFullPrecision(modules));
+  for (ParameterSpec& spec : specs) {
+    if (spec.group >= 0 && !options.kinds.empty()) spec.kind = options.kinds.at(spec.group);
+  }
+  check_trainable(specs, options.compute_dtype, options.trained_by);
+  std::vector<sharding::ModuleSpec> paths;
+  for (const auto& module : modules) paths.push_back({module.path, module.type});
+  return sharding::build_layout(specs, paths, {num_shards, options.max_unit_numel});
+}
+
+std::vector<bool> choose_sharded(const std::vector<UnitLayout>& layouts, const BindOptions& options, int num_shards) {
+  std::vector<bool> sharded;
+  int64_t persistent = 0;
+  for (const UnitLayout& layout : layouts) {
+    const bool persists =
+        layout.used <= options.persistence_threshold && persistent + layout.used <= options.model_persistence_threshold;
+    if (persists) persistent += layout.used;
+    sharded.push_back(options.shard_parameters && (num_shards > 1 || options.offload) && !persists);
+  }
+  return sharded;
+}
+
 BoundModel::BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
                        const BindOptions& options, host::Host& host, comm::Group& gathers,
                        const std::shared_ptr<device::Ledger>& ledger) {
   at::NoGradGuard no_grad;
   auto parameters = distinct_parameters(model.parameters);
   device_ = common_device(parameters);
-  assign_groups(parameters, groups);
-  const KeepsFullPrecision keeps(model.modules);
-  auto specs = specs_of(parameters, options.compute_dtype, keeps);
-  for (ParameterSpec& spec : specs) {
-    if (spec.group >= 0 && !options.kinds.empty()) spec.kind = options.kinds.at(spec.group);
-  }
-  check_trainable(specs, options.compute_dtype, options.trained_by);
+  const comm::Team& team = gathers.team();
+  auto layouts = cut_into_units(parameters, model.modules, groups, options, team.size());
   warn_of_views(parameters);
   make_values(model.buffers);
   make_values(model.transient_buffers);
-  cast_buffers(model, options.compute_dtype, keeps);
-  std::vector<sharding::ModuleSpec> modules;
-  for (const auto& module : model.modules) modules.push_back({module.path, module.type});
-  const comm::Team& team = gathers.team();
-  auto layouts = sharding::build_layout(specs, modules, {team.size(), options.max_unit_numel});
+  cast_buffers(model, options.compute_dtype, KeepsFullPrecision(model.modules));
   if (options.share_memory && device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
   const auto is_sharded = choose_sharded(layouts, options, team.size());

@@ -38,6 +38,17 @@ struct BoundName {
 
 class KeepsFullPrecision;
 
+/// Sets the parameters' groups and cuts them into units for `num_shards` ranks. Allocates nothing.
+/// Errors: ValueError as assign_groups and check_trainable.
+std::vector<sharding::UnitLayout> cut_into_units(std::vector<sharding::Parameter>& parameters,
+                                                 const std::vector<ModuleInfo>& modules,
+                                                 const std::vector<ParameterGroup>& groups, const BindOptions& options,
+                                                 int num_shards);
+/// By layout: whether the unit is sharded, unless the ranks share one copy. Small units stay whole. One rank shards
+/// nothing, unless files hold what needs not be whole.
+std::vector<bool> choose_sharded(const std::vector<sharding::UnitLayout>& layouts, const BindOptions& options,
+                                 int num_shards);
+
 /// Owns the units. The constructor checks everything before it changes a tensor.
 class BoundModel {
  public:

@@ -3,6 +3,8 @@
 // Counts channel names per store, so that engines of one process do not mix.
 #include "engine/channels.h"
 
+#include "engine/choices.h"
+
 namespace deeptide::engine {
 namespace {
 
@@ -10,12 +12,6 @@ namespace {
 std::string next_channel_name(const World& world, const char* kind) {
   const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
   return std::to_string(world.store->add(key, 1)) + "/" + kind;
-}
-
-/// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
-/// nothing on the others, so large gathers and rounds would wait on each other there.
-bool may_share_memory(const Config& config) {
-  return config.runtime().shared_memory && config.offload_param().device != OffloadDevice::nvme;
 }
 
 }  // namespace

@@ -30,9 +30,6 @@
 
 namespace deeptide {
 
-/// The data type in which gradients travel.
-at::ScalarType reduce_type(const Config& config);
-
 /// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
 /// they are methods here: one file each.
 struct __attribute__((visibility("hidden"))) Engine::Impl {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <set>
 
+#include "engine/choices.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
@@ -33,18 +34,12 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
-int64_t bytes(int64_t numel, at::ScalarType type) { return numel * static_cast<int64_t>(c10::elementSize(type)); }
-
-/// Gloo gathers into its own flat copy, and malloc keeps that for the next gather. Ranks of one host need none.
-int64_t transport_bytes(const Engine::Impl& impl) {
+/// Ranks of one host need none.
+int64_t bytes_of_transport(const Engine::Impl& impl) {
   if (impl.channels.host()->holds_all() || !impl.model.device().is_cpu()) return 0;
-  int64_t largest = 0;
-  for (const auto& unit : impl.model.units()) {
-    const bool gathers_gradients = !impl.policy.shard_optimizer;
-    if (gathers_gradients && !(unit->layout().trainable && impl.optimizer)) continue;
-    largest = std::max(largest, bytes(unit->numel(), gathers_gradients ? at::kFloat : unit->layout().dtype));
-  }
-  return largest;
+  std::vector<const sharding::UnitLayout*> units;
+  for (const auto& unit : impl.model.units()) units.push_back(&unit->layout());
+  return engine::transport_bytes(units, impl.policy, impl.optimizer != nullptr);
 }
 
 }  // namespace
@@ -72,7 +67,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
-                      parameter_types, parameter_types, short_name(reduce_type(config)));
+                      parameter_types, parameter_types, short_name(engine::reduce_type(config)));
   if (const PrecisionConfig& precision = config.precision(); precision.scales_loss()) {
     const std::string how =
         precision.loss_scale > 0
@@ -112,7 +107,8 @@ std::string Engine::Impl::summary() const {
 }
 
 std::vector<MemoryLine> Engine::Impl::memory() const {
-  const int64_t transport = transport_bytes(*this);
+  const int64_t transport = bytes_of_transport(*this);
+  const auto reduced = reducer ? reducer->predicted() : gradients::ReducerForecast();
   const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
     return unit->memory() == sharding::UnitMemory::sharded;
   });
@@ -120,15 +116,14 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
     return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted, late};
   };
   return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
-          line(MemoryRole::gradients, Role::gradients,
-               (reducer ? reducer->predicted_gradient_bytes() : 0) + (kept ? kept->predicted_bytes() : 0),
-               reducer ? reducer->late_gradient_bytes() : 0),
+          line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
+               reduced.late_gradients),
           line(MemoryRole::optimizer_states, Role::optimizer,
                (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
                    (offloaded ? offloaded->staging_bytes() : 0)),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
-          line(MemoryRole::communication, Role::communication, reducer ? reducer->predicted_communication_bytes() : 0,
-               reducer ? reducer->late_communication_bytes() : 0, transport)};
+          line(MemoryRole::communication, Role::communication, reduced.communication, reduced.late_communication,
+               transport)};
 }
 
 }  // namespace deeptide

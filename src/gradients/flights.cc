@@ -115,8 +115,9 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
 }
 
 /// At most a quarter of all offers: another rank that is ahead has as many unread, and kept rows add some more.
-size_t Flights::most_ahead() const {
-  return std::clamp(kMaxRoundsAhead * units_.size(), pace(), static_cast<size_t>(host::Exchange::kMaxOffers / 4));
+size_t most_ahead(size_t num_units, bool shares_memory) {
+  const size_t pace = shares_memory ? kMaxOffers : kMaxFlights;
+  return std::clamp(kMaxRoundsAhead * num_units, pace, static_cast<size_t>(host::Exchange::kMaxOffers / 4));
 }
 
 bool Flights::has_room() {

@@ -33,6 +33,9 @@ inline constexpr size_t kMaxOffers = 4;
 /// of the program's own, may depend on this rank: it should not wait at once.
 inline constexpr size_t kMaxRoundsAhead = 2;
 
+/// The most flights that accumulate.
+size_t most_ahead(size_t num_units, bool shares_memory);
+
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;  // on the wire
   bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
@@ -61,8 +64,7 @@ class Flights {
   /// first briefly, since a peer may be in another branch, and flights then accumulate; with `most_ahead()` of them
   /// until it arrives, and calls `meanwhile` repeatedly. Errors: CommError.
   void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
-  /// The most flights that accumulate.
-  size_t most_ahead() const;
+  size_t most_ahead() const { return gradients::most_ahead(units_.size(), exchange_ != nullptr); }
   /// Whether `launch` would not wait for a late peer.
   bool has_room();
   /// Sums arrived flights, without waiting.

@@ -74,7 +74,7 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
       exchange_(std::move(exchange)),
       num_ranks_(group.size()),
       own_rank_(group.index()),
-      buckets_stay_(options.keep_rows && (exchange_ != nullptr || group.size() == 1)),
+      buckets_stay_(gradients::buckets_stay(options, group.size(), exchange_ != nullptr)),
       pool_(ledger, role_of(buckets_stay_), device, /*max_waste=*/2,
             bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
       options_(options),
@@ -198,52 +198,10 @@ void Reducer::issue_next(const std::function<void()>& meanwhile) {
   next_ = 0;
 }
 
-int64_t Reducer::predicted_gradient_bytes() const {
-  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
-  int64_t bytes = 0;
-  for (const Unit* unit : units_) {
-    bytes += options_.keep_rows ? unit->numel() * item : unit->layout().shard * static_cast<int64_t>(sizeof(float));
-  }
-  return bytes;
-}
-
-int64_t Reducer::predicted_communication_bytes() const {
-  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
-  int64_t largest = 0, kept = 0;
-  for (const Unit* unit : units_) {
-    largest = std::max(largest, unit->numel() * item);
-    if (options_.accumulates_whole) kept += unit->numel() * static_cast<int64_t>(sizeof(float));
-  }
-  if (buckets_stay_) return kept;
-  // One bucket fills while others are under way, each with a send and a receive buffer. In shared memory they are only
-  // sent, and one may wait for its last reader. Rows that stay until the step count as gradients.
-  size_t buckets = 1;
-  if (num_ranks_ > 1) buckets = (options_.keep_rows ? 1 : 2) * (kMaxFlights + 1);
-  if (exchange_) buckets = kMaxOffers + 2;
-  return kept + largest * static_cast<int64_t>(buckets);
-}
-
-/// Bytes on one side: what is sent, or received, or still unread by other ranks.
-int64_t Reducer::late_bytes() const {
-  if (num_ranks_ == 1) return 0;
-  const auto item = static_cast<int64_t>(c10::elementSize(options_.reduce_dtype));
-  int64_t round = 0, largest = 0;
-  for (const Unit* unit : units_) {
-    round += unit->numel() * item;
-    largest = std::max(largest, unit->numel() * item);
-  }
-  return std::min(static_cast<int64_t>(kMaxRoundsAhead) * round,
-                  static_cast<int64_t>(flights_->most_ahead()) * largest);
-}
-
-int64_t Reducer::late_gradient_bytes() const {
-  if (buckets_stay_) return 2 * late_bytes();
-  return options_.keep_rows ? late_bytes() : 0;
-}
-
-int64_t Reducer::late_communication_bytes() const {
-  if (buckets_stay_) return 0;
-  return options_.keep_rows ? late_bytes() : 2 * late_bytes();
+ReducerForecast Reducer::predicted() const {
+  std::vector<const sharding::UnitLayout*> layouts;
+  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
+  return forecast(layouts, options_, num_ranks_, exchange_ != nullptr);
 }
 
 int64_t Reducer::rounds_wanted_with(std::vector<bool> coming) {

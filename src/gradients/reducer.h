@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gradients/flights.h"
+#include "gradients/forecast.h"
 
 namespace deeptide::gradients {
 
@@ -70,13 +71,8 @@ class Reducer {
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
   bool buckets_stay() const { return buckets_stay_; }
-  /// Memory on this rank of the accumulators, or of the rows kept in their place.
-  int64_t predicted_gradient_bytes() const;
-  /// Memory of buckets under way, if ranks keep pace.
-  int64_t predicted_communication_bytes() const;
-  /// The most memory of further buckets while another rank is late, as gradients and for communication.
-  int64_t late_gradient_bytes() const;
-  int64_t late_communication_bytes() const;
+  /// Memory on this rank.
+  ReducerForecast predicted() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
   double sum_of_squares() { return flights_->sum_of_squares(); }
   const std::optional<BadGradient>& bad() const { return local_bad_ ? local_bad_ : flights_->bad(); }
@@ -108,7 +104,6 @@ class Reducer {
   bool complete(int unit) const;
   bool comes(int unit) const;
   int64_t begun() const;
-  int64_t late_bytes() const;
   void empty(Bucket& bucket);
 
   std::vector<sharding::Unit*> units_;

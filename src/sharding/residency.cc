@@ -34,18 +34,24 @@ bool training() { return in_backward() || at::GradMode::is_enabled(); }
 
 const char* phase() { return in_backward() ? "backward" : at::GradMode::is_enabled() ? "forward" : "evaluation"; }
 
-int64_t two_largest(const std::vector<Unit*>& units) {
+int64_t two_largest(const std::vector<const UnitLayout*>& units) {
   int64_t first = 0, second = 0;
-  for (const Unit* unit : units) {
-    if (unit == nullptr) continue;
-    const int64_t numel = unit->numel();
-    if (numel > first) {
-      second = std::exchange(first, numel);
+  for (const UnitLayout* unit : units) {
+    if (unit->numel > first) {
+      second = std::exchange(first, unit->numel);
     } else {
-      second = std::max(second, numel);
+      second = std::max(second, unit->numel);
     }
   }
   return first + second;
+}
+
+std::vector<const UnitLayout*> layouts_of(const std::vector<Unit*>& units) {
+  std::vector<const UnitLayout*> layouts;
+  for (const Unit* unit : units) {
+    if (unit != nullptr) layouts.push_back(&unit->layout());
+  }
+  return layouts;
 }
 
 std::vector<int64_t> numels_of(const std::vector<Unit*>& units) {
@@ -120,7 +126,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       eval_plan_(numels_of(units_), /*backward=*/false),
       pending_writes_(std::move(ledger)),
       last_use_(units_.size(), 0) {
-  limits_.max_live = std::max(limits_.max_live, two_largest(units_));
+  limits_.max_live = std::max(limits_.max_live, two_largest(layouts_of(units_)));
   for (Unit* unit : units_) {
     if (unit == nullptr) continue;
     for (Parameter& p : unit->parameters()) entries_.emplace_back(p, *this);
@@ -403,13 +409,13 @@ void Residency::let_go_of_all() {
   }
 }
 
-int64_t Residency::predicted_bytes() const {
+int64_t forecast(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits) {
   int64_t item = 0;
-  for (const Unit* unit : units_) {
-    if (unit != nullptr) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->layout().dtype)));
-  }
-  return limits_.max_live * item;
+  for (const UnitLayout* unit : units) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->dtype)));
+  return std::max(limits.max_live, two_largest(units)) * item;
 }
+
+int64_t Residency::predicted_bytes() const { return forecast(layouts_of(units_), limits_); }
 
 int64_t Residency::live_bytes() const {
   std::lock_guard lock(mutex_);

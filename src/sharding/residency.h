@@ -36,6 +36,9 @@ struct ResidencyLimits {
   int64_t read_ahead_bytes = 0;    // of shards in files, announced ahead of their gathers
 };
 
+/// The most memory of what is gathered, of sharded units. Units: bytes.
+int64_t forecast(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits);
+
 /// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
 /// next. All ranks then issue, in one order, every unit that any rank needs and those that all ranks would like. So all
 /// ranks share one order of collectives, whatever branches they take. Thread-safe.

@@ -27,7 +27,27 @@ int num_slots(const ParameterOffload& options, const std::vector<const sharding:
   return static_cast<int>(std::max(kFewest, options.num_buffers * blocks));
 }
 
+/// Takes from `left` the elements of a shard that stay in memory: all, or whole blocks.
+int64_t take_resident(const sharding::UnitLayout& layout, int64_t& left) {
+  int64_t resident = std::min(layout.shard, left);
+  if (resident < layout.shard) resident -= resident % tiers::swap_block_numel(layout.dtype);
+  left -= resident;
+  return resident;
+}
+
 }  // namespace
+
+ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
+  ParameterForecast bytes;
+  bytes.staging_bytes = num_slots(options, layouts) * tiers::kSwapBlockBytes;
+  int64_t left = options.max_in_memory;
+  for (const sharding::UnitLayout* layout : layouts) {
+    const int64_t resident = take_resident(*layout, left);
+    bytes.memory_bytes += resident * item_size(*layout);
+    bytes.file_bytes += (layout->shard - resident) * item_size(*layout);
+  }
+  return bytes;
+}
 
 OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
                                          const std::vector<const sharding::UnitLayout*>& layouts,
@@ -42,9 +62,7 @@ OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
 }
 
 Buffer OffloadedParameters::place(const sharding::UnitLayout& layout) {
-  int64_t resident = std::min(layout.shard, left_in_memory_);
-  if (resident < layout.shard) resident -= resident % tiers::swap_block_numel(layout.dtype);
-  left_in_memory_ -= resident;
+  const int64_t resident = take_resident(layout, left_in_memory_);
   bytes_in_memory_ += resident * item_size(layout);
   bytes_in_files_ += (layout.shard - resident) * item_size(layout);
   const auto memory = device::allocate_flat(ledger_, device::Role::parameters, resident, layout.dtype, at::kCPU);

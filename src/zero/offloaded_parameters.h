@@ -23,6 +23,14 @@ struct ParameterOffload {
   int64_t buffer_numel = 0;   // a larger shard passes in parts
 };
 
+/// What the shards of the units take. Units: bytes of one rank.
+struct ParameterForecast {
+  int64_t memory_bytes = 0;   // of elements that stay
+  int64_t staging_bytes = 0;  // through which the others pass
+  int64_t file_bytes = 0;
+};
+ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts);
+
 /// One rank's, on the CPU. What passes through memory is bounded: `num_buffers` shards of the largest unit, each of at
 /// most `buffer_numel` elements.
 class OffloadedParameters {

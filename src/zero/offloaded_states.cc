@@ -21,22 +21,27 @@ constexpr int64_t kBlockNumel = tiers::kSwapBlockBytes / static_cast<int64_t>(si
 }  // namespace
 
 OffloadedStates::OffloadedStates(const OffloadOptions& options, std::shared_ptr<device::Ledger> ledger)
-    : ratio_(options.ratio),
+    : split_(options.ratio),
       ledger_(std::move(ledger)),
       file_(std::make_shared<tiers::SwapFile>(options.folders)),
       staging_(std::make_shared<tiers::Staging>(io::make_queue(options.num_slots), options.num_slots, ledger_,
                                                 device::Role::optimizer)) {}
 
-Buffer OffloadedStates::place(int64_t numel) {
+int64_t StateSplit::resident(int64_t numel) {
   numel_ += numel;
   const double wanted = ratio_ * static_cast<double>(numel_) - static_cast<double>(numel_in_files_);
   const int64_t blocks = (numel + kBlockNumel - 1) / kBlockNumel;
   const int64_t in_memory = std::clamp<int64_t>(
       std::llround((static_cast<double>(numel) - wanted) / static_cast<double>(kBlockNumel)), 0, blocks);
   const int64_t resident = std::min(numel, in_memory * kBlockNumel);
+  numel_in_files_ += numel - resident;
+  return resident;
+}
+
+Buffer OffloadedStates::place(int64_t numel) {
+  const int64_t resident = split_.resident(numel);
   const Tensor memory = device::allocate_flat(ledger_, device::Role::optimizer, resident, at::kFloat, at::kCPU);
   if (resident == numel) return Buffer::resident(memory);
-  numel_in_files_ += numel - resident;
   return tiers::file_buffer(memory, numel, file_, staging_, "optimizer states");
 }
 

@@ -45,6 +45,26 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
   keep(groups);
 }
 
+std::vector<int64_t> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                              const std::vector<Hyperparameters>& groups) {
+  std::vector<int64_t> states;
+  for (const UnitForecast& unit : units) {
+    if (unit.dtype != at::kFloat) states.push_back(unit.numel);  // the master
+  }
+  std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (size_t role = 0; role < rule.roles().size(); ++role) {
+      if (!rule.keeps(role, groups[group])) continue;
+      for (size_t i = 0; i < units.size(); ++i) {
+        if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
+        placed[i][role] = true;
+        states.push_back(units[i].numel);
+      }
+    }
+  }
+  return states;
+}
+
 Buffer OptimizerStates::parameters(int unit) const {
   return policy_.shard_optimizer ? units_[unit]->shard() : Buffer::resident(units_[unit]->whole());
 }

@@ -46,6 +46,16 @@ struct Run {
   optim::Reach reach = optim::Reach::elementwise;
 };
 
+/// A unit whose states are to be forecast.
+struct UnitForecast {
+  int64_t numel = 0;  // that this rank steps
+  at::ScalarType dtype = at::kFloat;
+  std::set<int> groups;  // that its parameters are in
+};
+/// The elements of each state that OptimizerStates would have placed, in that order.
+std::vector<int64_t> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                              const std::vector<Hyperparameters>& groups);
+
 /// A state of one parameter: its name, and the role.
 using StateName = std::pair<std::string, std::string>;
 

@@ -156,9 +156,15 @@ void SignExchange::reset() {
 }
 
 int64_t SignExchange::predicted_bytes() const {
+  std::vector<const sharding::UnitLayout*> layouts;
+  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
+  return forecast(layouts, group_.size());
+}
+
+int64_t SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks) {
   int64_t elements = 0;
-  for (const Unit* unit : units_) {
-    elements += unit->numel() + (group_.size() > 1 ? unit->numel() / group_.size() : 0);
+  for (const sharding::UnitLayout* unit : units) {
+    elements += unit->numel + (num_ranks > 1 ? unit->numel / num_ranks : 0);
   }
   return elements * static_cast<int64_t>(sizeof(float));
 }

@@ -40,6 +40,7 @@ class SignExchange {
   void reset();
   /// Memory of the errors.
   int64_t predicted_bytes() const;
+  static int64_t forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks);
   /// What a rank sends to the others for one step of all units. Units: bytes.
   int64_t bytes_per_step() const;
 

@@ -474,7 +474,7 @@ TEST(Reducer, WaitsForALatePeerWithinTheMemoryThatItPredicts) {
       training.finish();
       training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, kPasses + 1.0f)); });
       const auto peak = training.ledger->peak(device::Role::communication);
-      EXPECT_LE(peak, training.reducer->predicted_communication_bytes() + training.reducer->late_communication_bytes());
+      EXPECT_LE(peak, training.reducer->predicted().communication + training.reducer->predicted().late_communication);
     });
   }
 }

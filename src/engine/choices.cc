@@ -1,0 +1,184 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Reads the choices off the configuration.
+#include "engine/choices.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "deeptide/errors.h"
+#include "engine/logical_parameters.h"
+#include "host/exchange.h"
+#include "optim/compressed_rule.h"
+#include "optim/custom_rule.h"
+#include "tiers/swap_file.h"
+
+namespace deeptide::engine {
+
+using at::ScalarType;
+
+namespace {
+
+ScalarType scalar_type(DataType type) {
+  static constexpr ScalarType kTypes[] = {at::kFloat, at::kHalf, at::kBFloat16};
+  return kTypes[static_cast<int>(type)];
+}
+
+/// By group: matrices of a rule that takes them whole need other states than the rest, so other units.
+std::vector<int> kinds_of(const optim::Rule* rule, const std::vector<ParameterGroup>& groups) {
+  std::vector<int> kinds;
+  for (const ParameterGroup& group : groups) {
+    const bool whole = rule && rule->reach(group.hyperparameters) == optim::Reach::whole_parameter;
+    kinds.push_back(whole ? 1 : 0);
+  }
+  return kinds;
+}
+
+/// Absent: shards lie in memory.
+std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
+  const OffloadParamConfig& asked = config.offload_param();
+  if (asked.device != OffloadDevice::nvme) return std::nullopt;  // on a CPU the host's memory is where they are
+  const std::string subject = config.origin() + ": zero_optimization.offload_param.device \"nvme\" ";
+  if (config.zero().stage != 3) {
+    throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
+                      std::to_string(config.zero().stage));
+  }
+  if (asked.folders.empty()) {
+    throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
+  }
+  if (config.runtime().on_skipped == OnSkipped::rewind) {
+    throw ConfigError(subject +
+                      "does not go with deeptide.on_skipped \"rewind\", which keeps a copy of the parameters "
+                      "in memory; choose \"skip\" or \"raise\"");
+  }
+  return zero::ParameterOffload{asked.folders, asked.max_in_cpu.value_or(0), asked.buffer_count, asked.buffer_size};
+}
+
+/// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
+/// most its shard, and all rows of a shard take at most the memory of their sum in fp32.
+bool keeps_rows(const Config& config, const BatchSizes& batch, int num_ranks, const zero::StagePolicy& policy) {
+  constexpr size_t kBytesOfSum = sizeof(float);
+  const size_t bytes_of_rows = static_cast<size_t>(num_ranks) * c10::elementSize(reduce_type(config));
+  const bool steps_shard = policy.shard_optimizer || num_ranks == 1;
+  const bool ordered = config.runtime().reduction == Reduction::ordered;
+  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= kBytesOfSum;
+}
+
+}  // namespace
+
+std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options) {
+  return options.custom ? std::make_unique<optim::CustomRule>(options.custom->info()) : nullptr;
+}
+
+const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
+  const std::string type = options.optimizer.value_or(config.optimizer().type);
+  return type.empty() ? nullptr : &optim::find_rule(type);
+}
+
+zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule) {
+  const int stage = config.zero().stage;
+  if (stage > 0 && dynamic_cast<const optim::CompressedRule*>(rule)) {
+    throw ConfigError(fmt::format(
+        "{}: zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, with a momentum of "
+        "its own gradients. Set the stage to 0, or choose another optimizer",
+        config.origin(), stage, rule->name()));
+  }
+  return zero::kStages.at(stage);
+}
+
+at::ScalarType reduce_type(const Config& config) {
+  return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
+}
+
+/// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
+/// nothing on the others, so large gathers and rounds would wait on each other there.
+bool may_share_memory(const Config& config) {
+  return config.runtime().shared_memory && config.offload_param().device != OffloadDevice::nvme;
+}
+
+BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
+                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups) {
+  BindOptions options;
+  // Ranks that share parameters each step a part of them.
+  options.share_memory = policy.shard_optimizer || !custom || custom->needs_whole().empty();
+  options.offload = parameter_offload(config);
+  if (dynamic_cast<const optim::CompressedRule*>(rule)) options.share_memory = false;  // each keeps whole states
+  options.kinds = kinds_of(rule, groups);
+  options.compute_dtype = scalar_type(config.compute_dtype());
+  options.shard_parameters = policy.shard_parameters;
+  options.persistence_threshold = config.zero().param_persistence_threshold;
+  options.model_persistence_threshold = config.zero().model_persistence_threshold;
+  // A unit moves in one collective, so the bucket sizes bound it.
+  options.max_unit_numel = std::min(config.zero().reduce_bucket_size, config.zero().allgather_bucket_size);
+  if (config.runtime().unit_size > 0)
+    options.max_unit_numel = std::min(options.max_unit_numel, config.runtime().unit_size);
+  if (rule) options.trained_by = config.origin();
+  return options;
+}
+
+void check_offload(const Config& config, const ModelDescription& model, bool trains) {
+  const auto states = trains ? config.offload_optimizer().device : OffloadDevice::none;
+  const std::pair<const char*, OffloadDevice> sections[] = {{"offload_param", config.offload_param().device},
+                                                            {"offload_optimizer", states}};
+  for (const auto& [name, to] : sections) {
+    if (to == OffloadDevice::none) continue;
+    const at::Device device = common_device(distinct_parameters(model.parameters));
+    if (device.is_cpu()) return;
+    throw ConfigError(config.origin() + ": zero_optimization." + name + " is not supported yet on " + device.str() +
+                      "; set its device to \"none\"");
+  }
+}
+
+std::optional<zero::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule) {
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  if (asked.device != OffloadDevice::nvme || asked.ratio == 0.0) return std::nullopt;  // the host's memory has them
+  if (asked.folders.empty()) {
+    throw ConfigError(config.origin() +
+                      ": zero_optimization.offload_optimizer.device \"nvme\" needs nvme_path: a folder "
+                      "on the drive, or a list of folders");
+  }
+  const int kinds = 1 + static_cast<int>(rule.roles().size());
+  return zero::OffloadOptions{asked.folders, asked.ratio, kinds * static_cast<int>(asked.buffer_count)};
+}
+
+sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements) {
+  sharding::ResidencyLimits limits;
+  // DeepSpeed's default of 1e9 would keep most models whole; overlap needs at most a quarter of the model.
+  const int64_t chosen = std::min<int64_t>(1'000'000'000, num_elements / 4);
+  limits.max_live = config.zero().max_live_parameters.value_or(chosen);
+  limits.max_reuse_distance = config.zero().max_reuse_distance.value_or(INT64_MAX);
+  limits.prefetch = config.zero().overlap_comm ? config.zero().prefetch_bucket_size : 0;
+  return limits;
+}
+
+gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,
+                                          const zero::StagePolicy& policy, const ReducedUnits& units) {
+  gradients::ReducerOptions options;
+  options.reduce_dtype = reduce_type(config);
+  options.ordered = config.runtime().reduction == Reduction::ordered;
+  options.overlap = config.zero().overlap_comm;
+  options.accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
+  const bool mean = config.gradients().op == GradientOp::mean;
+  options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? num_ranks : 1));
+  options.accumulates_whole = options.accumulates_whole || dynamic_cast<const optim::CompressedRule*>(units.rule);
+  if (!units.on_cpu) options.finite_check = gradients::FiniteCheckTime::each_step;
+  options.keep_rows = units.on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, num_ranks, policy) &&
+                      units.num_units <= host::Exchange::kMaxOffers / 4;
+  return options;
+}
+
+int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
+                        bool trains) {
+  // Gloo gathers into its own flat copy, and malloc keeps that for the next gather. Ranks of one host need none.
+  const bool gathers_gradients = !policy.shard_optimizer;
+  int64_t largest = 0;
+  for (const sharding::UnitLayout* unit : units) {
+    if (gathers_gradients && !(unit->trainable && trains)) continue;
+    const auto type = gathers_gradients ? at::kFloat : unit->dtype;
+    largest = std::max(largest, unit->numel * static_cast<int64_t>(c10::elementSize(type)));
+  }
+  return largest;
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What follows from configuration, model and number of ranks alone: an engine and a plan of one make the same choices.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "deeptide/engine.h"
+#include "engine/bound_model.h"
+#include "gradients/flights.h"
+#include "optim/rule.h"
+#include "sharding/residency.h"
+#include "zero/offloaded_states.h"
+#include "zero/policy.h"
+
+namespace deeptide::engine {
+
+/// Null: the rule of the configuration steps.
+std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options);
+/// Null: no optimizer.
+const optim::Rule* rule_of(const Config& config, const InitOptions& options);
+
+/// Returns the stage's policy. Errors: ConfigError where the rule needs what the stage cuts.
+zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
+
+/// The data type in which gradients travel.
+at::ScalarType reduce_type(const Config& config);
+
+/// Whether ranks of one host may have one copy of the parameters.
+bool may_share_memory(const Config& config);
+
+/// Errors: ConfigError naming a key that does not go with the others.
+BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
+                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
+/// Errors: ConfigError where the configuration offloads from a device that is no CPU.
+void check_offload(const Config& config, const ModelDescription& model, bool trains);
+/// Absent: states lie in memory, beside the parameters. Errors: as above.
+std::optional<zero::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule);
+
+/// `num_elements`: of the model.
+sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements);
+
+struct ReducedUnits {
+  size_t num_units = 0;
+  bool on_cpu = true;
+  const optim::Rule* rule = nullptr;
+};
+/// All but what depends on the process: the side thread and what is done while waiting.
+gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,
+                                          const zero::StagePolicy& policy, const ReducedUnits& units);
+
+/// What the transport keeps for itself on a CPU where not all ranks are on one host. Units: bytes.
+int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
+                        bool trains);
+
+}  // namespace deeptide::engine

@@ -1,0 +1,216 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Makes an engine's choices without the engine, and adds up what its parts would take.
+#include "deeptide/plan.h"
+
+#include <algorithm>
+#include <set>
+
+#include "deferred/recorder.h"
+#include "engine/choices.h"
+#include "engine/logical_parameters.h"
+#include "engine/optimizer_groups.h"
+#include "gradients/forecast.h"
+#include "optim/compressed_rule.h"
+#include "optim/custom_rule.h"
+#include "sharding/residency.h"
+#include "tiers/swap_file.h"
+#include "zero/offloaded_parameters.h"
+#include "zero/offloaded_states.h"
+#include "zero/optimizer_states.h"
+#include "zero/sign_exchange.h"
+
+namespace deeptide {
+
+using sharding::UnitLayout;
+
+namespace {
+
+using Layouts = std::vector<const UnitLayout*>;
+
+constexpr int64_t kState = sizeof(float);
+
+int64_t bytes(int64_t numel, const UnitLayout& layout) {
+  return numel * static_cast<int64_t>(c10::elementSize(layout.dtype));
+}
+
+/// What the forecasts below depend on.
+struct Facts {
+  const Config& config;
+  const PlannedWorld world;
+  const optim::Rule* rule;  // null: no optimizer
+  zero::StagePolicy policy;
+  engine::BindOptions bind;
+  std::vector<ParameterGroup> groups;
+  std::vector<sharding::Parameter> parameters;
+  std::vector<UnitLayout> layouts;
+  bool on_cpu = true;
+  bool one_host = true;  // ranks reach each other's memory
+  bool shared = false;   // they have one copy of the parameters
+  std::vector<bool> is_sharded;
+
+  Layouts all() const {
+    Layouts units;
+    for (const UnitLayout& layout : layouts) units.push_back(&layout);
+    return units;
+  }
+  Layouts sharded() const {
+    Layouts units;
+    for (size_t i = 0; i < layouts.size(); ++i) {
+      if (!shared && is_sharded[i]) units.push_back(&layouts[i]);
+    }
+    return units;
+  }
+  Layouts trainable() const {
+    Layouts units;
+    for (const UnitLayout& layout : layouts) {
+      if (layout.trainable) units.push_back(&layout);
+    }
+    return units;
+  }
+};
+
+Facts facts_of(const ModelDescription& model, const Config& config, const optim::Rule* rule, const InitOptions& options,
+               PlannedWorld world) {
+  if (world.ranks_per_host == 0) world.ranks_per_host = world.size;
+  TORCH_CHECK_VALUE(world.size > 0 && world.ranks_per_host > 0 && world.size % world.ranks_per_host == 0, "plan: got ",
+                    world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
+  Facts facts{.config = config, .world = world, .rule = rule, .policy = engine::policy_of(config, rule)};
+  facts.groups = engine::optimizer_groups(model, config, options);
+  facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
+  facts.parameters = engine::distinct_parameters(model.parameters);
+  facts.on_cpu = engine::common_device(facts.parameters).is_cpu();
+  facts.layouts = engine::cut_into_units(facts.parameters, model.modules, engine::named_groups(facts.groups),
+                                         facts.bind, world.size);
+  facts.is_sharded = engine::choose_sharded(facts.layouts, facts.bind, world.size);
+  facts.one_host = world.size == 1 || (world.ranks_per_host == world.size && engine::may_share_memory(config));
+  facts.shared = facts.bind.share_memory && facts.on_cpu && world.size > 1 && facts.one_host;
+  if (facts.shared) facts.policy = zero::on_one_host(facts.policy);
+  return facts;
+}
+
+PlanLine parameters_of(const Facts& facts) {
+  PlanLine line{.role = MemoryRole::parameters};
+  for (size_t i = 0; i < facts.layouts.size(); ++i) {
+    const UnitLayout& layout = facts.layouts[i];
+    if (facts.shared) {
+      line.memory_bytes += bytes(layout.shard, layout);
+    } else if (!facts.is_sharded[i]) {
+      line.memory_bytes += bytes(layout.numel, layout);
+    } else if (!facts.bind.offload) {
+      line.memory_bytes += bytes(layout.shard, layout);
+    }
+  }
+  if (facts.bind.offload) {
+    const auto split = zero::forecast(*facts.bind.offload, facts.sharded());
+    line.memory_bytes += split.memory_bytes + split.staging_bytes;
+    line.file_bytes += split.file_bytes;
+  }
+  return line;
+}
+
+/// The states of trained units, in the order in which they are placed. Units: elements.
+std::vector<int64_t> states_of(const Facts& facts) {
+  std::vector<zero::UnitForecast> units;
+  for (const UnitLayout* layout : facts.trainable()) {
+    auto& unit = units.emplace_back();
+    unit.numel = facts.policy.shard_optimizer ? layout->shard : layout->numel;
+    unit.dtype = layout->dtype;
+    for (const sharding::Slot& slot : layout->slots) unit.groups.insert(facts.parameters[slot.parameter].group);
+  }
+  std::vector<Hyperparameters> hyper;
+  for (const ParameterGroup& group : facts.groups) hyper.push_back(group.hyperparameters);
+  return zero::forecast(units, *facts.rule, hyper);
+}
+
+PlanLine optimizer_of(const Facts& facts) {
+  PlanLine line{.role = MemoryRole::optimizer_states};
+  if (facts.rule == nullptr) return line;
+  const auto offload = engine::state_offload(facts.config, *facts.rule);
+  const std::vector<int64_t> states = states_of(facts);
+  zero::StateSplit split(offload ? offload->ratio : 0.0);
+  for (const int64_t numel : states) line.memory_bytes += kState * (offload ? split.resident(numel) : numel);
+  line.file_bytes = kState * split.numel_in_files();
+  if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
+    line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size);
+  }
+  if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
+  if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
+    for (const int64_t numel : states) line.memory_bytes += numel * kState;
+    for (const UnitLayout* unit : facts.trainable()) {
+      const int64_t numel = facts.policy.shard_optimizer ? unit->shard : unit->numel;
+      if (unit->dtype == at::kFloat) line.memory_bytes += numel * kState;
+    }
+  }
+  return line;
+}
+
+PlanLine gathered_of(const Facts& facts) {
+  PlanLine line{.role = MemoryRole::gathered};
+  const Layouts sharded = facts.sharded();
+  if (sharded.empty()) return line;
+  int64_t elements = 0;
+  for (const UnitLayout& layout : facts.layouts) elements += layout.used;
+  line.memory_bytes = sharding::forecast(sharded, engine::residency_limits(facts.config, elements));
+  return line;
+}
+
+/// Gradients, then communication.
+std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
+  PlanLine gradients{.role = MemoryRole::gradients}, communication{.role = MemoryRole::communication};
+  if (!facts.one_host && facts.on_cpu) {
+    communication.memory_bytes += engine::transport_bytes(facts.all(), facts.policy, facts.rule != nullptr);
+  }
+  if (facts.rule == nullptr) return {gradients, communication};
+  const Layouts units = facts.trainable();
+  const auto batch = facts.config.batch_sizes(facts.world.size);
+  const auto how = engine::reducer_options(facts.config, batch, facts.world.size, facts.policy,
+                                           {.num_units = units.size(), .on_cpu = facts.on_cpu, .rule = facts.rule});
+  const auto bytes_of = gradients::forecast(units, how, facts.world.size, facts.shared);
+  gradients.memory_bytes = bytes_of.gradients;
+  gradients.late_bytes = bytes_of.late_gradients;
+  communication.memory_bytes += bytes_of.communication;
+  communication.late_bytes = bytes_of.late_communication;
+  if (facts.config.runtime().keep_grad) {
+    for (const UnitLayout* unit : units) gradients.memory_bytes += bytes(unit->numel, *unit);
+  }
+  return {gradients, communication};
+}
+
+std::vector<PlanPhase> phases_of(const Facts& facts, const std::vector<PlanLine>& lines) {
+  const auto at = [&](MemoryRole role) {
+    return std::find_if(lines.begin(), lines.end(), [&](const auto& line) { return line.role == role; })->memory_bytes;
+  };
+  int64_t unit = 0;  // made whole before it is cut
+  for (const UnitLayout* layout : facts.sharded()) unit = std::max(unit, bytes(layout->numel, *layout));
+  const int64_t kept = at(MemoryRole::parameters) + at(MemoryRole::optimizer_states);
+  const int64_t reduced = at(MemoryRole::gradients) + at(MemoryRole::communication);
+  const int64_t gathered = at(MemoryRole::gathered);
+  // What a step takes for gathers, gradients and messages serves the next one as well.
+  return {{"initialize", kept + unit}, {"first forward", kept + gathered}, {"training", kept + gathered + reduced}};
+}
+
+}  // namespace
+
+MemoryPlan plan(const ModelDescription& model, const Config& config, const InitOptions& options,
+                const PlannedWorld& world) {
+  const deferred::Pause pause(deferred::kKey);
+  const auto custom = engine::custom_rule_of(options);
+  const optim::Rule* rule = custom ? custom.get() : engine::rule_of(config, options);
+  engine::check_offload(config, model, rule != nullptr);
+  const Facts facts = facts_of(model, config, rule, options, world);
+  MemoryPlan plan{.stage = static_cast<int>(config.zero().stage), .world = facts.world};
+  for (const UnitLayout& layout : facts.layouts) {
+    plan.num_parameters += layout.used;
+    if (layout.trainable) plan.num_trained += layout.used;
+  }
+  plan.num_units = static_cast<int64_t>(facts.layouts.size());
+  plan.shares_memory = facts.shared;
+  auto [gradients, communication] = reductions_of(facts);
+  plan.lines = {parameters_of(facts), std::move(gradients), optimizer_of(facts), gathered_of(facts),
+                std::move(communication)};
+  plan.phases = phases_of(facts, plan.lines);
+  return plan;
+}
+
+}  // namespace deeptide

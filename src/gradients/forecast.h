@@ -1,0 +1,31 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What a Reducer takes, from the layout of its units alone.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gradients/flights.h"
+#include "sharding/layout.h"
+
+namespace deeptide::gradients {
+
+/// One rank's. Units: bytes.
+struct ReducerForecast {
+  int64_t gradients = 0;           // accumulators, or the rows kept in their place
+  int64_t communication = 0;       // buckets under way, if ranks keep pace
+  int64_t late_gradients = 0;      // at most so many more while another rank is late
+  int64_t late_communication = 0;  // likewise
+};
+
+/// `shares_memory`: buckets lie in memory of all ranks of the world.
+ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
+                         int num_ranks, bool shares_memory);
+
+/// Whether rows kept until the step live in the buckets rather than in receive buffers.
+inline bool buckets_stay(const ReducerOptions& options, int num_ranks, bool shares_memory) {
+  return options.keep_rows && (shares_memory || num_ranks == 1);
+}
+
+}  // namespace deeptide::gradients

@@ -1,0 +1,212 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""deeptide.plan: the engine's own forecast before there is an engine, what fits a machine, and the command."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import models
+import pytest
+import torch
+from conftest import run_ranks
+from torch import nn
+
+import deeptide
+from deeptide._plan import Machine, choices
+
+GIB = 2**30
+
+
+class Wide(nn.Module):
+    """Odd sizes, a norm that keeps fp32 and a frozen layer: units of several types and kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(37, 129)
+        self.norm = nn.BatchNorm1d(129)
+        self.frozen = nn.Linear(129, 129).requires_grad_(False)
+        self.h = nn.ModuleList(nn.Linear(129, 129, bias=False) for _ in range(3))
+        self.last = nn.Linear(129, 1)
+
+    def forward(self, x):
+        x = self.frozen(self.norm(self.first(x)))
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return self.last(x).float().square().mean()
+
+
+class Large(nn.Module):
+    """Blocks of several megabytes, so that files hold whole blocks and parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(1100, 1100) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def input_of(model):
+    if isinstance(model, models.TinyModel):
+        return models.batches(1, 2)[0]
+    return (torch.randn(4, 37 if isinstance(model, Wide) else 1100),)
+
+
+MUON = {"type": "Muon", "params": {"lr": 1e-3}}
+ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}
+SGD = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
+KINDS = (models.TinyModel, Wide)
+GRID = [
+    (KINDS[i % 2], stage, world, bf16, gas, optimizer)
+    for i, ((stage, world), (bf16, gas, optimizer)) in enumerate(
+        itertools.product(
+            [(0, 1), (0, 2), (1, 2), (2, 3), (3, 1), (3, 2), (3, 3)],
+            [(False, 1, ADAM), (True, 2, SGD), (True, 1, MUON)],
+        )
+    )
+] + [(models.TinyModel, 0, 2, True, 2, ONE_BIT)]
+
+
+def forecast_and_truth(world, kind, config, steps=1):
+    """By role: what is planned; what the engine forecasts; what it took."""
+    model = models.make_model(kind=kind)
+    planned = deeptide.plan(model, config, world_size=world.size)
+    engine = deeptide.initialize(model=model, config=config, world=world)[0]
+    batch = input_of(model)
+    for _ in range(steps * config["gradient_accumulation_steps"]):
+        inputs = [x.to(next(model.parameters()).dtype) if x.is_floating_point() else x for x in batch]
+        engine.backward(engine(*inputs))
+        engine.step()
+    lines = {line.role: line for line in engine.memory()}
+    engine.destroy()
+    mine = {role: (line.memory_bytes, line.late_bytes) for role, line in planned.lines.items()}
+    return mine, {role: (line.predicted_bytes, line.late_bytes) for role, line in lines.items()}, lines
+
+
+def check(world, kind, config):
+    for planned, forecast, lines in run_ranks(world, forecast_and_truth, kind, config):
+        assert planned == forecast, config
+        for role in ("parameters", "optimizer states"):
+            assert planned[role][0] == pytest.approx(lines[role].measured_bytes, rel=0.02), (role, config)
+
+
+@pytest.mark.both_ways
+@pytest.mark.parametrize(("kind", "stage", "world", "bf16", "gas", "optimizer"), GRID)
+def test_a_plan_is_what_the_engine_forecasts_and_takes(kind, stage, world, bf16, gas, optimizer):
+    check(world, kind, models.config(stage, bf16=bf16, gas=gas, optimizer=optimizer, micro=2))
+
+
+@pytest.mark.parametrize(
+    ("world", "bf16", "ratio", "max_in_cpu"),
+    [(1, False, 1.0, 0), (2, True, 1.0, 0), (1, True, 0.3, 1_100_000), (2, False, 0.5, 10**9)],
+)
+def test_a_plan_knows_what_lies_in_files(world, bf16, ratio, max_in_cpu, tmp_path):
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {
+        "offload_optimizer": {**files, "ratio": ratio},
+        "offload_param": {**files, "max_in_cpu": max_in_cpu, "buffer_count": 2},
+    }
+    config = models.config(3, bf16=bf16, zero=zero)
+    check(world, Large, config)
+    lines = deeptide.plan(models.make_model(kind=Large), config, world_size=world).lines
+    elements = 3 * (1100 * 1100 + 1100) / world
+    states = elements * 4 * (3 if bf16 else 2)
+    assert lines["optimizer states"].file_bytes == pytest.approx(ratio * states, abs=4 * 2**20)
+    kept = min(elements, max_in_cpu)
+    assert lines["parameters"].file_bytes == pytest.approx((elements - kept) * (2 if bf16 else 4), abs=4 * 2**20)
+
+
+def test_options_that_keep_more_are_counted():
+    for more in ({"keep_grad": True}, {"on_skipped": "rewind"}):
+        config = models.config(2, bf16=True)
+        config["deeptide"] = {**config.get("deeptide", {}), **more}
+        check(2, models.TinyModel, config)
+
+
+def test_nothing_is_made_of_a_model_that_is_not_there():
+    with deeptide.zero.Init():
+        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(256)))  # 64 GiB in fp32
+    config = models.config(3, bf16=True)
+    del config["deeptide"]
+    made = deeptide.plan(model, config, world_size=64, ranks_per_host=8)
+    share = 256 * 8192 * 8193 / 64
+    assert made.lines["parameters"].memory_bytes == pytest.approx(2 * share, rel=0.01)
+    assert made.lines["optimizer states"].memory_bytes == pytest.approx(12 * share, rel=0.01)
+    assert made.host_bytes == 8 * made.peak_bytes
+    assert made.phases["training"] == made.peak_bytes > made.phases["first forward"]
+    assert "64 ranks, 8 per host" in str(made)
+
+
+def test_the_first_setting_that_fits_is_recommended(tmp_path):
+    model = models.make_model(kind=Large)
+    config = models.config(0, bf16=True)
+    config["deeptide"] = {"shared_memory": False}
+    folders = (str(tmp_path),)
+
+    def fitting(memory, disk=GIB):
+        found = choices(model, config, world_size=4, machine=Machine(memory, "test", disk, folders))
+        return next((choice.zero_optimization for choice in found if choice.fits), None)
+
+    by_stage = [deeptide.plan(model, {**config, "zero_optimization": {"stage": s}}, 4).host_bytes for s in range(4)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    assert fitting(GIB) == {"stage": 0}
+    assert fitting(by_stage[0] - 1) == {"stage": 1}
+    assert fitting(by_stage[1] - 1) == {"stage": 2} or by_stage[1] == by_stage[2]
+    assert fitting(1) is None
+
+
+def command(*arguments):
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONPATH": package}
+    words = ["deeptide", "plan", *arguments]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({**models.config(2, bf16=True), "deeptide": {}}))
+    return str(path)
+
+
+def test_the_command_plans_a_model_by_its_size(config_file, tmp_path):
+    done = command("--config", config_file, "--params", "7B", "--layers", "32", "--num_ranks", "8")
+    assert done.returncode == 0, done.stderr
+    assert "a transformer of 32 layers, width 4" in done.stdout
+    assert "ZeRO stage 2, 8 ranks" in done.stdout
+    assert "this machine:" in done.stdout
+    small = command("--config", config_file, "--params", "1M", "--layers", "2", "--vocab", "1000")
+    assert 'recommended: "zero_optimization": {"stage": 0}' in small.stdout, small.stdout
+    huge = command("--config", config_file, "--params", "900B", "--layers", "96", "--nvme_path", str(tmp_path))
+    assert "nothing fits" in huge.stdout
+
+
+def test_the_command_plans_the_model_of_a_file(config_file, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from torch import nn\n\n\ndef make():\n    return nn.Linear(1000, 1000)\n")
+    done = command("--config", config_file, "--model-file", f"{script}:make", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["per_rank"]["parameters"]["memory"] == pytest.approx(2 * 1_001_000, rel=0.01)
+    assert made["host"] == max(made["phases"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model-file", "none.py:make"], "expected FILE.py:FUNCTION"),
+        (["--params", "many", "--layers", "2"], "expected a number such as 350M or 7B"),
+        (["--params", "7B"], "--params needs --layers"),
+        (["--params", "1M", "--layers", "2", "--num_ranks", "3", "--ranks_per_host", "2"], "a whole number of hosts"),
+    ],
+)
+def test_the_command_answers_what_it_cannot_plan(config_file, arguments, words):
+    done = command("--config", config_file, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr, done.stderr
