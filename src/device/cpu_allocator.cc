@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include "base/invariant.h"
+#include "base/sanitizers.h"
 #include "deeptide/allocator.h"
 #include "device/page_heap.h"
 
@@ -60,7 +61,7 @@ class LargePageAllocator final : public c10::Allocator {
 };
 
 bool install() {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef DEEPTIDE_SANITIZED
   return false;
 #else
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) return false;

@@ -12,6 +12,7 @@
 #include <string>
 #include <thread>
 
+#include "base/sanitizers.h"
 #include "deeptide/allocator.h"
 
 namespace deeptide {
@@ -21,7 +22,7 @@ using at::Tensor;
 
 constexpr int64_t kLarge = 256 << 10;  // bytes
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef DEEPTIDE_SANITIZED
 TEST(CpuAllocator, StaysOutOfASanitizersWay) { EXPECT_FALSE(install_cpu_allocator()); }
 #else
 

@@ -10,6 +10,8 @@
 #include <string>
 #include <thread>
 
+#include "base/sanitizers.h"
+
 namespace deeptide::device {
 namespace {
 
@@ -66,7 +68,7 @@ TEST(FlatMemory, OutlivesTheCallersLedger) {
   EXPECT_TRUE(watched.expired());
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadow memory bounds mappings otherwise
+#ifndef DEEPTIDE_SANITIZED  // shadow memory bounds mappings otherwise
 TEST(FlatMemory, NamesRoleAndBytesWhenThereIsNone) {
   const auto ledger = std::make_shared<Ledger>();
   constexpr int64_t kTooMuch = int64_t{1} << 48;

@@ -13,6 +13,7 @@
 #include <map>
 #include <tuple>
 
+#include "base/sanitizers.h"
 #include "comm/team.h"
 #include "engine/models.h"
 #include "ranks.h"
@@ -449,7 +450,7 @@ int64_t resident_bytes() {
 }
 
 TEST(Engine, ReturnsItsMemory) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef DEEPTIDE_SANITIZED
   GTEST_SKIP() << "sanitizers keep freed memory, and their shadow of it";
 #endif
   static constexpr int64_t kRows = 1024, kCopy = kRows * kRows * 4;  // one copy of the parameters: 4 MiB
