@@ -82,6 +82,7 @@ def serve(control):
             continue
         # The rank's parent: tells its pid, waits for its end and tells how that was.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
         status, stdout, stderr = files
         rank = os.fork()
         if rank == 0:
