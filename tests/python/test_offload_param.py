@@ -215,7 +215,7 @@ def test_a_full_disk_is_named_before_training(tmp_path):
     try:
         words = rf"cannot reserve \d+ bytes in '{small}': No space left on device.*nvme_path"
         with pytest.raises(RuntimeError, match=words):
-            run_ranks(2, run, {"offload_param": {"device": "nvme", "nvme_path": str(small)}}, False)
+            run_ranks(1, run, {"offload_param": {"device": "nvme", "nvme_path": str(small)}}, False)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
