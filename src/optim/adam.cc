@@ -51,11 +51,7 @@ struct AdamUpdate {
     if constexpr (kL2) g = hn::MulAdd(hn::Set(d, s.l2_decay), p, g);
     p = hn::Mul(p, hn::Set(d, s.keep));
 
-    // torch's lerp: from the nearer end, so that weights 0 and 1 are exact.
-    const bool near_old = s.first_weight < 0.5f;
-    const V base = near_old ? m : g;
-    const V weight = hn::Set(d, near_old ? s.first_weight : s.first_weight - 1.0f);
-    m = hn::MulAdd(weight, hn::Sub(g, m), base);
+    m = lerp(m, g, s.first_weight);
     const V decayed = hn::Mul(v, hn::Set(d, s.second_keep));
     v = hn::MulAdd(hn::Mul(g, hn::Set(d, s.second_weight)), g, decayed);
 

@@ -50,20 +50,13 @@ enum : size_t { kMuonMomentum, kMuonExpAvg, kMuonExpAvgSq };
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
 
-/// torch's lerp: from the nearer end.
-HWY_INLINE V muon_lerp(V from, V to, float weight) {
-  const bool near_from = weight < 0.5f;
-  const V factor = hn::Set(D(), near_from ? weight : weight - 1.0f);
-  return hn::MulAdd(factor, hn::Sub(to, from), near_from ? from : to);
-}
-
 void muon_direct(float* momentum, const float* gradient, size_t count, const MuonDirection& s,
                  c10::BFloat16* direction) {
   each_vector(0, count, [=](auto part, size_t i) {
     const V g = hn::Mul(part.get(gradient + i), hn::Set(D(), s.gradient_scale));
-    const V m = muon_lerp(part.get(momentum + i), g, s.weight);
+    const V m = lerp(part.get(momentum + i), g, s.weight);
     part.put(m, momentum + i);
-    part.put(s.nesterov ? muon_lerp(g, m, s.momentum) : m, direction + i);
+    part.put(s.nesterov ? lerp(g, m, s.momentum) : m, direction + i);
   });
 }
 

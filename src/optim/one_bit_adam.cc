@@ -46,10 +46,7 @@ void one_bit_adam_offer(const Streams& io, size_t count, const OneBitAdamScalars
     const D d;
     const V g = hn::Mul(load_gradient<Source::summed>(part, own.gradient, i), hn::Set(d, own.gradient.scale));
     const V m = part.get(own.states[0] + i);
-    const bool near_old = s.first_weight < 0.5f;  // torch's lerp, as in Adam
-    const V weight = hn::Set(d, near_old ? s.first_weight : s.first_weight - 1.0f);
-    const V offered = hn::MulAdd(weight, hn::Sub(g, m), near_old ? m : g);
-    part.put(hn::Add(part.get(own.states[2] + i), offered), own.states[2] + i);
+    part.put(hn::Add(part.get(own.states[2] + i), lerp(m, g, s.first_weight)), own.states[2] + i);
   });
 }
 

@@ -48,12 +48,7 @@ struct RmspropUpdate {
     const V kept = hn::Mul(squares, hn::Set(D(), s.keep));
     squares = hn::MulAdd(hn::Mul(g, hn::Set(D(), s.weight)), g, kept);
   }
-  HWY_INLINE void average(V g, V& mean) const {
-    // torch's lerp: from the nearer end.
-    const bool near_old = s.weight < 0.5f;
-    const V weight = hn::Set(D(), near_old ? s.weight : s.weight - 1.0f);
-    mean = hn::MulAdd(weight, hn::Sub(g, mean), near_old ? mean : g);
-  }
+  HWY_INLINE void average(V g, V& mean) const { mean = lerp(mean, g, s.weight); }
   HWY_INLINE V divided(V g, V variance) const { return hn::Div(g, hn::Add(hn::Sqrt(variance), hn::Set(D(), s.eps))); }
   HWY_INLINE V moved(V p, V step) const { return hn::NegMulAdd(hn::Set(D(), s.lr), step, p); }
   HWY_INLINE V with_momentum(V p, V step, V& buffer) const {
