@@ -48,6 +48,27 @@ def _check_expected_errors():
 _check_expected_errors()
 
 
+@pytest.fixture
+def mount_disk(tmp_path):
+    """A function that mounts a disk of a size such as "8m" and returns its folder."""
+    mounted = []
+
+    def mount(size):
+        if os.geteuid() != 0:
+            pytest.skip("mounting a small tmpfs needs root")
+        folder = tmp_path / "small"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if subprocess.run(command, check=False).returncode != 0:
+            pytest.skip("a tmpfs cannot be mounted here")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 def _stacks(threads):
     frames = sys._current_frames()
     for rank, thread in enumerate(threads):

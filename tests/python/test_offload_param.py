@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """offload_param: where the shards of parameters lie changes no number, is counted, and fails with a cure."""
 
-import os
 import re
-import subprocess
 
 import models
 import pytest
@@ -205,19 +203,11 @@ def test_the_split_is_counted_and_said(tmp_path):
         assert lines["gathered peak"][1] / MIB <= 2 * layer + 0.5  # the two largest units
 
 
-def test_a_full_disk_is_named_before_training(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(small)], check=False).returncode != 0:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        words = rf"cannot reserve \d+ bytes in '{small}': No space left on device.*nvme_path"
-        with pytest.raises(RuntimeError, match=words):
-            run_ranks(1, run, {"offload_param": {"device": "nvme", "nvme_path": str(small)}}, False)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+def test_a_full_disk_is_named_before_training(mount_disk):
+    small = mount_disk("6m")
+    words = rf"cannot reserve \d+ bytes in '{small}': No space left on device.*nvme_path"
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(1, run, {"offload_param": {"device": "nvme", "nvme_path": str(small)}}, False)
 
 
 @pytest.mark.parametrize(
