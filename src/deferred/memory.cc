@@ -24,9 +24,8 @@ std::atomic<int64_t> count{0};
 
 constexpr const char* kDirectAccess =
     "deeptide: a tensor that was made under zero.Init was accessed directly: numpy(), torch.save and the like bypass "
-    "the "
-    "operators that know its values. Take a copy outside of zero.Init with tensor.detach().clone(), or "
-    "build this part of the model outside.";
+    "the operators that know its values. Take a copy outside of zero.Init with tensor.detach().clone(), or build this "
+    "part of the model outside.";
 
 /// Ranges that no processor can address, so whoever reads there fails at once.
 uint64_t take_addresses(size_t nbytes) {
