@@ -41,6 +41,7 @@ SIGN_BYTES = {
     "add": (8.125, "triad, 0 states"),
     "set": (4.125, "triad, 0 states"),
 }
+PEERS = ("torch fused", "DeepSpeed")  # of these rules, where they have a kernel
 TRIAD_BYTES = {"triad, 0 states": 12, "triad, 1 states": 20, "triad, 2 states": 28}
 LEGEND = """\
 bf16: gradient and parameter in bf16, fp32 master and moments; norm, finite check, clipping, update and cast to bf16.
@@ -48,7 +49,7 @@ fp32: the update alone, beside a triad of the same seven streams (four read, thr
 memory, in large pages. Best and median over the repetitions; bytes: what the way's passes read and write for an
 element; x and %: each repetition's ratio to Deeptide's time (above 1: Deeptide is faster) and its share of the triad's
 speed, then the median. Every optimizer: the update alone in fp32, and its bytes per second as a share of those of a
-triad over as many streams."""
+triad over as many streams; x of a peer: its time divided by Deeptide's."""
 
 
 def parse_arguments():
@@ -88,7 +89,7 @@ def _table(precision, seconds, numel):
     return output.table(header, rows)
 
 
-def _streams_table(what, sizes, seconds, numel):
+def _streams_table(what, sizes, seconds, numel, peers=()):
     rows = []
     for name, (size, triad) in sizes.items():
         own, speed = seconds[name], lambda way, bytes: bytes * numel / min(seconds[way]) / 1e9
@@ -97,7 +98,11 @@ def _streams_table(what, sizes, seconds, numel):
             name, f"{min(own) * 1e3:.1f}", f"{median(own) * 1e3:.1f}", size, f"{speed(name, size):.1f}",
             f"{speed(triad, TRIAD_BYTES[triad]):.1f}", f"{100 * share:.0f}",
         ])  # fmt: skip
+        for peer in peers:
+            theirs = seconds.get(f"{name}, {peer}")
+            rows[-1].append(f"{_ratio(theirs, own):.2f}" if theirs else "")
     header = [what, "best (ms)", "median (ms)", "bytes", "GB/s, best", "triad's GB/s, best", "% of triad"]
+    header += [f"x {peer}" for peer in peers]
     return output.table(header, rows)
 
 
@@ -110,7 +115,7 @@ def markdown(record):
             continue
         for precision, seconds in run["ranks"][0].items():
             if precision == "rules":
-                table = _streams_table("optimizer", RULE_BYTES, seconds, record["numel"])
+                table = _streams_table("optimizer", RULE_BYTES, seconds, record["numel"], PEERS)
                 parts.append(f"## Every optimizer, {threads}\n\n{table}")
                 continue
             if precision == "signs":

@@ -3,11 +3,13 @@
 """Times one optimizer step over a flat shard: norm, clip, update and cast, in the ways of several frameworks."""
 
 import argparse
+import importlib
 import json
 import math
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,20 @@ RULES = {
     "RMSprop, momentum": ("RMSprop", 2, {"momentum": 0.9}),
     "AdamW": ("AdamW", 2, {}),
     "LAMB": ("Lamb", 2, {}),
+}
+
+
+# Peers' kernels of the same rules: {name: (states by name, hyper-parameters)}; each also counts its steps.
+TORCH_FUSED = {
+    "SGD": ("SGD", [], {}),
+    "SGD, momentum": ("SGD", ["momentum_buffer"], {"momentum": 0.9}),
+    "Adagrad": ("Adagrad", ["sum"], {}),
+    "AdamW": ("AdamW", ["exp_avg", "exp_avg_sq"], {}),
+}
+DEEPSPEED = {
+    "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", ["exp_avg"]),
+    "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", ["exp_avg_sq"]),
+    "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", ["exp_avg", "exp_avg_sq"]),
 }
 
 
@@ -100,6 +116,31 @@ def rule_ways(shard):
     return {"rules": ways}
 
 
+def peers_step(shard, make_optimizer, states, first_step):
+    """One step of a peer's optimizer over the shard, whose memory its states are too."""
+    parameter = torch.nn.Parameter(shard.master)
+    parameter.grad = shard.wide_gradient
+    optimizer = make_optimizer([parameter])
+    optimizer.state[parameter].update(dict(zip(states, (shard.exp_avg, shard.exp_avg_sq), strict=False)))
+    optimizer.state[parameter]["step"] = first_step
+    return optimizer.step
+
+
+def peer_ways(shard):
+    """{"rules": {"Lion, DeepSpeed": step}}: of the optimizers for which torch or DeepSpeed has a fused CPU kernel."""
+    ways = {}
+    for name, (type, states, more) in TORCH_FUSED.items():
+        make = partial(getattr(torch.optim, type), lr=LEARNING_RATE, fused=True, **more)
+        ways[f"{name}, torch fused"] = peers_step(shard, make, states, torch.tensor(0.0))
+    for name, (module, type, states) in DEEPSPEED.items():
+        try:
+            make = partial(getattr(importlib.import_module(module), type), lr=LEARNING_RATE)
+        except ImportError:
+            continue  # ways_over says so
+        ways[f"{name}, DeepSpeed"] = peers_step(shard, make, states, 0)
+    return {"rules": ways}
+
+
 def sign_ways(shard):
     """{"signs": {name: pass}}: what 1-bit optimizers do to a vector before and after it travels."""
     kernels = torch.ops.deeptide_bench
@@ -145,7 +186,7 @@ def cpu_adam(parameters):
 def ways_over(shard):
     """{precision: {name: step}}."""
     ways = deeptide_ways(shard) | rule_ways(shard) | sign_ways(shard)
-    more = [staged_ways(shard, "torch fused AdamW", fused_adamw, torch.tensor(0.0))]
+    more = [peer_ways(shard), staged_ways(shard, "torch fused AdamW", fused_adamw, torch.tensor(0.0))]
     try:
         more.append(staged_ways(shard, "DeepSpeedCPUAdam", cpu_adam, 0))
     except ImportError as error:
