@@ -55,6 +55,9 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
   return zero::ParameterOffload{asked.folders, asked.max_in_cpu.value_or(0), asked.buffer_count, asked.buffer_size};
 }
 
+/// Each rank steps whole parameters with states of its own.
+bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const optim::CompressedRule*>(rule) != nullptr; }
+
 /// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
 /// most its shard, and all rows of a shard take at most the memory of their sum in fp32.
 bool keeps_rows(const Config& config, const BatchSizes& batch, int num_ranks, const zero::StagePolicy& policy) {
@@ -78,7 +81,7 @@ const optim::Rule* rule_of(const Config& config, const InitOptions& options) {
 
 zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule) {
   const int stage = config.zero().stage;
-  if (stage > 0 && dynamic_cast<const optim::CompressedRule*>(rule)) {
+  if (stage > 0 && keeps_whole_states(rule)) {
     throw ConfigError(fmt::format(
         "{}: zero_optimization.stage is {}, but {} needs stage 0: each rank steps whole parameters, with a momentum of "
         "its own gradients. Set the stage to 0, or choose another optimizer",
@@ -101,9 +104,9 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups) {
   BindOptions options;
   // Ranks that share parameters each step a part of them.
-  options.share_memory = policy.shard_optimizer || !custom || custom->needs_whole().empty();
+  const bool steps_parts = policy.shard_optimizer || !custom || custom->needs_whole().empty();
+  options.share_memory = steps_parts && !keeps_whole_states(rule);
   options.offload = parameter_offload(config);
-  if (dynamic_cast<const optim::CompressedRule*>(rule)) options.share_memory = false;  // each keeps whole states
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -158,10 +161,9 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.reduce_dtype = reduce_type(config);
   options.ordered = config.runtime().reduction == Reduction::ordered;
   options.overlap = config.zero().overlap_comm;
-  options.accumulates_whole = !policy.reduce_every_micro && batch.accumulation > 1;
+  options.accumulates_whole = keeps_whole_states(units.rule) || (!policy.reduce_every_micro && batch.accumulation > 1);
   const bool mean = config.gradients().op == GradientOp::mean;
   options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? num_ranks : 1));
-  options.accumulates_whole = options.accumulates_whole || dynamic_cast<const optim::CompressedRule*>(units.rule);
   if (!units.on_cpu) options.finite_check = gradients::FiniteCheckTime::each_step;
   options.keep_rows = units.on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, num_ranks, policy) &&
                       units.num_units <= host::Exchange::kMaxOffers / 4;

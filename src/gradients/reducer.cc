@@ -199,9 +199,7 @@ void Reducer::issue_next(const std::function<void()>& meanwhile) {
 }
 
 ReducerForecast Reducer::predicted() const {
-  std::vector<const sharding::UnitLayout*> layouts;
-  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
-  return forecast(layouts, options_, num_ranks_, exchange_ != nullptr);
+  return forecast(sharding::layouts_of(units_), options_, num_ranks_, exchange_ != nullptr);
 }
 
 int64_t Reducer::rounds_wanted_with(std::vector<bool> coming) {

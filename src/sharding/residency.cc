@@ -46,14 +46,6 @@ int64_t two_largest(const std::vector<const UnitLayout*>& units) {
   return first + second;
 }
 
-std::vector<const UnitLayout*> layouts_of(const std::vector<Unit*>& units) {
-  std::vector<const UnitLayout*> layouts;
-  for (const Unit* unit : units) {
-    if (unit != nullptr) layouts.push_back(&unit->layout());
-  }
-  return layouts;
-}
-
 std::vector<int64_t> numels_of(const std::vector<Unit*>& units) {
   std::vector<int64_t> numels;
   for (const Unit* unit : units) numels.push_back(unit ? unit->numel() : 0);

@@ -251,4 +251,12 @@ void Unit::write_back(Parameter& p, const Tensor& kept) {
   });
 }
 
+std::vector<const UnitLayout*> layouts_of(const std::vector<Unit*>& units) {
+  std::vector<const UnitLayout*> layouts;
+  for (const Unit* unit : units) {
+    if (unit != nullptr) layouts.push_back(&unit->layout());
+  }
+  return layouts;
+}
+
 }  // namespace deeptide::sharding

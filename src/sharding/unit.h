@@ -154,6 +154,9 @@ class Unit {
   std::shared_ptr<device::PrivateView> view_;
 };
 
+/// The layouts of these units; a null unit has none.
+std::vector<const UnitLayout*> layouts_of(const std::vector<Unit*>& units);
+
 /// Adds or removes the extra dispatch key of a tensor. No other function names the key.
 void set_gate_key(const at::Tensor& tensor, bool on);
 bool has_gate_key(const at::Tensor& tensor);

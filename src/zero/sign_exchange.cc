@@ -155,11 +155,7 @@ void SignExchange::reset() {
   }
 }
 
-int64_t SignExchange::predicted_bytes() const {
-  std::vector<const sharding::UnitLayout*> layouts;
-  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
-  return forecast(layouts, group_.size());
-}
+int64_t SignExchange::predicted_bytes() const { return forecast(sharding::layouts_of(units_), group_.size()); }
 
 int64_t SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks) {
   int64_t elements = 0;
