@@ -78,6 +78,7 @@ json to_json(const Progress& progress) {
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
   state["skipped_in_a_row"] = progress.skipped_in_a_row;
   if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
+  if (!progress.parameter_numbers.empty()) state["parameter_numbers"] = progress.parameter_numbers;
   const optim::LossScale& loss = progress.loss_scale;
   state["loss_scale"] = {{"scale", loss.scale},
                          {"steps", loss.steps},
@@ -98,6 +99,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   }
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
+  if (state.contains("parameter_numbers")) state["parameter_numbers"].get_to(progress.parameter_numbers);
   progress.optimizer = state.value("optimizer", "");
   progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});
   const std::vector<Hyperparameters>& groups = own.hyperparameters;

@@ -22,9 +22,10 @@ struct Progress {
   int64_t skipped_steps = 0;
   int64_t skipped_in_a_row = 0;  // up to now, but those that a lower loss scale may mend
   int64_t micro_steps = 0;
-  int64_t optimizer_steps = 0;                     // applied
-  std::map<std::string, int64_t> parameter_steps;  // of parameters that some of them left alone
-  int64_t schedule_iteration = -1;                 // -1: before the first step
+  int64_t optimizer_steps = 0;                                   // applied
+  std::map<std::string, int64_t> parameter_steps;                // of parameters that some of them left alone
+  std::map<std::string, std::vector<double>> parameter_numbers;  // that the optimizer keeps of each; empty: none
+  int64_t schedule_iteration = -1;                               // -1: before the first step
   optim::LossScale loss_scale;
   std::string optimizer;                         // in a checkpoint: whose states it holds; empty: not told
   std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer

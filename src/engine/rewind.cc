@@ -26,6 +26,7 @@ void Rewind::keep_if_due(const Progress& progress) {
   buffers_.clear();
   for (const NamedTensor& buffer : live_.look().buffers) buffers_.push_back({buffer.name, buffer.tensor.clone()});
   parameter_steps_ = optimizer_.states().uneven_steps();
+  parameter_numbers_ = optimizer_.states().parameter_numbers();
   schedule_iteration_ = progress.schedule_iteration;
   kept_at_ = progress.optimizer_steps;
   step_ = progress.global_steps - 1;  // the step that is about to be taken has been counted
@@ -89,6 +90,7 @@ int64_t Rewind::restore(Progress& progress) {
     }
   }
   states.set_steps(kept_at_, parameter_steps_);
+  states.set_parameter_numbers(parameter_numbers_);
   progress.optimizer_steps = restored_at_ = kept_at_;
   progress.schedule_iteration = schedule_iteration_;
   optimizer_.publish_all();

@@ -52,6 +52,7 @@ class Rewind {
   int64_t step_ = 0;          // the last before the copy
   int64_t schedule_iteration_ = -1;
   std::map<std::string, int64_t> parameter_steps_;
+  std::map<std::string, std::vector<double>> parameter_numbers_;
   std::vector<std::vector<State>> states_;             // by unit
   std::vector<std::vector<PartState>> custom_states_;  // by part
   std::vector<NamedTensor> buffers_;

@@ -51,6 +51,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
   const checkpoint::SaveTarget target{directory, tag, names.front().nonce};
   if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
+  if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
   nlohmann::json state = engine::to_json(progress);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();

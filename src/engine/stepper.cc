@@ -437,6 +437,7 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
     progress.optimizer_steps = saved.optimizer_steps;
     progress.parameter_steps = saved.parameter_steps;
     parts_.optimizer->states().set_steps(saved.optimizer_steps, saved.parameter_steps);
+    parts_.optimizer->states().set_parameter_numbers(saved.parameter_numbers);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
     if (precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;

@@ -6,6 +6,8 @@
 // [min_coeff, max_coeff], 1 where either norm is 0; p -= lr*sqrt(1-b2^t)/(1-b1^t) * ratio * u. As in DeepSpeed, bias is
 // corrected in the learning rate alone. Bytes moved per element: 24 in the first pass, 16 in the second, 2 more with a
 // 16-bit parameter; u is computed twice and never stored. Source: You et al. arXiv:1904.00962.
+#include "optim/lamb.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/div.h>
@@ -14,7 +16,6 @@
 #include <cmath>
 
 #include "optim/elementwise.h"
-#include "optim/two_pass_rule.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/lamb.cc"
@@ -87,74 +88,63 @@ using at::Tensor;
 HWY_EXPORT(lamb_measure);
 HWY_EXPORT(lamb_apply);
 
+LambScalars scalars_of(const LambNumbers& numbers, const StepTerms& terms, double ratio) {
+  const auto t = static_cast<double>(terms.step);
+  const double beta1 = numbers.beta1, beta2 = numbers.beta2;
+  const double correction =
+      numbers.bias_correction ? std::sqrt(1.0 - std::pow(beta2, t)) / (1.0 - std::pow(beta1, t)) : 1.0;
+  return {
+      .first_weight = static_cast<float>(1.0 - beta1),
+      .second_weight = static_cast<float>(1.0 - beta2),
+      .second_keep = static_cast<float>(beta2),
+      .eps = static_cast<float>(numbers.eps),
+      .decay = static_cast<float>(numbers.weight_decay),
+      .step_size = static_cast<float>(numbers.lr * correction * ratio),
+      .gradient_scale = static_cast<float>(terms.gradient_scale),
+      .eps_inside_sqrt = numbers.eps_inside_sqrt,
+  };
+}
+
+Tensor update_aten(const Segment& segment, const LambScalars& s) {
+  const Tensor exp_avg = segment.states[0], exp_avg_sq = segment.states[1];
+  const Tensor denominator = s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
+  return at::div(exp_avg, denominator).add_(segment.master, s.decay);
+}
+
 class Lamb final : public NormRule {
  public:
-  explicit Lamb(const OptimizerInfo& info) : NormRule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
+  explicit Lamb(const OptimizerInfo& info) : Rule(info, {{"exp_avg"}, {"exp_avg_sq"}}, Reach::parameter_norms) {}
 
   double ratio(const NormSquares& whole, const Hyperparameters& hyper) const override {
-    if (whole.param == 0.0 || whole.update == 0.0) return 1.0;
-    const double trust = std::sqrt(whole.param) / std::sqrt(whole.update);
-    return std::min(std::max(trust, hyper[min_coeff_]), hyper[max_coeff_]);
+    return detail::lamb_ratio(whole, hyper[min_coeff_], hyper[max_coeff_]);
   }
 
  private:
-  LambScalars scalars(const Hyperparameters& hyper, const StepTerms& terms, double ratio) const {
-    const double beta1 = hyper[beta1_], beta2 = hyper[beta2_], t = static_cast<double>(terms.step);
-    const bool corrects = hyper[bias_correction_] != 0.0;
-    const double correction = corrects ? std::sqrt(1.0 - std::pow(beta2, t)) / (1.0 - std::pow(beta1, t)) : 1.0;
-    return {
-        .first_weight = static_cast<float>(1.0 - beta1),
-        .second_weight = static_cast<float>(1.0 - beta2),
-        .second_keep = static_cast<float>(beta2),
-        .eps = static_cast<float>(hyper[eps_]),
-        .decay = static_cast<float>(hyper[weight_decay_]),
-        .step_size = static_cast<float>(hyper[lr_] * correction * ratio),
-        .gradient_scale = static_cast<float>(terms.gradient_scale),
-        .eps_inside_sqrt = hyper[eps_inside_sqrt_] != 0.0,
-    };
+  LambNumbers numbers(const Hyperparameters& hyper) const {
+    return {.lr = hyper[lr_],
+            .beta1 = hyper[beta1_],
+            .beta2 = hyper[beta2_],
+            .eps = hyper[eps_],
+            .weight_decay = hyper[weight_decay_],
+            .eps_inside_sqrt = hyper[eps_inside_sqrt_] != 0.0,
+            .bias_correction = hyper[bias_correction_] != 0.0};
   }
 
   void measure_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, int64_t first,
                    NormSums& sums) const override {
-    const LambScalars s = scalars(hyper, terms, 1.0);
-    detail::over_blocks(segment, first, [&](int64_t begin, int64_t count, const float* gradient) {
-      HWY_ALIGN float update[numerics::SumReader::kBlock];
-      const detail::Streams io = detail::streams_from(segment, begin);
-      HWY_DYNAMIC_DISPATCH(lamb_measure)(io, gradient, static_cast<size_t>(count), s, update);
-      sums.param.add(first + begin, io.master, count);
-      sums.update.add(first + begin, update, count);
-    });
+    detail::lamb_measure_cpu(segment, numbers(hyper), terms, first, sums);
   }
-
   void apply_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
                  double ratio) const override {
-    const LambScalars s = scalars(hyper, terms, ratio);
-    detail::over_states(segment, [&](const detail::Streams& io, size_t count) {
-      HWY_DYNAMIC_DISPATCH(lamb_apply)(io, count, s);
-    });
+    detail::lamb_apply_cpu(segment, numbers(hyper), terms, ratio);
   }
-
-  Tensor update_aten(const Segment& segment, const LambScalars& s) const {
-    const Tensor exp_avg = segment.states[0], exp_avg_sq = segment.states[1];
-    const Tensor denominator =
-        s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
-    return at::div(exp_avg, denominator).add_(segment.master, s.decay);
-  }
-
   void measure_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, int64_t first,
                     NormSums& sums) const override {
-    const LambScalars s = scalars(hyper, terms, 1.0);
-    const Tensor gradient = detail::scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
-    segment.states[0].lerp_(gradient, s.first_weight);
-    segment.states[1].mul_(s.second_keep).addcmul_(gradient, gradient, s.second_weight);
-    sums.param.add(first, segment.master);
-    sums.update.add(first, update_aten(segment, s));
+    detail::lamb_measure_aten(segment, numbers(hyper), terms, first, sums);
   }
-
   void apply_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
                   double ratio) const override {
-    const LambScalars s = scalars(hyper, terms, ratio);
-    segment.master.sub_(update_aten(segment, s), s.step_size);
+    detail::lamb_apply_aten(segment, numbers(hyper), terms, ratio);
   }
 
   const size_t lr_ = index_of("lr"), bias_correction_ = index_of("bias_correction"), beta1_ = index_of("beta1"),
@@ -166,5 +156,47 @@ class Lamb final : public NormRule {
 const Registration kLamb("Lamb", &make_rule<Lamb>);
 
 }  // namespace
+
+namespace detail {
+
+void lamb_measure_cpu(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, int64_t first,
+                      NormSums& sums) {
+  const LambScalars s = scalars_of(numbers, terms, 1.0);
+  over_blocks(segment, first, [&](int64_t begin, int64_t count, const float* gradient) {
+    HWY_ALIGN float update[numerics::SumReader::kBlock];
+    const Streams io = streams_from(segment, begin);
+    HWY_DYNAMIC_DISPATCH(lamb_measure)(io, gradient, static_cast<size_t>(count), s, update);
+    sums.param.add(first + begin, io.master, count);
+    sums.update.add(first + begin, update, count);
+  });
+}
+
+void lamb_measure_aten(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, int64_t first,
+                       NormSums& sums) {
+  const LambScalars s = scalars_of(numbers, terms, 1.0);
+  const Tensor gradient = scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
+  segment.states[0].lerp_(gradient, s.first_weight);
+  segment.states[1].mul_(s.second_keep).addcmul_(gradient, gradient, s.second_weight);
+  sums.param.add(first, segment.master);
+  sums.update.add(first, update_aten(segment, s));
+}
+
+void lamb_apply_cpu(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio) {
+  const LambScalars s = scalars_of(numbers, terms, ratio);
+  over_states(segment, [&](const Streams& io, size_t count) { HWY_DYNAMIC_DISPATCH(lamb_apply)(io, count, s); });
+}
+
+void lamb_apply_aten(const Segment& segment, const LambNumbers& numbers, const StepTerms& terms, double ratio) {
+  const LambScalars s = scalars_of(numbers, terms, ratio);
+  segment.master.sub_(update_aten(segment, s), s.step_size);
+}
+
+double lamb_ratio(const NormSquares& whole, double min_coeff, double max_coeff) {
+  if (whole.param == 0.0 || whole.update == 0.0) return 1.0;
+  const double trust = std::sqrt(whole.param) / std::sqrt(whole.update);
+  return std::min(std::max(trust, min_coeff), max_coeff);
+}
+
+}  // namespace detail
 }  // namespace deeptide::optim
 #endif  // HWY_ONCE

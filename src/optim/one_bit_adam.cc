@@ -8,7 +8,6 @@
 // Source: Tang et al. arXiv:2102.02888; Lu et al. arXiv:2202.06009, without its local steps; DeepSpeed's
 // runtime/fp16/onebit/adam.py, zoadam.py.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/lerp.h>
 #include <ATen/ops/sqrt.h>
 
 #include "optim/adam.h"
@@ -27,8 +26,7 @@
 namespace deeptide::optim {
 
 struct OneBitAdamScalars {
-  float first_weight;  // 1 - beta1
-  float keep;          // 1 - lr * weight_decay
+  float keep;  // 1 - lr * weight_decay
   float lr;
   float eps;
 };
@@ -38,17 +36,6 @@ struct OneBitAdamScalars {
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-/// States: m, v, and what is carried.
-void one_bit_adam_offer(const Streams& io, size_t count, const OneBitAdamScalars& s) {
-  const Streams own = io;
-  each_vector(0, count, [own, s](auto part, size_t i) {
-    const D d;
-    const V g = hn::Mul(load_gradient<Source::summed>(part, own.gradient, i), hn::Set(d, own.gradient.scale));
-    const V m = part.get(own.states[0] + i);
-    part.put(hn::Add(part.get(own.states[2] + i), lerp(m, g, s.first_weight)), own.states[2] + i);
-  });
-}
 
 /// States: m, v, and the mean.
 void one_bit_adam_take(const Streams& io, size_t count, const OneBitAdamScalars& s) {
@@ -71,15 +58,15 @@ namespace {
 
 using at::Tensor;
 
-HWY_EXPORT(one_bit_adam_offer);
 HWY_EXPORT(one_bit_adam_take);
 
-/// What the two have in common: all but their steps with gradients.
-class AdamBySigns : public CompressedRule {
- public:
-  explicit AdamBySigns(const OptimizerInfo& info) : CompressedRule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
+std::vector<StateRole> roles_of_adam() { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
+/// What the two have in common: all but their steps with gradients.
+class AdamBySigns : public CompressedElementRule {
  private:
+  float momentum_weight(const Hyperparameters& hyper) const override { return static_cast<float>(1.0 - hyper[beta1_]); }
+
   AdamNumbers warm_up(const Hyperparameters& hyper) const {
     return {.lr = hyper[lr_],
             .beta1 = hyper[beta1_],
@@ -91,8 +78,7 @@ class AdamBySigns : public CompressedRule {
   }
 
   OneBitAdamScalars scalars(const Hyperparameters& hyper) const {
-    return {.first_weight = static_cast<float>(1.0 - hyper[beta1_]),
-            .keep = static_cast<float>(1.0 - hyper[lr_] * hyper[weight_decay_]),
+    return {.keep = static_cast<float>(1.0 - hyper[lr_] * hyper[weight_decay_]),
             .lr = static_cast<float>(hyper[lr_]),
             .eps = static_cast<float>(hyper[eps_])};
   }
@@ -112,28 +98,12 @@ class AdamBySigns : public CompressedRule {
     detail::adam_aten(segment, warm_up(hyper), terms);
   }
 
-  void offer_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
-                 const Tensor& carried) const override {
-    const OneBitAdamScalars s = scalars(hyper);
-    Segment own = with(segment, carried);
-    own.param = Tensor();  // no parameter is written, and every gradient is read as a sum
-    detail::over_streams(own, terms, [&](const detail::Streams& io, size_t count) {
-      HWY_DYNAMIC_DISPATCH(one_bit_adam_offer)(io, count, s);
-    });
-  }
-
   void take_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& /*terms*/,
                 const Tensor& mean) const override {
     const OneBitAdamScalars s = scalars(hyper);
     detail::over_states(with(segment, mean), [&](const detail::Streams& io, size_t count) {
       HWY_DYNAMIC_DISPATCH(one_bit_adam_take)(io, count, s);
     });
-  }
-
-  void offer_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,
-                  const Tensor& carried) const override {
-    const Tensor gradient = detail::scaled_gradient(segment, terms, /*l2_decay=*/0.0f);
-    carried.add_(at::lerp(segment.states[0], gradient, scalars(hyper).first_weight));
   }
 
   void take_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& /*terms*/,
@@ -149,7 +119,7 @@ class AdamBySigns : public CompressedRule {
 
 class OneBitAdam final : public AdamBySigns {
  public:
-  using AdamBySigns::AdamBySigns;
+  explicit OneBitAdam(const OptimizerInfo& info) : Rule(info, roles_of_adam()) {}
 
   Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {
     return static_cast<double>(step) > hyper[freeze_step_] ? Exchanged::signs : Exchanged::gradients;
@@ -161,7 +131,7 @@ class OneBitAdam final : public AdamBySigns {
 
 class ZeroOneAdam final : public AdamBySigns {
  public:
-  using AdamBySigns::AdamBySigns;
+  explicit ZeroOneAdam(const OptimizerInfo& info) : Rule(info, roles_of_adam()) {}
 
   /// The second moment moves at multiples of an interval, which doubles after every `var_update_scaler` such steps.
   Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const override {

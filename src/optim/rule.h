@@ -60,6 +60,8 @@ class Rule {
   /// What a step under these hyper-parameters depends on.
   virtual Reach reach(const Hyperparameters& /*hyper*/) const { return reach_; }
   const std::vector<StateRole>& roles() const { return roles_; }
+  /// The numbers that the rule keeps of each parameter as a whole, as they are before the first step.
+  virtual std::vector<double> parameter_numbers() const { return {}; }
   /// Whether a group with these hyper-parameters needs the state of role `role`.
   bool keeps(size_t role, const Hyperparameters& hyper) const;
   /// The names of the hyper-parameters that the step reads.

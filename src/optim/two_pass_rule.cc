@@ -11,9 +11,6 @@ using at::Tensor;
 
 namespace deeptide::optim {
 
-NormRule::NormRule(const OptimizerInfo& info, std::vector<StateRole> roles)
-    : Rule(info, std::move(roles), Reach::parameter_norms) {}
-
 void NormRule::measure(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, int64_t first,
                        NormSums& sums) const {
   at::NoGradGuard no_grad;

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "numerics/piece_squares.h"
@@ -28,15 +29,19 @@ struct NormSums {
 };
 
 /// Reach::parameter_norms: a parameter's step is scaled by a function of two norms over it.
-class NormRule : public Rule {
+/// The rule itself is constructed by the final class, since a rule may also be a CompressedRule.
+class NormRule : public virtual Rule {
  public:
-  NormRule(const OptimizerInfo& info, std::vector<StateRole> roles);
-
   /// First pass: moves the states and adds the squares. `first`: the segment's place in the sums' range.
   /// Errors: as `step`.
   void measure(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, int64_t first,
                NormSums& sums) const;
   virtual double ratio(const NormSquares& whole, const Hyperparameters& hyper) const = 0;
+  /// The ratio of a step in training, which may leave a trace in the parameter's numbers (Rule::parameter_numbers).
+  virtual double next_ratio(const NormSquares& whole, const Hyperparameters& hyper,
+                            std::span<double> /*numbers*/) const {
+    return ratio(whole, hyper);
+  }
   /// Second pass: moves the master by `ratio` times the step that the states give. Reads no gradient.
   void apply(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, double ratio) const;
 

@@ -33,6 +33,7 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
     state.master = state.aliased ? values : place_(values.numel());
     state.states.resize(rule_.roles().size());
     state.steps.assign(units_[i]->parameters().size(), 0);
+    state.numbers.assign(units_[i]->parameters().size(), rule_.parameter_numbers());
     if (!state.aliased) {
       const Buffer* const both[] = {&state.master, &values};
       for_each_block(both, {0, values.numel()}, [&](Block block) {
@@ -183,6 +184,28 @@ void OptimizerStates::set_steps(int64_t steps, const std::map<std::string, int64
     for (size_t p = 0; p < units_states_[i].steps.size(); ++p) {
       const auto found = uneven.find(units_[i]->parameters()[p].name);
       units_states_[i].steps[p] = found == uneven.end() ? steps : found->second;
+    }
+  }
+}
+
+std::map<std::string, std::vector<double>> OptimizerStates::parameter_numbers() const {
+  std::map<std::string, std::vector<double>> numbers;
+  if (rule_.parameter_numbers().empty()) return numbers;
+  for (int i = 0; i < num_units(); ++i) {
+    const auto& parameters = units_[i]->parameters();
+    for (size_t p = 0; p < parameters.size(); ++p) numbers[parameters[p].name] = units_states_[i].numbers[p];
+  }
+  return numbers;
+}
+
+void OptimizerStates::set_parameter_numbers(const std::map<std::string, std::vector<double>>& saved) {
+  const std::vector<double> start = rule_.parameter_numbers();
+  for (int i = 0; i < num_units(); ++i) {
+    const auto& parameters = units_[i]->parameters();
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      const auto found = saved.find(parameters[p].name);
+      const bool fits = found != saved.end() && found->second.size() == start.size();
+      units_states_[i].numbers[p] = fits ? found->second : start;
     }
   }
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -102,6 +103,12 @@ class OptimizerStates {
   std::map<std::string, int64_t> uneven_steps() const;
   /// `uneven`: as from uneven_steps(); other parameters have taken all `steps`.
   void set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven);
+  /// The rule's numbers of one parameter, by position (Rule::parameter_numbers).
+  std::span<double> numbers(int unit, int parameter) { return units_states_[unit].numbers[parameter]; }
+  /// The same by name; empty: the rule keeps none.
+  std::map<std::string, std::vector<double>> parameter_numbers() const;
+  /// A parameter that `saved` lacks starts anew.
+  void set_parameter_numbers(const std::map<std::string, std::vector<double>>& saved);
   /// Counts this step; then, unit by unit, for the active parameters, and returns them as runs.
   void count_step() { ++steps_; }
   std::vector<Run> count_step(int unit, const ActiveParameters& active, const std::vector<Hyperparameters>& groups);
@@ -111,7 +118,8 @@ class OptimizerStates {
     tiers::Buffer master;               // aliases the parameters' memory in fp32
     std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
-    std::vector<int64_t> steps;  // by parameter: the steps that moved it
+    std::vector<int64_t> steps;                // by parameter: the steps that moved it
+    std::vector<std::vector<double>> numbers;  // by parameter
   };
 
   std::vector<sharding::Unit*> units_;

@@ -14,6 +14,8 @@ namespace deeptide::zero {
 
 using at::Tensor;
 using device::Role;
+using optim::CompressedElementRule;
+using optim::CompressedNormRule;
 using optim::CompressedRule;
 using optim::MatrixRule;
 using optim::NormRule;
@@ -31,6 +33,8 @@ StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::De
     return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, at::kFloat, device));
   };
 }
+
+Tensor part_of(const Tensor& flat, Block block) { return flat.narrow(0, block.begin, block.count); }
 
 bool reaches(const std::vector<Run>& runs, Reach reach) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
@@ -101,8 +105,7 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
 /// Ranks hold their own gradients: what travels is the signs of what each makes of them.
 void ShardedOptimizer::step_by_signs(gradients::Reducer& reducer, double gradient_scale,
                                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
-  const auto& compressed = static_cast<const CompressedRule&>(rule());
-  const auto part_of = [](const Tensor& flat, Block block) { return flat.narrow(0, block.begin, block.count); };
+  const auto& compressed = dynamic_cast<const CompressedRule&>(rule());
   std::vector<std::vector<Run>> runs;
   for (int i = 0; i < states_.num_units(); ++i) {
     states_.refresh_masters(i);
@@ -126,14 +129,30 @@ void ShardedOptimizer::step_by_signs(gradients::Reducer& reducer, double gradien
     const UnitPass pass{i, {}, gradient_scale, groups};
     Tensor mean = pool_.take(units_[i]->numel(), at::kFloat);
     signs_->receive(i, active, mean);
-    for (const Run& run : runs[i]) {
-      each_segment(pass, run, own_part(i, run.begin, run.end), {Access::update, Access::update},
-                   [&](Block block, const Segment& segment) {
-                     compressed.take(segment, groups.at(run.group), pass.terms(run), part_of(mean, block));
-                   });
-    }
+    for (const Run& run : runs[i]) take_mean(pass, run, mean);
     pool_.put(std::move(mean));
   }
+}
+
+/// A rank that steps by signs has whole parameters: no norm needs another rank.
+void ShardedOptimizer::take_mean(const UnitPass& pass, const Run& run, const Tensor& mean) {
+  const Hyperparameters& hyper = pass.groups.at(run.group);
+  const Block range = own_part(pass.unit, run.begin, run.end);
+  if (const auto* elements = dynamic_cast<const CompressedElementRule*>(&rule())) {
+    each_segment(pass, run, range, {Access::update, Access::update}, [&](Block block, const Segment& segment) {
+      elements->take(segment, hyper, pass.terms(run), part_of(mean, block));
+    });
+    return;
+  }
+  const auto& norm_rule = dynamic_cast<const CompressedNormRule&>(rule());
+  const std::span<double> numbers = states_.numbers(pass.unit, run.parameter);
+  optim::TakenSums sums(range.count);
+  each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
+    norm_rule.take_states(segment, hyper, numbers, part_of(mean, block), block.begin - range.begin, sums);
+  });
+  const double ratio = norm_rule.taken_ratio(sums, hyper, numbers);
+  each_segment(pass, run, range, {Access::update, Access::read},
+               [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratio); });
 }
 
 /// The sums hold the scaled gradients afterwards; they are dropped after a step.
@@ -247,7 +266,7 @@ void ShardedOptimizer::step_elements(const UnitPass& pass, const Run& run) {
 
 /// Moves the states of one parameter and notes its squares, slice by slice.
 void ShardedOptimizer::measure(const UnitPass& pass, const Run& run, ParameterNorms& norms) {
-  const auto& norm_rule = static_cast<const NormRule&>(rule());
+  const auto& norm_rule = dynamic_cast<const NormRule&>(rule());
   const int64_t shard = units_[pass.unit]->layout().shard;
   for (int slice = 0; slice < group_.size(); ++slice) {
     const int64_t begin = std::max(run.begin, slice * shard), end = std::min(run.end, (slice + 1) * shard);
@@ -262,10 +281,11 @@ void ShardedOptimizer::measure(const UnitPass& pass, const Run& run, ParameterNo
 }
 
 void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>& runs, const ParameterNorms& norms) {
-  const auto& norm_rule = static_cast<const NormRule&>(rule());
+  const auto& norm_rule = dynamic_cast<const NormRule&>(rule());
   for (const Run& run : runs) {
     const Hyperparameters& hyper = pass.groups.at(run.group);
-    const double ratio = norm_rule.ratio(norms.whole(pass.unit, run.parameter), hyper);
+    const std::span<double> numbers = states_.numbers(pass.unit, run.parameter);
+    const double ratio = norm_rule.next_ratio(norms.whole(pass.unit, run.parameter), hyper, numbers);
     const Block range = own_part(pass.unit, run.begin, run.end);
     each_segment(pass, run, range, {Access::update, Access::read},
                  [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratio); });

@@ -83,6 +83,7 @@ class ShardedOptimizer {
                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
   void step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
                       const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+  void take_mean(const UnitPass& pass, const Run& run, const at::Tensor& mean);
   void step_by_signs(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
                      const ActiveParameters& active);
   void narrow_master(int unit);

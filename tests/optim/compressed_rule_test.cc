@@ -19,11 +19,14 @@ using at::Tensor;
 constexpr int64_t kNumels[] = {0, 1, 7, 16, 65, 1000, 65537};
 
 const CompressedRule& compressed(const char* type) { return dynamic_cast<const CompressedRule&>(find_rule(type)); }
-const CompressedRule& one_bit_adam() { return compressed("OneBitAdam"); }
+const CompressedElementRule& one_bit_adam() {
+  return dynamic_cast<const CompressedElementRule&>(find_rule("OneBitAdam"));
+}
+const CompressedNormRule& one_bit_lamb() { return dynamic_cast<const CompressedNormRule&>(find_rule("OneBitLamb")); }
 
 TEST(CompressedRule, AgreesWithItsReferenceInBothPasses) {
   at::manual_seed(31);
-  const CompressedRule& rule = one_bit_adam();  // and ZeroOneAdam, which has the same passes
+  const CompressedElementRule& rule = one_bit_adam();  // and ZeroOneAdam, which has the same passes
   for (const Hyperparameters& hyper : variants_of(rule)) {
     for (const int64_t numel : kNumels) {
       const Segment kernel = make_segment(rule, hyper, numel, at::kBFloat16), reference = copy_of(kernel);
@@ -45,7 +48,7 @@ TEST(CompressedRule, AgreesWithItsReferenceInBothPasses) {
 
 TEST(CompressedRule, IsBitEqualHoweverAShardIsCut) {
   at::manual_seed(32);
-  const CompressedRule& rule = one_bit_adam();
+  const CompressedElementRule& rule = one_bit_adam();
   const Hyperparameters hyper(rule.info());
   constexpr int64_t kNumel = 10'001, kCut = 4'099;
   const Segment whole = make_segment(rule, hyper, kNumel, at::kBFloat16), cut = copy_of(whole);
@@ -61,8 +64,77 @@ TEST(CompressedRule, IsBitEqualHoweverAShardIsCut) {
   EXPECT_TRUE(same_bits(whole, cut));
 }
 
+TEST(CompressedNormRule, TakesStatesAsItsDefinitionInDoublesSays) {
+  at::manual_seed(33);
+  const CompressedNormRule& rule = one_bit_lamb();
+  for (const Hyperparameters& hyper : variants_of(rule)) {
+    for (const int64_t numel : {1, 7, 65, 1000, 65'537}) {
+      for (const double frozen : {0.0, 1.0}) {
+        const Segment segment = make_segment(rule, hyper, numel);
+        for (const size_t second : {1, 2}) segment.states[second].abs_();
+        const Tensor mean = at::randn({numel}), m = segment.states[0].to(at::kDouble),
+                     v = segment.states[1].to(at::kDouble), p = segment.master.to(at::kDouble),
+                     w = frozen == 0.0 ? v : segment.states[2].to(at::kDouble);
+        const std::vector<double> numbers{0.5, 1.0, frozen};
+        TakenSums sums(numel);
+        rule.take_states(segment, hyper, numbers, mean, 0, sums);
+        const double beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), eps = hyper.get("eps");
+        const Tensor g = (mean.to(at::kDouble) - m * beta1) / (1 - beta1);
+        const Tensor moved = w * beta2 + g * g * (1 - beta2), root = v.sqrt() + eps;
+        const Tensor direction = mean.to(at::kDouble) / root, update = direction + p * hyper.get("weight_decay");
+        ASSERT_TRUE(at::equal(segment.states[0], mean));
+        ASSERT_TRUE(at::equal(segment.states[1].to(at::kDouble), v)) << "the second moment is frozen";
+        // A handful of fp32 roundings of 6e-8; g cancels, so that its error is one of the momenta's size.
+        ASSERT_TRUE(at::allclose(segment.states[2].to(at::kDouble), moved, 1e-5, 1e-6)) << numel;
+        const auto near = [&](double value, const Tensor& expected) {
+          EXPECT_NEAR(value, expected.item<double>(), 2e-5 * expected.item<double>()) << numel;
+        };
+        near(sums.factor, (root / (moved.sqrt() + eps)).max());
+        near(sums.direction.total(), direction.square().sum());
+        near(sums.update.total(), update.square().sum());
+      }
+    }
+  }
+}
+
+TEST(CompressedNormRule, IsBitEqualHoweverAParameterIsCut) {
+  at::manual_seed(34);
+  const CompressedNormRule& rule = one_bit_lamb();
+  const Hyperparameters hyper(rule.info());
+  constexpr int64_t kNumel = 100'001, kCut = 40'999;
+  const Segment whole = make_segment(rule, hyper, kNumel), cut = copy_of(whole);
+  const Tensor mean = at::randn({kNumel});
+  const std::vector<double> numbers{0.5, 1.0, 0.0};
+  TakenSums sums(kNumel), pieces(kNumel);
+  rule.take_states(whole, hyper, numbers, mean, 0, sums);
+  for (const auto& [begin, length] : {std::pair(int64_t{0}, kCut), std::pair(kCut, kNumel - kCut)}) {
+    rule.take_states(narrow(cut, begin, length), hyper, numbers, mean.narrow(0, begin, length), begin, pieces);
+  }
+  EXPECT_TRUE(same_bits(whole, cut));
+  EXPECT_EQ(sums.factor, pieces.factor);
+  EXPECT_EQ(sums.direction.total(), pieces.direction.total());
+  EXPECT_EQ(sums.update.total(), pieces.update.total());
+}
+
+TEST(CompressedNormRule, MovesItsFactorWithinItsBounds) {
+  const CompressedNormRule& rule = one_bit_lamb();
+  Hyperparameters hyper(rule.info());
+  hyper.set("factor_threshold", 0.1).set("factor_min", 0.5).set("factor_max", 1.2);
+  std::vector<double> numbers{2.0, 1.0, 0.0};
+  TakenSums far(1), little(1);
+  far.note_factor(100.0f);
+  little.note_factor(0.001f);
+  EXPECT_DOUBLE_EQ(rule.taken_ratio(far, hyper, numbers), 2.0 * 1.1);
+  EXPECT_DOUBLE_EQ(rule.taken_ratio(far, hyper, numbers), 2.0 * 1.2);
+  EXPECT_DOUBLE_EQ(rule.taken_ratio(little, hyper, numbers), 2.0 * 1.2 * 0.9);
+  for (int step = 0; step < 20; ++step) rule.taken_ratio(little, hyper, numbers);
+  EXPECT_DOUBLE_EQ(numbers[1], 0.5);
+  numbers[0] = 0.0;  // its ratio has been 1 throughout
+  EXPECT_DOUBLE_EQ(rule.taken_ratio(little, hyper, numbers), 0.5);
+}
+
 TEST(CompressedRule, RefusesWhatDoesNotFit) {
-  const CompressedRule& rule = one_bit_adam();
+  const CompressedElementRule& rule = one_bit_adam();
   const Hyperparameters hyper(rule.info());
   const Segment segment = make_segment(rule, hyper, 8);
   EXPECT_THROW(rule.offer(segment, hyper, {1, 1.0}, at::zeros({7})), c10::ValueError);

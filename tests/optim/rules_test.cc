@@ -17,6 +17,7 @@
 
 #include "deeptide/errors.h"
 #include "kernel_modes.h"
+#include "optim/compressed_rule.h"
 #include "optim/rule.h"
 #include "optim/segments.h"
 
@@ -230,8 +231,10 @@ TEST_P(EveryRule, CarriesNaNOfAGradientAsFarAsItReaches) {
     const bool is_state = std::any_of(segment.states.begin(), segment.states.end(),
                                       [&](const Tensor& state) { return state.is_same(tensor); });
     const bool whole = rule().reach(hyper) != Reach::elementwise && !is_state;
-    EXPECT_TRUE(tensor[19].isnan().item<bool>());
-    EXPECT_EQ(tensor.isnan().sum().item<int64_t>(), whole ? 37 : 1);
+    // 1-bit LAMB's third state moves in steps by signs only.
+    const bool rests = dynamic_cast<const CompressedNormRule*>(&rule()) && tensor.is_same(segment.states.back());
+    EXPECT_EQ(tensor[19].isnan().item<bool>(), !rests);
+    EXPECT_EQ(tensor.isnan().sum().item<int64_t>(), rests ? 0 : whole ? 37 : 1);
   }
 }
 

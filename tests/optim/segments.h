@@ -140,6 +140,7 @@ inline std::vector<Hyperparameters> variants_of(const Rule& rule) {
         {{"max_coeff", 100.0}, {"min_coeff", 50.0}}}},
       {"OneBitAdam", {{}, {{"weight_decay", 0.1}}, {{"beta1", 0.3}, {"eps", 1e-3}}}},
       {"ZeroOneAdam", {{}, {{"weight_decay", 0.1}}, {{"beta1", 0.3}, {"eps", 1e-3}}}},
+      {"OneBitLamb", {{}, {{"lr", 0.01}, {"weight_decay", 0.1}}, {{"eps", 1e-3}, {"beta1", 0.3}, {"max_coeff", 0.5}}}},
       {"Muon",
        {{},
         {{"weight_decay", 0.1}, {"nesterov", 0}, {"momentum", 0.3}},

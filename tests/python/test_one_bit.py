@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit optimizers: Adam while they warm up, then signs; what they send, save, refuse.
+"""1-bit optimizers: Adam or LAMB while they warm up, then signs; what they send, save, refuse.
 
 tests/zero/one_bit_test.cc compares their steps with a simulation.
 """
+
+from pathlib import Path
 
 import models
 import pytest
@@ -19,7 +21,7 @@ PARAMS = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1}
 
 def start(world=None, type="OneBitAdam", params=None, gas=1, bf16=False, freeze=FREEZE, **more):
     chosen = {**PARAMS, **(params or {})}
-    if type == "OneBitAdam":
+    if type in ("OneBitAdam", "OneBitLamb"):
         chosen["freeze_step"] = freeze
     if type == "ZeroOneAdam":
         chosen = {"var_freeze_step": freeze, **chosen}
@@ -52,24 +54,26 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("gas", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_warm_up_is_adam_without_bias_correction_bit_for_bit(bf16, gas):
+@pytest.mark.parametrize(("type", "dense"), [("OneBitAdam", "Adam"), ("OneBitLamb", "Lamb")])
+def test_warm_up_is_the_dense_optimizer_without_bias_correction_bit_for_bit(type, dense, bf16, gas):
     def run(world, type, params):
         engine = start(world, type, params, gas=gas, bf16=bf16, freeze=3)
         norms = [outcome.grad_norm for outcome in train(engine, 0, 3, gas)]
         return state_of(engine), norms
 
-    one_bit = run_ranks(2, run, "OneBitAdam", {})
-    adam = run_ranks(2, run, "Adam", {"bias_correction": False})
-    for (state, norms), (expected, expected_norms) in zip(one_bit, adam, strict=True):
+    one_bit = run_ranks(2, run, type, {})
+    plain = run_ranks(2, run, dense, {"bias_correction": False})
+    for (state, norms), (expected, expected_norms) in zip(one_bit, plain, strict=True):
         assert norms == expected_norms
         assert_same(state, expected)
 
 
 @pytest.mark.both_ways
+@pytest.mark.parametrize("type", ["OneBitAdam", "OneBitLamb"])
 @pytest.mark.parametrize(("gas", "bf16"), [(1, False), (2, False), (2, True)])
-def test_ranks_hold_the_same_bits_and_variances_are_frozen(gas, bf16):
+def test_ranks_hold_the_same_bits_and_variances_are_frozen(gas, bf16, type):
     def run(world):
-        engine = start(world, gas=gas, bf16=bf16)
+        engine = start(world, type, gas=gas, bf16=bf16)
         train(engine, 0, FREEZE, gas)
         warm = state_of(engine)
         outcomes = train(engine, FREEZE, FREEZE + 4, gas)
@@ -146,12 +150,17 @@ def test_zero_one_adam_sends_gradients_at_intervals_that_double_also_when_resume
 
 
 @pytest.mark.parametrize(
-    ("type", "params"), [("OneBitAdam", {}), ("ZeroOneAdam", {"var_update_scaler": 4, "var_freeze_step": 40})]
+    ("type", "params", "dense"),
+    [
+        ("OneBitAdam", {"lr": 3e-3}, "Adam"),
+        ("ZeroOneAdam", {"lr": 3e-3, "var_update_scaler": 4, "var_freeze_step": 40}, "Adam"),
+        ("OneBitLamb", {"lr": 1e-2}, "Lamb"),
+    ],
 )
-def test_it_learns_as_adam_does(type, params):
+def test_it_learns_as_its_dense_form_does(type, params, dense):
     def run(world, type, params):
         model = models.make_model()
-        engine = start(world, type, {"lr": 3e-3, **params}, model=model, freeze=10)
+        engine = start(world, type, params, model=model, freeze=10)
         part = slice(4 * world.rank, 4 * world.rank + 4)
         ((tokens, targets),) = models.batches(1, 4 * world.size)
         for _ in range(60):
@@ -160,20 +169,21 @@ def test_it_learns_as_adam_does(type, params):
             engine.step()
         return loss.item()
 
-    adam = sum(run_ranks(2, run, "Adam", {"bias_correction": False}))
+    plain = sum(run_ranks(2, run, dense, {"bias_correction": False, "lr": params["lr"]}))
     one_bit = sum(run_ranks(2, run, type, params))
     start_loss = 2 * 3.6  # log(37) per rank
-    assert adam < 0.5 * start_loss
-    # The compressed steps are noisier; within a twentieth of the distance that Adam covered.
-    assert one_bit - adam < 0.05 * (start_loss - adam)
+    assert plain < 0.5 * start_loss
+    # The compressed steps are noisier; within a twentieth of the distance that the dense ones covered.
+    assert one_bit - plain < 0.05 * (start_loss - plain)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_resumed_while_it_warms_up_is_the_run(tmp_path):
+@pytest.mark.parametrize("type", ["OneBitAdam", "OneBitLamb"])
+def test_a_run_resumed_while_it_warms_up_is_the_run(type, tmp_path):
     def run(world, saves):
-        engine = start(world)
+        engine = start(world, type)
         if saves:
             train(engine, 0, 1)
             engine.save_checkpoint(str(tmp_path))
@@ -186,9 +196,10 @@ def test_a_run_resumed_while_it_warms_up_is_the_run(tmp_path):
     assert_same(run_ranks(2, run, False)[0], straight)
 
 
-def test_a_load_forgets_the_errors_of_signs(tmp_path):
+@pytest.mark.parametrize("type", ["OneBitAdam", "OneBitLamb"])
+def test_a_load_forgets_the_errors_of_signs(type, tmp_path):
     def run(world, saves):
-        engine = start(world)
+        engine = start(world, type)
         if saves:
             train(engine, 0, FREEZE + 2)
             engine.save_checkpoint(str(tmp_path))
@@ -208,7 +219,19 @@ def test_a_load_forgets_the_errors_of_signs(tmp_path):
 # -- what a step by signs refuses or skips ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type", ["OneBitAdam", "ZeroOneAdam"])
+def test_one_bit_lamb_goes_on_bit_for_bit_after_a_load_where_there_are_no_errors(tmp_path):
+    engine = start(type="OneBitLamb")  # of one rank, which compresses nothing
+    train(engine, 0, FREEZE + 2)
+    folder = engine.save_checkpoint(str(tmp_path))
+    train(engine, FREEZE + 2, FREEZE + 5)
+    resumed = start(type="OneBitLamb")
+    resumed.load_checkpoint(str(tmp_path))
+    train(resumed, FREEZE + 2, FREEZE + 5)
+    assert_same(state_of(resumed), state_of(engine))
+    assert "parameter_numbers" in (Path(folder) / "manifest.json").read_text()
+
+
+@pytest.mark.parametrize("type", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_other_stages_are_refused(stage, type):
     config = models.config(stage, optimizer={"type": type, "params": PARAMS})
@@ -309,6 +332,11 @@ def test_a_rank_that_has_joined_counts_as_one_whose_gradient_is_zero():
         ("OneBitAdam", "comm_backend_name", "udp"),
         ("OneBitAdam", "cuda_aware", 2),
         ("OneBitAdam", "eps", -1e-8),
+        ("OneBitLamb", "coeff_beta", 1.5),
+        ("OneBitLamb", "factor_max", 0.9),
+        ("OneBitLamb", "factor_min", 1.1),
+        ("OneBitLamb", "factor_threshold", -0.1),
+        ("OneBitLamb", "min_coeff", 11.0),
         ("ZeroOneAdam", "var_update_scaler", 0),
         ("ZeroOneAdam", "var_freeze_step", -1),
         ("ZeroOneAdam", "freeze_step", 5),

@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1},
 }
 SGD_PLAIN = {"lr": 1e-1}
-AT_STAGE_0 = {"OneBitAdam", "ZeroOneAdam"}  # test_one_bit.py
+AT_STAGE_0 = {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}  # test_one_bit.py
 
 
 def start(world=None, stage=0, type="AdamW", params=None, bf16=False, **arguments):

@@ -37,6 +37,7 @@ struct Simulated {
 
   void step(int count, const Hyperparameters& hyper, bool by_signs) {
     const double beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), lr = hyper.lr();
+    const Tensor old_m = m;
     const auto ranks = static_cast<int>(errors.size());
     std::vector<Tensor> gradients;
     for (int rank = 0; rank < ranks; ++rank) gradients.push_back(own_gradient(p, count, rank).to(at::kDouble));
@@ -48,7 +49,31 @@ struct Simulated {
     } else {
       exchange(gradients, beta1);
     }
+    if (hyper.has("coeff_beta")) return step_lamb(hyper, (m - old_m * beta1) / (1 - beta1), by_signs);
     master = master * (1 - lr * hyper.get("weight_decay")) - m / (v.sqrt() + hyper.get("eps")) * lr;
+  }
+
+  /// `gradient`: what the moved momentum says that it was.
+  void step_lamb(const Hyperparameters& hyper, const Tensor& gradient, bool by_signs) {
+    const double beta2 = hyper.get("beta2"), eps = hyper.get("eps"), decay = hyper.get("weight_decay");
+    const Tensor direction = m / (v.sqrt() + eps), update = direction + master * decay;
+    const double length = update.norm().item<double>(), norm = master.norm().item<double>();
+    double ratio = 1.0;
+    if (!by_signs) {
+      if (norm > 0 && length > 0) ratio = std::clamp(norm / length, hyper.get("min_coeff"), hyper.get("max_coeff"));
+      const double keep = hyper.get("coeff_beta");
+      if (ratio != 1.0) coefficient = coefficient * keep + ratio * (1 - keep);
+      fresh = v.clone();
+    } else {
+      fresh = fresh * beta2 + gradient.square() * (1 - beta2);
+      double factor = ((v.sqrt() + eps) / (fresh.sqrt() + eps)).max().item<double>();
+      const double share = decay > 0 ? std::min(1.0, direction.norm().item<double>() / length) : 1.0;
+      factor = std::clamp(factor * share + 1 - share, hyper.get("factor_min"), hyper.get("factor_max"));
+      const double threshold = hyper.get("factor_threshold");
+      last_factor = std::clamp(factor, last_factor * (1 - threshold), last_factor * (1 + threshold));
+      ratio = coefficient * last_factor;
+    }
+    master = master - update * (hyper.lr() * ratio);
   }
 
   void exchange(const std::vector<Tensor>& gradients, double beta1) {
@@ -79,6 +104,8 @@ struct Simulated {
   std::vector<int64_t> cuts;
   std::vector<Tensor> errors;  // by rank
   Tensor master, m, v, served;
+  Tensor fresh;  // LAMB's, as are the numbers
+  double coefficient = 0.0, last_factor = 1.0;
 };
 
 std::vector<Simulated> simulations(const Stage& stage, int ranks) {
@@ -149,12 +176,14 @@ TEST_P(BySignsInWorlds, StepsAsItsSimulationDoes) {
       expect("/exp_avg", one.m);
       expect("/exp_avg_sq", one.v);
       expect("/master", one.master);
+      if (one.fresh.defined()) expect("/exp_avg_sq_fresh", one.fresh);
     }
   });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, BySignsInWorlds,
-                         testing::Combine(testing::Values("OneBitAdam", "ZeroOneAdam"), testing::Values(1, 2, 3, 4)));
+                         testing::Combine(testing::Values("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+                                          testing::Values(1, 2, 3, 4)));
 
 TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
   const Groups groups = groups_of("OneBitAdam");
@@ -176,6 +205,29 @@ TEST(OneBitAdam, LeavesParametersWithoutAGradientAndTheirErrorsAlone) {
     }
     const auto part = [&](const Tensor& flat) { return flat.narrow(0, left.offset, left.numel); };
     EXPECT_TRUE(at::equal(part(carried), part(stage.optimizer->signs()->carried(0))));
+  });
+}
+
+TEST(OneBitLamb, GoesOnByTheNumbersOfItsParameters) {
+  const Groups groups = groups_of("OneBitLamb");
+  run_ranks(2, [&](const World& world) {
+    Stage stage(apart(world, "one"), 0, at::kFloat, optim::find_rule("OneBitLamb"), groups);
+    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
+    for (int count = 0; count < kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
+    const auto warm = stage.optimizer->states().parameter_numbers();
+    step_ranks(stage, kWarmUp, world.rank, groups);
+    const auto frozen = stage.optimizer->states().parameter_numbers();
+    for (const char* name : {"p0", "p1", "p2", "p3"}) {
+      EXPECT_EQ(warm.at(name)[1], 1.0);
+      EXPECT_EQ(frozen.at(name)[0], warm.at(name)[0]) << "the ratio's mean is frozen";
+      EXPECT_NE(frozen.at(name)[1], 1.0) << name;
+      EXPECT_GE(frozen.at(name)[1], 0.9 - 1e-12) << "a step moves it by the threshold";
+      EXPECT_LE(frozen.at(name)[1], 1.1 + 1e-12);
+      EXPECT_EQ(frozen.at(name)[2], 1.0);
+    }
+    stage.optimizer->states().set_parameter_numbers({{"p1", warm.at("p1")}});
+    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p1"), warm.at("p1"));
+    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
   });
 }
 

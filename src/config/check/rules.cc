@@ -39,14 +39,16 @@ void check_optimizer(const Values& values, Problems& problems) {
       (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
     blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
   }
-  if ((type == "OneBitAdam" || type == "ZeroOneAdam") && values.integer("zero_optimization.stage") > 0) {
+  const bool by_signs = type == "OneBitAdam" || type == "ZeroOneAdam" || type == "OneBitLamb";
+  if (by_signs && values.integer("zero_optimization.stage") > 0) {
     blame(values, "zero_optimization.stage",
           type +
               " needs stage 0: each rank steps whole parameters, with a momentum of its own gradients; set the stage "
               "to 0, or choose another optimizer",
           problems);
   }
-  if (type == "Lamb" && values.number(kParams + "min_coeff") > values.number(kParams + "max_coeff")) {
+  const bool has_ratio = type == "Lamb" || type == "OneBitLamb";
+  if (has_ratio && values.number(kParams + "min_coeff") > values.number(kParams + "max_coeff")) {
     blame(values, kParams + "min_coeff", "the lower bound of the trust ratio is above max_coeff, the upper one",
           problems);
   }

@@ -142,10 +142,12 @@ std::vector<Key> zero_one_keys() {
 
 std::vector<Key> one_bit_lamb_keys() {
   return one_bit_keys() + lamb_bounds(10.0) +
-         std::vector<Key>{freeze_step(), number("coeff_beta", 0.9, "Decay rate of the trust ratio."),
-                          number("factor_max", 4.0, "Upper bound of the factor."),
-                          number("factor_min", 0.5, "Lower bound of the factor."),
-                          number("factor_threshold", 0.1, "Largest change of the factor in a step.")};
+         std::vector<Key>{
+             freeze_step(),
+             number("coeff_beta", 0.9, "Decay rate of the mean of trust ratios, which later steps keep.").below_one(),
+             number("factor_max", 4.0, "Upper bound of the factor by which a kept ratio still moves.").at_least(1),
+             number("factor_min", 0.5, "Lower bound of the factor.").between(0, 1),
+             number("factor_threshold", 0.1, "Largest relative change of the factor in a step.").at_least(0)};
 }
 
 /// In a param group of matrices "eps" is the least norm by which one is divided, as in torch.optim.Muon.
@@ -186,7 +188,7 @@ std::vector<Variant> params_by_type() {
       {.types = {"Muon"}, .keys = muon_keys()},
       {.types = {"OneBitAdam"}, .keys = one_bit_keys() + std::vector<Key>{freeze_step()}},
       {.types = {"ZeroOneAdam"}, .keys = zero_one_keys()},
-      {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys(), .later = true},
+      {.types = {"OneBitLamb"}, .keys = one_bit_lamb_keys()},
       {.types = {"MuAdam", "MuAdamW", "MuSGD"}, .keys = {}, .open = true, .later = true},
   };
 }

@@ -39,7 +39,8 @@ Key bf16_section() {
   return section("bf16", "bfloat16 parameters and activations with fp32 masters.",
                  {
                      flag("enabled", false, "Compute in bf16.").into(&PrecisionConfig::bf16),
-                     flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.").later(),
+                     flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.")
+                         .either("gradients are taken as backward yields each, and their sums are fp32"),
                      flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
                          .never("the pass that computes the norm always checks for NaN and Inf"),
                      flag("bf16_master_weights_and_grads", false, "Masters and gradients in bf16.").later(),
