@@ -89,20 +89,34 @@ void CompressedElementRule::take_reference(const Segment& segment, const Hyperpa
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }
 
+float TakenSums::factor() const {
+  const std::lock_guard lock(mutex_);
+  return factor_;
+}
+
 void TakenSums::note_factor(float of_some) {
   const std::lock_guard lock(mutex_);
-  factor = std::max(factor, of_some);
+  factor_ = std::max(factor_, of_some);
 }
 
 void CompressedNormRule::take_states(const Segment& segment, const Hyperparameters& hyper,
                                      std::span<const double> numbers, const Tensor& mean, int64_t first,
                                      TakenSums& sums) const {
+  if (!segment.master.defined() || !segment.master.is_cpu()) {
+    return take_states_reference(segment, hyper, numbers, mean, first, sums);
+  }
+  check_states(segment, hyper);
+  check_exchanged("mean", mean, segment);
+  take_states_cpu(segment, hyper, numbers, mean, first, sums);
+}
+
+void CompressedNormRule::take_states_reference(const Segment& segment, const Hyperparameters& hyper,
+                                               std::span<const double> numbers, const Tensor& mean, int64_t first,
+                                               TakenSums& sums) const {
   at::NoGradGuard no_grad;
   check_states(segment, hyper);
   check_exchanged("mean", mean, segment);
-  if (segment.master.numel() == 0) return;
-  segment.master.is_cpu() ? take_states_cpu(segment, hyper, numbers, mean, first, sums)
-                          : take_states_aten(segment, hyper, numbers, mean, first, sums);
+  if (mean.numel() > 0) take_states_aten(segment, hyper, numbers, mean, first, sums);
 }
 
 Exchanged exchanged_by(const Rule& rule, const std::vector<Hyperparameters>& groups, int64_t step) {

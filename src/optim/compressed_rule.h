@@ -60,15 +60,19 @@ class CompressedElementRule : public CompressedRule {
 };
 
 /// What a step by signs needs to know of a whole parameter, summed over a range of its elements.
-struct TakenSums {
+class TakenSums {
+ public:
   explicit TakenSums(int64_t numel) : direction(numel), update(numel) {}
+
+  /// The largest quotient of the frozen and the moving denominator so far. Thread-safe, as is note_factor.
+  float factor() const;
   void note_factor(float of_some);
 
   numerics::PieceSquares direction, update;  // before and after the weight decay
-  float factor = 0.0f;                       // largest quotient of the frozen and the moving denominator
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  float factor_ = 0.0f;
 };
 
 /// A NormRule, in steps by signs too: their second pass moves the states and sums up, their third is `apply`.
@@ -77,6 +81,9 @@ class CompressedNormRule : public CompressedRule, public NormRule {
   /// Second pass: moves the states by the mean (N,) fp32. `first`: the segment's place in the sums' range.
   void take_states(const Segment& segment, const Hyperparameters& hyper, std::span<const double> numbers,
                    const at::Tensor& mean, int64_t first, TakenSums& sums) const;
+  /// The same in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
+  void take_states_reference(const Segment& segment, const Hyperparameters& hyper, std::span<const double> numbers,
+                             const at::Tensor& mean, int64_t first, TakenSums& sums) const;
   /// The ratio for `apply`; moves the parameter's numbers.
   virtual double taken_ratio(const TakenSums& sums, const Hyperparameters& hyper, std::span<double> numbers) const = 0;
 

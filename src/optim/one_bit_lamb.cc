@@ -119,7 +119,7 @@ class OneBitLamb final : public CompressedNormRule {
 
   /// A parameter whose ratio was 1 throughout keeps 1.
   double taken_ratio(const TakenSums& sums, const Hyperparameters& hyper, std::span<double> numbers) const override {
-    double factor = sums.factor;
+    double factor = sums.factor();
     const double update = std::sqrt(sums.update.total());
     if (hyper[weight_decay_] > 0.0 && update > 0.0) {
       const double share = std::min(1.0, std::sqrt(sums.direction.total()) / update);

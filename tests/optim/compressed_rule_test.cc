@@ -76,8 +76,10 @@ TEST(CompressedNormRule, TakesStatesAsItsDefinitionInDoublesSays) {
                      v = segment.states[1].to(at::kDouble), p = segment.master.to(at::kDouble),
                      w = frozen == 0.0 ? v : segment.states[2].to(at::kDouble);
         const std::vector<double> numbers{0.5, 1.0, frozen};
-        TakenSums sums(numel);
+        const Segment plain = copy_of(segment);
+        TakenSums sums(numel), plain_sums(numel);
         rule.take_states(segment, hyper, numbers, mean, 0, sums);
+        rule.take_states_reference(plain, hyper, numbers, mean, 0, plain_sums);
         const double beta1 = hyper.get("beta1"), beta2 = hyper.get("beta2"), eps = hyper.get("eps");
         const Tensor g = (mean.to(at::kDouble) - m * beta1) / (1 - beta1);
         const Tensor moved = w * beta2 + g * g * (1 - beta2), root = v.sqrt() + eps;
@@ -89,9 +91,14 @@ TEST(CompressedNormRule, TakesStatesAsItsDefinitionInDoublesSays) {
         const auto near = [&](double value, const Tensor& expected) {
           EXPECT_NEAR(value, expected.item<double>(), 2e-5 * expected.item<double>()) << numel;
         };
-        near(sums.factor, (root / (moved.sqrt() + eps)).max());
+        near(sums.factor(), (root / (moved.sqrt() + eps)).max());
         near(sums.direction.total(), direction.square().sum());
         near(sums.update.total(), update.square().sum());
+        ASSERT_TRUE(at::equal(plain.states[0], mean));
+        ASSERT_TRUE(at::allclose(plain.states[2], segment.states[2], 1e-5, 1e-6)) << numel;
+        near(plain_sums.factor(), (root / (moved.sqrt() + eps)).max());
+        near(plain_sums.direction.total(), direction.square().sum());
+        near(plain_sums.update.total(), update.square().sum());
       }
     }
   }
@@ -111,7 +118,7 @@ TEST(CompressedNormRule, IsBitEqualHoweverAParameterIsCut) {
     rule.take_states(narrow(cut, begin, length), hyper, numbers, mean.narrow(0, begin, length), begin, pieces);
   }
   EXPECT_TRUE(same_bits(whole, cut));
-  EXPECT_EQ(sums.factor, pieces.factor);
+  EXPECT_EQ(sums.factor(), pieces.factor());
   EXPECT_EQ(sums.direction.total(), pieces.direction.total());
   EXPECT_EQ(sums.update.total(), pieces.update.total());
 }
