@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+# Precompiled headers: torch's take ten seconds of each compiler run. Off by default, on where a build starts from nothing
+# each time, as the sanitizers' do: they take half a gigabyte per set of flags with gcc, and keep a compiler cache from
+# serving one checkout with what it compiled for another.
+option(DEEPTIDE_PRECOMPILE "Precompile torch's headers" OFF)
+
+set(DEEPTIDE_PRECOMPILED_HEADERS
+  <ATen/core/Tensor.h> <ATen/ops/empty.h> <ATen/ops/zeros.h> <torch/csrc/autograd/function.h>
+  <torch/csrc/distributed/c10d/Store.hpp>
+  <algorithm> <filesystem> <functional> <map> <memory> <optional> <set> <sstream> <string> <thread> <vector>)
+
+# deeptide_precompile(<target> <set>): gives the headers above to a target of this set, whose targets have the same flags:
+# layers, or tests, which get gtest's as well.
+function(deeptide_precompile target set)
+  if(NOT DEEPTIDE_PRECOMPILE)
+    return()
+  endif()
+  set(owner deeptide_precompiled_${set})  # nearly empty: the others wait for all of it
+  if(NOT TARGET ${owner})
+    set(source ${PROJECT_BINARY_DIR}/${owner}.cc)
+    file(CONFIGURE OUTPUT ${source} CONTENT "int main() { return 0; }\n")
+    set(headers ${DEEPTIDE_PRECOMPILED_HEADERS})
+    if(set STREQUAL "tests")
+      add_executable(${owner} EXCLUDE_FROM_ALL ${source})  # as position-independent as they are
+      target_link_libraries(${owner} PRIVATE GTest::gtest)
+      list(APPEND headers <gtest/gtest.h>)
+    else()
+      add_library(${owner} OBJECT EXCLUDE_FROM_ALL ${source})
+    endif()
+    get_target_property(options ${target} COMPILE_OPTIONS)
+    target_compile_options(${owner} PRIVATE ${options})
+    target_link_libraries(${owner} PRIVATE deeptide_torch)
+    target_precompile_headers(${owner} PRIVATE ${headers})
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ${owner})
+endfunction()
