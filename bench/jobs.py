@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from memory import JobMemory
@@ -18,6 +19,14 @@ from settings import SIZES, TUNED_ALLOCATOR, WORLD
 
 WORKER = Path(__file__).with_name("worker.py")
 SET_UP_SECONDS = 180  # that a job may take besides its steps
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: the words before its command, and what its environment has of its own."""
+
+    prefix: tuple = ()
+    environment: dict | None = None
 
 
 def _free_port():
@@ -93,12 +102,12 @@ def _outcome(reason, results, logs):
     return {"error": reason, "logs": [log.read_text(errors="replace")[-4000:] for log in logs]}
 
 
-def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1):
+def run_ranks(command, world, timeout, memory, allocator="default", deeptide_path=None, threads=1, places=None):
     """Runs `command` and `--result FILE` once a rank; each rank writes what it measured into that file, as JSON.
 
     Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}.
     """
-    port, processes = _free_port(), []
+    port, processes, places = _free_port(), [], places or [Place()] * world
     with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         results = [Path(folder, f"{rank}.json") for rank in range(world)]
         logs = [Path(folder, f"{rank}.log") for rank in range(world)]
@@ -107,8 +116,9 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
                 with logs[rank].open("w") as log:
                     processes.append(
                         subprocess.Popen(
-                            [*command, "--result", results[rank]],
-                            env=_environment(rank, world, port, allocator, deeptide_path, threads),
+                            [*places[rank].prefix, *command, "--result", results[rank]],
+                            env=_environment(rank, world, port, allocator, deeptide_path, threads)
+                            | (places[rank].environment or {}),
                             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                         )
                     )  # fmt: skip
@@ -119,8 +129,9 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
         return _outcome(reason, results, logs)
 
 
-def run_job(contender, precision, allocator, options):
+def run_job(contender, precision, allocator, options, places=None):
     """Trains a little: run_ranks' answer for worker.py, and under "job_peak" what all ranks took in the timed steps."""
+    world = len(places) if places else WORLD
     command = [
         sys.executable, WORKER, "--contender", contender, "--model", options.model, "--precision", precision,
         "--warmup", str(options.warmup), "--steps", str(options.steps),
@@ -128,8 +139,9 @@ def run_job(contender, precision, allocator, options):
     steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step
     memory = JobMemory()
     outcome = run_ranks(
-        command, WORLD, options.timeout or SET_UP_SECONDS + steps_seconds, memory, allocator, options.deeptide
-    )
+        command, world, options.timeout or SET_UP_SECONDS + steps_seconds, memory, allocator, options.deeptide,
+        places=places,
+    )  # fmt: skip
     if "ranks" in outcome:
         begins, ends = zip(*(rank["steps_between"] for rank in outcome["ranks"]), strict=True)
         outcome["job_peak"] = memory.peak(min(begins), max(ends))

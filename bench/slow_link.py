@@ -7,7 +7,6 @@ The link joins two network namespaces of this machine, and tc slows it down: as 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -18,14 +17,15 @@ from pathlib import Path
 from statistics import median
 
 import output
+from links import address_of, slow_hosts
 from settings import SIZES
 
 WORLD = 2
 PORT = 29500  # each namespace has ports of its own
 CASES = [("AdamW", 0), ("AdamW", 2), ("OneBitAdam", 0)]
 LEGEND = """\
-Two ranks of one thread on one machine, each in a network namespace; between them a veth pair whose ends send at most at
-the rate given (tc's token bucket). The ranks share no memory. fp32; median over the steps, on the slower rank. Sent: by
+Two ranks of one thread on one machine, each in a network namespace whose link sends and receives at most at the rate
+given (tc's token bucket). The ranks share no memory. fp32; median over the steps, on the slower rank. Sent: by
 one rank in one step, as the engine counts it (StepOutcome.sent_bytes)."""
 
 
@@ -80,41 +80,17 @@ def measure(options):
     return {kind: {"seconds": median(seconds[part]), "sent": sent[part][-1]} for kind, part in timed.items()}
 
 
-# -- the link ---------------------------------------------------------------------------------------------------------
-
-
-def _ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def slow_link(rate):
-    """Two namespaces that reach each other at `rate`; yields their names."""
-    names = [f"deeptide-{os.getpid()}-{rank}" for rank in range(WORLD)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for rank, name in enumerate(names):
-            _ip("-n", name, "address", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", device, "up")
-            bucket = ("rate", rate, "burst", "256kb", "latency", "50ms")
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket], check=True)
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+# -- the job ----------------------------------------------------------------------------------------------------------
 
 
 def run_job(case, options):
     """What the slower rank measured."""
-    with slow_link(options.rate) as names, tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
+    with slow_hosts(options.rate, WORLD) as names, tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         ranks, results = [], [Path(folder, f"{rank}.json") for rank in range(WORLD)]
         for rank, name in enumerate(names):
             own = {
                 "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0",
+                "MASTER_ADDR": address_of(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1", "PYTHONPATH": str(options.deeptide.resolve()),
             }  # fmt: skip
             words = [

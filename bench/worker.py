@@ -47,7 +47,7 @@ def measure(arguments, setup):
         if index == arguments.warmup:
             setup_peak_rss = memory.peak_rss()  # up to here: building, sharding, states made by the first step
             memory.reset_peak_rss()
-            steps_begin = time.monotonic()
+            steps_begin, processor_begin = time.monotonic(), time.process_time()
         x, y = batches[index % len(batches)]
         dist.barrier()
         begin = time.perf_counter()
@@ -59,6 +59,7 @@ def measure(arguments, setup):
         "steps_between": (steps_begin, time.monotonic()),  # on the clock of all processes: the parent watched memory
         "warmup_seconds": seconds[: arguments.warmup],
         "step_seconds": seconds[arguments.warmup :],
+        "processor_seconds": (time.process_time() - processor_begin) / arguments.steps,
         "losses": losses,
         "setup_peak_rss": setup_peak_rss,
         "step_peak_rss": memory.peak_rss(),

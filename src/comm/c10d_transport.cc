@@ -5,7 +5,9 @@
 #include <future>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/pair_exchange.h"
 #include "comm/transport.h"
+#include "device/unseen.h"
 
 namespace deeptide::comm {
 
@@ -50,6 +52,10 @@ class WorkOperation : public Operation {
   bool on_device_;
 };
 
+std::vector<Tensor> rows_of(const Tensor& flat, int64_t num_rows) {
+  return flat.view({num_rows, flat.numel() / num_rows}).unbind(0);
+}
+
 OperationPtr follow(c10::intrusive_ptr<c10d::Work> work, std::vector<Tensor> tensors) {
   return std::make_shared<WorkOperation>(std::move(work), std::move(tensors));
 }
@@ -91,17 +97,23 @@ class PeerOperation : public Operation {
 
 class C10dTransport : public Transport {
  public:
-  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(backend), pairs_(std::move(backend)) {}
 
   const char* name() const override { return "c10d"; }
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
-    return follow(backend_->_allgather_base(output, input), {output, input});
+    if (!input.is_cpu()) return follow(backend_->_allgather_base(output, input), {output, input});
+    const device::Unseen unseen;
+    return pairs_.start(std::vector<Tensor>(num_ranks(), input), rows_of(output, num_ranks()));
   }
 
   OperationPtr all_to_all(Tensor output, Tensor input) override {
-    std::vector<int64_t> equal_splits;
-    return follow(backend_->alltoall_base(output, input, equal_splits, equal_splits), {output, input});
+    if (!input.is_cpu()) {
+      std::vector<int64_t> equal_splits;
+      return follow(backend_->alltoall_base(output, input, equal_splits, equal_splits), {output, input});
+    }
+    const device::Unseen unseen;
+    return pairs_.start(rows_of(input, num_ranks()), rows_of(output, num_ranks()));
   }
 
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
@@ -133,7 +145,10 @@ class C10dTransport : public Transport {
     return std::make_shared<PeerOperation>(std::move(work), std::move(tensor));
   }
 
+  int64_t num_ranks() const { return backend_->getSize(); }
+
   c10::intrusive_ptr<c10d::Backend> backend_;
+  PairExchange pairs_;
 };
 
 }  // namespace

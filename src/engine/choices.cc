@@ -13,6 +13,7 @@
 #include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 #include "tiers/swap_file.h"
+#include "zero/unit_gathers.h"
 
 namespace deeptide::engine {
 
@@ -172,7 +173,7 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
 
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
                         bool trains) {
-  // Gloo gathers into its own flat copy, and malloc keeps that for the next gather. Ranks of one host need none.
+  // Ranks of one index on each host gather into memory of malloc's, which keeps it, before a host's ranks spread it.
   const bool gathers_gradients = !policy.shard_optimizer;
   int64_t largest = 0;
   for (const sharding::UnitLayout* unit : units) {
@@ -181,6 +182,17 @@ int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, c
     largest = std::max(largest, unit->numel * static_cast<int64_t>(c10::elementSize(type)));
   }
   return largest;
+}
+
+int64_t whole_gradient_bytes(const std::vector<const sharding::UnitLayout*>& trained, const zero::StagePolicy& policy,
+                             int num_ranks) {
+  if (policy.shard_optimizer || num_ranks == 1) return 0;
+  std::vector<int64_t> sizes;
+  for (const sharding::UnitLayout* unit : trained) {
+    sizes.push_back(unit->numel * static_cast<int64_t>(c10::elementSize(at::kFloat)));
+  }
+  const int64_t in_use = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
+  return zero::most_bytes_under_way(sizes) + in_use;
 }
 
 }  // namespace deeptide::engine

@@ -52,8 +52,12 @@ struct ReducedUnits {
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,
                                           const zero::StagePolicy& policy, const ReducedUnits& units);
 
-/// What the transport keeps for itself on a CPU where not all ranks are on one host. Units: bytes.
+/// What a transport of two levels keeps for itself. Units: bytes.
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
                         bool trains);
+
+/// What each rank needs for the gradients of whole units, of which it steps all: stage 0. Units: bytes.
+int64_t whole_gradient_bytes(const std::vector<const sharding::UnitLayout*>& trained, const zero::StagePolicy& policy,
+                             int num_ranks);
 
 }  // namespace deeptide::engine

@@ -158,7 +158,9 @@ PlanLine gathered_of(const Facts& facts) {
 /// Gradients, then communication.
 std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   PlanLine gradients{.role = MemoryRole::gradients}, communication{.role = MemoryRole::communication};
-  if (!facts.one_host && facts.on_cpu) {
+  const bool two_levels = facts.world.ranks_per_host > 1 && facts.world.ranks_per_host < facts.world.size &&
+                          engine::may_share_memory(facts.config);
+  if (two_levels && facts.on_cpu) {
     communication.memory_bytes += engine::transport_bytes(facts.all(), facts.policy, facts.rule != nullptr);
   }
   if (facts.rule == nullptr) return {gradients, communication};
@@ -170,6 +172,7 @@ std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   gradients.memory_bytes = bytes_of.gradients;
   gradients.late_bytes = bytes_of.late_gradients;
   communication.memory_bytes += bytes_of.communication;
+  communication.memory_bytes += engine::whole_gradient_bytes(units, facts.policy, facts.world.size);
   communication.late_bytes = bytes_of.late_communication;
   if (facts.config.runtime().keep_grad) {
     for (const UnitLayout* unit : units) gradients.memory_bytes += bytes(unit->numel, *unit);

@@ -34,12 +34,20 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
-/// Ranks of one host need none.
 int64_t bytes_of_transport(const Engine::Impl& impl) {
-  if (impl.channels.host()->holds_all() || !impl.model.device().is_cpu()) return 0;
+  const host::Host& host = *impl.channels.host();
+  const bool two_levels = host.size() > 1 && host.is_uniform() && !host.holds_all();
+  if (!two_levels || !impl.model.device().is_cpu()) return 0;
   std::vector<const sharding::UnitLayout*> units;
   for (const auto& unit : impl.model.units()) units.push_back(&unit->layout());
   return engine::transport_bytes(units, impl.policy, impl.optimizer != nullptr);
+}
+
+int64_t bytes_of_whole_gradients(const Engine::Impl& impl) {
+  if (!impl.optimizer) return 0;
+  std::vector<const sharding::UnitLayout*> units;
+  for (const auto* unit : impl.model.trainable()) units.push_back(&unit->layout());
+  return engine::whole_gradient_bytes(units, impl.policy, impl.channels.data().size());
 }
 
 }  // namespace
@@ -122,8 +130,8 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
                (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
                    (offloaded ? offloaded->staging_bytes() : 0)),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
-          line(MemoryRole::communication, Role::communication, reduced.communication, reduced.late_communication,
-               transport)};
+          line(MemoryRole::communication, Role::communication, reduced.communication + bytes_of_whole_gradients(*this),
+               reduced.late_communication, transport)};
 }
 
 }  // namespace deeptide

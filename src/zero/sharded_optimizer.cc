@@ -64,41 +64,51 @@ void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
   at::NoGradGuard no_grad;
   states_.keep(groups);
   states_.count_step();
+  Publication publication(group_);
   if (custom_) {
-    step_by_caller(reducer, gradient_scale, groups, active);
+    step_by_caller(reducer, gradient_scale, groups, active, publication);
   } else if (reducer.is_local()) {
     step_by_signs(reducer, gradient_scale, groups, active);
   } else {
-    step_by_rule(reducer, gradient_scale, groups, active);
+    step_by_rule(reducer, gradient_scale, groups, active, publication);
   }
-  std::vector<int> published;
   for (int i = 0; i < states_.num_units(); ++i) {
     units_[i]->shard().write_behind();
     for (size_t p = 0; p < units_[i]->parameters().size(); ++p) {
       if (active.has(i, static_cast<int>(p))) units_[i]->count_write(units_[i]->parameters()[p]);
     }
-    if (policy_.shard_optimizer && units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
   }
-  publish(published, group_);
+  publication.finish();
 }
 
 void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
-                                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
+                                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
+                                    Publication& publication) {
   std::unique_ptr<ParameterNorms> norms;
   if (dynamic_cast<const NormRule*>(&rule())) norms = std::make_unique<ParameterNorms>(units_, group_.size());
   std::vector<std::vector<Run>> runs;
   for (int i = 0; i < states_.num_units(); ++i) {
     states_.refresh_masters(i);
     runs.push_back(states_.count_step(i, active, groups));
-    if (runs[i].empty()) continue;
-    UnitPass pass{i, reducer.gradient(i), gradient_scale, groups};
-    if (gathers_gradients()) pass.gradient = whole_gradient(i, pass.gradient.sum());
-    first_pass(pass, runs[i], norms.get());
-    if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows[0]));
   }
-  if (norms) {
-    if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
-    for (int i = 0; i < states_.num_units(); ++i) apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
+  UnitGathers gathers(group_, "gathering gradients of");
+  int next = 0;  // to gather
+  for (int i = 0; i < states_.num_units(); ++i) {
+    if (!runs[i].empty()) {
+      for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
+        if (!runs[next].empty()) start_gathering(next, reducer.gradient(next).sum(), gathers);
+      }
+      UnitPass pass{i, gathers_gradients() ? gathers.wait_first() : reducer.gradient(i), gradient_scale, groups};
+      first_pass(pass, runs[i], norms.get());
+      if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows[0]));
+    }
+    if (!norms) publish(i, publication);
+  }
+  if (!norms) return;
+  if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
+  for (int i = 0; i < states_.num_units(); ++i) {
+    apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
+    publish(i, publication);
   }
 }
 
@@ -157,13 +167,18 @@ void ShardedOptimizer::take_mean(const UnitPass& pass, const Run& run, const Ten
 
 /// The sums hold the scaled gradients afterwards; they are dropped after a step.
 void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
-                                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
+                                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
+                                      Publication& publication) {
   std::vector<Tensor> gradients;
+  UnitGathers gathers(group_, "gathering gradients of");
   for (int i = 0; i < states_.num_units(); ++i) {
     states_.refresh_masters(i);
     const bool moves = !states_.count_step(i, active, groups).empty();
     Tensor gradient = moves ? reducer.gradient(i).sum() : Tensor();
-    if (moves && gathers_gradients()) gradient = whole_gradient(i, gradient);
+    if (moves && gathers_gradients()) {
+      start_gathering(i, gradient, gathers);
+      gradient = gathers.wait_first();
+    }
     if (moves && gradient_scale != 1.0) gradient.mul_(gradient_scale);
     gradients.push_back(std::move(gradient));
   }
@@ -171,6 +186,7 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
   for (int i = 0; i < states_.num_units(); ++i) {
     narrow_master(i);
     if (gathers_gradients() && gradients[i].defined()) pool_.put(std::move(gradients[i]));
+    publish(i, publication);
   }
 }
 
@@ -185,11 +201,8 @@ void ShardedOptimizer::narrow_master(int unit) {
   });
 }
 
-Tensor ShardedOptimizer::whole_gradient(int unit, const Tensor& shard) {
-  Tensor whole = pool_.take(units_[unit]->numel(), at::kFloat);
-  auto pending = group_.all_gather(whole, shard);
-  group_.wait(pending, {"step", "gathering gradients of unit '" + units_[unit]->layout().name + "'"});
-  return whole;
+void ShardedOptimizer::start_gathering(int unit, const Tensor& gradient, UnitGathers& gathers) {
+  gathers.start(units_[unit]->layout().name, pool_.take(units_[unit]->numel(), at::kFloat), gradient);
 }
 
 /// Of elements [begin, end) of the unit, those whose states this rank has, counted from the states' beginning.
@@ -340,19 +353,9 @@ void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const 
   });
 }
 
-/// Makes the stepped shards whole on all ranks. What lies in shared memory is there once all have written.
-void ShardedOptimizer::publish(const std::vector<int>& units, comm::Group& over) {
-  std::vector<std::pair<int, comm::Pending>> gathers;
-  bool shared = false;
-  for (int i : units) {
-    const bool is_shared = units_[i]->memory() == sharding::UnitMemory::shared;
-    shared = shared || is_shared;
-    if (!is_shared) gathers.emplace_back(i, over.all_gather(units_[i]->whole(), units_[i]->shard().in_place()));
-  }
-  for (auto& [i, pending] : gathers) {
-    over.wait(pending, {"step", "publishing unit '" + units_[i]->layout().name + "'"});
-  }
-  if (shared) over.barrier({"step", "waiting for all ranks to have stepped their shards"});
+/// Where each rank steps all, all have the new values.
+void ShardedOptimizer::publish(int unit, Publication& publication) const {
+  if (policy_.shard_optimizer) publication.add(*units_[unit]);
 }
 
 void ShardedOptimizer::publish_all(comm::Group& over) {
@@ -373,12 +376,12 @@ void ShardedOptimizer::publish_parameter(int unit, int parameter, comm::Group& o
 
 void ShardedOptimizer::publish_masters(const std::vector<int>& units, comm::Group& over) {
   at::NoGradGuard no_grad;
-  std::vector<int> published;
+  Publication publication(over);
   for (const int i : units) {
     narrow_master(i);
-    if (units_[i]->memory() != sharding::UnitMemory::sharded) published.push_back(i);
+    publication.add(*units_[i]);
   }
-  publish(published, over);
+  publication.finish();
 }
 
 }  // namespace deeptide::zero

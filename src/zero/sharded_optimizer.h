@@ -21,6 +21,7 @@
 #include "zero/parameter_norms.h"
 #include "zero/policy.h"
 #include "zero/sign_exchange.h"
+#include "zero/unit_gathers.h"
 
 namespace deeptide::zero {
 
@@ -75,14 +76,16 @@ class ShardedOptimizer {
 
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
-  at::Tensor whole_gradient(int unit, const at::Tensor& shard);
+  void start_gathering(int unit, const at::Tensor& gradient, UnitGathers& gathers);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
   void prefetch_after(int unit, tiers::Block block);
   void step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
-                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+                    const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
+                    Publication& publication);
   void step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
-                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active);
+                      const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
+                      Publication& publication);
   void take_mean(const UnitPass& pass, const Run& run, const at::Tensor& mean);
   void step_by_signs(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
                      const ActiveParameters& active);
@@ -94,8 +97,8 @@ class ShardedOptimizer {
   void step_matrices(const UnitPass& pass, const std::vector<Run>& runs);
   at::Tensor whole_direction(int unit, at::Tensor own);
   void apply_update(const UnitPass& pass, const Run& run, const at::Tensor& direction);
+  void publish(int unit, Publication& publication) const;
   void publish_masters(const std::vector<int>& units, comm::Group& over);
-  void publish(const std::vector<int>& units, comm::Group& over);
 
   OptimizerStates states_;
   std::unique_ptr<CustomSteps> custom_;

@@ -69,7 +69,54 @@ TEST_P(Collectives, DoNotWaitForAnotherChannels) {
   });
 }
 
+TEST_P(Collectives, ArriveWhenManyOfAllSizesAreUnderWay) {
+  const int size = GetParam();
+  run_ranks(size, [&](const World& world) {
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
+    std::mt19937 random(world.rank);
+    std::vector<Tensor> gathered, exchanged;
+    std::vector<Pending> under_way;
+    const std::vector<int64_t> sizes{3, 0, 1'500'000, 1, 70'000, 0, 300'000, 5};
+    for (const int64_t n : sizes) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));  // ranks drift apart
+      gathered.push_back(at::empty({size * n}));
+      const Tensor own = gathered.back().narrow(0, world.rank * n, n);  // gathered in place, as units are
+      own.copy_(iota(n + world.rank, n));
+      under_way.push_back(group.all_gather(gathered.back(), own));
+      exchanged.push_back(at::empty({size * n}));
+      under_way.push_back(group.all_to_all(exchanged.back(), iota(100 * world.rank, size * n)));
+    }
+    for (Pending& pending : under_way) group.wait(pending, kHere);
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const int64_t n = sizes[i];
+      for (int64_t peer = 0; peer < size; ++peer) {
+        EXPECT_TRUE(at::equal(gathered[i].narrow(0, peer * n, n), iota(n + peer, n))) << n << " from " << peer;
+        EXPECT_TRUE(at::equal(exchanged[i].narrow(0, peer * n, n), iota(100 * peer + world.rank * n, n)))
+            << n << " from " << peer;
+      }
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4));
+
+// The peer is connected and never takes part: a group that waited for it would outlast the limit of the test.
+TEST(Group, LeavesWhatIsUnderWayWhenItEnds) {
+  run_ranks(2, [](const World& world) {
+    const std::chrono::minutes endless(10);
+    {
+      Group group(world, Team::whole(world), "test", {.timeout = endless, .board = board_of(world)});
+      std::vector<Pending> dropped;
+      if (world.rank == 0) {
+        for (int i = 0; i < 3; ++i) dropped.push_back(group.all_gather(at::empty({2000}), iota(0, 1000)));
+        EXPECT_FALSE(dropped.front().wait_for(milliseconds(20)));
+      } else {
+        world.store->wait({"left"});
+      }
+    }
+    if (world.rank == 0) world.store->set("left", std::vector<uint8_t>{1});
+  });
+}
 
 TEST(Group, SaysWhoNeverCameWhereAndWhichSettingLimitsTheWait) {
   const auto errors = errors_of_ranks(3, [](const World& world) {
