@@ -19,7 +19,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-link bench-hosts
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -101,6 +101,9 @@ bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, a
 
 bench-hosts: build  ## Steps over several hosts at 1 and 8 Gbit/s beside DDP, FSDP2 and DeepSpeed, as root (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh hosts.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+
+bench-scripts: build  ## A Trainer script here, under DDP, FSDP2 and DeepSpeed, beside our own loop (ARGS=…)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh scripts.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)

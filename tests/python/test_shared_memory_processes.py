@@ -90,8 +90,10 @@ class Meddling(torch.utils.data.Dataset):
         if self.meddles:
             with torch.no_grad():
                 for p in self.model.parameters():
+                    expected = p + 1.0
                     p.add_(1.0)
-            assert torch.isfinite(self.model(self.tokens[i : i + 1])).all()
+                    assert torch.equal(p, expected)
+            self.model(self.tokens[i : i + 1])
         return self.tokens[i], self.targets[i]
 
 
