@@ -45,8 +45,7 @@ int64_t bytes_of_transport(const Engine::Impl& impl) {
 
 int64_t bytes_of_whole_gradients(const Engine::Impl& impl) {
   if (!impl.optimizer) return 0;
-  std::vector<const sharding::UnitLayout*> units;
-  for (const auto* unit : impl.model.trainable()) units.push_back(&unit->layout());
+  const auto units = sharding::layouts_of(impl.model.trainable());
   return engine::whole_gradient_bytes(units, impl.policy, impl.channels.data().size());
 }
 

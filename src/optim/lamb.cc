@@ -58,9 +58,7 @@ void lamb_measure(const Streams& io, const float* gradient, size_t count, const 
   each_vector(0, count, [=](auto part, size_t i) {
     const V g = hn::Mul(part.get(gradient + i), hn::Set(d, s.gradient_scale));
     V m = part.get(io.states[0] + i), v = part.get(io.states[1] + i);
-    const bool near_old = s.first_weight < 0.5f;  // torch's lerp, as in Adam
-    const V weight = hn::Set(d, near_old ? s.first_weight : s.first_weight - 1.0f);
-    m = hn::MulAdd(weight, hn::Sub(g, m), near_old ? m : g);
+    m = lerp(m, g, s.first_weight);
     v = hn::MulAdd(hn::Mul(g, hn::Set(d, s.second_weight)), g, hn::Mul(v, hn::Set(d, s.second_keep)));
     part.put(m, io.states[0] + i);
     part.put(v, io.states[1] + i);
