@@ -129,20 +129,23 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
         return _outcome(reason, results, logs)
 
 
+def run_watched(command, world, timeout, **settings):
+    """run_ranks' answer, and under "job_peak" what all ranks took together between their "steps_between"."""
+    memory = JobMemory()
+    outcome = run_ranks(command, world, timeout, memory, **settings)
+    if "ranks" in outcome:
+        begins, ends = zip(*(rank["steps_between"] for rank in outcome["ranks"]), strict=True)
+        outcome["job_peak"] = memory.peak(min(begins), max(ends))
+    return outcome
+
+
 def run_job(contender, precision, allocator, options, places=None):
-    """Trains a little: run_ranks' answer for worker.py, and under "job_peak" what all ranks took in the timed steps."""
+    """Trains a little: run_watched's answer for worker.py."""
     world = len(places) if places else WORLD
     command = [
         sys.executable, WORKER, "--contender", contender, "--model", options.model, "--precision", precision,
         "--warmup", str(options.warmup), "--steps", str(options.steps),
     ]  # fmt: skip
     steps_seconds = (options.warmup + options.steps) * SIZES[options.model].slowest_step
-    memory = JobMemory()
-    outcome = run_ranks(
-        command, world, options.timeout or SET_UP_SECONDS + steps_seconds, memory, allocator, options.deeptide,
-        places=places,
-    )  # fmt: skip
-    if "ranks" in outcome:
-        begins, ends = zip(*(rank["steps_between"] for rank in outcome["ranks"]), strict=True)
-        outcome["job_peak"] = memory.peak(min(begins), max(ends))
-    return outcome
+    timeout = options.timeout or SET_UP_SECONDS + steps_seconds
+    return run_watched(command, world, timeout, allocator=allocator, deeptide_path=options.deeptide, places=places)

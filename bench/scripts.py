@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import output
-from jobs import SET_UP_SECONDS, run_ranks
-from memory import JobMemory
+from jobs import SET_UP_SECONDS, run_watched
 from report import final_loss, round_seconds
 from script_worker import WAYS
 from settings import WORLD
@@ -42,12 +41,8 @@ def run(way, options):
         sys.executable, WORKER, "--way", way, "--precision", options.precision, "--warmup", str(options.warmup),
         "--steps", str(options.steps),
     ]  # fmt: skip
-    timeout, memory = SET_UP_SECONDS + (options.warmup + options.steps) * SLOWEST_STEP, JobMemory()
-    outcome = run_ranks(command, WORLD, timeout, memory, deeptide_path=options.deeptide)
-    if "ranks" in outcome:
-        begins, ends = zip(*(rank["steps_between"] for rank in outcome["ranks"]), strict=True)
-        outcome["job_peak"] = memory.peak(min(begins), max(ends))
-    return outcome
+    timeout = SET_UP_SECONDS + (options.warmup + options.steps) * SLOWEST_STEP
+    return run_watched(command, WORLD, timeout, deeptide_path=options.deeptide)
 
 
 def why_not(outcome):
