@@ -95,7 +95,7 @@ def main() -> None:
     _C.install_cpu_allocator()  # as an engine does
     device = _device()
     # No process group of torch's where none is needed: on CPUs the core's own transports do all.
-    world, _group = (_C.init_distributed(), None) if device.type == "cpu" else find_world(None, device)
+    world, _groups = (_C.init_distributed(), ()) if device.type == "cpu" else find_world(None, device)
     bench = _C.CollectiveBench(world, _DTYPES[options.dtype], device, max(options.sizes), not options.no_shared_memory)
     hosts = bench.num_hosts
     place = {"ranks": world.size, "hosts": hosts, "path": bench.path, "dtype": options.dtype}

@@ -110,7 +110,7 @@ def make_engine(
     """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
-    world, group = find_world(world, device_of(model), dist_init_required, distributed_port)
+    world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
     loader = _loader(training_data, collate_fn, config, world)
     defaults = config.optimizer.defaults
     groups = plan.core_groups(defaults) if plan is not None else []
@@ -124,11 +124,11 @@ def make_engine(
             kind = range_test.engine_kind(kind)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
-        return kind(core, model, config, ours, scheduler, loader, group), ours, loader, scheduler
+        return kind(core, model, config, ours, scheduler, loader, process_groups), ours, loader, scheduler
     except BaseException:
         # Now and not when the traceback goes: the caller may catch this and use his model.
         if core is not None:
             core.close()
-        if group is not None:
+        for group in process_groups:
             dist.destroy_process_group(group)
         raise

@@ -83,18 +83,34 @@ def init_distributed(
     )
 
 
-def _from_torch_distributed(device: torch.device) -> tuple[_C.World, dist.ProcessGroup | None]:
-    """Returns the world of the default group's ranks, and the NCCL group that was made for it, if any."""
+def _device_groups(world: _C.World, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
+    """Makes the groups that carry device tensors: parameters and gradients each in one of their own.
+
+    Ranks that take different branches may issue a gather and a reduction in different orders.
+    """
+    if device.type in ("cpu", "meta") or world.size == 1:  # the core refuses tensors without memory
+        return ()
+    backend = dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None:
+        raise ConfigError(
+            f"the model is on {device}, but torch.distributed has no backend for the device type '{device.type}'; "
+            "import the package that registers one (dist.Backend.register_backend), or pass a world"
+        )
+    groups = []
+    for channel in ("gathers", "reductions"):
+        groups.append(dist.new_group(backend=backend))
+        world.use_group(groups[-1].group_name, device, channel)
+    return tuple(groups)
+
+
+def _from_torch_distributed(device: torch.device) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
+    """Returns the world of the default group's ranks, and the groups that were made for its device tensors."""
     number = next(_engine_numbers)
     store = dist.PrefixStore(f"deeptide/{number}", dist.distributed_c10d._get_default_store())
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
     world.local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
     world.source = "torch.distributed"
-    group = None
-    if device.type == "cuda" and world.size > 1:
-        group = dist.new_group(backend="nccl")
-        world.use_group(group.group_name, device)
-    return world, group
+    return world, _device_groups(world, device)
 
 
 def find_world(
@@ -102,18 +118,18 @@ def find_world(
     device: torch.device,
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
-) -> tuple[_C.World, dist.ProcessGroup | None]:
-    """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and a group to destroy."""
+) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
+    """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and groups to destroy."""
     if world is not None:
         if not isinstance(world, _C.World):
             raise ConfigError(f"world: got {type(world).__name__}, expected a deeptide.World (deeptide.make_world)")
-        return world, None
+        return world, ()
     if not dist.is_available():
-        return _C.init_distributed(), None
+        return _C.init_distributed(), ()
     if not dist.is_initialized():
         init_distributed(
             _backend_for(device.type), distributed_port=distributed_port, dist_init_required=dist_init_required
         )
     if dist.is_initialized():
         return _from_torch_distributed(device)
-    return _C.init_distributed(), None
+    return _C.init_distributed(), ()

@@ -42,7 +42,7 @@ class Engine:
         optimizer: DeeptideOptimizer | None = None,
         lr_scheduler: Any = None,
         training_dataloader: DataLoader | None = None,
-        group: dist.ProcessGroup | None = None,
+        process_groups: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         self.module = model
         self._config = config
@@ -51,7 +51,7 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         self._core = core
-        self._group = group  # a process group of our own, to be destroyed with the engine
+        self._process_groups = process_groups  # our own, to be destroyed with the engine
         self._outcome: StepOutcome | None = None
         self._norm: float | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
@@ -460,6 +460,6 @@ class Engine:
     def destroy(self) -> None:
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
         self._core.close()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        for group in self._process_groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self._process_groups = ()

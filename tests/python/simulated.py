@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated accelerator (tests/simulated) as torch's device type "sim".
+
+Import it in processes of their own (`run_processes`): afterwards torch has an accelerator. No fork after its first use.
+"""
+
+import itertools
+import os
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+
+import deeptide
+
+_LIBRARY = os.path.join(
+    os.path.dirname(deeptide.__file__), "..", "..", "tests", "simulated", "libdeeptide_simulated.so"
+)
+torch.ops.load_library(os.path.abspath(_LIBRARY))
+_ops = torch.ops.simulated
+
+SCHEDULES = ("at_once", "random", "late", "late_default", "late_others")
+
+settle, host_waits, host_time_s, tasks, checked = (
+    _ops.settle,
+    _ops.host_waits,
+    _ops.host_time_s,
+    _ops.tasks,
+    _ops.checked,
+)
+
+
+def configure(
+    schedule="random",
+    max_delay_us=0,
+    seed=1,
+    cap=16 << 30,
+    check=True,
+    guard_pinned=False,
+    compute=0.0,
+    to_device=0.0,
+    to_host=0.0,
+    link=0.0,
+):
+    """Sets all at once.
+
+    `schedule`: when tasks run. `cap`: bytes. The last four: simulated bandwidths in bytes per second, 0: unlimited;
+    `compute`: of the memory that operators read and write; `link`: between ranks.
+    """
+    _ops.configure(schedule, max_delay_us, seed, cap, check, guard_pinned, compute, to_device, to_host, link)
+
+
+def host_access(tensor, write):
+    """Declares that the host accesses pinned memory by a plain pointer."""
+    _ops.host_access(tensor, write)
+
+
+_numbers = itertools.count()
+
+
+def _make_backend(store, rank, size, timeout):
+    """Device tensors travel as tasks of a stream, by a Gloo group of their own."""
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    name = f"simulated {next(_numbers)}"
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    _ops.attach_collectives(name)
+    return group._get_backend(torch.device("sim"))
+
+
+def _device_module():
+    module = types.ModuleType("torch.sim")
+    module.device_count = lambda: 1
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.current_device = lambda: 0
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed = module.manual_seed_all = _ops.seed
+    module.synchronize = lambda device=None: torch.accelerator.synchronize()
+    module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.Stream, module.Event = torch.Stream, torch.Event
+    module.device = lambda device: torch.accelerator.device_index(0)
+    module.set_device = lambda device: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.get_rng_state = lambda device=None: torch.empty(0)
+    module.set_rng_state = lambda state, device=None: None
+    return module
+
+
+torch.utils.rename_privateuse1_backend("sim")
+sys.modules["torch.sim"] = _device_module()
+torch._register_device_module("sim", sys.modules["torch.sim"])
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+dist.Backend.register_backend("simulated", _make_backend, devices=["sim"])

@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs the host's collectives on the pages of device tensors.
+#include "simulated/collectives.h"
+
+#include <utility>
+
+#include "simulated/operands.h"
+
+namespace deeptide::simulated {
+
+using at::Tensor;
+
+namespace {
+
+using HostWork = c10::intrusive_ptr<c10d::Work>;
+
+class StreamWork : public c10d::Work {
+ public:
+  explicit StreamWork(Event done) : done_(std::move(done)) {}
+  bool isCompleted() override { return Machine::instance().query(done_); }
+  bool wait(std::chrono::milliseconds) override {
+    Machine::instance().wait(done_, current_stream());
+    return true;
+  }
+  std::exception_ptr exception() const override { return nullptr; }
+
+ private:
+  Event done_;
+};
+
+class Collectives : public c10d::Backend {
+ public:
+  explicit Collectives(c10::intrusive_ptr<c10d::Backend> host)
+      : Backend(host->getRank(), host->getSize()), host_(std::move(host)), stream_(Machine::instance().new_stream()) {}
+
+  const std::string getBackendName() const override { return "simulated"; }
+
+  HostWork _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    return run("all-gather", output, input,
+               [host = host_, options](Tensor& to, Tensor& from) { return host->_allgather_base(to, from, options); });
+  }
+
+  HostWork alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
+                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+    return run("all-to-all", output, input,
+               [host = host_, output_splits, input_splits, options](Tensor& to, Tensor& from) mutable {
+                 return host->alltoall_base(to, from, output_splits, input_splits, options);
+               });
+  }
+
+  HostWork _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return run("reduce-scatter", output, input, [host = host_, options](Tensor& to, Tensor& from) {
+      return host->_reduce_scatter_base(to, from, options);
+    });
+  }
+
+  HostWork broadcast(std::vector<Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    return run("broadcast", tensors[0], tensors[0], [host = host_, options](Tensor& to, Tensor&) {
+      std::vector<Tensor> both{to};
+      return host->broadcast(both, options);
+    });
+  }
+
+ private:
+  using Collective = std::function<HostWork(Tensor& output, Tensor& input)>;
+
+  HostWork run(const char* name, const Tensor& output, const Tensor& input, const Collective& collective) {
+    Machine& machine = Machine::instance();
+    Event issued, done;
+    machine.record(issued, current_stream());
+    machine.wait(issued, stream_);
+    Operands operands;
+    Tensor from = operands.cpu(input, false), to = operands.cpu(output, true);
+    const auto task = [collective, from, to]() mutable { collective(to, from)->wait(); };
+    const Cost cost{Engine::link, std::max(input.nbytes(), output.nbytes()), 0};
+    operands.run_on(stream_, name, task, HostWait::no, cost);
+    machine.record(done, stream_);
+    machine.start(done);  // peers wait for it, whatever this host does
+    return c10::make_intrusive<StreamWork>(std::move(done));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> host_;
+  int stream_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> make_collectives(c10::intrusive_ptr<c10d::Backend> host) {
+  return c10::make_intrusive<Collectives>(std::move(host));
+}
+
+}  // namespace deeptide::simulated

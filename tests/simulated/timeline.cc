@@ -1,0 +1,33 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Adds up the lengths of tasks along streams, engines and waits.
+#include "simulated/timeline.h"
+
+#include <algorithm>
+
+namespace deeptide::simulated {
+
+double& Timeline::stream_end(int stream) {
+  const auto index = static_cast<size_t>(stream);
+  if (ends_.size() <= index) ends_.resize(index + 1, 0);
+  return ends_[index];
+}
+
+double Timeline::add(int stream, const Cost& cost) {
+  const auto engine = static_cast<size_t>(cost.engine);
+  double& end = stream_end(stream);
+  double begin = std::max(end, host_);
+  if (cost.engine != Engine::compute) begin = std::max(begin, engine_ends_[engine]);
+  const double transfer = bandwidths_[engine] > 0 ? static_cast<double>(cost.bytes) / bandwidths_[engine] : 0;
+  end = begin + cost.seconds + transfer;
+  engine_ends_[engine] = std::max(engine_ends_[engine], end);
+  return end;
+}
+
+double Timeline::end_of(int stream) { return std::max(stream_end(stream), host_); }
+
+void Timeline::wait(int stream, double time) { stream_end(stream) = std::max(stream_end(stream), time); }
+
+void Timeline::host_wait(double time) { host_ = std::max(host_, time); }
+
+}  // namespace deeptide::simulated
