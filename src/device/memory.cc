@@ -52,6 +52,18 @@ Mapping map_pages(Role role, int64_t bytes) {
   return mapping;
 }
 
+/// Returns zeros of torch's allocator. Errors: OutOfMemoryError, which also says for what.
+Tensor allocate_on_device(Role role, int64_t numel, const at::TensorOptions& options) {
+  try {
+    return at::zeros({numel}, options);
+  } catch (const c10::OutOfMemoryError& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: cannot allocate ",
+                     numel * static_cast<int64_t>(options.dtype().itemsize()), " bytes for ", role_name(role), " on ",
+                     options.device(), ". Use a higher ZeRO stage, more ranks or a smaller model. ",
+                     error.what_without_backtrace());
+  }
+}
+
 int64_t bytes_of(int64_t numel, ScalarType dtype) { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 
 }  // namespace
@@ -84,7 +96,7 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   const int64_t bytes = bytes_of(numel, dtype);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   if (!device.is_cpu()) {
-    Tensor owner = at::zeros({numel}, options);
+    Tensor owner = allocate_on_device(role, numel, options);
     ledger->add(role, bytes);
     return at::from_blob(
         owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options);

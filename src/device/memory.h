@@ -39,7 +39,7 @@ class Ledger {
 
 /// Returns a zeroed flat tensor (numel,) with memory of its own, counted in `ledger` until its last reference is
 /// released. On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
-/// Errors: RuntimeError naming role and bytes if the memory cannot be allocated.
+/// Errors: RuntimeError naming role and bytes if the memory cannot be allocated; OutOfMemoryError on a device.
 at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
                          at::Device device);
 

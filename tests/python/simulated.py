@@ -23,7 +23,8 @@ _ops = torch.ops.simulated
 
 SCHEDULES = ("at_once", "random", "late", "late_default", "late_others")
 
-settle, host_waits, host_time_s, tasks, checked = (
+used_bytes, settle, host_waits, host_time_s, tasks, checked = (
+    _ops.used_bytes,
     _ops.settle,
     _ops.host_waits,
     _ops.host_time_s,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on a simulated accelerator: the CPU's bits, and no access that nothing orders."""
 
+import gc
 import os
 
 import models
@@ -47,6 +48,10 @@ def train(device, stage, gas, clipping, bf16=False, own=False):
     return results
 
 
+def run(world, function, *args):
+    run_processes(world, function, *args, preload=("torch._dynamo",))  # torch's optimizers would load it in each rank
+
+
 def begin():
     """As ranks that share no memory: the device's do not either."""
     os.environ["DEEPTIDE_TEST_APART"] = "1"
@@ -75,10 +80,19 @@ def compare_with_cpu(stages, gas, clipping, bf16):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("gas", "clipping", "bf16"), [(1, 1.0, False), (2, 0.0, False), (2, 1.0, True)])
+@pytest.mark.parametrize(
+    ("world", "gas", "clipping", "bf16"),
+    [
+        (1, 1, 1.0, False),
+        (1, 2, 0.0, True),
+        (2, 1, 0.0, False),
+        (2, 2, 1.0, True),
+        (3, 1, 1.0, True),
+        (3, 2, 0.0, False),
+    ],
+)
 def test_the_engine_trains_as_on_a_cpu_bit_for_bit(world, gas, clipping, bf16):
-    run_processes(world, compare_with_cpu, [0, 1, 2, 3], gas, clipping, bf16)
+    run(world, compare_with_cpu, [0, 1, 2, 3], gas, clipping, bf16)
 
 
 def compare_stages():
@@ -96,7 +110,7 @@ def compare_stages():
 
 
 def test_all_stages_give_the_same_bits_with_adam():
-    run_processes(2, compare_stages)
+    run(2, compare_stages)
 
 
 def count_waits(stage):
@@ -122,7 +136,87 @@ def count_waits(stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_host_waits_once_a_step(stage):
-    run_processes(2, count_waits, stage)
+    run(2, count_waits, stage)
+
+
+def run_out_of_memory(stage):
+    """In initialize, in forward or backward, and in step; what is left over can be destroyed, and leaves nothing."""
+    simulated = begin()
+    tokens, targets = (tensor.to("sim") for tensor in models.batches(1, 2)[0])
+    failed = set()
+    for room in range(8_000, 400_000, 8_000):
+        simulated.configure("random", cap=1 << 30)
+        simulated.settle()
+        before = simulated.used_bytes()
+        model, engine, phase = make_model("sim"), None, "initialize"
+        simulated.configure("random", cap=simulated.used_bytes() + room)
+        try:
+            engine = deeptide.initialize(model=model, config=models.config(stage))[0]
+            phase = "forward"
+            loss = engine(tokens, targets)
+            phase = "backward"
+            engine.backward(loss)
+            phase = "step"
+            engine.step()
+            phase = ""
+        except torch.OutOfMemoryError as error:
+            assert "simulated device out of memory" in str(error)
+            failed.add((phase, str(error).partition(" bytes for ")[2].partition(" on sim:0.")[0]))
+        if engine is not None:
+            engine.destroy()
+        del model, engine
+        loss = None
+        gc.collect()
+        torch.accelerator.synchronize()
+        assert simulated.settle() == ""
+        assert simulated.used_bytes() == before, (room, phase)
+        if not phase:
+            break
+    assert not phase
+    phases = {phase for phase, _ in failed}
+    assert phases >= {"initialize", "forward", "backward"}
+    roles = {role for _, role in failed}
+    assert roles >= {"parameters", "gradients", "optimizer states"}
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_ran_out_of_memory_leaves_nothing(stage):
+    run(1, run_out_of_memory, stage)
+
+
+def simulated_seconds(simulated, stage, compute, link):
+    """Of a step. Bandwidths in bytes per second, 0: no time."""
+    simulated.configure("late", compute=compute, link=link)
+    model = models.make_model(layers=6, width=64, tied=False).to("sim")
+    zero = {"stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 200_000}
+    engine = deeptide.initialize(model=model, config=models.config(stage, zero=zero))[0]
+    for step, (tokens, targets) in enumerate(models.batches(4, MICRO)):
+        if step == 2:  # the order of units is known
+            torch.accelerator.synchronize()
+            begin = simulated.host_time_s()
+        engine.backward(engine(tokens.to("sim"), targets.to("sim")))
+        engine.step()
+    torch.accelerator.synchronize()
+    seconds = (simulated.host_time_s() - begin) / 2
+    engine.destroy()
+    assert simulated.settle() == ""
+    return seconds
+
+
+def overlap(stage, most):
+    """`most`: of the time of a step, where all transfers take as long as all computation: 2 without overlap."""
+    simulated = begin()
+    compute = simulated_seconds(simulated, stage, 1e6, 0)
+    link = simulated_seconds(simulated, stage, 0, 1e6)
+    both = simulated_seconds(simulated, stage, 1e6, 1e6 * link / compute)
+    assert compute < both < most * compute, both / compute
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "most"), [(2, 1.35), (3, 1.7)])
+def test_transfers_overlap_computation(stage, most):
+    run(2, overlap, stage, most)
 
 
 def refuse_a_device_without_a_backend():
@@ -133,4 +227,4 @@ def refuse_a_device_without_a_backend():
 
 
 def test_a_device_type_without_a_backend_is_refused():
-    run_processes(2, refuse_a_device_without_a_backend)
+    run(2, refuse_a_device_without_a_backend)
