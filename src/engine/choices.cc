@@ -60,13 +60,13 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
 bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const optim::CompressedRule*>(rule) != nullptr; }
 
 /// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
-/// most its shard, and all rows of a shard take at most the memory of their sum in fp32.
+/// most its shard, and all rows of a shard take at most the memory of their sum.
 bool keeps_rows(const Config& config, const BatchSizes& batch, int num_ranks, const zero::StagePolicy& policy) {
-  constexpr size_t kBytesOfSum = sizeof(float);
+  const size_t bytes_of_sum = c10::elementSize(accumulate_type(config));
   const size_t bytes_of_rows = static_cast<size_t>(num_ranks) * c10::elementSize(reduce_type(config));
   const bool steps_shard = policy.shard_optimizer || num_ranks == 1;
   const bool ordered = config.runtime().reduction == Reduction::ordered;
-  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= kBytesOfSum;
+  return steps_shard && batch.accumulation == 1 && ordered && bytes_of_rows <= bytes_of_sum;
 }
 
 }  // namespace
@@ -93,6 +93,31 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule) {
 
 at::ScalarType reduce_type(const Config& config) {
   return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
+}
+
+at::ScalarType accumulate_type(const Config& config) {
+  const PrecisionConfig& precision = config.precision();
+  const DataType unless_given = precision.rounds_masters() ? config.compute_dtype() : DataType::fp32;
+  return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
+}
+
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule) {
+  const PrecisionConfig& precision = config.precision();
+  if (!precision.rounds_masters()) return {};
+  const char* key = precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads";
+  const bool elementwise = rule.reach(Hyperparameters(rule.info())) == optim::Reach::elementwise;
+  if (!elementwise || keeps_whole_states(&rule)) {
+    throw ConfigError(fmt::format(
+        "{}: {} is for optimizers that step each element by itself: Adam, AdamW, SGD, Lion, Adagrad, RMSprop; {} needs "
+        "fp32 masters. Set it to false, or choose one of them",
+        config.origin(), key, rule.name()));
+  }
+  if (precision.rounds_moments() && state_offload(config, rule)) {
+    throw ConfigError(config.origin() +
+                      ": bf16.bf16_optimizer_states does not go with zero_optimization.offload_optimizer.device "
+                      "\"nvme\", whose files hold fp32; set one of them to its default");
+  }
+  return {.rounded_masters = true, .rounded_moments = precision.rounds_moments()};
 }
 
 /// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
@@ -160,6 +185,7 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
                                           const zero::StagePolicy& policy, const ReducedUnits& units) {
   gradients::ReducerOptions options;
   options.reduce_dtype = reduce_type(config);
+  options.accumulate_dtype = accumulate_type(config);
   options.ordered = config.runtime().reduction == Reduction::ordered;
   options.overlap = config.zero().overlap_comm;
   options.accumulates_whole = keeps_whole_states(units.rule) || (!policy.reduce_every_micro && batch.accumulation > 1);

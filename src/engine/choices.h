@@ -14,6 +14,7 @@
 #include "optim/rule.h"
 #include "sharding/residency.h"
 #include "zero/offloaded_states.h"
+#include "zero/optimizer_states.h"
 #include "zero/policy.h"
 
 namespace deeptide::engine {
@@ -28,6 +29,10 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
 
 /// The data type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
+/// The data type of their sums, over micro-batches and ranks.
+at::ScalarType accumulate_type(const Config& config);
+/// Errors: ConfigError where the rule, or where states lie, needs fp32.
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule);
 
 /// Whether ranks of one host may have one copy of the parameters.
 bool may_share_memory(const Config& config);

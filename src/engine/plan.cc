@@ -28,8 +28,6 @@ namespace {
 
 using Layouts = std::vector<const UnitLayout*>;
 
-constexpr int64_t kState = sizeof(float);
-
 int64_t bytes(int64_t numel, const UnitLayout& layout) {
   return numel * static_cast<int64_t>(c10::elementSize(layout.dtype));
 }
@@ -40,6 +38,7 @@ struct Facts {
   const PlannedWorld world;
   const optim::Rule* rule;  // null: no optimizer
   zero::StagePolicy policy;
+  zero::StateTypes types;
   engine::BindOptions bind;
   std::vector<ParameterGroup> groups;
   std::vector<sharding::Parameter> parameters;
@@ -76,6 +75,7 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   TORCH_CHECK_VALUE(world.size > 0 && world.ranks_per_host > 0 && world.size % world.ranks_per_host == 0, "plan: got ",
                     world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
   Facts facts{.config = config, .world = world, .rule = rule, .policy = engine::policy_of(config, rule)};
+  if (rule) facts.types = engine::state_types(config, *rule);
   facts.groups = engine::optimizer_groups(model, config, options);
   facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
   facts.parameters = engine::distinct_parameters(model.parameters);
@@ -109,8 +109,8 @@ PlanLine parameters_of(const Facts& facts) {
   return line;
 }
 
-/// The states of trained units, in the order in which they are placed. Units: elements.
-std::vector<int64_t> states_of(const Facts& facts) {
+/// The states of trained units, in the order in which they are placed.
+std::vector<zero::StateForecast> states_of(const Facts& facts) {
   std::vector<zero::UnitForecast> units;
   for (const UnitLayout* layout : facts.trainable()) {
     auto& unit = units.emplace_back();
@@ -120,26 +120,29 @@ std::vector<int64_t> states_of(const Facts& facts) {
   }
   std::vector<Hyperparameters> hyper;
   for (const ParameterGroup& group : facts.groups) hyper.push_back(group.hyperparameters);
-  return zero::forecast(units, *facts.rule, hyper);
+  return zero::forecast(units, *facts.rule, hyper, facts.types);
 }
 
 PlanLine optimizer_of(const Facts& facts) {
   PlanLine line{.role = MemoryRole::optimizer_states};
   if (facts.rule == nullptr) return line;
   const auto offload = engine::state_offload(facts.config, *facts.rule);
-  const std::vector<int64_t> states = states_of(facts);
+  const std::vector<zero::StateForecast> states = states_of(facts);
   zero::StateSplit split(offload ? offload->ratio : 0.0);
-  for (const int64_t numel : states) line.memory_bytes += kState * (offload ? split.resident(numel) : numel);
-  line.file_bytes = kState * split.numel_in_files();
+  for (zero::StateForecast state : states) {
+    if (offload) state.numel = split.resident(state.numel);
+    line.memory_bytes += state.nbytes();
+  }
+  line.file_bytes = split.numel_in_files() * static_cast<int64_t>(sizeof(float));
   if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
     line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size);
   }
   if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
   if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
-    for (const int64_t numel : states) line.memory_bytes += numel * kState;
+    for (const zero::StateForecast& state : states) line.memory_bytes += state.nbytes();
     for (const UnitLayout* unit : facts.trainable()) {
       const int64_t numel = facts.policy.shard_optimizer ? unit->shard : unit->numel;
-      if (unit->dtype == at::kFloat) line.memory_bytes += numel * kState;
+      if (facts.types.aliases(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
     }
   }
   return line;

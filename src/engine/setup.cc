@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include "base/invariant.h"
 #include "base/log.h"
 #include "deeptide/allocator.h"
 #include "deeptide/errors.h"
@@ -103,7 +104,10 @@ zero::StatePlacement Engine::Impl::place_states() {
   const auto options = engine::state_offload(config, *rule);
   if (!options) return {};
   offloaded = std::make_unique<zero::OffloadedStates>(*options, ledger);
-  return [states = offloaded.get()](int64_t numel) { return states->place(numel); };
+  return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) {
+    DEEPTIDE_INVARIANT(dtype == at::kFloat, "states of ", dtype, " do not go to files");
+    return states->place(numel);
+  };
 }
 
 void Engine::Impl::make_trainer() {
@@ -121,6 +125,7 @@ void Engine::Impl::make_trainer() {
     progress.hyperparameters.push_back(group.hyperparameters);
   }
   const auto trainable = model.trainable();
+  const zero::StateTypes types = engine::state_types(config, *rule);
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,
@@ -132,7 +137,7 @@ void Engine::Impl::make_trainer() {
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
-                                                       reductions, model.device(), place_states(), custom.get());
+                                                       reductions, model.device(), place_states(), custom.get(), types);
   if (config.runtime().on_skipped == OnSkipped::rewind) {
     if (offloaded) {
       throw ConfigError(config.origin() +

@@ -73,8 +73,11 @@ std::string Engine::Impl::summary() const {
     text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
-  text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate fp32, master fp32, moments fp32",
-                      parameter_types, parameter_types, short_name(engine::reduce_type(config)));
+  const zero::StateTypes states = rule ? engine::state_types(config, *rule) : zero::StateTypes();
+  text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
+                      parameter_types, parameter_types, short_name(engine::reduce_type(config)),
+                      short_name(engine::accumulate_type(config)), states.rounded_masters ? parameter_types : "fp32",
+                      states.rounded_moments ? parameter_types : "fp32");
   if (const PrecisionConfig& precision = config.precision(); precision.scales_loss()) {
     const std::string how =
         precision.loss_scale > 0

@@ -196,7 +196,8 @@ void Flights::add(Flight& flight) {
 Tensor& Flights::accumulator(int unit) {
   Tensor& shard = accumulators_[unit];
   if (!shard.defined()) {
-    shard = device::allocate_flat(ledger_, Role::gradients, units_[unit]->layout().shard, at::kFloat, device_);
+    shard = device::allocate_flat(ledger_, Role::gradients, units_[unit]->layout().shard, options_.accumulate_dtype,
+                                  device_);
   }
   return shard;
 }

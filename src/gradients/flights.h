@@ -37,12 +37,13 @@ inline constexpr size_t kMaxRoundsAhead = 2;
 size_t most_ahead(size_t num_units, bool shares_memory);
 
 struct ReducerOptions {
-  at::ScalarType reduce_dtype = at::kFloat;  // on the wire
+  at::ScalarType reduce_dtype = at::kFloat;      // on the wire
+  at::ScalarType accumulate_dtype = at::kFloat;  // of sums: of micro-batches in buckets, of ranks in shards
   bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
   bool overlap = true;                       // start reductions during backward
   bool side_thread = false;                  // sum on a separate thread, for cores that would be idle
   bool keep_rows = false;                    // until the step, which sums rows as it reads: no memory for sums
-  bool accumulates_whole = false;            // several micro-batches are summed in fp32 buckets before they travel
+  bool accumulates_whole = false;            // several micro-batches are summed in buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
   /// Called repeatedly while this rank waits because it is too far ahead, with the rounds that it has begun: it may
@@ -53,7 +54,7 @@ struct ReducerOptions {
 /// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
 class Flights {
  public:
-  /// `units`: by position; each gets an fp32 accumulator shard, unless rows are kept. Buckets return to `buckets` once
+  /// `units`: by position; each gets an accumulator shard, unless rows are kept. Buckets return to `buckets` once
   /// they may be refilled. `exchange`: null unless all ranks are on one host.
   Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, host::Exchange* exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,

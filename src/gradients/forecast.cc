@@ -10,13 +10,13 @@ namespace deeptide::gradients {
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
                          int num_ranks, bool shares_memory) {
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
-  constexpr auto kSum = static_cast<int64_t>(sizeof(float));
+  const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   int64_t sums = 0, round = 0, whole = 0, largest = 0;
   for (const sharding::UnitLayout* unit : units) {
-    sums += unit->shard * kSum;
+    sums += unit->shard * sum;
     round += unit->numel * item;
     largest = std::max(largest, unit->numel * item);
-    if (options.accumulates_whole) whole += unit->numel * kSum;
+    if (options.accumulates_whole) whole += unit->numel * sum;
   }
   const bool stay = buckets_stay(options, num_ranks, shares_memory);
   ReducerForecast bytes;

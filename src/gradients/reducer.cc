@@ -110,7 +110,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
   check_layout(p, gradient);
   if (!bucket.data.defined()) {
     flights_->reclaim();
-    bucket.data = pool_.take(unit.numel(), local_ ? at::kFloat : options_.reduce_dtype);
+    bucket.data = pool_.take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype);
   }
   bucket.added[parameter] = bucket.seen[parameter] = true;
   if (!bucket.arrived[parameter]) {
@@ -122,10 +122,10 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     bucket.filled[parameter] = true;
     return;
   }
-  if (bucket.data.scalar_type() != at::kFloat) {  // sums are taken in fp32
-    Tensor wide = pool_.take(unit.numel(), at::kFloat);
-    wide.copy_(bucket.data);
-    pool_.put(std::exchange(bucket.data, wide));
+  if (bucket.data.scalar_type() != options_.accumulate_dtype) {
+    Tensor sum = pool_.take(unit.numel(), options_.accumulate_dtype);
+    sum.copy_(bucket.data);
+    pool_.put(std::exchange(bucket.data, sum));
   }
   add_into(bucket.data, p, gradient);
 }
@@ -250,7 +250,7 @@ numerics::Contributions Reducer::local_gradient(int unit) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   Bucket& bucket = buckets_[unit];
-  if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), at::kFloat);
+  if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), options_.accumulate_dtype);
   return {{filled_bucket(unit)}, options_.scale * num_ranks_};
 }
 

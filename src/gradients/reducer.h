@@ -23,7 +23,7 @@ void check_layout(const sharding::Parameter& parameter, const at::Tensor& gradie
 /// `finish` evens that out. Thread-safe.
 class Reducer {
  public:
-  /// `units`: all trainable units, by position. Allocates an fp32 accumulator shard per unit, unless the options keep
+  /// `units`: all trainable units, by position. Allocates an accumulator shard per unit, unless the options keep
   /// rows.
   /// `exchange`: if all ranks are on one host; buckets then lie in its arena and are summed in place.
   Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
@@ -87,7 +87,7 @@ class Reducer {
 
  private:
   struct Bucket {
-    at::Tensor data;            // (numel,), reduce dtype, or fp32 once a gradient was added to it
+    at::Tensor data;            // (numel,), of the wire; of sums while local, or once a gradient was added to it
     std::vector<bool> filled;   // by parameter: `data` holds a gradient
     std::vector<bool> arrived;  // by parameter: arrived in this micro-batch
     int num_arrived = 0;

@@ -37,8 +37,8 @@ void check_rows(const char* what, at::TensorList rows, const Tensor& like, const
 
 void check_sum(const char* what, at::TensorList rows, const Tensor& accumulator) {
   check_rows(what, rows, accumulator, "the accumulator");
-  TORCH_CHECK_VALUE(accumulator.scalar_type() == at::kFloat, what, ": accumulator is ", accumulator.scalar_type(),
-                    ", expected Float");
+  TORCH_CHECK_VALUE(is_wire_dtype(accumulator.scalar_type()), what, ": accumulator is ", accumulator.scalar_type(),
+                    ", expected Float, BFloat16 or Half");
 }
 
 void check_squares(const char* what, const Tensor& sum_of_squares, at::Device device) {

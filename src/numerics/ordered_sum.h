@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Sums the ranks' gradient contributions in rank order with fp32 accumulation; norm and finite check ride along.
+// Sums the ranks' gradient contributions in rank order in fp32; norm and finite check ride along.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,8 +48,9 @@ class SumReader {
 /// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order
 /// in fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The
 /// sum of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads.
-/// Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32; sum_of_squares (1,) fp64, same device. N may
-/// be 0.
+/// An accumulator of 16 bits is added to in fp32 and rounded once; the squares are of what it holds then.
+/// Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32|bf16|fp16; sum_of_squares (1,) fp64, same
+/// device. N may be 0.
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares);
 
 /// What `ordered_sum` with `overwrite` gives as the sum of squares, without writing the sum. Shapes: as there.

@@ -11,6 +11,7 @@
 #include "device/parallel.h"
 #include "numerics/ordered_sum.h"
 #include "numerics/ordered_sum_detail.h"
+#include "numerics/rounding.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "numerics/ordered_sum_cpu.cc"
@@ -263,6 +264,12 @@ Sink sink_of(const float* accumulator, int64_t numel) {
   return aligned && numel >= kLarge ? Sink::overwrite_past_cache : Sink::overwrite;
 }
 
+double in_order(const std::vector<double>& partial) {
+  double total = 0.0;
+  for (const double block : partial) total += block;
+  return total;
+}
+
 /// The blocks' sums of squares, added in order. `out`: null if the sums are not needed.
 double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
   const auto data = pointers(tensors);
@@ -277,9 +284,34 @@ double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
     }
     if (finish.sink == Sink::overwrite_past_cache) hwy::FlushStream();
   });
-  double total = 0.0;
-  for (double block : partial) total += block;
-  return total;
+  return in_order(partial);
+}
+
+/// With an accumulator of 16 bits: blocks pass through the cache in fp32, and what is stored of each is read again for
+/// its squares.
+double reduce_rounded(at::TensorList tensors, float scale, bool overwrite, const at::Tensor& accumulator) {
+  const auto data = pointers(tensors);
+  const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};
+  const at::ScalarType dtype = accumulator.scalar_type();
+  auto* out = static_cast<uint16_t*>(accumulator.mutable_data_ptr());
+  const void* const stored_data[] = {out};
+  const Rows stored{stored_data, dtype, 1};
+  const Finish sum{scale, overwrite ? Sink::overwrite : Sink::add}, squares{1.0f, Sink::none};
+  const int64_t numel = accumulator.numel();
+  std::vector<double> partial(static_cast<size_t>((numel + kBlock - 1) / kBlock));
+  parallel_blocks(numel, kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
+    HWY_ALIGN float wide[kBlock];
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int64_t count = std::min(kBlock, end - at);
+      const auto length = static_cast<size_t>(count);
+      if (!overwrite) widen(out + at, dtype, count, wide);
+      HWY_DYNAMIC_DISPATCH(reduce_block)(rows, at, length, sum, wide);
+      round_to(out + at, dtype, count, wide);
+      partial[static_cast<size_t>(at / kBlock)] =
+          HWY_DYNAMIC_DISPATCH(reduce_block)(stored, at, length, squares, nullptr);
+    }
+  });
+  return in_order(partial);
 }
 
 }  // namespace
@@ -288,6 +320,10 @@ const char* chosen_target() { return HWY_DYNAMIC_DISPATCH(target_name)(); }
 
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares) {
+  if (is_half_width(accumulator.scalar_type())) {
+    *sum_of_squares.mutable_data_ptr<double>() = reduce_rounded(rows, scale, overwrite, accumulator);
+    return;
+  }
   float* out = accumulator.mutable_data_ptr<float>();
   const Finish finish{scale, overwrite ? sink_of(out, accumulator.numel()) : Sink::add};
   *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, finish, out);

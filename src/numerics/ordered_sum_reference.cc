@@ -16,7 +16,7 @@ void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, con
   Tensor sum = rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   for (const Tensor& row : rows.slice(1)) sum.add_(row);
   sum.mul_(scale);
-  overwrite ? accumulator.copy_(sum) : accumulator.add_(sum);
+  accumulator.copy_(overwrite ? sum : sum.add_(accumulator));
   // Squares of large finite floats overflow in fp32; the norm casts as it reads.
   sum_of_squares.copy_(at::linalg_vector_norm(accumulator, 2, at::OptionalIntArrayRef{}, false, at::kDouble));
   sum_of_squares.square_();

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "deeptide/errors.h"
+#include "numerics/rounding.h"
 
 using at::Tensor;
 
@@ -40,10 +41,12 @@ void check_like_master(const std::string& what, const std::string& name, const T
   TORCH_CHECK_VALUE(tensor.is_contiguous(), what, ": ", name, " is not contiguous; pass one slice of a flat buffer");
 }
 
-void check_fp32(const std::string& what, const std::string& name, const Tensor& tensor, const Tensor& master) {
+/// `also`: a type of 16 bits that is taken too; undefined: none.
+void check_type(const std::string& what, const std::string& name, const Tensor& tensor, const Tensor& master,
+                at::ScalarType also) {
   check_like_master(what, name, tensor, master);
-  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat, what, ": ", name, " is ", tensor.scalar_type(),
-                    ", expected Float");
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == also, what, ": ", name, " is ",
+                    tensor.scalar_type(), ", expected Float");
 }
 
 void check_gradient(const std::string& what, const numerics::Contributions& gradient, const Tensor& master) {
@@ -56,6 +59,20 @@ void check_gradient(const std::string& what, const numerics::Contributions& grad
     TORCH_CHECK_VALUE(type == gradient.rows[0].scalar_type(), what, ": a row of the gradient is ", type, ", another ",
                       gradient.rows[0].scalar_type(), "; expected one type");
   }
+}
+
+/// The segment with masters and states in fp32: itself, or copies of what has 16 bits.
+Segment widened(const Segment& segment) {
+  Segment wide = segment;
+  wide.master = segment.master.to(at::kFloat);
+  for (Tensor& state : wide.states) {
+    if (state.defined()) state = state.to(at::kFloat);
+  }
+  return wide;
+}
+
+void copy_back(const Tensor& wide, const Tensor& narrow) {
+  if (narrow.defined() && !wide.is_same(narrow)) narrow.copy_(wide);
 }
 
 }  // namespace
@@ -88,7 +105,9 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
   TORCH_CHECK_VALUE(hyper.optimizer() == &info_, what, ": got hyper-parameters of ",
                     hyper.optimizer() ? hyper.optimizer()->name : "no optimizer", ", expected ", name(), "'s");
   TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
-  check_fp32(what, "master", master, master);
+  const bool rounds = reach(hyper) == Reach::elementwise && numerics::is_half_width(master.scalar_type());
+  const at::ScalarType also = rounds ? master.scalar_type() : at::ScalarType::Undefined;
+  check_type(what, "master", master, master, also);
   TORCH_CHECK_VALUE(segment.states.size() == roles_.size(), what, ": got ", segment.states.size(), " states, expected ",
                     roles_.size());
   for (size_t i = 0; i < roles_.size(); ++i) {
@@ -98,8 +117,10 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
     TORCH_CHECK_VALUE(keeps(i, hyper) || !state.defined(), what, ": ", decides, " is ", hyper.get(decides),
                       " but the state ", role.name, " is defined; expected a state exactly when ", decides, " is ",
                       role.unless_zero ? "not 0" : "0");
-    if (keeps(i, hyper)) check_fp32(what, role.name, state, master);
+    if (keeps(i, hyper)) check_type(what, role.name, state, master, also);
   }
+  TORCH_CHECK_VALUE(!rounds || !segment.param.defined(), what, ": param is defined beside a master of 16 bits, ",
+                    "expected none: the master is the parameter");
   if (segment.param.defined()) {
     const auto type = segment.param.scalar_type();
     check_like_master(what, "param", segment.param, master);
@@ -127,7 +148,10 @@ void Rule::step(const Segment& segment, const Hyperparameters& hyper, const Step
 void Rule::step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
   check(segment, hyper, terms);
   at::NoGradGuard no_grad;
-  step_aten(segment, hyper, terms);
+  const Segment wide = widened(segment);
+  step_aten(wide, hyper, terms);
+  copy_back(wide.master, segment.master);
+  for (size_t i = 0; i < wide.states.size(); ++i) copy_back(wide.states[i], segment.states[i]);
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }
 

@@ -32,12 +32,13 @@ struct StateRole {
   const char* only_at_zero = nullptr;  // ... or that without whose 0 it is not
 };
 
-/// The flat tensors of one segment, all (N,), contiguous, on one device.
+/// The flat tensors of one segment, all (N,), contiguous, on one device. An elementwise rule also takes a master of 16
+/// bits, which is the parameter itself, and states of its type: they are widened, stepped in fp32 and rounded once.
 struct Segment {
-  at::Tensor master;                 // fp32, updated
-  std::vector<at::Tensor> states;    // fp32, updated; by the rule's roles, undefined where a role is not kept
+  at::Tensor master;                 // fp32, or bf16 | fp16; updated
+  std::vector<at::Tensor> states;    // fp32, or as the master; updated; by the rule's roles, undefined if not kept
   numerics::Contributions gradient;  // read, and summed on the way
-  at::Tensor param;                  // bf16 | fp16, receives the rounded master; undefined in fp32 training
+  at::Tensor param;                  // bf16 | fp16, receives the rounded fp32 master; undefined if it is the master
   int64_t rows = 1;                  // of a whole parameter as a matrix (rows, N / rows), for rules that take it so
 };
 

@@ -42,7 +42,7 @@ class OffloadedStates {
   /// Errors: RuntimeError naming a folder that cannot be used.
   OffloadedStates(const OffloadOptions& options, std::shared_ptr<device::Ledger> ledger);
 
-  /// Errors: RuntimeError naming the folder and the bytes when its disk is full.
+  /// An fp32 state. Errors: RuntimeError naming the folder and the bytes when its disk is full.
   tiers::Buffer place(int64_t numel);
 
   int64_t bytes_in_memory() const { return (split_.numel() - split_.numel_in_files()) * kElementBytes; }

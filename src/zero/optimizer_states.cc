@@ -19,18 +19,19 @@ using tiers::Buffer;
 
 OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
                                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                                 StatePlacement place)
+                                 StatePlacement place, StateTypes types)
     : units_(std::move(units)),
       rule_(rule),
       policy_(policy),
       place_(std::move(place)),
+      types_(types),
       kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
   at::NoGradGuard no_grad;
   for (int i = 0; i < num_units(); ++i) {
     const Buffer values = parameters(i);
     UnitState state;
-    state.aliased = values.dtype() == at::kFloat;
-    state.master = state.aliased ? values : place_(values.numel());
+    state.aliased = types_.aliases(values.dtype());
+    state.master = state.aliased ? values : place_(values.numel(), at::kFloat);
     state.states.resize(rule_.roles().size());
     state.steps.assign(units_[i]->parameters().size(), 0);
     state.numbers.assign(units_[i]->parameters().size(), rule_.parameter_numbers());
@@ -46,11 +47,11 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
   keep(groups);
 }
 
-std::vector<int64_t> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
-                              const std::vector<Hyperparameters>& groups) {
-  std::vector<int64_t> states;
+std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                                    const std::vector<Hyperparameters>& groups, const StateTypes& types) {
+  std::vector<StateForecast> states;
   for (const UnitForecast& unit : units) {
-    if (unit.dtype != at::kFloat) states.push_back(unit.numel);  // the master
+    if (!types.aliases(unit.dtype)) states.push_back({unit.numel, at::kFloat});  // the master
   }
   std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
   for (size_t group = 0; group < groups.size(); ++group) {
@@ -59,7 +60,7 @@ std::vector<int64_t> forecast(const std::vector<UnitForecast>& units, const opti
       for (size_t i = 0; i < units.size(); ++i) {
         if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
         placed[i][role] = true;
-        states.push_back(units[i].numel);
+        states.push_back({units[i].numel, types.of_states(units[i].dtype)});
       }
     }
   }
@@ -104,7 +105,9 @@ void OptimizerStates::keep(const std::vector<Hyperparameters>& groups) {
       const auto& members = units_[i]->parameters();
       const bool has_member =
           std::any_of(members.begin(), members.end(), [&, g = group](const auto& p) { return p.group == g; });
-      if (has_member && !buffer.defined()) buffer = place_(units_states_[i].master.numel());
+      if (has_member && !buffer.defined()) {
+        buffer = place_(units_states_[i].master.numel(), types_.of_states(units_[i]->layout().dtype));
+      }
     }
   }
 }

@@ -26,8 +26,17 @@ struct UnitStateBuffer {
   tiers::Buffer data;
 };
 
-/// Makes the zeroed fp32 buffer (numel,) of a state or a master: where states lie is its choice.
-using StatePlacement = std::function<tiers::Buffer(int64_t numel)>;
+/// Makes the zeroed buffer (numel,) of a state or a master: where states lie is its choice.
+using StatePlacement = std::function<tiers::Buffer(int64_t numel, at::ScalarType dtype)>;
+
+/// What is not fp32 of masters and states.
+struct StateTypes {
+  bool rounded_masters = false;  // units of 16 bits have no fp32 master: their parameters are their masters
+  bool rounded_moments = false;  // states have their unit's type; needs rounded masters
+
+  bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
+  at::ScalarType of_states(at::ScalarType unit) const { return rounded_moments ? unit : at::kFloat; }
+};
 
 /// The parameters that a step moves: those with a gradient, equal on all ranks.
 struct ActiveParameters {
@@ -53,18 +62,26 @@ struct UnitForecast {
   at::ScalarType dtype = at::kFloat;
   std::set<int> groups;  // that its parameters are in
 };
-/// The elements of each state that OptimizerStates would have placed, in that order.
-std::vector<int64_t> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
-                              const std::vector<Hyperparameters>& groups);
+/// A state to be placed.
+struct StateForecast {
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
+
+  int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
+};
+/// Each state that OptimizerStates would have placed, in that order.
+std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                                    const std::vector<Hyperparameters>& groups, const StateTypes& types);
 
 /// A state of one parameter: its name, and the role.
 using StateName = std::pair<std::string, std::string>;
 
 class OptimizerStates {
  public:
-  /// Masters of what is not fp32 start as the parameters' values.
+  /// Masters of what is not fp32 start as the parameters' values. Rounded ones need a rule of elementwise reach.
   OptimizerStates(std::vector<sharding::Unit*> units, const optim::Rule& rule,
-                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy, StatePlacement place);
+                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy, StatePlacement place,
+                  StateTypes types = {});
 
   int num_units() const { return static_cast<int>(units_.size()); }
   sharding::Unit& unit(int unit) const { return *units_[unit]; }
@@ -76,7 +93,7 @@ class OptimizerStates {
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
-  /// Whether the master is the parameters' own memory, as in fp32.
+  /// Whether the master is the parameters' own memory, as in fp32 and where masters are rounded.
   bool is_aliased(int unit) const { return units_states_[unit].aliased; }
   /// Undefined: no parameter of the unit needs it.
   const tiers::Buffer& state(int unit, size_t role) const { return units_states_[unit].states[role]; }
@@ -115,7 +132,7 @@ class OptimizerStates {
 
  private:
   struct UnitState {
-    tiers::Buffer master;               // aliases the parameters' memory in fp32
+    tiers::Buffer master;               // may alias the parameters' memory
     std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
     std::vector<int64_t> steps;                // by parameter: the steps that moved it
@@ -126,6 +143,7 @@ class OptimizerStates {
   const optim::Rule& rule_;
   StagePolicy policy_;
   StatePlacement place_;
+  StateTypes types_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
   std::vector<UnitState> units_states_;
   int64_t steps_ = 0;

@@ -29,8 +29,8 @@ using tiers::Buffer;
 namespace {
 
 StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::Device device) {
-  return [ledger, device](int64_t numel) {
-    return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, at::kFloat, device));
+  return [ledger, device](int64_t numel, at::ScalarType dtype) {
+    return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, dtype, device));
   };
 }
 
@@ -45,8 +45,8 @@ bool reaches(const std::vector<Run>& runs, Reach reach) {
 ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
-                                   StatePlacement place, CustomOptimizer* custom)
-    : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device)),
+                                   StatePlacement place, CustomOptimizer* custom, StateTypes types)
+    : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device), types),
       policy_(policy),
       group_(group),
       device_(device),

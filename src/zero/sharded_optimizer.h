@@ -33,7 +33,7 @@ class ShardedOptimizer {
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
-                   StatePlacement place = {}, CustomOptimizer* custom = nullptr);
+                   StatePlacement place = {}, CustomOptimizer* custom = nullptr, StateTypes types = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
   /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3). Parameters that

@@ -17,9 +17,9 @@ int64_t most_bytes_under_way(const std::vector<int64_t>& sizes) {
 }
 
 void UnitGathers::start(const std::string& unit, Tensor output, Tensor input) {
-  auto pending = group_.all_gather(output, std::move(input));
+  auto pending = group_.all_gather(output, input);
   bytes_ += static_cast<int64_t>(output.nbytes());
-  flights_.push_back({unit, std::move(output), std::move(pending)});
+  flights_.push_back({unit, std::move(output), std::move(input), std::move(pending)});
 }
 
 Tensor UnitGathers::wait_first() {

@@ -39,6 +39,7 @@ class UnitGathers {
   struct Flight {
     std::string unit;
     at::Tensor output;
+    at::Tensor input;  // perhaps nobody else's
     comm::Pending pending;
   };
 

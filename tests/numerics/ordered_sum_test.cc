@@ -70,6 +70,40 @@ TEST(OrderedSum, EqualsTheSumInRankOrderBitForBit) {
   }
 }
 
+TEST(OrderedSum, IsRoundedOnceIntoAnAccumulatorOf16Bits) {
+  at::manual_seed(8);
+  for (at::ScalarType sums : {at::kBFloat16, at::kHalf}) {
+    for (at::ScalarType dtype : {at::kFloat, sums}) {
+      for (int64_t world : {1, 2, 9}) {
+        for (int64_t numel : kSizes) {
+          for (bool overwrite : {true, false}) {
+            const Tensor rows = ragged_rows(world, numel, dtype), start = at::randn({numel}).to(sums);
+            Tensor sum = rows[0].to(at::kFloat);
+            for (int64_t rank = 1; rank < world; ++rank) sum = sum + rows[rank].to(at::kFloat);
+            const Tensor expected = (overwrite ? sum * 0.3f : start.to(at::kFloat) + sum * 0.3f).to(sums);
+            const Result got = run(rows, 0.3f, overwrite, start);
+            ASSERT_TRUE(at::equal(got.accumulator, expected)) << sums << " of " << dtype << " " << world << "x" << numel;
+            const Result of_stored = run(expected.unsqueeze(0), 1.0, true, at::zeros({numel}));
+            ASSERT_EQ(got.sum_of_squares, of_stored.sum_of_squares) << "squares are of what is stored";
+            Tensor oracle = start.clone(), squares = at::zeros({1}, at::kDouble);
+            detail::ordered_sum_reference(rows.unbind(0), 0.3f, overwrite, oracle, squares);
+            ASSERT_TRUE(at::equal(oracle, expected));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(OrderedSum, OfFiniteRowsThatOverflowsFp16IsNamedWithoutARank) {
+  const Tensor rows = at::full({2, 5}, 4e4f).to(at::kHalf);
+  const Result got = run(rows, 1.0, true, at::zeros({5}, at::kHalf));
+  EXPECT_TRUE(std::isinf(got.sum_of_squares));
+  const auto found = find_non_finite(rows.unbind(0), got.accumulator);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->rank, -1);
+}
+
 TEST(OrderedSum, TakesTheRanksInOrder) {
   // (1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1.
   const Tensor rows = at::tensor({1e8f, 1.0f, -1e8f}).unsqueeze(1);
@@ -235,7 +269,7 @@ TEST(OrderedSum, RejectsTensorsThatDoNotFit) {
   rejects(Tensor(), sums, squares, "a row has shape");
   rejects(at::ones({4, 2}).t(), sums, squares, "each row must be contiguous");
   rejects(rows.to(at::kDouble), sums, squares, "a row is Double");
-  rejects(rows, sums.to(at::kBFloat16), squares, "accumulator is BFloat16");
+  rejects(rows, sums.to(at::kDouble), squares, "accumulator is Double");
   rejects(rows, at::zeros({8}).slice(0, 0, 8, 2), squares, "accumulator must be");
   rejects(rows, elsewhere, squares, "a row is on cpu");
   rejects(rows, sums, squares.to(at::kFloat), "sum_of_squares");

@@ -273,6 +273,58 @@ TEST_P(EveryRule, RejectsRowsThatDoNotDivideTheParameter) {
   EXPECT_THROW(rule().step(segment, full(), {}), c10::ValueError);
 }
 
+/// The segment as it is when its parameters are their own masters, and states have `states`' type.
+Segment rounded(const Segment& wide, at::ScalarType dtype, at::ScalarType states) {
+  Segment made{wide.master.to(dtype), {}, wide.gradient, {}};
+  for (const Tensor& state : wide.states) made.states.push_back(state.defined() ? state.to(states) : state);
+  return made;
+}
+
+TEST_P(EveryRule, StepsAMasterOf16BitsInFp32AndRoundsItOnce) {
+  at::manual_seed(31);
+  for (const Hyperparameters& hyper : variants_of(rule())) {
+    if (rule().reach(hyper) != Reach::elementwise) continue;
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+      for (const at::ScalarType states : {at::kFloat, dtype}) {
+        for (const int64_t numel : kSizes) {
+          const Segment own = rounded(make_segment(rule(), hyper, numel), dtype, states), reference = copy_of(own);
+          Segment wide = changed(own, own.gradient, [](const Tensor& tensor) { return tensor.to(at::kFloat).clone(); });
+          wide.param = at::zeros({numel}, dtype);
+          rule().step(own, hyper, {3, 0.5});
+          rule().step(wide, hyper, {3, 0.5});
+          ASSERT_TRUE(at::equal(own.master, wide.param)) << dtype << " " << numel;
+          rule().step_reference(reference, hyper, {3, 0.5});
+          ASSERT_EQ(reference.master.scalar_type(), dtype);
+          const double ulp = dtype == at::kHalf ? 0x1p-10 : 0x1p-7;
+          ASSERT_TRUE(at::allclose(own.master, reference.master, ulp, 1e-6)) << dtype << " " << numel;
+          for (size_t i = 0; i < own.states.size(); ++i) {
+            if (!own.states[i].defined()) continue;
+            ASSERT_TRUE(at::equal(own.states[i], wide.states[i].to(states))) << dtype << " " << numel;
+            ASSERT_TRUE(at::allclose(own.states[i], reference.states[i], ulp, 1e-6)) << dtype << " " << numel;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(EveryRule, TakesAMasterOf16BitsOnlyIfItIsElementwiseAndTheParameterItself) {
+  const Hyperparameters hyper = full();
+  const auto rejects = [&](const Segment& segment, const std::string& words) {
+    try {
+      rule().step(segment, hyper, {});
+      ADD_FAILURE() << "accepted; expected an error about " << words;
+    } catch (const c10::ValueError& error) {
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  Segment segment = rounded(make_segment(rule(), hyper, 8), at::kHalf, at::kFloat);
+  if (rule().reach(hyper) != Reach::elementwise) return rejects(segment, "master is Half, expected Float");
+  segment.param = segment.master;
+  rejects(segment, "param is defined beside a master of 16 bits");
+  rejects(rounded(segment, at::kHalf, at::kBFloat16), "is BFloat16, expected Float");
+}
+
 INSTANTIATE_TEST_SUITE_P(Optimizers, EveryRule, testing::ValuesIn(all_rules()),
                          [](const auto& info) { return info.param->name(); });
 

@@ -27,10 +27,11 @@ SGD_PLAIN = {"lr": 1e-1}
 AT_STAGE_0 = {"OneBitAdam", "ZeroOneAdam", "OneBitLamb"}  # test_one_bit.py
 
 
-def start(world=None, stage=0, type="AdamW", params=None, bf16=False, **arguments):
+def start(world=None, stage=0, type="AdamW", params=None, bf16=False, fp16=False, **arguments):
     section = {"type": type, "params": OPTIMIZERS[type] if params is None else params}
     model = arguments.pop("model", None) or models.make_model()
-    config = models.config(stage, bf16=bf16, optimizer=section)
+    half = {"enabled": fp16, "initial_scale_power": 8}
+    config = models.config(stage, bf16=bf16, optimizer=section, fp16=half)
     return deeptide.initialize(model=model, config=config, world=world, **arguments)[0]
 
 
@@ -222,13 +223,13 @@ def test_groups_refuse_bad_values_of_every_key_by_its_name(type):
     assert refused >= 3 * sum(not number.flag for number in info.hyperparameters)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("type", OPTIMIZERS)
-def test_an_overflow_on_one_rank_touches_nothing_and_is_named_on_all(type, bf16):
+def test_an_overflow_on_one_rank_touches_nothing_and_is_named_on_all(type, precision):
     def run(world):
         seen = []
         for stage in (0, 1, 2, 3):
-            engine = start(world, stage, type, bf16=bf16)
+            engine = start(world, stage, type, bf16=precision == "bf16", fp16=precision == "fp16")
             train(engine, 0, 1)
             before = state_of(engine)
             tokens, targets = models.batches(1, 4)[0]

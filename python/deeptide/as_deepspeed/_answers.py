@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 CONSTANTS: dict[str, Any] = {
     "amp_enabled": False,
     "autotuning_enabled": False,
-    "bf16_master_weights_and_gradients": False,
-    "bf16_optimizer_states": False,
     "checkpoint_tag_validation_enabled": True,
     "checkpoint_tag_validation_fail": True,
     "curriculum_learning_enabled": False,
@@ -23,7 +21,6 @@ CONSTANTS: dict[str, Any] = {
     "data_sampling_enabled": False,
     "eigenvalue_enabled": False,
     "flops_profiler_enabled": False,
-    "fp16_master_weights_and_gradients": False,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
     "is_first_weights_partition_group": True,
@@ -100,6 +97,23 @@ class EngineAnswers:
         """Of fp16."""
         power = (self.given_config.get("fp16") or {}).get("initial_scale_power", 16)
         return float(2 ** int(power))
+
+    def _asks(self, section: str, key: str) -> bool:
+        """Whether a section that is on has the key set."""
+        given = self.given_config.get(section) or {}
+        return bool(given.get("enabled") and given.get(key))
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        """Whether fp16 parameters are their own masters."""
+        return self._asks("fp16", "fp16_master_weights_and_grads")
+
+    def bf16_master_weights_and_gradients(self) -> bool:
+        """Whether bf16 parameters are their own masters."""
+        return self._asks("bf16", "bf16_master_weights_and_grads")
+
+    def bf16_optimizer_states(self) -> bool:
+        """Whether moments are bf16."""
+        return self._asks("bf16", "bf16_optimizer_states")
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Stages 2 and 3."""

@@ -26,6 +26,28 @@ void check_precision(const Values& values, Problems& problems) {
   }
 }
 
+void check_sums_and_masters(const Values& values, Problems& problems) {
+  const std::string sums = values.word("data_types.grad_accum_dtype");
+  for (const std::string type : {"fp16", "bf16"}) {
+    const std::string masters = type + "." + type + "_master_weights_and_grads";
+    const bool on = values.flag(type + ".enabled");
+    if (sums == type && !on) {
+      blame(values, "data_types.grad_accum_dtype",
+            "\"" + type + "\" needs " + type + ".enabled: sums are fp32, or of the compute type", problems);
+    }
+    if (sums == "fp32" && on && values.flag(masters)) {
+      blame(values, "data_types.grad_accum_dtype",
+            "\"fp32\" contradicts " + masters + ", with which sums of gradients are " + type + "; leave one of them out",
+            problems);
+    }
+  }
+  if (values.flag("bf16.enabled") && values.flag("bf16.bf16_optimizer_states") &&
+      !values.flag("bf16.bf16_master_weights_and_grads")) {
+    blame(values, "bf16.bf16_optimizer_states",
+          "true needs bf16_master_weights_and_grads, as in DeepSpeed; set that to true, or this to false", problems);
+  }
+}
+
 void check_reduction(const Values& values, Problems& problems) {
   if (values.word("gradient_allreduce_op") == "sum" && values.integer("zero_optimization.stage") == 3) {
     blame(values, "gradient_allreduce_op",
@@ -38,14 +60,6 @@ void check_optimizer(const Values& values, Problems& problems) {
   if (type == "SGD" && values.flag(kParams + "nesterov") &&
       (values.number(kParams + "momentum") <= 0 || values.number(kParams + "dampening") != 0)) {
     blame(values, kParams + "nesterov", "Nesterov momentum requires a momentum above 0 and zero dampening", problems);
-  }
-  const bool by_signs = type == "OneBitAdam" || type == "ZeroOneAdam" || type == "OneBitLamb";
-  if (by_signs && values.integer("zero_optimization.stage") > 0) {
-    blame(values, "zero_optimization.stage",
-          type +
-              " needs stage 0: each rank steps whole parameters, with a momentum of its own gradients; set the stage "
-              "to 0, or choose another optimizer",
-          problems);
   }
   const bool has_ratio = type == "Lamb" || type == "OneBitLamb";
   if (has_ratio && values.number(kParams + "min_coeff") > values.number(kParams + "max_coeff")) {
@@ -94,6 +108,7 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 
 void check_rules(const Values& values, Problems& problems) {
   check_precision(values, problems);
+  check_sums_and_masters(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
   // After other problems the optimizer's parameters may be unknown.

@@ -128,7 +128,6 @@ std::vector<Key> lamb_keys() {
 }
 
 std::vector<Key> zero_one_keys() {
-  constexpr const char* kNoLocalSteps = "ranks exchange signs in every step, none is local";
   return one_bit_keys() +
          std::vector<Key>{
              integer("var_freeze_step", 100'000, "Steps after which the second moment stays for good.").at_least(0),
@@ -136,8 +135,10 @@ std::vector<Key> zero_one_keys() {
                      "Steps with the gradients' mean, in which the second moment moves, before their interval doubles.")
                  .between(1, 1e9),
              integer("local_step_scaler", 32'678, "Steps before the interval between exchanges doubles.")
-                 .never(kNoLocalSteps),
-             integer("local_step_clipper", 16, "Longest interval between exchanges.").never(kNoLocalSteps)};
+                 .never("the interval is 1: see local_step_clipper"),
+             integer("local_step_clipper", 1, "Longest interval between exchanges; 16 in DeepSpeed if absent.")
+                 .at_least(1)
+                 .later("between exchanges ranks would hold different parameters")};
 }
 
 std::vector<Key> one_bit_lamb_keys() {

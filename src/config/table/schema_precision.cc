@@ -29,8 +29,9 @@ Key fp16_section() {
                  integer("min_loss_scale", 1, "The scale's lower bound.")
                      .at_least(1)
                      .into(&PrecisionConfig::min_loss_scale),
-                 flag("fp16_master_weights_and_grads", false, "Masters and gradients in fp16.")
-                     .later("masters and sums of gradients are fp32"),
+                 flag("fp16_master_weights_and_grads", false,
+                      "No fp32 masters: parameters are stepped in fp32 and rounded; sums of gradients are fp16.")
+                     .into(&PrecisionConfig::fp16_masters),
              })
       .switched_by("enabled");
 }
@@ -43,8 +44,13 @@ Key bf16_section() {
                          .either("gradients are taken as backward yields each, and their sums are fp32"),
                      flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
                          .never("the pass that computes the norm always checks for NaN and Inf"),
-                     flag("bf16_master_weights_and_grads", false, "Masters and gradients in bf16.").later(),
-                     flag("bf16_optimizer_states", false, "Moments in bf16.").later(),
+                     flag("bf16_master_weights_and_grads", false,
+                          "No fp32 masters: parameters are stepped in fp32 and rounded; sums of gradients are bf16.")
+                         .into(&PrecisionConfig::bf16_masters),
+                     flag("bf16_optimizer_states", false,
+                          "Moments in bf16; needs bf16_master_weights_and_grads. Adam's second moment hardly moves at a "
+                          "beta2 above 0.996.")
+                         .into(&PrecisionConfig::bf16_moments),
                  })
       .alias("bfloat16")
       .switched_by("enabled");
@@ -76,9 +82,8 @@ Key data_types_section() {
   const std::vector<std::string> types = {"fp32", "fp16", "bf16"};
   return section("data_types", "Data types of single roles.",
                  {
-                     choice<DataType>("grad_accum_dtype", {}, data_types(), "Data type in which gradients accumulate.")
-                         .not_yet({"fp16", "bf16"})
-                         .derives("fp32")
+                     choice<DataType>("grad_accum_dtype", {}, data_types(), "Data type of sums of gradients: fp32, or the compute type.")
+                         .derives("fp32, or that of 16-bit masters")
                          .into(&PrecisionConfig::gradient_accumulation_dtype),
                      choice("param_dtype", {}, types, "Data type of parameters.").later().derives("the compute type"),
                      choice("buffer_dtype", {}, types, "Data type of buffers.")
