@@ -18,16 +18,16 @@ import output
 
 CASES = {
     "Adam": {"type": "Adam", "params": {"bias_correction": False}},
-    "OneBitAdam": {"type": "OneBitAdam", "freeze": "freeze_step"},
-    "ZeroOneAdam": {"type": "ZeroOneAdam", "freeze": "var_freeze_step"},
+    "OneBitAdam": {"type": "OneBitAdam", "freeze": "freeze_step", "beside": "Adam"},
+    "ZeroOneAdam": {"type": "ZeroOneAdam", "freeze": "var_freeze_step", "beside": "Adam"},
     "Lamb": {"type": "Lamb", "params": {"bias_correction": False}},
-    "OneBitLamb": {"type": "OneBitLamb", "freeze": "freeze_step"},
+    "OneBitLamb": {"type": "OneBitLamb", "freeze": "freeze_step", "beside": "Lamb"},
 }
 LEGEND = """\
 The demo's GPT, fp32, stage 0, {ranks} ranks, 8 windows of 128 bytes a step, {steps} steps; the rate warms up to {lr:g}
 in a tenth of them and decays as a cosine. Betas {betas}, gradients clipped to {clipping:g} (0: not). The second moment
-is frozen after {freeze} steps. Held-out losses in nats per byte; "above" compares the last one with {first}'s. Sent: by
-a rank in its first and in its last step."""
+is frozen after {freeze} steps. Held-out losses in nats per byte; "above" compares the last one with the same seed's of
+Adam, or of LAMB. Sent: by a rank in its first and in its last step."""
 
 
 def parse_arguments():
@@ -39,7 +39,8 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--betas", type=float, nargs=2, default=[0.9, 0.95])
     parser.add_argument("--clipping", type=float, default=1.0, help="gradient_clipping; 0: none")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED")
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--evaluations", type=int, default=6)
     parser.add_argument("--deeptide", type=Path, default=output.ROOT / "build", help="build folder")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
@@ -94,30 +95,41 @@ def train(options):
         options.result.write_text(json.dumps({"held_out": held_out, "sent": sent}))
 
 
-def run_job(case, options):
+def run_job(case, seed, options):
     with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         result = Path(folder, "result.json")
         given = itertools.chain.from_iterable(
             (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
             for name, value in vars(options).items()
-            if name in ("steps", "freeze", "lr", "betas", "clipping", "seed", "evaluations")
+            if name in ("steps", "freeze", "lr", "betas", "clipping", "evaluations")
         )
         launcher = [options.deeptide / "bin" / "deeptide", "--quiet", "--num_ranks", str(options.ranks)]
         paths = f"{options.deeptide.resolve() / 'python'}:{Path(__file__).parent}"
-        command = [*launcher, "--python", sys.executable, __file__, "--case", case, "--result", result, *given]
+        case_of_job = ["--case", case, "--seed", str(seed), "--result", result]
+        command = [*launcher, "--python", sys.executable, __file__, *case_of_job, *given]
         subprocess.run(["env", f"PYTHONPATH={paths}", *command], check=True)
         return json.loads(result.read_text())
 
 
+def above(record, case, seed):
+    """How far the last loss is above that of the optimizer beside which this one stands; empty without it."""
+    beside = record["cases"].get(CASES[case].get("beside"))
+    if beside is None:
+        return ""
+    last = [list(one[str(seed)]["held_out"].values())[-1] for one in (record["cases"][case], beside)]
+    return f"{100 * (last[0] / last[1] - 1):+.1f} %"
+
+
 def markdown(record, options):
-    first, rows = next(iter(record["cases"])), []
-    end = list(record["cases"][first]["held_out"].values())[-1]
-    for case, one in record["cases"].items():
-        losses, sent = list(one["held_out"].values()), one["sent"]
-        volume = [f"{count / 1e6:.2f}" for count in (sent[0], sent[-1])]
-        rows.append([case, *(f"{loss:.3f}" for loss in losses), f"{100 * (losses[-1] / end - 1):+.1f} %", *volume])
-    header = ["optimizer", *record["cases"][first]["held_out"], "above", "sent first (MB)", "sent last (MB)"]
-    legend = LEGEND.format(**vars(options) | {"first": first, "freeze": freeze_step(options)})
+    rows, steps = [], []
+    for case, seeds in record["cases"].items():
+        for seed, one in seeds.items():
+            steps, sent = list(one["held_out"]), one["sent"]
+            volume = [f"{count / 1e6:.2f}" for count in (sent[0], sent[-1])]
+            losses = [f"{loss:.3f}" for loss in one["held_out"].values()]
+            rows.append([case, seed, *losses, above(record, case, seed), *volume])
+    header = ["optimizer", "seed", *steps, "above", "sent first (MB)", "sent last (MB)"]
+    legend = LEGEND.format(**vars(options) | {"freeze": freeze_step(options)})
     return output.head("Convergence of 1-bit optimizers", record, legend) + "\n" + output.table(header, rows)
 
 
@@ -127,7 +139,9 @@ def main():
         train(options)
         return
     record = output.new_record()
-    record["cases"] = {case: run_job(case, options) for case in options.only}
+    record["cases"] = {
+        case: {str(seed): run_job(case, seed, options) for seed in options.seeds} for case in options.only
+    }
     output.write(options, markdown(record, options), record)
 
 

@@ -194,6 +194,7 @@ enum class GradientOp : uint8_t { mean, sum };
 struct GradientConfig {
   double clipping = 0.0;  // global norm; 0: off
   GradientOp op = GradientOp::mean;
+  bool sparse = false;  // embeddings' gradients travel without their zeros
 };
 
 struct ReportConfig {

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 
 #include "deeptide/errors.h"
 #include "engine/logical_parameters.h"
@@ -195,6 +196,23 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.keep_rows = units.on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, num_ranks, policy) &&
                       units.num_units <= host::Exchange::kMaxOffers / 4;
   return options;
+}
+
+/// Classes derived from torch's keep the word in their names.
+std::vector<bool> units_of_embeddings(const std::vector<ModuleInfo>& modules,
+                                      const std::vector<sharding::Unit*>& trainable) {
+  std::set<std::string> weights;
+  for (const ModuleInfo& module : modules) {
+    const bool is_embedding = module.type.find("Embedding") != std::string::npos;
+    if (is_embedding) weights.insert(module.path.empty() ? "weight" : module.path + ".weight");
+  }
+  std::vector<bool> found;
+  for (const sharding::Unit* unit : trainable) {
+    const auto& members = unit->parameters();
+    found.push_back(
+        std::any_of(members.begin(), members.end(), [&](const auto& p) { return weights.contains(p.name); }));
+  }
+  return found;
 }
 
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,

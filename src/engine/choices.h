@@ -57,6 +57,10 @@ struct ReducedUnits {
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,
                                           const zero::StagePolicy& policy, const ReducedUnits& units);
 
+/// By trained unit: whether it has an embedding's weight, whose gradient is mostly zero.
+std::vector<bool> units_of_embeddings(const std::vector<ModuleInfo>& modules,
+                                      const std::vector<sharding::Unit*>& trainable);
+
 /// What a transport of two levels keeps for itself. Units: bytes.
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
                         bool trains);

@@ -78,7 +78,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
  private:
   struct StatePlace;
 
-  void make_trainer();
+  void make_trainer(const ModelDescription& description);
   zero::StatePlacement place_states();
   void check_saving(const std::string& directory) const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,

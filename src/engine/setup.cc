@@ -79,7 +79,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   if (model.offloaded()) limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), limits);
-  if (rule) make_trainer();
+  if (rule) make_trainer(description);
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get());
   const engine::StepperParts parts{config,   batch,       policy,        channels,     *boundary,  model,
                                    live,     *residency,  reducer.get(), intake.get(), kept.get(), optimizer.get(),
@@ -110,7 +110,7 @@ zero::StatePlacement Engine::Impl::place_states() {
   };
 }
 
-void Engine::Impl::make_trainer() {
+void Engine::Impl::make_trainer(const ModelDescription& description) {
   if (config.runtime().keep_grad && config.zero().stage == 3) {
     throw ConfigError(config.origin() +
                       ": deeptide.keep_grad keeps whole gradients on every rank, which stage 3 is there to avoid. "
@@ -131,6 +131,10 @@ void Engine::Impl::make_trainer() {
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,
                                      {.num_units = trainable.size(), .on_cpu = on_cpu, .rule = rule});
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
+  const bool travels = on_cpu && !model.arena() && channels.data().size() > 1;
+  if (travels && how.ordered && config.gradients().sparse && !dynamic_cast<const optim::CompressedRule*>(rule)) {
+    how.mostly_zero = engine::units_of_embeddings(description.modules, trainable);
+  }
   how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
   auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
   auto& reductions = channels.reductions();

@@ -13,6 +13,7 @@
 #include <cmath>
 
 #include "comm/blocking.h"
+#include "comm/nonzero_blocks.h"
 #include "device/parallel.h"
 #include "numerics/ordered_sum.h"
 
@@ -112,6 +113,17 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
   std::lock_guard lock(mutex_);
   queue_.push_back(std::move(flight));
   changed_.notify_all();
+}
+
+void Flights::reduce_mostly_zero(int unit, Tensor bucket) {
+  const Pause pause(*this);
+  Flight flight;
+  flight.unit = unit;
+  flight.sent = std::move(bucket);
+  flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
+  const std::string what = "reducing gradients of unit '" + units_[unit]->layout().name + "'";
+  comm::all_to_all_nonzero(group_, flight.received, flight.sent, buckets_, {"step", what});
+  sum(flight);
 }
 
 /// At most a quarter of all offers: another rank that is ahead has as many unread, and kept rows add some more.

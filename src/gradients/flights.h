@@ -39,13 +39,14 @@ size_t most_ahead(size_t num_units, bool shares_memory);
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;      // on the wire
   at::ScalarType accumulate_dtype = at::kFloat;  // of sums: of micro-batches in buckets, of ranks in shards
-  bool ordered = true;                       // sum in rank order in fp32; false: the transport's own reduction
-  bool overlap = true;                       // start reductions during backward
-  bool side_thread = false;                  // sum on a separate thread, for cores that would be idle
-  bool keep_rows = false;                    // until the step, which sums rows as it reads: no memory for sums
-  bool accumulates_whole = false;            // several micro-batches are summed in buckets before they travel
+  bool ordered = true;                           // sum in rank order in fp32; false: the transport's own reduction
+  bool overlap = true;                           // start reductions during backward
+  bool side_thread = false;                      // sum on a separate thread, for cores that would be idle
+  bool keep_rows = false;                        // until the step, which sums rows as it reads: no memory for sums
+  bool accumulates_whole = false;                // several micro-batches are summed in buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
+  std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
   /// Called repeatedly while this rank waits because it is too far ahead, with the rounds that it has begun: it may
   /// serve the others, and inform those that have no more gradients.
   std::function<void(int64_t rounds)> while_ahead;
@@ -66,6 +67,9 @@ class Flights {
   /// until it arrives, and calls `meanwhile` repeatedly. Errors: CommError.
   void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
   size_t most_ahead() const { return gradients::most_ahead(units_.size(), exchange_ != nullptr); }
+  /// Sums a unit's bucket at once; blocks of zeros do not travel. Not in shared memory, nor while others are under way.
+  /// All ranks call it. Errors: CommError.
+  void reduce_mostly_zero(int unit, at::Tensor bucket);
   /// Whether `launch` would not wait for a late peer.
   bool has_room();
   /// Sums arrived flights, without waiting.

@@ -82,7 +82,8 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
   for (size_t i = 0; i < units_.size(); ++i) {
-    order_.push_back(static_cast<int>(units_.size() - 1 - i));
+    const int unit = static_cast<int>(units_.size() - 1 - i);
+    (is_mostly_zero(unit) ? closing_ : order_).push_back(unit);
     buckets_[i].filled.assign(units_[i]->parameters().size(), false);
     buckets_[i].arrived = buckets_[i].added = buckets_[i].seen = buckets_[i].filled;
   }
@@ -155,7 +156,7 @@ void Reducer::issue_complete() {
   const auto meanwhile = [this] {
     if (options_.while_ahead) options_.while_ahead(begun());
   };
-  while (complete(order_[next_])) issue_next(meanwhile);
+  while (has_next() && complete(order_[next_])) issue_next(meanwhile);
   flights_->retire_ready();
 }
 
@@ -222,13 +223,16 @@ int64_t Reducer::rounds_wanted() const {
     if (!comes(order_[i]) && !buckets_[order_[i]].data.defined()) continue;
     (i >= next_ ? ahead : behind) = true;
   }
-  return rounds_done_ + (ahead ? 1 : 0) + (behind ? 1 : 0);
+  const int64_t wanted = rounds_done_ + (ahead ? 1 : 0) + (behind ? 1 : 0);
+  const bool closes = std::any_of(closing_.begin(), closing_.end(),
+                                  [this](int unit) { return comes(unit) || buckets_[unit].data.defined(); });
+  return std::max<int64_t>(wanted, closes ? 1 : 0);
 }
 
 void Reducer::keep_up(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  while (rounds_done_ < rounds && !comes(order_[next_]) && flights_->has_room()) issue_next();
+  while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && flights_->has_room()) issue_next();
   flights_->retire_ready();
 }
 
@@ -236,8 +240,11 @@ void Reducer::finish(int64_t rounds, bool ends_micro_batch) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   coming_.clear();
-  while (rounds_done_ < rounds) issue_next();
+  while (rounds_done_ < rounds && has_next()) issue_next();
   flights_->drain();
+  for (size_t i = 0; rounds > 0 && i < closing_.size(); ++i) {
+    flights_->reduce_mostly_zero(closing_[i], outgoing(closing_[i]));
+  }
   rounds_done_ = 0;
   for (Bucket& bucket : buckets_) {  // remaining buckets wait for the next micro-batch's gradients
     bucket.arrived.assign(bucket.arrived.size(), false);

@@ -46,8 +46,8 @@ class Reducer {
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   void keep_up(int64_t rounds);
-  /// Collective. Completes `rounds` rounds, the maximum over ranks; then all accumulators are final. Without
-  /// `ends_micro_batch`, has_added still counts what came before.
+  /// Collective. Completes `rounds` rounds, the maximum over ranks, and reduces once what is mostly zero; then all
+  /// accumulators are final. Without `ends_micro_batch`, has_added still counts what came before.
   void finish(int64_t rounds, bool ends_micro_batch = true);
 
   bool has_gradient() const { return flights_->has_accumulated(); }
@@ -71,6 +71,8 @@ class Reducer {
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
   bool buckets_stay() const { return buckets_stay_; }
+  /// Whether the unit's gradients travel by blocks that are not zero.
+  bool is_mostly_zero(int unit) const { return !options_.mostly_zero.empty() && options_.mostly_zero[unit]; }
   /// Memory on this rank.
   ReducerForecast predicted() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
@@ -103,6 +105,7 @@ class Reducer {
   void find_local_bad();
   bool complete(int unit) const;
   bool comes(int unit) const;
+  bool has_next() const { return next_ < order_.size(); }
   int64_t begun() const;
   void empty(Bucket& bucket);
 
@@ -118,6 +121,7 @@ class Reducer {
   mutable std::mutex mutex_;
   std::vector<bool> coming_;  // by unit: its gradient is added later, before `finish`
   std::vector<int> order_;    // unit positions, last module first
+  std::vector<int> closing_;  // those reduced at the close instead, in the same order
   std::vector<Bucket> buckets_;
   std::unique_ptr<Flights> flights_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish

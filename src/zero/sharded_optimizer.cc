@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "comm/nonzero_blocks.h"
 #include "optim/compressed_rule.h"
 
 namespace deeptide::zero {
@@ -96,7 +97,7 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   for (int i = 0; i < states_.num_units(); ++i) {
     if (!runs[i].empty()) {
       for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
-        if (!runs[next].empty()) start_gathering(next, reducer.gradient(next).sum(), gathers);
+        if (!runs[next].empty()) start_gathering(next, reducer, gathers);
       }
       UnitPass pass{i, gathers_gradients() ? gathers.wait_first() : reducer.gradient(i), gradient_scale, groups};
       first_pass(pass, runs[i], norms.get());
@@ -174,9 +175,10 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
   for (int i = 0; i < states_.num_units(); ++i) {
     states_.refresh_masters(i);
     const bool moves = !states_.count_step(i, active, groups).empty();
-    Tensor gradient = moves ? reducer.gradient(i).sum() : Tensor();
+    Tensor gradient;
+    if (moves && !gathers_gradients()) gradient = reducer.gradient(i).sum();
     if (moves && gathers_gradients()) {
-      start_gathering(i, gradient, gathers);
+      start_gathering(i, reducer, gathers);
       gradient = gathers.wait_first();
     }
     if (moves && gradient_scale != 1.0) gradient.mul_(gradient_scale);
@@ -201,8 +203,12 @@ void ShardedOptimizer::narrow_master(int unit) {
   });
 }
 
-void ShardedOptimizer::start_gathering(int unit, const Tensor& gradient, UnitGathers& gathers) {
-  gathers.start(units_[unit]->layout().name, pool_.take(units_[unit]->numel(), at::kFloat), gradient);
+void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers) {
+  const std::string& name = units_[unit]->layout().name;
+  Tensor whole = pool_.take(units_[unit]->numel(), at::kFloat), own = reducer.gradient(unit).sum();
+  if (!reducer.is_mostly_zero(unit)) return gathers.start(name, std::move(whole), std::move(own));
+  comm::all_gather_nonzero(group_, whole, own, pool_, {"step", "gathering gradients of unit '" + name + "'"});
+  gathers.add_done(std::move(whole));
 }
 
 /// Of elements [begin, end) of the unit, those whose states this rank has, counted from the states' beginning.

@@ -76,7 +76,7 @@ class ShardedOptimizer {
 
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
-  void start_gathering(int unit, const at::Tensor& gradient, UnitGathers& gathers);
+  void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
   void prefetch_after(int unit, tiers::Block block);

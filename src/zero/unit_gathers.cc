@@ -22,6 +22,11 @@ void UnitGathers::start(const std::string& unit, Tensor output, Tensor input) {
   flights_.push_back({unit, std::move(output), std::move(input), std::move(pending)});
 }
 
+void UnitGathers::add_done(Tensor output) {
+  bytes_ += static_cast<int64_t>(output.nbytes());
+  flights_.push_back({"", std::move(output), {}, {}});
+}
+
 Tensor UnitGathers::wait_first() {
   Flight& first = flights_.front();
   group_.wait(first.pending, {"step", std::string(verb_) + " unit '" + first.unit + "'"});

@@ -175,6 +175,18 @@ TEST(Config, ReadsMuonForMatricesAndForTheRest) {
   EXPECT_FALSE(two.defaults.has("muon_lr")) << "param groups have a rate each";
 }
 
+TEST(Config, ReadsTheTypesOfMastersMomentsAndSums) {
+  const Config plain = Config::from_text(R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"}})");
+  EXPECT_EQ(plain.precision().gradient_accumulation_dtype, DataType::bf16);
+  EXPECT_FALSE(plain.precision().rounds_masters());
+  const Config rounded = Config::from_text(
+      R"({"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}})");
+  EXPECT_TRUE(rounded.precision().rounds_masters());
+  EXPECT_TRUE(rounded.precision().rounds_moments());
+  const Config off = Config::from_text(R"({"fp16": {"enabled": false, "fp16_master_weights_and_grads": true}})");
+  EXPECT_FALSE(off.precision().rounds_masters()) << "the section is off";
+}
+
 TEST(Config, ReadsSgd) {
   const Config c = Config::from_text(R"({"optimizer": {"type": "SGD", "params": {
     "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": true}}})");

@@ -111,18 +111,28 @@ TEST(RealConfigs, OfCompressionThatIsOff) {
 }
 
 TEST(RealConfigs, ThatAskForWhatIsNotHereAreRefusedByItsName) {
-  for (const auto& [text, name] : std::initializer_list<std::pair<const char*, const char*>>{
-           {R"({"quantize_training": {"enabled": true, "quantize_bits": {"start_bits": 16}}})",
-            "quantize_training.enabled: true is not supported yet"},
-           {R"({"progressive_layer_drop": {"enabled": true, "theta": 0.5}})", "progressive_layer_drop.enabled"},
-           {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: 2 is not supported yet"},
-           {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel.autotp_size: 4 is not supported yet"},
-           {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})", "bf16.bf16_optimizer_states"},
-           {R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})",
-            "please switch to using the deepspeed parameter 'gradient_clipping'"},
-           {R"({"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "seed": "x"}}})",
-            "data_efficiency.enabled: true is not supported yet"},
-       }) {
+  for (
+      const auto& [text, name] : std::initializer_list<std::pair<const char*, const char*>>{
+          {R"({"quantize_training": {"enabled": true, "quantize_bits": {"start_bits": 16}}})",
+           "quantize_training.enabled: true is not supported yet"},
+          {R"({"progressive_layer_drop": {"enabled": true, "theta": 0.5}})", "progressive_layer_drop.enabled"},
+          {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: 2 is not supported yet"},
+          {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel.autotp_size: 4 is not supported yet"},
+          {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",
+           "bf16.bf16_optimizer_states: true needs bf16_master_weights_and_grads"},
+          {R"({"bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})",
+           "data_types.grad_accum_dtype: \"fp16\" needs fp16.enabled"},
+          {R"({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true},
+                "data_types": {"grad_accum_dtype": "fp32"}})",
+           "data_types.grad_accum_dtype: \"fp32\" contradicts fp16.fp16_master_weights_and_grads"},
+          {R"({"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_scaler": 1000, "local_step_clipper": 16}}})",
+           "local_step_clipper: 16 is not supported yet (between exchanges ranks would hold different parameters); set "
+           "it to 1 or remove it"},
+          {R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})",
+           "please switch to using the deepspeed parameter 'gradient_clipping'"},
+          {R"({"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "seed": "x"}}})",
+           "data_efficiency.enabled: true is not supported yet"},
+      }) {
     EXPECT_TRUE(mentions(error_of(text), name)) << error_of(text);
   }
 }

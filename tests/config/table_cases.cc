@@ -3,6 +3,8 @@
 // Every key of the table as a test case: a text that holds this key, and values that suit it or do not.
 #include "config/table_cases.h"
 
+#include <set>
+
 #include "config/check/check_value.h"
 #include "deeptide/config.h"
 #include "deeptide/errors.h"
@@ -96,6 +98,11 @@ std::string TableCase::text(const std::string& value, bool switched_on) const {
 std::vector<TableCase> all_leaves() { return collect(false); }
 
 std::vector<TableCase> all_sections() { return collect(true); }
+
+bool depends_on_another(const Key& key) {
+  static const std::set<std::string> kNames = {"nesterov", "grad_accum_dtype", "bf16_optimizer_states"};
+  return kNames.contains(key.name);
+}
 
 std::string other_value(const Key& key) {
   std::vector<std::string> candidates = {"true", "false", "7",         "8",   "0.5",         "0.25",

@@ -25,6 +25,8 @@ struct TableCase {
 std::vector<TableCase> all_leaves();
 std::vector<TableCase> all_sections();
 
+/// Whether some values are errors beside the other keys' defaults (config/check/rules.cc).
+bool depends_on_another(const Key& key);
 /// A value of the right type that is neither the default nor 'off'.
 std::string other_value(const Key& key);
 /// Values of the wrong type or out of range.

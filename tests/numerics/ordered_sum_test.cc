@@ -82,7 +82,8 @@ TEST(OrderedSum, IsRoundedOnceIntoAnAccumulatorOf16Bits) {
             for (int64_t rank = 1; rank < world; ++rank) sum = sum + rows[rank].to(at::kFloat);
             const Tensor expected = (overwrite ? sum * 0.3f : start.to(at::kFloat) + sum * 0.3f).to(sums);
             const Result got = run(rows, 0.3f, overwrite, start);
-            ASSERT_TRUE(at::equal(got.accumulator, expected)) << sums << " of " << dtype << " " << world << "x" << numel;
+            ASSERT_TRUE(at::equal(got.accumulator, expected))
+                << sums << " of " << dtype << " " << world << "x" << numel;
             const Result of_stored = run(expected.unsqueeze(0), 1.0, true, at::zeros({numel}));
             ASSERT_EQ(got.sum_of_squares, of_stored.sum_of_squares) << "squares are of what is stored";
             Tensor oracle = start.clone(), squares = at::zeros({1}, at::kDouble);

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Masters, sums of gradients and moments of 16 bits: the same bits at every stage, less memory, checkpoints that fit."""
+"""Masters, sums of gradients and moments of 16 bits: equal bits at every stage, less memory, checkpoints that fit."""
 
 import models
 import pytest
@@ -24,6 +24,11 @@ KINDS = {
         "data_types": {"grad_accum_dtype": "fp16"},
     },
 }
+WITH_FP32_MASTERS = {
+    None: {"bf16": {"enabled": True}},
+    "fp16 masters": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
+EMBEDDING = "embed.weight"
 OPTIMIZERS = {
     "AdamW": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
     "SGD": {"lr": 1e-1, "momentum": 0.9},
@@ -36,7 +41,7 @@ OPTIMIZERS = {
 def config_of(kind, stage=0, gas=1, type="AdamW", **extra):
     section = {"type": type, "params": OPTIMIZERS.get(type, {"lr": 1e-2})}
     config = models.config(stage, gas=gas, optimizer=section, **extra)
-    return {**config, **KINDS[kind]} if kind else {**config, "bf16": {"enabled": True}}
+    return {**config, **{**KINDS, **WITH_FP32_MASTERS}[kind]}
 
 
 def start(world=None, kind="bf16", stage=0, gas=1, type="AdamW", model=None, **extra):
@@ -98,11 +103,14 @@ def test_stages_are_bit_equal(kind, world):
 def test_every_elementwise_optimizer_steps_in_fp32_and_rounds(type, kind):
     """A step from the same 16-bit values with fp32 masters gives masters that round to these, and so do states."""
     dtype = torch.float16 if kind == "fp16" else torch.bfloat16
-    wide_kind = {"fp16": {"enabled": True, "initial_scale_power": 8}} if kind == "fp16" else {"bf16": {"enabled": True}}
-    rounded = start(None, kind, 1, type=type)
-    wide = deeptide.initialize(model=models.make_model(), config={**config_of(None, 1, type=type), **wide_kind})[0]
+    rounded, wide = (
+        start(None, kind, 1, type=type),
+        start(None, "fp16 masters" if kind == "fp16" else None, 1, type=type),
+    )
     train(rounded, 0, 1), train(wide, 0, 1)
-    roles = [role for role in rounded.optimizer.info.state_roles() if rounded._core.full_state("embed.weight", role) is not None]
+    roles = [
+        role for role in rounded.optimizer.info.state_roles() if rounded._core.full_state(EMBEDDING, role) is not None
+    ]
     for name, parameter in rounded.module.named_parameters():
         master = rounded._core.full_state(name, "master")
         assert parameter.dtype == dtype and master.dtype == torch.float32
@@ -118,9 +126,11 @@ def test_every_elementwise_optimizer_steps_in_fp32_and_rounds(type, kind):
 def test_sums_of_micro_batches_are_rounded_as_torch_rounds_grad(kind):
     model = models.make_model().bfloat16()
     engine = start(None, kind, 1, gas=4)
-    for tokens, targets in models.batches(4, 2):
+    for micro, (tokens, targets) in enumerate(models.batches(4, 2)):
         model(tokens, targets).backward()
         engine.backward(engine(tokens, targets))
+        if micro < 3:
+            engine.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(engine._core.full_state(name, "gradient"), parameter.grad.float() / 4), name
 
@@ -264,8 +274,13 @@ def test_the_summary_names_the_types(capfd):
 
 @pytest.mark.parametrize("type", ["Lamb", "Muon", "OneBitAdam"])
 def test_optimizers_that_reach_beyond_elements_are_refused(type):
-    for make in (lambda c: deeptide.plan(models.make_model(), c), lambda c: deeptide.initialize(model=models.make_model(), config=c)):
-        with pytest.raises(deeptide.ConfigError, match=f"bf16_master_weights_and_grads is for optimizers.*{type} needs fp32"):
+    for make in (
+        lambda c: deeptide.plan(models.make_model(), c),
+        lambda c: deeptide.initialize(model=models.make_model(), config=c),
+    ):
+        with pytest.raises(
+            deeptide.ConfigError, match=f"bf16_master_weights_and_grads is for optimizers.*{type} needs fp32"
+        ):
             make(config_of("bf16", 0, type=type))
 
 
@@ -280,7 +295,7 @@ def test_an_optimizer_of_the_callers_own_is_refused():
 
 def test_bf16_moments_do_not_go_to_files(tmp_path):
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with pytest.raises(deeptide.ConfigError, match="bf16_optimizer_states does not go with.*whose files hold fp32"):
+    with pytest.raises(deeptide.ConfigError, match=r"bf16_optimizer_states does not go with.*whose files hold fp32"):
         start(None, "bf16 moments", 2, zero=zero)
 
 
@@ -289,4 +304,3 @@ def test_moments_of_rounded_masters_go_to_files(tmp_path):
     engine, resident = start(None, "bf16", 2, zero=zero), start(None, "bf16", 2)
     train(engine), train(resident)
     assert_same(state_of(engine), state_of(resident))
-

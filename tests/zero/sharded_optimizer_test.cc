@@ -97,9 +97,9 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
 }
 
 /// States elsewhere, in blocks of a few elements, as a tier of files would hold them.
-tiers::Buffer in_small_blocks(int64_t numel) {
+tiers::Buffer in_small_blocks(int64_t numel, at::ScalarType dtype) {
   constexpr int64_t kBlock = 7;
-  return {std::make_shared<tiers::CopyingStore>(at::zeros({numel})), numel, at::kFloat, kBlock};
+  return {std::make_shared<tiers::CopyingStore>(at::zeros({numel}, dtype)), numel, dtype, kBlock};
 }
 
 /// The same for a rank's shard of a unit; blocks end elsewhere than those of the states.

@@ -31,7 +31,6 @@ CONSTANTS: dict[str, Any] = {
     "pld_enabled": False,
     "quantize_training": False,
     "random_ltd_enabled": False,
-    "sparse_gradients_enabled": False,
     "super_offload": False,
     "use_node_local_storage": False,
     "zero_allow_untested_optimizer": True,
@@ -114,6 +113,10 @@ class EngineAnswers:
     def bf16_optimizer_states(self) -> bool:
         """Whether moments are bf16."""
         return self._asks("bf16", "bf16_optimizer_states")
+
+    def sparse_gradients_enabled(self) -> bool:
+        """Whether gradients of embeddings travel without their zeros."""
+        return bool(self.given_config.get("sparse_gradients", False))
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Stages 2 and 3."""

@@ -350,7 +350,9 @@ MODULES: dict[str, dict[str, Name]] = {
         "DeepSpeedOptimizer": _TOP["DeepSpeedOptimizer"],
         "ZeROOptimizer": ours("optimizers:ZeROOptimizer"),
     },
-    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": absent("the engine itself keeps masters, of every optimizer")},
+    "deepspeed.runtime.bf16_optimizer": {
+        "BF16_Optimizer": absent("the engine itself keeps masters, of every optimizer")
+    },
     "deepspeed.runtime.compiler": {
         "is_compile_supported": ours("helpers:is_compile_supported"),
         "disable": ours("helpers:disable_compile"),

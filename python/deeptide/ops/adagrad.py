@@ -28,5 +28,10 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         refuse(self, "Adagrad has no such variant; leave it out", amsgrad=amsgrad)
-        refuse(self, "moments are always fp32; leave it out", True, fp32_optimizer_states=fp32_optimizer_states)
+        refuse(
+            self,
+            "bf16_optimizer_states of the configuration sets the type; leave it out",
+            True,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -69,5 +69,10 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse(self, "moments are always fp32; leave it out", True, fp32_optimizer_states=fp32_optimizer_states)
+        refuse(
+            self,
+            "bf16_optimizer_states of the configuration sets the type; leave it out",
+            True,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

@@ -43,5 +43,10 @@ class DeepSpeedCPULion(_Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse(self, "moments are always fp32; leave it out", True, fp32_optimizer_states=fp32_optimizer_states)
+        refuse(
+            self,
+            "bf16_optimizer_states of the configuration sets the type; leave it out",
+            True,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )
         super().__init__(model_params, lr, betas, weight_decay)

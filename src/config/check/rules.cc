@@ -36,9 +36,10 @@ void check_sums_and_masters(const Values& values, Problems& problems) {
             "\"" + type + "\" needs " + type + ".enabled: sums are fp32, or of the compute type", problems);
     }
     if (sums == "fp32" && on && values.flag(masters)) {
-      blame(values, "data_types.grad_accum_dtype",
-            "\"fp32\" contradicts " + masters + ", with which sums of gradients are " + type + "; leave one of them out",
-            problems);
+      blame(
+          values, "data_types.grad_accum_dtype",
+          "\"fp32\" contradicts " + masters + ", with which sums of gradients are " + type + "; leave one of them out",
+          problems);
     }
   }
   if (values.flag("bf16.enabled") && values.flag("bf16.bf16_optimizer_states") &&

@@ -42,7 +42,7 @@ std::vector<Key> adam_keys() {
       flag("torch_adam", false, "Use torch's own Adam.")
           .never("one fused kernel with torch's formulas runs on every device"),
       flag("amsgrad", false, "The AMSGrad variant.").later(),
-      flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
       max_grad_norm(),
   };
 }
@@ -65,7 +65,7 @@ std::vector<Key> adagrad_keys() {
       number("lr_decay", 0.0, "Decay of the learning rate per step.").at_least(0),
       eps(1e-10),
       weight_decay(),
-      flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
       max_grad_norm(),
   };
 }
@@ -87,8 +87,10 @@ std::vector<Key> lion_keys() {
   Key rates = betas();
   rates.doc = "Weights of the momentum in the step's direction, and in the momentum kept.";
   return {
-      learning_rate(), std::move(rates),
-      weight_decay(),  flag("fp32_optimizer_states", true, "Moments in fp32.").later("moments are always fp32"),
+      learning_rate(),
+      std::move(rates),
+      weight_decay(),
+      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
       max_grad_norm(),
   };
 }

@@ -37,21 +37,22 @@ Key fp16_section() {
 }
 
 Key bf16_section() {
-  return section("bf16", "bfloat16 parameters and activations with fp32 masters.",
-                 {
-                     flag("enabled", false, "Compute in bf16.").into(&PrecisionConfig::bf16),
-                     flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.")
-                         .either("gradients are taken as backward yields each, and their sums are fp32"),
-                     flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
-                         .never("the pass that computes the norm always checks for NaN and Inf"),
-                     flag("bf16_master_weights_and_grads", false,
-                          "No fp32 masters: parameters are stepped in fp32 and rounded; sums of gradients are bf16.")
-                         .into(&PrecisionConfig::bf16_masters),
-                     flag("bf16_optimizer_states", false,
-                          "Moments in bf16; needs bf16_master_weights_and_grads. Adam's second moment hardly moves at a "
-                          "beta2 above 0.996.")
-                         .into(&PrecisionConfig::bf16_moments),
-                 })
+  return section(
+             "bf16", "bfloat16 parameters and activations with fp32 masters.",
+             {
+                 flag("enabled", false, "Compute in bf16.").into(&PrecisionConfig::bf16),
+                 flag("immediate_grad_update", false, "Accumulate into fp32 in the gradient's hook.")
+                     .either("gradients are taken as backward yields each, and their sums are fp32"),
+                 flag("check_grad_overflow", true, "Check gradients for NaN and Inf.")
+                     .never("the pass that computes the norm always checks for NaN and Inf"),
+                 flag("bf16_master_weights_and_grads", false,
+                      "No fp32 masters: parameters are stepped in fp32 and rounded; sums of gradients are bf16.")
+                     .into(&PrecisionConfig::bf16_masters),
+                 flag("bf16_optimizer_states", false,
+                      "Moments in bf16; needs bf16_master_weights_and_grads. Adam's second moment does not decay at a "
+                      "beta2 of 0.999.")
+                     .into(&PrecisionConfig::bf16_moments),
+             })
       .alias("bfloat16")
       .switched_by("enabled");
 }
@@ -82,7 +83,8 @@ Key data_types_section() {
   const std::vector<std::string> types = {"fp32", "fp16", "bf16"};
   return section("data_types", "Data types of single roles.",
                  {
-                     choice<DataType>("grad_accum_dtype", {}, data_types(), "Data type of sums of gradients: fp32, or the compute type.")
+                     choice<DataType>("grad_accum_dtype", {}, data_types(),
+                                      "Data type of sums of gradients: fp32, or the compute type.")
                          .derives("fp32, or that of 16-bit masters")
                          .into(&PrecisionConfig::gradient_accumulation_dtype),
                      choice("param_dtype", {}, types, "Data type of parameters.").later().derives("the compute type"),

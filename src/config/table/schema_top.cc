@@ -46,8 +46,9 @@ std::vector<Key> gradient_keys() {
           .into(&GradientConfig::op),
       flag("prescale_gradients", false, "Divide by the world size before the reduction.").never(kSumOrder),
       number("gradient_predivide_factor", 1.0, "Divide by this before the reduction.").never(kSumOrder),
-      flag("sparse_gradients", false, "Accept gradients of embeddings built with sparse=True.")
-          .either("sparse gradients are always accepted, and summed in the dense buckets of their units"),
+      flag("sparse_gradients", false,
+           "Between hosts, gradients of embeddings travel as the rows that are not zero, where that takes fewer bytes.")
+          .into(&GradientConfig::sparse),
       flag("disable_allgather", false, "Unused in DeepSpeed too.").never("DeepSpeed does not use it either"),
       integer("allgather_size", 500'000'000, "Bucket of the boolean form of zero_optimization.")
           .at_least(0)
