@@ -16,6 +16,8 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.cc' '*.
 PYTHON_FOLDERS = $(wildcard python examples bench tests tools src)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Without these ccache compiles anew whatever uses a precompiled header.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs

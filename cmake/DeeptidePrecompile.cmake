@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Precompiled headers: torch's take ten seconds of each compiler run. Off by default, on where a build starts from nothing
-# each time, as the sanitizers' do: they take half a gigabyte per set of flags with gcc, and keep a compiler cache from
-# serving one checkout with what it compiled for another.
+# Precompiled headers: torch's take ten seconds of each compiler run. The presets dev, asan and tsan use them; ci and the
+# wheel do not, so that the wheel takes from a compiler cache what the build before it compiled: it knows a file that
+# used a precompiled header only in the same folder. They take half a gigabyte of disk per set of flags with gcc.
 option(DEEPTIDE_PRECOMPILE "Precompile torch's headers" OFF)
 
 set(DEEPTIDE_PRECOMPILED_HEADERS
