@@ -159,6 +159,37 @@ TEST_F(Link, RanksThatHaveNotComeOrHaveEndedAreNamed) {
   EXPECT_TRUE(has(text, "\nrank 2: not connected to the launcher")) << text;
 }
 
+/// A word that no rank says cuts the link, as a fault of the network would.
+TEST_F(Link, ARankWhoseLinkBrokeComesBackInItsOwnPlace) {
+  Rank& first = add(0);
+  Rank& second = add(1);
+  const auto both_up = [&] { return first.link().up() && second.link().up(); };
+  ASSERT_TRUE(serve_until(both_up));
+  second.link().send(FrameKind::states, "no answer");
+  ASSERT_TRUE(serve_until([&] { return !second.link().up(); }));
+  ASSERT_TRUE(serve_until(both_up));
+  serve_until([] { return false; }, milliseconds(200));  // the hub has read the hello
+  first.late(12.0);
+  const std::string text = report();
+  EXPECT_TRUE(has(text, "rank 1 on worker-2 ")) << text;
+  EXPECT_TRUE(has(text, "stack of rank 1")) << text;
+  EXPECT_FALSE(has(text, "ended")) << text;
+  EXPECT_FALSE(has(text, "not connected")) << text;
+}
+
+/// As after a fault that only the rank has noticed.
+TEST_F(Link, ARankThatComesBackReplacesItsOlderLink) {
+  add(1);
+  ASSERT_TRUE(serve_until([&] { return ranks_[0]->link().up(); }));
+  Rank& again = add(1);
+  Rank& first = add(0);
+  ASSERT_TRUE(serve_until([&] { return again.link().up() && first.link().up() && !ranks_[0]->link().up(); }));
+  first.late(12.0);
+  const std::string text = report();
+  EXPECT_TRUE(has(text, "stack of rank 1")) << text;
+  EXPECT_EQ(text.find("rank 1 on worker-2"), text.rfind("rank 1 on worker-2 is ")) << text;
+}
+
 TEST_F(Link, AWrongTokenIsNoRankAndLearnsNothing) {
   Rank& intruder = add(1, "fedcba9876543210fedcba9876543210");
   Rank& first = add(0);

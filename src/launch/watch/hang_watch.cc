@@ -57,8 +57,12 @@ void HangWatch::watch(std::vector<Host> hosts, int world_size) {
 
 size_t HangWatch::add(Host host) {
   grows_ = true;
-  hosts_.push_back({std::move(host)});
-  return hosts_.size() - 1;
+  auto place = std::find_if(hosts_.begin(), hosts_.end(), [&](const Watched& watched) {
+    return watched.over && watched.host.first_rank == host.first_rank;
+  });
+  if (place == hosts_.end()) place = hosts_.insert(place, Watched{});
+  *place = Watched{std::move(host)};
+  return static_cast<size_t>(place - hosts_.begin());
 }
 
 void HangWatch::on_late(size_t host, double waited_s) {

@@ -35,7 +35,8 @@ class HangWatch {
   /// The targets of `ask` must outlive the list. If `world_size` exceeds the ranks of these hosts (each host or
   /// rank has its own launcher), the reports make no statement about all ranks.
   void watch(std::vector<Host> hosts, int world_size);
-  /// Adds a host, also during a round; returns its index.
+  /// Adds a host, also during a round; returns its index. It takes the place of one that is over and had the same
+  /// first rank: a rank whose link broke has come back.
   size_t add(Host host);
   /// Records the host's longest wait once it has reached the timeout; 0 once that wait is over.
   void on_late(size_t host, double waited_s);

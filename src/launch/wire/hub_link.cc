@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <sstream>
 
@@ -14,11 +15,13 @@ namespace deeptide::launch {
 namespace {
 
 constexpr std::chrono::seconds kHubConnectLimit{3};
+constexpr std::chrono::seconds kFirstPause{1};
+constexpr std::chrono::seconds kLongestPause{30};
 
 }  // namespace
 
 HubLink::HubLink(const std::string& at, std::string token, std::string hello, Events events)
-    : token_(std::move(token)), hello_(std::move(hello)), events_(std::move(events)) {
+    : token_(std::move(token)), hello_(std::move(hello)), events_(std::move(events)), pause_(kFirstPause) {
   std::istringstream parts(at);
   std::getline(parts, port_, ',');
   for (std::string address; std::getline(parts, address, ',');) addresses_.push_back(address);
@@ -29,20 +32,27 @@ HubLink::~HubLink() { give_up_socket(); }
 
 void HubLink::try_next() {
   give_up_socket();
-  while (connecting_ < 0 && !addresses_.empty()) {
-    const std::string address = addresses_.front();
-    addresses_.pop_front();
-    addrinfo hints{}, *found = nullptr;
-    hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;  // avoids name servers
-    if (getaddrinfo(address.c_str(), port_.c_str(), &hints, &found) != 0) continue;
-    connecting_ = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    const bool failed =
-        connecting_ < 0 || (connect(connecting_, found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS);
-    freeaddrinfo(found);
-    if (failed) give_up_socket();
-  }
+  while (connecting_ < 0 && next_ < addresses_.size()) start_connecting(addresses_[next_++]);
+  if (connecting_ < 0) return pause();
   deadline_ = Clock::now() + kHubConnectLimit;
+}
+
+void HubLink::start_connecting(const std::string& address) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;  // avoids name servers
+  if (getaddrinfo(address.c_str(), port_.c_str(), &hints, &found) != 0) return;
+  connecting_ = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const bool failed =
+      connecting_ < 0 || (connect(connecting_, found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS);
+  freeaddrinfo(found);
+  if (failed) give_up_socket();
+}
+
+void HubLink::pause() {
+  next_ = 0;
+  deadline_ = Clock::now() + pause_;
+  pause_ = std::min<Clock::duration>(2 * pause_, kLongestPause);
 }
 
 void HubLink::give_up_socket() {
@@ -52,9 +62,8 @@ void HubLink::give_up_socket() {
 
 void HubLink::add_to(PollSet& set) {
   if (link_) link_->add_to(set);
-  if (connecting_ < 0) return;
-  set.add(connecting_, POLLOUT, [this] { on_connected(); });
-  set.wake_by(deadline_);
+  if (connecting_ >= 0) set.add(connecting_, POLLOUT, [this] { on_connected(); });
+  if (!link_) set.wake_by(deadline_);
 }
 
 void HubLink::on_connected() {
@@ -68,18 +77,27 @@ void HubLink::on_connected() {
 }
 
 void HubLink::check() {
-  if (connecting_ >= 0 && Clock::now() >= deadline_) try_next();
-  if (!link_) return;
+  if (!link_) {
+    if (Clock::now() >= deadline_) try_next();
+    return;
+  }
   link_->check();
   if (!up_ && link_->proved() && !link_->closed()) {
     up_ = true;
+    up_since_ = Clock::now();
     link_->send(FrameKind::hello, hello_);
     events_.changed();
   }
-  if (!link_->closed()) return;
+  if (link_->closed()) on_closed();
+}
+
+void HubLink::on_closed() {
   link_.reset();
   if (!up_) return try_next();
   up_ = false;
+  // A launcher that refuses this rank closes the link at once, and is not to be asked every second.
+  if (Clock::now() - up_since_ > kLongestPause) pause_ = kFirstPause;
+  pause();
   events_.changed();
 }
 

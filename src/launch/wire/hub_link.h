@@ -3,10 +3,10 @@
 // Links a rank under mpirun or srun to the launcher of its job.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "launch/system/poll_set.h"
 #include "launch/watch/state_exchange.h"
@@ -14,7 +14,8 @@
 
 namespace deeptide::launch {
 
-/// Connects in the background. Tries each address once, and gives up if none reaches the launcher.
+/// Connects in the background. Tries the addresses in turn, and all of them again after a pause that doubles from one
+/// second to half a minute: a rank may start before its network is up, and a link may break while the job goes on.
 class HubLink {
  public:
   struct Events {
@@ -37,14 +38,20 @@ class HubLink {
 
  private:
   void try_next();
+  void start_connecting(const std::string& address);
+  void pause();
   void on_connected();
+  void on_closed();
   void give_up_socket();
 
   std::string port_, token_, hello_;
   Events events_;
-  std::deque<std::string> addresses_;  // not tried yet
+  std::vector<std::string> addresses_;
+  size_t next_ = 0;  // index of the next address to try
   int connecting_ = -1;
-  Clock::time_point deadline_{};  // of the current connection
+  Clock::time_point deadline_{};  // of the current connection, or of the pause
+  Clock::duration pause_;
+  Clock::time_point up_since_{};
   std::unique_ptr<TokenLink> link_;
   bool up_ = false;
 };

@@ -83,7 +83,7 @@ void RankHub::accept_one() {
 void RankHub::check() {
   for (const auto& guest : guests_) {
     guest->link->check();
-    if (guest->link->closed() && guest->number) watch_->on_over(*guest->number);
+    if (guest->link->closed()) take_leave(*guest);
   }
   std::erase_if(guests_, [](const auto& guest) { return guest->link->closed(); });
 }
@@ -99,17 +99,29 @@ void RankHub::on_frame(Guest& guest, const Frame& frame) {
 }
 
 void RankHub::on_hello(Guest& guest, const RankHello& hello) {
-  const bool first = ranks_.empty();
+  const bool first = world_size_ == 0;
   if (guest.number || hello.version != DEEPTIDE_VERSION || hello.rank < 0 || hello.rank >= hello.world_size ||
-      (!first && hello.world_size != world_size_) || !ranks_.insert(hello.rank).second) {
+      (!first && hello.world_size != world_size_)) {
     throw std::runtime_error("not a rank of this job, or not of this version");
   }
   world_size_ = hello.world_size;
   if (first) watch_->watch({}, world_size_);
   if (first) max_guests_ = room_for(hello.world_size + kMaxStrangers);
+  // A rank that comes back may do so before its broken link is noticed here.
+  for (const auto& other : guests_) {
+    if (other->rank == hello.rank) take_leave(*other);
+  }
+  guest.rank = hello.rank;
   TokenLink* link = guest.link.get();
   guest.number = watch_->add({name_of(hello), hello.rank, 1,
                               [link](const StateQuestion& question) { link->send(FrameKind::ask, encode(question)); }});
+}
+
+void RankHub::take_leave(Guest& guest) {
+  if (guest.number) watch_->on_over(*guest.number);
+  guest.number.reset();
+  guest.rank = -1;
+  guest.link->close();
 }
 
 // The hostfile may name a host by an address or an alias. The index then identifies the host, because starters fill

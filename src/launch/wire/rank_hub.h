@@ -5,7 +5,6 @@
 
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -41,11 +40,13 @@ class RankHub {
   struct Guest {
     std::unique_ptr<TokenLink> link;
     std::optional<size_t> number;  // index in the watch, set by the hello
+    int rank = -1;                 // of the hello
   };
 
   void accept_one();
   void on_frame(Guest& guest, const Frame& frame);
   void on_hello(Guest& guest, const RankHello& hello);
+  void take_leave(Guest& guest);
   std::string name_of(const RankHello& hello) const;
 
   std::vector<Host> hosts_;
@@ -55,8 +56,7 @@ class RankHub {
   size_t max_guests_;                 // leaves descriptors for other uses
   Clock::time_point closed_until_{};  // pause in accepting after a failure
   std::vector<std::unique_ptr<Guest>> guests_;
-  std::set<int> ranks_;  // ranks that have sent their hello
-  int world_size_ = 0;   // reported by the first of them
+  int world_size_ = 0;  // reported by the first rank that said hello
 };
 
 }  // namespace deeptide::launch

@@ -30,6 +30,7 @@ class TokenLink {
   void check();
   /// Cuts the link if the other end does not read.
   void send(FrameKind kind, std::string payload);
+  void close();
 
   bool proved() const { return proved_; }  // the other end has; this end's proof may still be in flight
   bool closed() const { return socket_ < 0; }
@@ -39,7 +40,6 @@ class TokenLink {
   void read();
   void prove();
   std::string proof_of(End end, const std::string& own_nonce, const std::string& other_nonce) const;
-  void close();
 
   int socket_;
   End end_;
