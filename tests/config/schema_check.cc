@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <regex>
 #include <stdexcept>
 
@@ -24,11 +25,18 @@ bool has_type(const json& type, const json& value) {
   return type == value.type_name();
 }
 
+/// Compiling a pattern takes longer than all else here.
+const std::regex& compiled(const std::string& pattern) {
+  static std::map<std::string, std::regex> known;
+  const auto found = known.find(pattern);
+  return found != known.end() ? found->second : known.emplace(pattern, std::regex(pattern)).first->second;
+}
+
 /// Patterns accept whatever they match, in this schema.
 bool matches_a_pattern(const json& schema, const std::string& name, const json& member) {
   if (!schema.contains("patternProperties")) return false;
   for (const auto& [pattern, rule] : schema["patternProperties"].items()) {
-    if (std::regex_search(name, std::regex(pattern)) && satisfies(rule, member)) return true;
+    if (std::regex_search(name, compiled(pattern)) && satisfies(rule, member)) return true;
   }
   return false;
 }
@@ -69,7 +77,7 @@ bool one_keyword(const std::string& word, const json& rule, const json& schema, 
   if (word == "minItems") return !value.is_array() || value.size() >= rule.get<size_t>();
   if (word == "maxItems") return !value.is_array() || value.size() <= rule.get<size_t>();
   if (word == "pattern") {
-    return !value.is_string() || std::regex_search(value.get<std::string>(), std::regex(rule.get<std::string>()));
+    return !value.is_string() || std::regex_search(value.get<std::string>(), compiled(rule.get<std::string>()));
   }
   if (word == "minimum") return !value.is_number() || value >= rule;
   if (word == "maximum") return !value.is_number() || value <= rule;
