@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Precompiled headers: torch's take ten seconds of each compiler run. The presets dev, asan and tsan use them; ci and the
-# wheel do not, so that the wheel takes from a compiler cache what the build before it compiled: it knows a file that
-# used a precompiled header only in the same folder. They take half a gigabyte of disk per set of flags with gcc.
-option(DEEPTIDE_PRECOMPILE "Precompile torch's headers" OFF)
+# Precompiled headers: torch's take ten seconds of each compiler run. With gcc they take half a gigabyte of disk per set of
+# flags. A compiler cache serves what used them only with the sloppiness that the Makefile sets.
+option(DEEPTIDE_PRECOMPILE "Precompile torch's headers" ${PROJECT_IS_TOP_LEVEL})
 
 set(DEEPTIDE_PRECOMPILED_HEADERS
   <ATen/core/Tensor.h> <ATen/ops/empty.h> <ATen/ops/zeros.h> <torch/csrc/autograd/function.h>
