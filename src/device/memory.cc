@@ -66,6 +66,17 @@ Tensor allocate_on_device(Role role, int64_t numel, const at::TensorOptions& opt
 
 int64_t bytes_of(int64_t numel, ScalarType dtype) { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 
+/// Returns the buffer that wastes least for a request, none above `max_waste` times the request.
+template <typename Buffers, typename BytesOf>
+typename Buffers::iterator least_waste(Buffers& buffers, int64_t bytes, int64_t max_waste, const BytesOf& bytes_of) {
+  auto chosen = buffers.end();
+  for (auto it = buffers.begin(); it != buffers.end(); ++it) {
+    if (bytes_of(*it) < bytes || bytes_of(*it) > max_waste * bytes) continue;
+    if (chosen == buffers.end() || bytes_of(*it) < bytes_of(*chosen)) chosen = it;
+  }
+  return chosen;
+}
+
 }  // namespace
 
 const char* role_name(Role role) {
@@ -113,14 +124,9 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
 BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste, Source source)
     : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste), source_(std::move(source)) {}
 
-/// Takes the idle buffer that wastes least.
 BufferPool::Idle BufferPool::take_idle(int64_t bytes) {
   std::lock_guard lock(mutex_);
-  auto chosen = idle_.end();
-  for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-    if (it->buffer.numel() < bytes || it->buffer.numel() > max_waste_ * bytes) continue;
-    if (chosen == idle_.end() || it->buffer.numel() < chosen->buffer.numel()) chosen = it;
-  }
+  const auto chosen = least_waste(idle_, bytes, max_waste_, [](const Idle& idle) { return idle.buffer.numel(); });
   if (chosen != idle_.end()) {
     Idle taken = std::move(*chosen);
     idle_.erase(chosen);
@@ -155,6 +161,21 @@ void BufferPool::put(Tensor buffer) {
 void BufferPool::trim() {
   std::lock_guard lock(mutex_);
   idle_.clear();
+}
+
+int64_t PoolForecast::take(int64_t bytes) {
+  const auto chosen = least_waste(idle_, bytes, max_waste_, [](int64_t idle) { return idle; });
+  if (chosen != idle_.end()) {
+    const int64_t taken = *chosen;
+    idle_.erase(chosen);
+    return taken;
+  }
+  if (bytes >= kLargeRequest) {
+    for (const int64_t idle : std::exchange(idle_, {})) allocated_ -= idle;
+  }
+  allocated_ += bytes;
+  peak_ = std::max(peak_, allocated_);
+  return bytes;
 }
 
 }  // namespace deeptide::device

@@ -78,4 +78,19 @@ class BufferPool {
   std::vector<Idle> idle_;
 };
 
+/// A BufferPool without memory: the bytes that one would allocate for a series of requests. Units: bytes.
+class PoolForecast {
+ public:
+  explicit PoolForecast(int64_t max_waste = 2) : max_waste_(max_waste) {}
+  /// Returns the size of the buffer that the pool would give, to hand back with `put`.
+  int64_t take(int64_t bytes);
+  void put(int64_t bytes) { idle_.push_back(bytes); }
+  int64_t peak() const { return peak_; }
+
+ private:
+  int64_t max_waste_;
+  std::vector<int64_t> idle_;
+  int64_t allocated_ = 0, peak_ = 0;
+};
+
 }  // namespace deeptide::device
