@@ -12,8 +12,8 @@ namespace deeptide::gradients {
 
 namespace {
 
-/// Returns what a pool allocates for the units' buckets, `in_use` of them at once, over two rounds of backward. How many
-/// are in use varies, and more of them may be reused the fewer there are, but not always.
+/// Returns what a pool allocates for the units' buckets, `in_use` of them at once, over two rounds of backward. How
+/// many are in use varies, and more of them may be reused the fewer there are, but not always.
 int64_t pool_bytes(const std::vector<int64_t>& buckets, size_t in_use) {
   int64_t most = 0;
   for (size_t window = 1; window <= in_use; ++window) {

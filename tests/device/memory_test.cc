@@ -6,9 +6,12 @@
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
+#include <deque>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "base/sanitizers.h"
 
@@ -168,6 +171,22 @@ TEST_F(Pool, FreesADroppedBufferAndTrimsIdleOnes) {
   EXPECT_EQ(ledger_->current(Role::gathered), 400);
   pool_.trim();
   EXPECT_EQ(ledger_->current(Role::gathered), 0);
+}
+
+TEST_F(Pool, TakesWhatItsForecastTakes) {
+  PoolForecast forecast;
+  std::mt19937 random(7);
+  std::deque<std::pair<Tensor, int64_t>> taken;
+  for (int i = 0; i < 300; ++i) {
+    const int64_t bytes = 100'000 * (1 + random() % 40);  // on both sides of what counts as large
+    taken.emplace_back(pool_.take(bytes, at::kByte), forecast.take(bytes));
+    while (!taken.empty() && random() % 5 < 2) {
+      pool_.put(std::move(taken.front().first));
+      forecast.put(taken.front().second);
+      taken.pop_front();
+    }
+    EXPECT_EQ(ledger_->peak(Role::gathered), forecast.peak()) << "after " << i + 1 << " requests";
+  }
 }
 
 TEST_F(Pool, TakesNothingForNothing) {
