@@ -9,6 +9,14 @@ set(DEEPTIDE_PRECOMPILED_HEADERS
   <torch/csrc/distributed/c10d/Store.hpp>
   <algorithm> <filesystem> <functional> <map> <memory> <optional> <set> <sstream> <string> <thread> <vector>)
 
+# deeptide_code_options(<variable> <target>): the target's compile options but those about warnings.
+function(deeptide_code_options variable target)
+  get_target_property(options ${target} COMPILE_OPTIONS)
+  list(FILTER options EXCLUDE REGEX "-W")
+  list(REMOVE_DUPLICATES options)
+  set(${variable} "${options}" PARENT_SCOPE)
+endfunction()
+
 # deeptide_precompile(<target> <set>): gives the headers above to a target of this set, whose targets have the same flags:
 # layers, or tests, which get gtest's as well.
 function(deeptide_precompile target set)
@@ -31,6 +39,12 @@ function(deeptide_precompile target set)
     target_compile_options(${owner} PRIVATE ${options})
     target_link_libraries(${owner} PRIVATE deeptide_torch)
     target_precompile_headers(${owner} PRIVATE ${headers})
+  endif()
+  # gcc compiles with the header's code generation options, whatever the target's are.
+  deeptide_code_options(wanted ${target})
+  deeptide_code_options(given ${owner})
+  if(NOT wanted STREQUAL given)
+    message(FATAL_ERROR "${target} is compiled with '${wanted}', its precompiled header with '${given}'")
   endif()
   target_precompile_headers(${target} REUSE_FROM ${owner})
 endfunction()
