@@ -74,7 +74,10 @@ def lose_a_file(world, folder, section):
     train(engine, 1)
     if world.rank == world.size - 1:
         os.ftruncate(open_files(own)[0], 0)
-    train(engine, 2)
+    try:
+        train(engine, 2)
+    finally:
+        engine.destroy()  # the error's traceback would keep the engine, and the other rank wait for it
 
 
 @pytest.mark.parametrize("section", SECTIONS)
