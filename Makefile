@@ -73,10 +73,9 @@ test-python: build-all
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 
-# One more than there are cores: these tests mostly wait for starts, ends and timeouts.
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
-	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $$(($(JOBS) + 1)) \
-	  --dist worksteal tests/hosts
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
+	  tests/hosts
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
