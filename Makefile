@@ -20,8 +20,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-link bench-hosts bench-scripts
+.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -62,7 +62,11 @@ demo: build  ## Train a small GPT on Python source: 2 ranks, ZeRO-3 (DATA=path, 
 	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
 	  DATA="$(DATA)" RESUME="$(RESUME)" RANKS=$(RANKS) OUT="$(OUT)" sh examples/demo.sh
 
-test: test-cpp test-python  ## Build what is needed and run every test that one machine can (test-hosts: the rest)
+demo-large: build  ## Train a GPT of 1 B parameters with all of its state in files (SIZE=3B, STEPS=n, FILES=folder, RANKS=n)
+	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
+	  SIZE=$(SIZE) STEPS=$(STEPS) FILES="$(FILES)" RANKS=$(RANKS) sh examples/demo_large.sh
+
+test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: all cases; test-hosts: the rest)
 
 test-cpp: build-all
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(JOBS)
@@ -97,6 +101,10 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_optimizer_ops
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step.py \
 	  --library $(abspath $(BUILD))/bench/libdeeptide_optimizer_ops.so $(ARGS)
+
+bench-swap: build  ## Optimizer states between files and memory, beside fio (ARGS=--folder=…)
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench
+	@$(PYTHON) bench/swap.py --program $(abspath $(BUILD))/bench/deeptide_swap_bench $(ARGS)
 
 bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
 	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)

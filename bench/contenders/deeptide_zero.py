@@ -7,8 +7,9 @@ import deeptide
 from contenders.zero_config import zero_config
 
 
-def setup(model, precision, size, stage):
-    engine, *_ = deeptide.initialize(model=model, config=zero_config(stage, precision, size))
+def setup(model, precision, size, stage, overlap_publish=False):
+    config = zero_config(stage, precision, size) | {"deeptide": {"overlap_publish": overlap_publish}}
+    engine, *_ = deeptide.initialize(model=model, config=config)
 
     def step(x, y):
         loss = engine(x, y)

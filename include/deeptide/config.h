@@ -140,6 +140,24 @@ struct OffloadParamConfig {
   std::optional<int64_t> max_in_cpu;  // elements per rank that stay in memory
 };
 
+/// How much of one kind of state lies in memory, per rank; the rest lies in files.
+struct DEEPTIDE_API MemoryShare {
+  double fraction = 1.0;  // of all its bytes
+  int64_t bytes = 0;      // more than that; negative: less
+
+  bool is_all() const { return fraction >= 1.0 && bytes >= 0; }
+  /// Of `total` bytes, how many lie in memory.
+  DEEPTIDE_API int64_t of(int64_t total) const;
+};
+
+/// The section "deeptide.placement".
+struct PlacementConfig {
+  std::vector<std::string> folders;             // "nvme_path"
+  std::optional<MemoryShare> optimizer_states;  // absent: as offload_optimizer says
+  std::optional<MemoryShare> parameters;        // absent: as offload_param says
+  std::optional<MemoryShare> gradients;         // absent: in memory
+};
+
 /// The section "elasticity": one global batch that suits many world sizes.
 struct ElasticityConfig {
   bool enabled = false;
@@ -223,15 +241,17 @@ struct RuntimeConfig {
   double comm_timeout_s = 0.0;  // of every wait for a peer
   Reduction reduction = Reduction::ordered;
   ReduceThread reduce_thread = ReduceThread::automatic;
-  bool shared_memory = false;  // false: ranks of one host communicate as if on different hosts
+  bool overlap_publish = false;  // step() returns while the new parameters of stages 1 and 2 are on their way
+  bool shared_memory = false;    // false: ranks of one host communicate as if on different hosts
   OnSkipped on_skipped = OnSkipped::skip;
   int64_t skipped_limit = 0;    // steps skipped in a row after which that happens
   int64_t rewind_interval = 0;  // applied steps between two states that are kept for a rewind
   int64_t drift_interval = 0;   // applied steps between two comparisons of what is replicated; 0: none
   OnDrift on_drift = OnDrift::warn;
-  bool keep_grad = false;       // whole reduced gradients in .grad after the last backward of a step
-  bool tune_allocator = false;  // keep the pages of large CPU tensors instead of faulting them in again
-  int64_t unit_size = 0;        // most elements per unit; 0: one repeated block
+  bool keep_grad = false;         // whole reduced gradients in .grad after the last backward of a step
+  bool tune_allocator = false;    // keep the pages of large CPU tensors instead of faulting them in again
+  int64_t device_memory_cap = 0;  // bytes that the engine itself may take; 0: no limit
+  int64_t unit_size = 0;          // most elements per unit; 0: one repeated block
   uint64_t seed = 0;
 };
 
@@ -241,9 +261,9 @@ struct RuntimeConfig {
 class DEEPTIDE_API Config {
  public:
   /// Every section, found by its type.
-  using Sections =
-      std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig, OffloadParamConfig,
-                 ElasticityConfig, PrecisionConfig, GradientConfig, ReportConfig, DataConfig, RuntimeConfig>;
+  using Sections = std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig,
+                              OffloadParamConfig, PlacementConfig, ElasticityConfig, PrecisionConfig, GradientConfig,
+                              ReportConfig, DataConfig, RuntimeConfig>;
 
   Config();  // every key at its default
   static Config from_file(const std::string& path);
@@ -267,6 +287,7 @@ class DEEPTIDE_API Config {
   const ZeroConfig& zero() const { return std::get<ZeroConfig>(sections_); }
   const OffloadOptimizerConfig& offload_optimizer() const { return std::get<OffloadOptimizerConfig>(sections_); }
   const OffloadParamConfig& offload_param() const { return std::get<OffloadParamConfig>(sections_); }
+  const PlacementConfig& placement() const { return std::get<PlacementConfig>(sections_); }
   const ElasticityConfig& elasticity() const { return std::get<ElasticityConfig>(sections_); }
   const PrecisionConfig& precision() const { return std::get<PrecisionConfig>(sections_); }
   const GradientConfig& gradients() const { return std::get<GradientConfig>(sections_); }

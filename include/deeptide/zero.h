@@ -31,8 +31,10 @@ class DEEPTIDE_API Init {
 
 /// Whether the tensor was made under Init and has no memory yet.
 DEEPTIDE_API bool is_deferred(const at::Tensor& tensor);
-/// Whether operators on the tensor look for its values elsewhere: deferred, or sharded by an engine.
+/// Whether operators on the tensor may have to wait for its values: deferred, sharded or published by an engine.
 DEEPTIDE_API bool has_deferred_key(const at::Tensor& tensor);
+/// Whether the tensor is a parameter that an engine shards (stage 3), or a view of one.
+DEEPTIDE_API bool is_sharded(const at::Tensor& tensor);
 /// Returns an address that tells the tensor from all others while it is deferred, as data_ptr() would; no memory lies
 /// there. Views have theirs within the same range. 0 for other tensors.
 DEEPTIDE_API uint64_t address_of(const at::Tensor& tensor);

@@ -52,7 +52,7 @@ def describe(model: torch.nn.Module) -> _C.ModelDescription:
 def whole_afterwards(model: torch.nn.Module) -> Iterator[None]:
     """Around the end of an engine: parameters that were sharded are whole, and the program's own, afterwards."""
     with torch.no_grad():
-        wholes = [(p, p.detach().clone()) for p in model.parameters() if _C.has_deferred_key(p)]
+        wholes = [(p, p.detach().clone()) for p in model.parameters() if _C.is_sharded(p)]
     yield
     for parameter, whole in wholes:
         parameter.data = whole

@@ -133,16 +133,24 @@ def plan(
     return MemoryPlan(_C.plan(describe(model), config, options, world_size, ranks_per_host or 0))
 
 
-def _settings(folders: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """From the fastest to the smallest: what each is called, and its part of `zero_optimization`."""
+def _settings(folders: tuple[str, ...]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """From the fastest to the smallest: what each is called, and its part of each section of the configuration."""
     files = {"device": "nvme", "nvme_path": list(folders)}
     none = {"offload_optimizer": None, "offload_param": None}
-    found: list[tuple[str, dict[str, Any]]] = [(f"stage {s}", {"stage": s, **none}) for s in range(4)]
+
+    def setting(stage: int, gradients: bool = False, **offload: Any) -> dict[str, dict[str, Any]]:
+        placement = {"gradients": {"nvme": "rest"}, "nvme_path": list(folders)} if gradients else None
+        return {"zero_optimization": {"stage": stage, **none, **offload}, "deeptide": {"placement": placement}}
+
+    found = [(f"stage {s}", setting(s)) for s in range(4)]
     if folders:
-        states = {"offload_optimizer": files, "offload_param": None}
-        found += [(f"stage {s}, optimizer states in files", {"stage": s, **states}) for s in (1, 2, 3)]
-        both = {"stage": 3, "offload_optimizer": files, "offload_param": files}
-        found.append(("stage 3, optimizer states and parameters in files", both))
+        states = [(f"stage {s}, optimizer states in files", setting(s, offload_optimizer=files)) for s in (1, 2, 3)]
+        both: dict[str, Any] = {"offload_optimizer": files, "offload_param": files}
+        found += [
+            *states,
+            ("stage 3, optimizer states and parameters in files", setting(3, **both)),
+            ("stage 3, all of them and gradients in files", setting(3, gradients=True, **both)),
+        ]
     return found
 
 
@@ -151,9 +159,15 @@ class Choice:
     """One setting and what it takes."""
 
     name: str
-    zero_optimization: dict[str, Any]  # what to write into the configuration
+    sections: dict[str, dict[str, Any]]  # what to write into the configuration
     plan: MemoryPlan
     fits: bool
+
+
+def _given(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Without what the setting takes out of a configuration."""
+    given = {name: {k: v for k, v in section.items() if v is not None} for name, section in sections.items()}
+    return {name: section for name, section in given.items() if section}
 
 
 def choices(
@@ -173,10 +187,9 @@ def choices(
     found = []
     for name, setting in _settings(folders):
         try:
-            changed = _C.config_with(given, json.dumps({"zero_optimization": setting}))
+            changed = _C.config_with(given, json.dumps(setting))
             taken = plan(model, changed, world_size, ranks_per_host)
         except ConfigError:
             continue  # this optimizer or option does not go with it
-        wanted = {key: value for key, value in setting.items() if value is not None}
-        found.append(Choice(name, wanted, taken, taken.fits(machine)))
+        found.append(Choice(name, _given(setting), taken, taken.fits(machine)))
     return found

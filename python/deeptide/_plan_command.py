@@ -137,7 +137,8 @@ def _recommendation(found: list[Choice], machine: Machine) -> str:
         cure = "" if machine.folders else "; name folders for files with --nvme_path"
         rows.append(f"nothing fits, before activations: use more hosts or a smaller model{cure}")
     else:
-        rows.append(f'recommended: "zero_optimization": {json.dumps(first.zero_optimization)}')
+        sections = [f'"{name}": {json.dumps(section)}' for name, section in first.sections.items()]
+        rows.append(f"recommended: {', '.join(sections)}")
     return "\n".join(rows)
 
 

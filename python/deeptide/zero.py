@@ -131,7 +131,7 @@ class _Lent:
         self.parameter = parameter
         self.own: torch.Tensor | None = None
         self.deferred = _C.is_deferred(parameter)
-        if _C.has_deferred_key(parameter) and not self.deferred:
+        if _C.is_sharded(parameter):
             with torch.no_grad():
                 whole = parameter.detach().clone()
             self.own = parameter.data

@@ -30,6 +30,7 @@ void bind_device(py::module_& module) {
   py::class_<zero::Init>(module, "ZeroInit", "Defers what operators make for as long as it lives.").def(py::init<>());
   module.def("is_deferred", &zero::is_deferred);
   module.def("has_deferred_key", &zero::has_deferred_key);
+  module.def("is_sharded", &zero::is_sharded);
   module.def("address_of", py::overload_cast<const at::Tensor&>(&zero::address_of));
   module.def("address_of_storage", py::overload_cast<const at::Storage&>(&zero::address_of));
   module.def("materialize", &zero::materialize);

@@ -16,8 +16,11 @@ MemoryPlan make_plan(const ModelDescription& model, const Config& config, const 
 
 /// Folders that the configuration names for files.
 std::vector<std::string> offload_folders(const Config& config) {
-  const auto& parameters = config.offload_param().folders;
-  return parameters.empty() ? config.offload_optimizer().folders : parameters;
+  for (const auto* folders :
+       {&config.placement().folders, &config.offload_param().folders, &config.offload_optimizer().folders}) {
+    if (!folders->empty()) return *folders;
+  }
+  return {};
 }
 
 }  // namespace

@@ -100,6 +100,7 @@ class C10dTransport : public Transport {
   explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(backend), pairs_(std::move(backend)) {}
 
   const char* name() const override { return "c10d"; }
+  bool advances_alone() const override { return true; }
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     if (!input.is_cpu()) return follow(backend_->_allgather_base(output, input), {output, input});

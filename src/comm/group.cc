@@ -101,17 +101,21 @@ std::string channel_of(const std::string& name) {
 
 }  // namespace
 
-bool Pending::wait_for(milliseconds limit) {
+bool Pending::advance(milliseconds limit) {
   if (operation_ == nullptr) return true;
+  if (!operation_->advance(limit)) return false;
+  operation_.reset();
+  trace::flight_log().end(ticket_);
+  return true;
+}
+
+bool Pending::wait_for(milliseconds limit) {
   try {
-    if (!operation_->advance(limit)) return false;
+    return advance(limit);
   } catch (const TransportError&) {
     std::this_thread::sleep_for(limit);
     return false;
   }
-  operation_.reset();
-  trace::flight_log().end(ticket_);
-  return true;
 }
 
 Group::Group(const World& world, Team team, const std::string& name, ChannelOptions options)
@@ -227,17 +231,19 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   if (!failure.empty()) {
     // A diagnosis takes a third of a second and writes to the store: skip it if a rank has reported the cause.
     const auto reported = options_.board->failure();
-    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
-                     (reported ? *reported : options_.board->diagnose("waits: " + text(site))) +
+    const std::string cause = reported ? *reported : options_.board->diagnose("waits: " + text(site));
+    options_.board->note_cause(cause);
+    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " + cause +
                      ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;
 }
 
-void Group::order_before(const device::Lane& lane, Pending& pending, const Site& site) {
+void Group::order_before(const device::Lane& lane, Pending& pending, const Site& site,
+                         const std::function<void()>& meanwhile) {
   if (!pending.valid()) return;
-  if (!pending.operation_->order_before(lane)) return wait(pending, site);
+  if (!pending.operation_->order_before(lane)) return wait(pending, site, meanwhile);
   trace::flight_log().end(pending.ticket_);
   pending = Pending();
 }
@@ -254,13 +260,15 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
     if (const auto failure = options_.board->failure()) {
       // A peer that ended after its part may be reported before its part has arrived.
       if (wait_for(pending, world::kPollFailures, site)) return;
+      options_.board->note_cause(*failure);
       throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
     }
     if (steady_clock::now() - begin > options_.timeout) {
+      const std::string cause = options_.board->diagnose("waits: " + text(site));
+      options_.board->note_cause(cause);
       throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
                        std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
-                       ": " + options_.board->diagnose("waits: " + text(site)) +
-                       ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
+                       ": " + cause + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
     }
   }
 }

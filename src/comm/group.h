@@ -35,7 +35,9 @@ class Pending {
   explicit Pending(OperationPtr operation) : operation_(std::move(operation)) {}
   bool valid() const { return operation_ != nullptr; }
   bool ready() const { return operation_ == nullptr || operation_->ready(); }
-  /// Returns true if done within `limit`. A lost peer shows only as late here: Group::wait reports the cause.
+  /// Works for at most `limit`; returns true when done. Errors: TransportError.
+  bool advance(std::chrono::milliseconds limit);
+  /// The same, but a lost peer shows only as late: Group::wait reports the cause.
   bool wait_for(std::chrono::milliseconds limit);
 
  private:
@@ -70,6 +72,8 @@ class Group {
   int size() const { return team_.size(); }
   /// The transport's name; "none" in a team of one.
   const char* path() const { return transport_->name(); }
+  /// Whether what was started ends though no rank waits for it.
+  bool advances_alone() const { return transport_->advances_alone(); }
   /// What this rank has sent to the others so far, whatever the transport. Units: bytes.
   int64_t sent_bytes() const { return sent_bytes_; }
   /// The engine's step, for logs.
@@ -96,7 +100,8 @@ class Group {
   void wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile = {});
   /// Makes work issued to `lane` later run after the collective. The host waits, as `wait` does, only where the
   /// transport needs it: on a CPU. Errors: as `wait`.
-  void order_before(const device::Lane& lane, Pending& pending, const Site& site);
+  void order_before(const device::Lane& lane, Pending& pending, const Site& site,
+                    const std::function<void()>& meanwhile = {});
   /// Waits at most `limit`; returns true when done. Never throws because of lateness.
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 

@@ -21,6 +21,7 @@ struct Wishes {
   int32_t num_wishes = 0;  // units[num_needs … num_needs + num_wishes) are used soon
   int32_t rounds = 0;      // of reductions that this rank has begun, if it waits for others to begin them too
   int32_t writes = 0;      // to sharded parameters, not yet in the shards; -1: not known now
+  int64_t launched = 0;    // reductions that this rank has ever begun, where work of a device may wait for them
   std::array<int32_t, kMaxUnits> units{};
 
   bool full() const { return num_needs + num_wishes == kMaxUnits; }
@@ -39,6 +40,7 @@ struct Close {
   bool failed = false;        // this rank cannot take part: it throws, and so do the others
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
   int32_t writes = 0;         // as in Wishes
+  int64_t launched = 0;       // likewise
   uint64_t changes = 0;       // a digest of how the model's parameters differ from those bound at initialize
 };
 

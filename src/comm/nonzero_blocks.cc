@@ -85,53 +85,44 @@ int64_t most_blocks(Group& group, const std::vector<int64_t>& own, const Site& s
   return *std::max_element(counts, counts + group.size());
 }
 
-}  // namespace
-
-void all_to_all_nonzero(Group& group, const Tensor& output, const Tensor& input, device::BufferPool& messages,
-                        const Site& site) {
-  const int64_t size = group.size();
-  const Part part{input.numel() / size, input.element_size()};
+/// Sends the `num_parts` parts of `input` by `collective`, which returns one part of each rank in `output`.
+template <typename Collective>
+void exchange(Group& group, const Tensor& output, const Tensor& input, int64_t num_parts, device::BufferPool& messages,
+              const Site& site, const Collective& collective) {
+  const Part part{input.numel() / num_parts, input.element_size()};
   const int64_t stride = part.numel * part.item;
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   std::vector<int64_t> counts;
-  for (int64_t rank = 0; rank < size; ++rank) counts.push_back(count_nonzero(part, from + rank * stride));
+  for (int64_t i = 0; i < num_parts; ++i) counts.push_back(count_nonzero(part, from + i * stride));
   const int64_t bytes = part.message_bytes(most_blocks(group, counts, site));
   if (bytes >= stride) {
-    auto pending = group.all_to_all(output, input);
+    auto pending = collective(output, input);
     return group.wait(pending, site);
   }
-  Tensor sent = messages.take(size * bytes, at::kByte), received = messages.take(size * bytes, at::kByte);
+  Tensor sent = messages.take(num_parts * bytes, at::kByte), received = messages.take(group.size() * bytes, at::kByte);
   auto* outgoing = static_cast<char*>(sent.mutable_data_ptr());
-  for (int64_t rank = 0; rank < size; ++rank) pack(part, from + rank * stride, outgoing + rank * bytes);
-  auto pending = group.all_to_all(received, sent);
+  for (int64_t i = 0; i < num_parts; ++i) pack(part, from + i * stride, outgoing + i * bytes);
+  auto pending = collective(received, sent);
   group.wait(pending, site);
   const auto* incoming = static_cast<const char*>(received.const_data_ptr());
   auto* to = static_cast<char*>(output.mutable_data_ptr());
-  for (int64_t rank = 0; rank < size; ++rank) unpack(part, incoming + rank * bytes, to + rank * stride);
+  for (int64_t rank = 0; rank < group.size(); ++rank) unpack(part, incoming + rank * bytes, to + rank * stride);
   messages.put(std::move(sent));
   messages.put(std::move(received));
 }
 
+}  // namespace
+
+void all_to_all_nonzero(Group& group, const Tensor& output, const Tensor& input, device::BufferPool& messages,
+                        const Site& site) {
+  const auto all_to_all = [&](const Tensor& to, const Tensor& from) { return group.all_to_all(to, from); };
+  exchange(group, output, input, group.size(), messages, site, all_to_all);
+}
+
 void all_gather_nonzero(Group& group, const Tensor& output, const Tensor& input, device::BufferPool& messages,
                         const Site& site) {
-  const int64_t size = group.size();
-  const Part part{input.numel(), input.element_size()};
-  const int64_t stride = part.numel * part.item;
-  const auto* from = static_cast<const char*>(input.const_data_ptr());
-  const int64_t bytes = part.message_bytes(most_blocks(group, {count_nonzero(part, from)}, site));
-  if (bytes >= stride) {
-    auto pending = group.all_gather(output, input);
-    return group.wait(pending, site);
-  }
-  Tensor sent = messages.take(bytes, at::kByte), received = messages.take(size * bytes, at::kByte);
-  pack(part, from, static_cast<char*>(sent.mutable_data_ptr()));
-  auto pending = group.all_gather(received, sent);
-  group.wait(pending, site);
-  const auto* incoming = static_cast<const char*>(received.const_data_ptr());
-  auto* to = static_cast<char*>(output.mutable_data_ptr());
-  for (int64_t rank = 0; rank < size; ++rank) unpack(part, incoming + rank * bytes, to + rank * stride);
-  messages.put(std::move(sent));
-  messages.put(std::move(received));
+  const auto all_gather = [&](const Tensor& to, const Tensor& from) { return group.all_gather(to, from); };
+  exchange(group, output, input, /*num_parts=*/1, messages, site, all_gather);
 }
 
 }  // namespace deeptide::comm

@@ -27,6 +27,8 @@ class Transport {
   virtual ~Transport() = default;
   /// "c10d", "shared memory", "two levels".
   virtual const char* name() const = 0;
+  /// Whether operations end without a call of `advance`, on any rank.
+  virtual bool advances_alone() const { return false; }
   virtual OperationPtr all_gather(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;

@@ -11,6 +11,7 @@
 #include "base/json.h"
 #include "config/base64.h"
 #include "config/batch.h"
+#include "config/check/placement.h"
 #include "config/check/rules.h"
 #include "config/check/validate.h"
 #include "config/elasticity.h"
@@ -29,6 +30,7 @@ void fill(const Values& values, Config::Sections& sections) {
     if (key.binding) key.binding->fill(key, values.value(path), sections);
   }
   std::get<OptimizerConfig>(sections) = config::optimizer_config(values);
+  config::read_placement(values, std::get<PlacementConfig>(sections));
   auto& elasticity = std::get<ElasticityConfig>(sections);
   elasticity.sizes_given =
       values.given("elasticity.max_train_batch_size") && values.given("elasticity.micro_batch_sizes");

@@ -35,6 +35,7 @@ class Lane {
   static Lane create(c10::Device device);
 
   c10::Device device() const { return device_; }
+  bool operator==(const Lane& other) const { return stream_ == other.stream_; }
   /// The point after all work issued to this lane so far.
   Mark mark() const;
   /// Makes work issued to this lane later run after `mark`. The host does not wait.

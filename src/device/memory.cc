@@ -13,6 +13,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/text.h"
+
 namespace deeptide::device {
 
 using at::ScalarType;
@@ -33,14 +35,14 @@ struct Mapping {
 
 /// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages. The tail stays in plain
 /// pages: a large page for it would waste up to 2 MiB in each of many buffers.
-Mapping map_pages(Role role, int64_t bytes) {
+Mapping map_pages(const Ledger& ledger, Role role, int64_t bytes) {
   Mapping mapping;
   mapping.length = round_up(std::max<int64_t>(bytes, 1), kPage);
   const int64_t large = mapping.length / kLargePage * kLargePage;
   const int64_t slack = large > 0 ? kLargePage : 0;
   void* base = ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK(base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
-              std::strerror(errno), ". Use a higher ZeRO stage, more ranks or a smaller model.");
+              std::strerror(errno), ". ", ledger.text());
   mapping.start = static_cast<char*>(base);
   if (large == 0) return mapping;
   const int64_t before = round_up(reinterpret_cast<int64_t>(base), kLargePage) - reinterpret_cast<int64_t>(base);
@@ -53,14 +55,13 @@ Mapping map_pages(Role role, int64_t bytes) {
 }
 
 /// Returns zeros of torch's allocator. Errors: OutOfMemoryError, which also says for what.
-Tensor allocate_on_device(Role role, int64_t numel, const at::TensorOptions& options) {
+Tensor allocate_on_device(const Ledger& ledger, Role role, int64_t numel, const at::TensorOptions& options) {
   try {
     return at::zeros({numel}, options);
   } catch (const c10::OutOfMemoryError& error) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: cannot allocate ",
                      numel * static_cast<int64_t>(options.dtype().itemsize()), " bytes for ", role_name(role), " on ",
-                     options.device(), ". Use a higher ZeRO stage, more ranks or a smaller model. ",
-                     error.what_without_backtrace());
+                     options.device(), ". ", ledger.text(), " ", error.what_without_backtrace());
   }
 }
 
@@ -91,6 +92,27 @@ void Ledger::add(Role role, int64_t bytes) {
   peak_[i] = std::max(peak_[i], current_[i]);
 }
 
+void Ledger::check_room(Role role, int64_t bytes) const {
+  if (cap_ == 0) return;
+  int64_t total = bytes;
+  for (int i = 0; i < kNumRoles; ++i) total += current(static_cast<Role>(i));
+  TORCH_CHECK_WITH(OutOfMemoryError, total <= cap_, "deeptide: cannot allocate ", bytes, " bytes for ", role_name(role),
+                   ": the engine would take ", total, " bytes, and \"deeptide\": {\"device_memory_cap\"} is ", cap_,
+                   ". ", text());
+}
+
+std::string Ledger::text() const {
+  std::string text = "The engine holds";
+  for (int i = 0; i < kNumRoles; ++i) {
+    const Role role = static_cast<Role>(i);
+    text += std::string(i == 0 ? " " : ", ") + bytes_text(current(role)) + " of " + role_name(role);
+  }
+  const std::string advice = advice_ ? advice_() : "";
+  return text + ". " + (advice.empty() ? "Use a higher ZeRO stage, more ranks or a smaller model." : advice);
+}
+
+void Ledger::set_advice(std::function<std::string()> advice) { advice_ = std::move(advice); }
+
 int64_t Ledger::current(Role role) const {
   std::lock_guard lock(mutex_);
   return current_[static_cast<int>(role)];
@@ -106,13 +128,14 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   const c10::InferenceMode normal(false);  // a buffer first taken under inference_mode serves training later
   const int64_t bytes = bytes_of(numel, dtype);
   const auto options = at::TensorOptions().dtype(dtype).device(device);
+  ledger->check_room(role, bytes);
   if (!device.is_cpu()) {
-    Tensor owner = allocate_on_device(role, numel, options);
+    Tensor owner = allocate_on_device(*ledger, role, numel, options);
     ledger->add(role, bytes);
     return at::from_blob(
         owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options);
   }
-  const Mapping mapping = map_pages(role, bytes);
+  const Mapping mapping = map_pages(*ledger, role, bytes);
   ledger->add(role, bytes);
   auto unmap = [mapping, ledger, role, bytes](void*) {
     ::munmap(mapping.start, mapping.length);
@@ -121,46 +144,89 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
   return at::from_blob(mapping.start, {numel}, unmap, options);
 }
 
-BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste, Source source)
-    : ledger_(std::move(ledger)), role_(role), device_(device), max_waste_(max_waste), source_(std::move(source)) {}
+BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste, Source source,
+                       std::optional<Lane> home)
+    : ledger_(std::move(ledger)),
+      role_(role),
+      device_(device),
+      max_waste_(max_waste),
+      source_(std::move(source)),
+      home_(home.value_or(Lane::current(device))) {}
 
-BufferPool::Idle BufferPool::take_idle(int64_t bytes) {
+BufferPool::Idle BufferPool::take_idle(int64_t bytes, int64_t reached) {
   std::lock_guard lock(mutex_);
-  const auto chosen = least_waste(idle_, bytes, max_waste_, [](const Idle& idle) { return idle.buffer.numel(); });
+  const auto chosen = least_waste(idle_, bytes, max_waste_, [reached](const Idle& idle) {
+    return idle.after <= reached ? idle.buffer.numel() : int64_t{-1};
+  });
   if (chosen != idle_.end()) {
     Idle taken = std::move(*chosen);
     idle_.erase(chosen);
     return taken;
   }
   // A large new buffer replaces idle ones of other sizes: otherwise the peak would hold both.
-  if (bytes >= kLargeRequest) idle_.clear();
+  if (bytes >= kLargeRequest) free_idle(0, reached);
   return {};
 }
 
-Tensor BufferPool::take(int64_t numel, ScalarType dtype) {
+Tensor BufferPool::make(int64_t bytes, int64_t reached) {
+  const Lane::Scope at_home(home_);
+  const auto allocate = [&] {
+    return source_ ? source_(bytes) : allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+  };
+  try {
+    return allocate();
+  } catch (const c10::OutOfMemoryError&) {
+    std::lock_guard lock(mutex_);
+    free_idle(0, reached);
+  }
+  return allocate();
+}
+
+Tensor BufferPool::take(int64_t numel, ScalarType dtype, int64_t reached) {
   const int64_t bytes = bytes_of(numel, dtype);
-  Idle idle = take_idle(bytes);
+  const Lane taker = Lane::current(device_);
+  Idle idle = take_idle(bytes, reached);
+  taker.wait_for(idle.free_after);
   Tensor buffer = std::move(idle.buffer);
-  Lane::current(device_).wait_for(idle.free_after);
   if (!buffer.defined()) {
-    buffer = source_ ? source_(bytes) : allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+    buffer = make(bytes, reached);
+    if (!(taker == home_)) taker.wait_for(home_.mark());
   }
   return buffer.narrow(0, 0, bytes).view(dtype);
 }
 
-void BufferPool::put(Tensor buffer) {
+void BufferPool::put(Tensor buffer, int64_t after) {
   if (!buffer.defined()) return;
   const int64_t bytes = static_cast<int64_t>(buffer.storage().nbytes());
   Tensor whole = at::empty({0}, at::TensorOptions().dtype(ScalarType::Byte).device(device_));
   whole.set_(buffer.storage(), 0, {bytes}, {1});
   Mark free_after = Lane::current(device_).mark();
   std::lock_guard lock(mutex_);
-  idle_.push_back({std::move(whole), std::move(free_after)});
+  idle_.push_back({std::move(whole), std::move(free_after), after});
 }
 
-void BufferPool::trim() {
+void BufferPool::trim(int64_t bytes) {
   std::lock_guard lock(mutex_);
-  idle_.clear();
+  free_idle(bytes, INT64_MAX);
+}
+
+BufferPool::~BufferPool() {
+  try {
+    free_idle(0, INT64_MAX);
+  } catch (const std::exception&) {  // at a process's end the device may be gone
+  }
+}
+
+/// An allocator gives the memory to the home lane anew, at once.
+void BufferPool::free_idle(int64_t but_bytes, int64_t reached) {
+  int64_t total = 0;
+  for (const Idle& idle : idle_) total += idle.buffer.numel();
+  std::erase_if(idle_, [&](const Idle& idle) {
+    if (total <= but_bytes || idle.after > reached) return false;
+    total -= idle.buffer.numel();
+    home_.wait_for(idle.free_after);
+    return true;
+  });
 }
 
 int64_t PoolForecast::take(int64_t bytes) {

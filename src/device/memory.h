@@ -11,6 +11,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "device/lane.h"
@@ -27,11 +29,21 @@ const char* role_name(Role role);
 /// Counts allocated bytes, current and peak. Thread-safe; outlives every buffer counted in it.
 class Ledger {
  public:
+  /// `cap`: the most bytes of all roles together; 0: no limit.
+  explicit Ledger(int64_t cap = 0) : cap_(cap) {}
   void add(Role role, int64_t bytes);
   int64_t current(Role role) const;
   int64_t peak(Role role) const;
+  /// Call it before memory is allocated. Errors: OutOfMemoryError naming role and bytes, if they exceed the cap.
+  void check_room(Role role, int64_t bytes) const;
+  /// For errors: what each role has, then which settings free memory.
+  std::string text() const;
+  /// `advice`: names such settings; called while an error is made. Null: none are known.
+  void set_advice(std::function<std::string()> advice);
 
  private:
+  const int64_t cap_;
+  std::function<std::string()> advice_;
   mutable std::mutex mutex_;
   std::array<int64_t, kNumRoles> current_{};
   std::array<int64_t, kNumRoles> peak_{};
@@ -39,7 +51,8 @@ class Ledger {
 
 /// Returns a zeroed flat tensor (numel,) with memory of its own, counted in `ledger` until its last reference is
 /// released. On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
-/// Errors: RuntimeError naming role and bytes if the memory cannot be allocated; OutOfMemoryError on a device.
+/// Errors: OutOfMemoryError on a device, or beyond the ledger's cap; else RuntimeError if memory cannot be mapped. They
+/// name role and bytes, and what the ledger holds.
 at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
                          at::Device device);
 
@@ -51,29 +64,41 @@ class BufferPool {
   /// A kept buffer also serves a request of up to `max_waste` times fewer bytes. With 1, only a request of its own
   /// size, so the allocated bytes never exceed the most that were taken at once.
   /// `source` makes new buffers, (bytes,) uint8 each, instead of `allocate_flat`.
+  /// `home`: the lane on which memory is taken and freed; absent: the one that is current now. Best the taker's.
   using Source = std::function<at::Tensor(int64_t bytes)>;
-  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {});
-  /// Takes a buffer (numel,) of `dtype`. Hand it back with `put`, or drop it, which frees its memory.
-  at::Tensor take(int64_t numel, at::ScalarType dtype);
-  /// On a device, the next taker's work runs after all work issued so far to this thread's lane.
-  void put(at::Tensor buffer);
-  /// Frees idle buffers.
-  void trim();
+  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {},
+             std::optional<Lane> home = std::nullopt);
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+  /// Takes a buffer (numel,) of `dtype` for work of the current lane. Hand it back with `put`, or drop it, which frees
+  /// its memory: on a device, after its last use on any lane but the home one.
+  /// `reached`: a buffer that was put `after` something later is not given.
+  at::Tensor take(int64_t numel, at::ScalarType dtype, int64_t reached = INT64_MAX);
+  /// On a device, the next taker's work runs after all work issued so far to this thread's lane. `after`: the number of
+  /// what that work may have to wait for, if the taker has to know.
+  void put(at::Tensor buffer, int64_t after = 0);
+  /// Frees idle buffers, all that `bytes` have no room for.
+  void trim(int64_t bytes = 0);
 
  private:
   /// A buffer as bytes, and the mark after its last use.
   struct Idle {
     at::Tensor buffer;
     Mark free_after;
+    int64_t after = 0;
   };
 
-  Idle take_idle(int64_t bytes);
+  Idle take_idle(int64_t bytes, int64_t reached);
+  at::Tensor make(int64_t bytes, int64_t reached);
+  void free_idle(int64_t but_bytes, int64_t reached);
 
   std::shared_ptr<Ledger> ledger_;
   Role role_;
   at::Device device_;
   int64_t max_waste_;
   Source source_;
+  Lane home_;
   std::mutex mutex_;
   std::vector<Idle> idle_;
 };
@@ -81,7 +106,7 @@ class BufferPool {
 /// A BufferPool without memory: the bytes that one would allocate for a series of requests. Units: bytes.
 class PoolForecast {
  public:
-  explicit PoolForecast(int64_t max_waste = 2) : max_waste_(max_waste) {}
+  explicit PoolForecast(int64_t max_waste) : max_waste_(max_waste) {}
   /// Returns the size of the buffer that the pool would give, to hand back with `put`.
   int64_t take(int64_t bytes);
   void put(int64_t bytes) { idle_.push_back(bytes); }

@@ -209,6 +209,7 @@ void BoundModel::bind_shared(Unit& unit, int64_t offset, const std::shared_ptr<d
   const auto& memory = arena_->memory();
   const int64_t shard_bytes = layout.shard * item_size(unit);
   const bool counts = unit.shard_over().index() == 0;
+  ledger->check_room(device::Role::parameters, shard_bytes);
   take_values(unit, counts);
   if (counts) unit.pack(memory->view(offset, layout.numel, layout.dtype));
   ledger->add(device::Role::parameters, shard_bytes);

@@ -37,6 +37,8 @@ const Close& leading(const std::vector<Close>& closes) {
 
 std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>& prepare) {
   refuse_in_interrupt_handler(call_name(call));
+  // Programs drop gradients right after a step: that needs no parameter.
+  if (arrivals_ && call != Call::zero_grad) arrivals_->wait_all();
   Close own{.call = call};
   std::exception_ptr failure;
   try {

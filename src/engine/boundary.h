@@ -15,6 +15,7 @@
 #include "engine/channels.h"
 #include "gradients/reducer.h"
 #include "sharding/residency.h"
+#include "zero/arrivals.h"
 
 namespace deeptide::engine {
 
@@ -29,9 +30,10 @@ const comm::Close& leading(const std::vector<comm::Close>& closes);
 
 class Boundary {
  public:
-  /// `reducer`: null if there is nothing to train.
-  Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency, gradients::Reducer* reducer)
-      : channels_(channels), model_(model), residency_(residency), reducer_(reducer) {}
+  /// `reducer`: null if there is nothing to train; `arrivals`: null if steps wait for what they publish.
+  Boundary(Channels& channels, BoundModel& model, sharding::Residency& residency, gradients::Reducer* reducer,
+           zero::Arrivals* arrivals)
+      : channels_(channels), model_(model), residency_(residency), reducer_(reducer), arrivals_(arrivals) {}
 
   /// Collective. Looks at the model, then at what `prepare` checks and fills in; returns each rank's message once all
   /// ranks are in one method and need no more units. Parameters then hold what programs wrote into them.
@@ -77,6 +79,7 @@ class Boundary {
   BoundModel& model_;
   sharding::Residency& residency_;
   gradients::Reducer* reducer_;
+  zero::Arrivals* arrivals_;
 };
 
 }  // namespace deeptide::engine

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
 #include "deeptide/errors.h"
 #include "engine/logical_parameters.h"
@@ -37,16 +38,39 @@ std::vector<int> kinds_of(const optim::Rule* rule, const std::vector<ParameterGr
   return kinds;
 }
 
+bool wants_files(const std::optional<MemoryShare>& memory) { return memory && !memory->is_all(); }
+
+/// On a CPU the host's memory is where parameters are.
+bool has_parameters_in_files(const Config& config) {
+  return config.offload_param().device == OffloadDevice::nvme || wants_files(config.placement().parameters);
+}
+
+bool has_states_in_files(const Config& config) {
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  return (asked.device == OffloadDevice::nvme && asked.ratio > 0.0) || wants_files(config.placement().optimizer_states);
+}
+
+/// Which share of `total` bytes goes to files, so that memory holds no more than it may.
+double share_in_files(const MemoryShare& memory, int64_t total) {
+  if (memory.bytes == 0) return 1.0 - memory.fraction;
+  const int64_t allowed = memory.of(total);
+  if (allowed == total) return 0.0;
+  const int64_t safe = std::max<int64_t>(0, allowed - tiers::kSwapBlockBytes / 2);  // a split is exact to half a block
+  return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
+}
+
 /// Absent: shards lie in memory.
 std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
+  if (!has_parameters_in_files(config)) return std::nullopt;
   const OffloadParamConfig& asked = config.offload_param();
-  if (asked.device != OffloadDevice::nvme) return std::nullopt;  // on a CPU the host's memory is where they are
-  const std::string subject = config.origin() + ": zero_optimization.offload_param.device \"nvme\" ";
-  if (config.zero().stage != 3) {
+  const bool placed = wants_files(config.placement().parameters);
+  const std::string subject = config.origin() + (placed ? ": deeptide.placement.parameters in files "
+                                                        : ": zero_optimization.offload_param.device \"nvme\" ");
+  if (!placed && config.zero().stage != 3) {
     throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
                       std::to_string(config.zero().stage));
   }
-  if (asked.folders.empty()) {
+  if (!placed && asked.folders.empty()) {
     throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
   }
   if (config.runtime().on_skipped == OnSkipped::rewind) {
@@ -54,7 +78,33 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
                       "does not go with deeptide.on_skipped \"rewind\", which keeps a copy of the parameters "
                       "in memory; choose \"skip\" or \"raise\"");
   }
-  return zero::ParameterOffload{asked.folders, asked.max_in_cpu.value_or(0), asked.buffer_count, asked.buffer_size};
+  const PlacementConfig& placement = config.placement();
+  zero::ParameterOffload offload{.folders = placed ? placement.folders : asked.folders,
+                                 .num_buffers = asked.buffer_count,
+                                 .buffer_numel = asked.buffer_size};
+  if (placed) {
+    offload.memory = *placement.parameters;
+  } else {
+    offload.max_in_memory = asked.max_in_cpu.value_or(0);
+  }
+  return offload;
+}
+
+/// Absent: sums lie in memory. `total_bytes`: of all of them.
+std::optional<tiers::OffloadOptions> gradient_offload(const Config& config, const optim::Rule* rule,
+                                                      int64_t total_bytes) {
+  constexpr int kBlocks = 6;  // one in use, others read or written
+  const auto& memory = config.placement().gradients;
+  if (!wants_files(memory)) return std::nullopt;
+  if (dynamic_cast<const optim::CustomRule*>(rule)) {
+    throw ConfigError(
+        config.origin() +
+        ": deeptide.placement.gradients in files is for the optimizers of deeptide: one of your own takes "
+        "its gradients from memory. Leave them there, or name the optimizer in the configuration");
+  }
+  const double share = share_in_files(*memory, total_bytes);
+  if (share == 0.0) return std::nullopt;
+  return tiers::OffloadOptions{config.placement().folders, share, kBlocks};
 }
 
 /// Each rank steps whole parameters with states of its own.
@@ -113,10 +163,13 @@ zero::StateTypes state_types(const Config& config, const optim::Rule& rule) {
         "fp32 masters. Set it to false, or choose one of them",
         config.origin(), key, rule.name()));
   }
-  if (precision.rounds_moments() && state_offload(config, rule)) {
-    throw ConfigError(config.origin() +
-                      ": bf16.bf16_optimizer_states does not go with zero_optimization.offload_optimizer.device "
-                      "\"nvme\", whose files hold fp32; set one of them to its default");
+  if (precision.rounds_moments() && has_states_in_files(config)) {
+    const bool placed = wants_files(config.placement().optimizer_states);
+    throw ConfigError(fmt::format(
+        "{}: bf16.bf16_optimizer_states does not go with {}, whose files hold fp32; set one "
+        "of them to its default",
+        config.origin(),
+        placed ? "deeptide.placement.optimizer_states" : "zero_optimization.offload_optimizer.device \"nvme\""));
   }
   return {.rounded_masters = true, .rounded_moments = precision.rounds_moments()};
 }
@@ -124,7 +177,7 @@ zero::StateTypes state_types(const Config& config, const optim::Rule& rule) {
 /// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
 /// nothing on the others, so large gathers and rounds would wait on each other there.
 bool may_share_memory(const Config& config) {
-  return config.runtime().shared_memory && config.offload_param().device != OffloadDevice::nvme;
+  return config.runtime().shared_memory && !has_parameters_in_files(config);
 }
 
 BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
@@ -148,28 +201,39 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
 }
 
 void check_offload(const Config& config, const ModelDescription& model, bool trains) {
-  const auto states = trains ? config.offload_optimizer().device : OffloadDevice::none;
-  const std::pair<const char*, OffloadDevice> sections[] = {{"offload_param", config.offload_param().device},
-                                                            {"offload_optimizer", states}};
-  for (const auto& [name, to] : sections) {
-    if (to == OffloadDevice::none) continue;
+  const PlacementConfig& placement = config.placement();
+  const bool offloads_states = trains && config.offload_optimizer().device != OffloadDevice::none;
+  const std::tuple<bool, const char*, const char*> asked[] = {
+      {config.offload_param().device != OffloadDevice::none, "zero_optimization.offload_param",
+       "set its device to \"none\""},
+      {offloads_states, "zero_optimization.offload_optimizer", "set its device to \"none\""},
+      {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
+      {wants_files(placement.optimizer_states), "deeptide.placement.optimizer_states", "leave it out"},
+      {wants_files(placement.gradients), "deeptide.placement.gradients", "leave it out"},
+  };
+  for (const auto& [is_asked, key, cure] : asked) {
+    if (!is_asked) continue;
     const at::Device device = common_device(distinct_parameters(model.parameters));
     if (device.is_cpu()) return;
-    throw ConfigError(config.origin() + ": zero_optimization." + name + " is not supported yet on " + device.str() +
-                      "; set its device to \"none\"");
+    throw ConfigError(fmt::format("{}: {} is not supported yet on {}; {}", config.origin(), key, device.str(), cure));
   }
 }
 
-std::optional<zero::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule) {
+std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes) {
+  if (!has_states_in_files(config)) return std::nullopt;  // the host's memory has them
   const OffloadOptimizerConfig& asked = config.offload_optimizer();
-  if (asked.device != OffloadDevice::nvme || asked.ratio == 0.0) return std::nullopt;  // the host's memory has them
+  const int blocks = (1 + static_cast<int>(rule.roles().size())) * static_cast<int>(asked.buffer_count);
+  if (const auto& memory = config.placement().optimizer_states; wants_files(memory)) {
+    const double share = share_in_files(*memory, total_bytes);
+    if (share == 0.0) return std::nullopt;
+    return tiers::OffloadOptions{config.placement().folders, share, blocks};
+  }
   if (asked.folders.empty()) {
     throw ConfigError(config.origin() +
                       ": zero_optimization.offload_optimizer.device \"nvme\" needs nvme_path: a folder "
                       "on the drive, or a list of folders");
   }
-  const int kinds = 1 + static_cast<int>(rule.roles().size());
-  return zero::OffloadOptions{asked.folders, asked.ratio, kinds * static_cast<int>(asked.buffer_count)};
+  return tiers::OffloadOptions{asked.folders, asked.ratio, blocks};
 }
 
 sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements) {
@@ -193,8 +257,10 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   const bool mean = config.gradients().op == GradientOp::mean;
   options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? num_ranks : 1));
   if (!units.on_cpu) options.finite_check = gradients::FiniteCheckTime::each_step;
-  options.keep_rows = units.on_cpu && !config.runtime().keep_grad && keeps_rows(config, batch, num_ranks, policy) &&
-                      units.num_units <= host::Exchange::kMaxOffers / 4;
+  const int64_t bytes_of_sums = units.shard_numel * static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
+  options.offload = gradient_offload(config, units.rule, bytes_of_sums);
+  options.keep_rows = units.on_cpu && !config.runtime().keep_grad && !options.offload &&
+                      keeps_rows(config, batch, num_ranks, policy) && units.num_units <= host::Exchange::kMaxOffers / 4;
   return options;
 }
 

@@ -13,7 +13,7 @@
 #include "gradients/flights.h"
 #include "optim/rule.h"
 #include "sharding/residency.h"
-#include "zero/offloaded_states.h"
+#include "tiers/offload.h"
 #include "zero/optimizer_states.h"
 #include "zero/policy.h"
 
@@ -42,14 +42,15 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
 /// Errors: ConfigError where the configuration offloads from a device that is no CPU.
 void check_offload(const Config& config, const ModelDescription& model, bool trains);
-/// Absent: states lie in memory, beside the parameters. Errors: as above.
-std::optional<zero::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule);
+/// `total_bytes`: of all states of this rank. Absent: states lie in memory, beside the parameters. Errors: as above.
+std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes);
 
 /// `num_elements`: of the model.
 sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements);
 
 struct ReducedUnits {
   size_t num_units = 0;
+  int64_t shard_numel = 0;  // over all units
   bool on_cpu = true;
   const optim::Rule* rule = nullptr;
 };

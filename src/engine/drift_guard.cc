@@ -59,8 +59,12 @@ std::vector<DriftGuard::Copy> DriftGuard::copies() const {
   return found;
 }
 
+bool DriftGuard::is_due(int64_t step) const {
+  return config_.drift_interval > 0 && step % config_.drift_interval == 0 && channels_.data().size() > 1;
+}
+
 std::string DriftGuard::check(int64_t step) {
-  if (config_.drift_interval == 0 || step % config_.drift_interval != 0 || channels_.data().size() == 1) return {};
+  if (!is_due(step)) return {};
   const at::NoGradGuard no_grad;
   const std::vector<Copy> all = copies();
   std::vector<uint64_t> own;

@@ -24,6 +24,7 @@ class DriftGuard {
   /// Collective, after `enter`. Compares if `step`, of applied ones, is due. Returns the error that `on_drift` "stop"
   /// asks for, on all ranks alike; else warns, or makes all ranks equal to the first. Empty: no error.
   std::string check(int64_t step);
+  bool is_due(int64_t step) const;
 
  private:
   /// A tensor of which every rank has a copy, and what it is.

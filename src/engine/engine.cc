@@ -18,8 +18,14 @@ Engine::~Engine() = default;
 Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 
-void Engine::backward(const at::Tensor& loss, bool retain_graph) { impl_->stepper->backward(loss, retain_graph); }
-StepOutcome Engine::step() { return impl_->stepper->step(/*joined=*/false).value(); }
+void Engine::backward(const at::Tensor& loss, bool retain_graph) {
+  impl_->explain_memory("backward()", [&] { impl_->stepper->backward(loss, retain_graph); });
+}
+StepOutcome Engine::step() {
+  std::optional<StepOutcome> outcome;
+  impl_->explain_memory("step()", [&] { outcome = impl_->stepper->step(/*joined=*/false); });
+  return std::move(*outcome);
+}
 void Engine::join() {
   while (join_step()) {
   }

@@ -24,7 +24,7 @@
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/residency.h"
-#include "zero/offloaded_states.h"
+#include "zero/arrivals.h"
 #include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
 
@@ -52,6 +52,12 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::string summary() const;
   std::vector<MemoryLine> memory() const;
 
+  // --- memory_advice.cc
+  /// Settings that would free memory of this rank, and how much; empty if none would.
+  std::string memory_advice() const;
+  /// Runs a method of the engine's. Errors: what it throws; an OutOfMemoryError also says what the engine holds.
+  void explain_memory(const char* method, const std::function<void()>& run) const;
+
   const Config config;
   std::shared_ptr<device::Ledger> ledger;
   engine::Channels channels;
@@ -65,8 +71,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::BoundModel model;
   engine::LiveModel live;
   std::unique_ptr<sharding::Residency> residency;
+  std::unique_ptr<zero::Arrivals> arrivals;           // null: steps wait for what they publish
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
-  std::unique_ptr<zero::OffloadedStates> offloaded;   // null: optimizer states are in memory
+  std::unique_ptr<tiers::Offload> offloaded;          // null: optimizer states are in memory
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<engine::Rewind> rewind;             // null: not asked for, or nothing to train
   std::unique_ptr<engine::KeptGradients> kept;        // null: not asked for, or nothing to train
@@ -79,7 +86,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   struct StatePlace;
 
   void make_trainer(const ModelDescription& description);
-  zero::StatePlacement place_states();
+  bool may_publish_late();
+  zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
   void check_saving(const std::string& directory) const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
                                                                         const std::function<void()>& check);

@@ -14,9 +14,8 @@
 #include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 #include "sharding/residency.h"
-#include "tiers/swap_file.h"
+#include "tiers/offload.h"
 #include "zero/offloaded_parameters.h"
-#include "zero/offloaded_states.h"
 #include "zero/optimizer_states.h"
 #include "zero/sign_exchange.h"
 
@@ -126,20 +125,18 @@ std::vector<zero::StateForecast> states_of(const Facts& facts) {
 PlanLine optimizer_of(const Facts& facts) {
   PlanLine line{.role = MemoryRole::optimizer_states};
   if (facts.rule == nullptr) return line;
-  const auto offload = engine::state_offload(facts.config, *facts.rule);
   const std::vector<zero::StateForecast> states = states_of(facts);
-  zero::StateSplit split(offload ? offload->ratio : 0.0);
-  for (zero::StateForecast state : states) {
-    if (offload) state.numel = split.resident(state.numel);
-    line.memory_bytes += state.nbytes();
-  }
-  line.file_bytes = split.numel_in_files() * static_cast<int64_t>(sizeof(float));
+  const auto offload = engine::state_offload(facts.config, *facts.rule, zero::total_bytes(states));
+  tiers::Split split(offload ? offload->ratio : 0.0);
+  for (const zero::StateForecast& state : states) split.resident(state.numel, state.dtype);
+  line.memory_bytes += split.bytes_in_memory();
+  line.file_bytes = split.bytes_in_files();
   if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
     line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size);
   }
   if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
   if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
-    for (const zero::StateForecast& state : states) line.memory_bytes += state.nbytes();
+    line.memory_bytes += zero::total_bytes(states);
     for (const UnitLayout* unit : facts.trainable()) {
       const int64_t numel = facts.policy.shard_optimizer ? unit->shard : unit->numel;
       if (facts.types.aliases(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
@@ -170,10 +167,14 @@ std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   const Layouts units = facts.trainable();
   const auto batch = facts.config.batch_sizes(facts.world.size);
   const auto how = engine::reducer_options(facts.config, batch, facts.world.size, facts.policy,
-                                           {.num_units = units.size(), .on_cpu = facts.on_cpu, .rule = facts.rule});
+                                           {.num_units = units.size(),
+                                            .shard_numel = sharding::shard_numel(units),
+                                            .on_cpu = facts.on_cpu,
+                                            .rule = facts.rule});
   const auto bytes_of = gradients::forecast(units, how, facts.world.size, facts.shared);
   gradients.memory_bytes = bytes_of.gradients;
   gradients.late_bytes = bytes_of.late_gradients;
+  gradients.file_bytes = bytes_of.gradients_in_files;
   communication.memory_bytes += bytes_of.communication;
   communication.memory_bytes += engine::whole_gradient_bytes(units, facts.policy, facts.world.size);
   communication.late_bytes = bytes_of.late_communication;

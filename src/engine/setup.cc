@@ -59,7 +59,7 @@ void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& grou
 
 Engine::Impl::Impl(const ModelDescription& description, const Config& given, const InitOptions& options)
     : config(given),
-      ledger(std::make_shared<device::Ledger>()),
+      ledger(std::make_shared<device::Ledger>(config.runtime().device_memory_cap)),
       channels(options.world, config),
       notice(channels.board()),
       batch(config.batch_sizes(channels.mesh().size(world::Axis::data))),
@@ -80,34 +80,52 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), limits);
   if (rule) make_trainer(description);
-  boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get());
-  const engine::StepperParts parts{config,   batch,       policy,        channels,     *boundary,  model,
-                                   live,     *residency,  reducer.get(), intake.get(), kept.get(), optimizer.get(),
-                                   progress, rewind.get()};
+  boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get(), arrivals.get());
+  const engine::StepperParts parts{config,         batch,      policy,        channels,     *boundary,  model,
+                                   live,           *residency, reducer.get(), intake.get(), kept.get(), optimizer.get(),
+                                   arrivals.get(), progress,   rewind.get()};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first()) warn_of_rates(config, this->groups);
   if (channels.is_first() && config.report().dump_state) {
     log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());
   }
+  ledger->set_advice([this] { return memory_advice(); });
   notice.succeed();
 }
 
 Engine::Impl::~Impl() {
+  ledger->set_advice({});
   intake.reset();
+  arrivals.reset();  // before the others learn that this rank ends: they may still receive from it
   channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 
 /// Absent: states lie in memory, beside the parameters.
-zero::StatePlacement Engine::Impl::place_states() {
-  const auto options = engine::state_offload(config, *rule);
+zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit*>& trainable,
+                                                const zero::StateTypes& types) {
+  std::vector<zero::UnitForecast> units;
+  for (const sharding::Unit* unit : trainable) {
+    auto& forecast = units.emplace_back();
+    forecast.numel = policy.shard_optimizer ? unit->layout().shard : unit->numel();
+    forecast.dtype = unit->layout().dtype;
+    for (const sharding::Parameter& p : unit->parameters()) forecast.groups.insert(p.group);
+  }
+  const auto states = zero::forecast(units, *rule, progress.hyperparameters, types);
+  const auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
   if (!options) return {};
-  offloaded = std::make_unique<zero::OffloadedStates>(*options, ledger);
+  offloaded = std::make_unique<tiers::Offload>(*options, ledger, device::Role::optimizer, "optimizer states");
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) {
     DEEPTIDE_INVARIANT(dtype == at::kFloat, "states of ", dtype, " do not go to files");
-    return states->place(numel);
+    return states->place(numel, dtype);
   };
+}
+
+/// Where whole units, and nothing else, are gathered after a step.
+bool Engine::Impl::may_publish_late() {
+  const bool gathers = policy.shard_optimizer && !policy.shard_parameters && !model.arena();
+  return config.runtime().overlap_publish && gathers && channels.data().size() > 1;
 }
 
 void Engine::Impl::make_trainer(const ModelDescription& description) {
@@ -129,7 +147,10 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,
-                                     {.num_units = trainable.size(), .on_cpu = on_cpu, .rule = rule});
+                                     {.num_units = trainable.size(),
+                                      .shard_numel = sharding::shard_numel(sharding::layouts_of(trainable)),
+                                      .on_cpu = on_cpu,
+                                      .rule = rule});
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   const bool travels = on_cpu && !model.arena() && channels.data().size() > 1;
   if (travels && how.ordered && config.gradients().sparse && !dynamic_cast<const optim::CompressedRule*>(rule)) {
@@ -140,15 +161,22 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   auto& reductions = channels.reductions();
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
-  optimizer = std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger,
-                                                       reductions, model.device(), place_states(), custom.get(), types);
+  if (!on_cpu) residency->follow([this] { return reducer ? reducer->progress() : sharding::ReductionProgress(); });
+  optimizer =
+      std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger, reductions,
+                                               model.device(), place_states(trainable, types), custom.get(), types);
   if (config.runtime().on_skipped == OnSkipped::rewind) {
     if (offloaded) {
       throw ConfigError(config.origin() +
                         ": deeptide.on_skipped \"rewind\" keeps a copy of the states in memory, which does not go with "
-                        "zero_optimization.offload_optimizer.device \"nvme\"; choose \"skip\" or \"raise\"");
+                        "states in files (zero_optimization.offload_optimizer, deeptide.placement.optimizer_states); "
+                        "choose \"skip\" or \"raise\"");
     }
     rewind = std::make_unique<engine::Rewind>(*optimizer, model, live, ledger, config.runtime().rewind_interval);
+  }
+  if (may_publish_late()) {
+    arrivals = std::make_unique<zero::Arrivals>(trainable, channels.gathers(), model.device());
+    optimizer->publish_through(*arrivals);
   }
   std::function<void()> before;
   if (config.runtime().keep_grad) {

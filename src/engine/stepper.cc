@@ -3,7 +3,9 @@
 // Runs one step, in the order of its phases.
 #include "engine/stepper.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
@@ -202,7 +204,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     const auto verdicts = judge();
     follow_leader(verdicts, closes);
     outcome = apply(verdicts);
-    const int64_t sent = parts_.channels.reductions().sent_bytes();
+    const int64_t sent = bytes_sent_for_steps();
     outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
     print(outcome);
   } else {
@@ -212,6 +214,10 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   if (!drifted_.empty()) throw DriftError(std::exchange(drifted_, {}));
   if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
   return outcome;
+}
+
+int64_t Stepper::bytes_sent_for_steps() {
+  return parts_.channels.reductions().sent_bytes() + (parts_.arrivals ? parts_.arrivals->sent_bytes() : 0);
 }
 
 /// Exchanges what each rank knows about its gradient shards: their squares, and the first bad parameter if any.
@@ -341,6 +347,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   parts_.residency.release_all();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
+  if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
   drifted_ = drift_.check(progress.optimizer_steps);
   outcome.result = StepResult::applied;
   return outcome;
@@ -368,8 +375,12 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
 
 /// Names the first bad parameter, its rank, and whether that rank's loss was bad already.
 void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
-  const auto is_bad = [](const at::Tensor& loss) { return !std::isfinite(loss.item<double>()); };
-  const uint8_t own = std::any_of(losses_.begin(), losses_.end(), is_bad) ? 1 : 0;
+  std::vector<at::Tensor> losses;
+  for (const at::Tensor& loss : losses_) {
+    losses.push_back(loss.to(losses_.front().device(), at::kDouble).reshape({1}));
+  }
+  const bool all_finite = losses.empty() || at::isfinite(at::cat(losses)).all().item<bool>();
+  const uint8_t own = all_finite ? 0 : 1;
   const auto in_forward =
       parts_.boundary.exchange_all(std::span<const uint8_t>(&own, 1), {"step", "telling forward from backward"});
   const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });

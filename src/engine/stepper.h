@@ -36,6 +36,7 @@ struct StepperParts {
   GradientIntake* intake;             // null: nothing to train
   KeptGradients* kept;                // null: .grad holds nothing
   zero::ShardedOptimizer* optimizer;  // null: nothing to train
+  zero::Arrivals* arrivals;           // null: the optimizer waits for what it publishes
   Progress& progress;
   Rewind* rewind;  // null: the configuration asks for none
 };
@@ -70,6 +71,7 @@ class Stepper {
 
  private:
   std::vector<comm::Close> close(bool joined);
+  int64_t bytes_sent_for_steps();
   void take_gradients();
   void follow(const std::vector<comm::Close>& closes);
   void show_gradients();

@@ -34,6 +34,12 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
+std::string text_of_publishing(const Engine::Impl& impl) {
+  if (!impl.config.runtime().overlap_publish) return "";
+  return impl.arrivals ? "\n  publishing: beside the next forward"
+                       : "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
+}
+
 int64_t bytes_of_transport(const Engine::Impl& impl) {
   const host::Host& host = *impl.channels.host();
   const bool two_levels = host.size() > 1 && host.is_uniform() && !host.holds_all();
@@ -104,8 +110,10 @@ std::string Engine::Impl::summary() const {
     text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
                         optimizer->signs()->bytes_per_step());
   }
+  text += text_of_publishing(*this);
   if (model.offloaded()) text += "\n  parameters: " + model.offloaded()->text();
   if (offloaded) text += "\n  optimizer states: " + offloaded->text();
+  if (reducer && reducer->files()) text += "\n  gradients: " + reducer->files()->text();
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"

@@ -3,6 +3,7 @@
 // A sum of squares is not finite exactly when some element is not, or when it overflows.
 #include "gradients/finite_check.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
@@ -22,10 +23,10 @@ FiniteCheck::FiniteCheck(const std::vector<Unit*>& units, int64_t num_ranks, Ten
   maxima_ = at::zeros({static_cast<int64_t>(units_.size()), num_ranks}, squares_.options().dtype(at::kFloat));
 }
 
-void FiniteCheck::note(int unit, const Contributions& rows, const Tensor& sum, bool first) {
+void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Sum& sum) {
   if (time_ == FiniteCheckTime::each_sum) {
     if (bad_ || std::isfinite(squares_[unit].item<double>())) return;
-    const auto found = numerics::find_non_finite(rows.rows, sum.defined() ? sum : rows.sum());
+    const auto found = numerics::find_non_finite(rows.rows, sum());
     name(unit, found, found && num_ranks_ > 0 ? found->rank : -1);
     return;
   }
@@ -38,36 +39,39 @@ void FiniteCheck::note(int unit, const Contributions& rows, const Tensor& sum, b
   }
 }
 
-void FiniteCheck::note_overwritten(int unit, const Tensor& sum) {
+void FiniteCheck::note_overwritten(int unit, const Sum& sum) {
   if (bad_ && bad_->unit == units_[unit]->index()) bad_.reset();
   if (maxima_.defined()) maxima_[unit].zero_();
-  if (!bad_ && !std::isfinite(squares_[unit].item<double>())) name(unit, numerics::find_non_finite({sum}, sum), -1);
+  if (bad_ || std::isfinite(squares_[unit].item<double>())) return;
+  const Tensor whole = sum();
+  name(unit, numerics::find_non_finite({whole}, whole), -1);
 }
 
-double FiniteCheck::total(const std::vector<bool>& units) const {
-  const Tensor squares = squares_.cpu();
+double FiniteCheck::total(const std::vector<bool>& units) {
+  const Tensor squares = squares_.unsqueeze(1);
+  seen_ = maxima_.defined() ? at::cat({squares, maxima_.to(at::kDouble)}, 1).cpu() : squares.cpu();
   double total = 0.0;
   for (size_t i = 0; i < units.size(); ++i) {
-    if (units[i]) total += squares.const_data_ptr<double>()[i];
+    if (units[i]) total += seen(static_cast<int>(i))[0];
   }
   return total;
 }
 
 int FiniteCheck::first_bad(const std::vector<bool>& units) const {
-  const Tensor squares = squares_.cpu();
   for (size_t i = units.size(); i-- > 0;) {  // the order in which backward reaches them
-    if (units[i] && !std::isfinite(squares.const_data_ptr<double>()[i])) return static_cast<int>(i);
+    if (units[i] && !std::isfinite(seen(static_cast<int>(i))[0])) return static_cast<int>(i);
   }
   return -1;
 }
 
 int FiniteCheck::first_bad_row(int unit) const {
-  const Tensor maxima = maxima_[unit].cpu();
-  for (int64_t row = 0; row < maxima.numel(); ++row) {
-    if (!std::isfinite(maxima.const_data_ptr<float>()[row])) return static_cast<int>(row);
+  for (int row = 0; row + 1 < seen_.size(1); ++row) {
+    if (!std::isfinite(seen(unit)[row + 1])) return row;
   }
   return -1;
 }
+
+const double* FiniteCheck::seen(int unit) const { return seen_.const_data_ptr<double>() + unit * seen_.size(1); }
 
 void FiniteCheck::name(int unit, const std::optional<numerics::NonFinite>& found, int rank) {
   if (!found) return;  // finite squares overflowed: the step is skipped without a culprit

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -30,12 +31,14 @@ class FiniteCheck {
   /// them). `squares`: (units,) fp64, where sums leave their squares.
   FiniteCheck(const std::vector<sharding::Unit*>& units, int64_t num_ranks, at::Tensor squares, FiniteCheckTime time);
 
-  /// After a unit's rows were summed. `sum`: undefined when it was not written. `first`: of this unit in this step.
-  void note(int unit, const numerics::Contributions& rows, const at::Tensor& sum, bool first);
+  using Sum = std::function<at::Tensor()>;  // (shard,), called only where something is bad
+
+  /// After a unit's rows were summed. `first`: of this unit in this step.
+  void note(int unit, const numerics::Contributions& rows, bool first, const Sum& sum);
   /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.
-  void note_overwritten(int unit, const at::Tensor& sum);
+  void note_overwritten(int unit, const Sum& sum);
   /// The sum of the squares of these units, by position; non-finite if any element is. Reads the device once.
-  double total(const std::vector<bool>& units) const;
+  double total(const std::vector<bool>& units);
   /// After `total` was not finite: finds what `note` left open. `sum_of(unit)`: the unit's accumulated sum, fp32.
   template <typename SumOf>
   void find(const std::vector<bool>& units, SumOf sum_of) {
@@ -51,6 +54,7 @@ class FiniteCheck {
  private:
   int first_bad(const std::vector<bool>& units) const;
   int first_bad_row(int unit) const;
+  const double* seen(int unit) const;
   void name(int unit, const std::optional<numerics::NonFinite>& found, int rank);
 
   std::vector<sharding::Unit*> units_;
@@ -58,6 +62,7 @@ class FiniteCheck {
   at::Tensor squares_;
   FiniteCheckTime time_;
   at::Tensor maxima_;  // (units, ranks) fp32, each row's largest magnitude in this step; only where the check is late
+  at::Tensor seen_;    // (units, 1 + ranks) fp64 on the host: squares and maxima as `total` read them
   std::optional<BadGradient> bad_;
 };
 

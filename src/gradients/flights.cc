@@ -15,16 +15,21 @@
 #include "comm/blocking.h"
 #include "comm/nonzero_blocks.h"
 #include "device/parallel.h"
+#include "gradients/forecast.h"
 #include "numerics/ordered_sum.h"
 
 namespace deeptide::gradients {
 
 using at::Tensor;
+using device::Lane;
 using device::Role;
 using numerics::Contributions;
 using sharding::Parameter;
 using sharding::Unit;
 using std::chrono::milliseconds;
+using tiers::Access;
+using tiers::Block;
+using tiers::Buffer;
 
 namespace {
 
@@ -32,6 +37,10 @@ namespace {
 constexpr milliseconds kFlightPatience{500};
 constexpr milliseconds kSidePatience{20};
 constexpr int kSideNice = 10;
+
+numerics::Squares squares_of(Block block) {
+  return block.begin == 0 ? numerics::Squares::begin : numerics::Squares::go_on;
+}
 
 }  // namespace
 
@@ -66,16 +75,20 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
       group_(group),
       exchange_(exchange),
       buckets_(buckets),
-      receive_pool_(ledger, options.keep_rows ? Role::gradients : Role::communication, device),
+      device_(device),
+      send_lane_(device::Lane::create(device)),
+      sum_lane_(device::Lane::create(device)),
+      receive_pool_(ledger, options.keep_rows ? Role::gradients : Role::communication, device, kMaxBucketWaste, {},
+                    send_lane_),
       options_(options),
       ledger_(std::move(ledger)),
-      device_(device),
       accumulators_(units_.size()),
       kept_at_(units_.size(), -1),
       accumulated_(units_.size(), false),
       sums_of_squares_(
           at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))),
       check_(units_, options_.ordered ? group_.size() : 0, sums_of_squares_, options_.finite_check) {
+  if (options_.offload) files_.emplace(*options_.offload, ledger_, Role::gradients, "gradients");
   for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) accumulator(unit);
   if (!options_.side_thread) return;
   side_may_work_ = true;
@@ -83,6 +96,7 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
 }
 
 Flights::~Flights() {
+  if (!device_.is_cpu()) order_before_frees();
   if (!side_thread_.joinable()) return;
   {
     std::lock_guard lock(mutex_);
@@ -98,6 +112,17 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
   Flight flight;
   flight.unit = unit;
   flight.sent = std::move(bucket);
+  flight.filled = Lane::current(device_).mark();
+  send(flight);
+  ++launched_;
+  std::lock_guard lock(mutex_);
+  queue_.push_back(std::move(flight));
+  changed_.notify_all();
+}
+
+void Flights::send(Flight& flight) {
+  send_lane_.wait_for(flight.filled);
+  const Lane::Scope on_lane(send_lane_);
   if (exchange_) {
     auto offer = exchange_->offer(flight.sent);
     flight.pending =
@@ -107,12 +132,9 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
     flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
     flight.pending = group_.all_to_all(flight.received, flight.sent);
   } else if (group_.size() > 1) {
-    flight.received = receive_pool_.take(units_[unit]->layout().shard, options_.reduce_dtype);
+    flight.received = receive_pool_.take(units_[flight.unit]->layout().shard, options_.reduce_dtype);
     flight.pending = group_.reduce_scatter(flight.received, flight.sent);
   }
-  std::lock_guard lock(mutex_);
-  queue_.push_back(std::move(flight));
-  changed_.notify_all();
 }
 
 void Flights::reduce_mostly_zero(int unit, Tensor bucket) {
@@ -121,8 +143,7 @@ void Flights::reduce_mostly_zero(int unit, Tensor bucket) {
   flight.unit = unit;
   flight.sent = std::move(bucket);
   flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
-  const std::string what = "reducing gradients of unit '" + units_[unit]->layout().name + "'";
-  comm::all_to_all_nonzero(group_, flight.received, flight.sent, buckets_, {"step", what});
+  comm::all_to_all_nonzero(group_, flight.received, flight.sent, buckets_, site(unit, "step"));
   sum(flight);
 }
 
@@ -144,7 +165,7 @@ void Flights::limit(const std::function<void()>& meanwhile) {
   }
   const Pause pause(*this);
   if (queue_.empty()) return;
-  if (queue_.size() >= most_ahead()) return retire_front(meanwhile);
+  if (!device_.is_cpu() || queue_.size() >= most_ahead()) return retire_front(meanwhile);
   Flight& front = queue_.front();
   if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
   peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
@@ -153,17 +174,34 @@ void Flights::limit(const std::function<void()>& meanwhile) {
 
 void Flights::retire_ready() {
   if (side_thread_.joinable()) return;  // its task
+  if (!device_.is_cpu()) return;        // sums wait for what arrives; which bucket is next must not depend on timing
   while (!queue_.empty() && queue_.front().pending.ready()) retire_front();
+}
+
+/// Buffers that are dropped have been used on several lanes: puts these uses before the next ones of their memory.
+void Flights::order_before_frees() {
+  try {
+    const Lane current = Lane::current(device_);
+    for (Flight& flight : queue_) group_.order_before(sum_lane_, flight.pending, site(flight.unit));
+    sum_lane_.wait_for(current.mark());
+    send_lane_.wait_for(sum_lane_.mark());
+    current.wait_for(send_lane_.mark());
+  } catch (const std::exception&) {  // a device or a channel that has failed gives no memory to anybody
+  }
 }
 
 void Flights::drain() {
   const Pause pause(*this);
   while (!queue_.empty()) retire_front();
+  Lane::current(device_).wait_for(sum_lane_.mark());
 }
 
 void Flights::retire_front(const std::function<void()>& meanwhile) {
   Flight& flight = queue_.front();
-  group_.wait(flight.pending, site(flight.unit), meanwhile);
+  group_.order_before(sum_lane_, flight.pending, site(flight.unit), meanwhile);
+  ++retired_;
+  sum_lane_.wait_for(flight.filled);  // before it, the caller's lane has used what the sum overwrites
+  const Lane::Scope on_lane(sum_lane_);
   sum(flight);
   queue_.pop_front();
   peers_elsewhere_ = false;
@@ -171,6 +209,7 @@ void Flights::retire_front(const std::function<void()>& meanwhile) {
 
 /// Consumes an arrived reduction. A second reduction of a unit in one step adds to the first, so the sum is needed now.
 void Flights::sum(Flight& flight) {
+  if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));  // it may be refilled meanwhile
   if (options_.keep_rows && !accumulated_[flight.unit]) return keep(flight);
   accumulate_kept();
   add(flight);
@@ -180,9 +219,8 @@ void Flights::keep(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
   numerics::ordered_squares(rows, sums_of_squares_.narrow(0, unit, 1));
-  check_.note(unit, rows, {}, /*first=*/true);
+  check_.note(unit, rows, /*first=*/true, [&] { return rows.sum(); });
   accumulated_[unit] = true;
-  if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));
   kept_at_[unit] = static_cast<int>(kept_.size());
   kept_.push_back(std::move(flight));
 }
@@ -198,24 +236,40 @@ void Flights::accumulate_kept() {
 void Flights::add(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
-  const Tensor total = accumulator(unit);
-  numerics::ordered_sum(rows.rows, rows.scale, !accumulated_[unit], total, sums_of_squares_.narrow(0, unit, 1));
-  check_.note(unit, rows, total, /*first=*/!accumulated_[unit]);
+  const Buffer& total = accumulator(unit);
+  const bool first = !accumulated_[unit];
+  const Tensor squares = sums_of_squares_.narrow(0, unit, 1);
+  for_each_block(total, {0, total.numel()}, [&](Block block) {
+    const auto sum = total.lease(block, first ? Access::write : Access::update);
+    if (const int64_t next = block.begin + block.count; !first && next < total.numel()) total.prefetch({next, 1});
+    const Contributions part = rows.narrow(block.begin, block.count);
+    numerics::ordered_sum(part.rows, part.scale, first, sum.tensor(), squares, squares_of(block));
+  });
+  total.write_behind();
+  check_.note(unit, rows, first, [&] { return UnitGradient(total).sum(); });
   accumulated_[unit] = true;
   give_back(flight);
 }
 
-Tensor& Flights::accumulator(int unit) {
-  Tensor& shard = accumulators_[unit];
+const Buffer& Flights::accumulator(int unit) {
+  Buffer& shard = accumulators_[unit];
+  const int64_t numel = units_[unit]->layout().shard;
+  const at::ScalarType dtype = options_.accumulate_dtype;
   if (!shard.defined()) {
-    shard = device::allocate_flat(ledger_, Role::gradients, units_[unit]->layout().shard, options_.accumulate_dtype,
-                                  device_);
+    shard = files_ ? files_->place(numel, dtype)
+                   : Buffer::resident(device::allocate_flat(ledger_, Role::gradients, numel, dtype, device_));
   }
   return shard;
 }
 
-Contributions Flights::gradient(int unit) {
-  return kept_at_[unit] < 0 ? Contributions(accumulator(unit)) : contributions(kept_[kept_at_[unit]]);
+UnitGradient Flights::gradient(int unit) {
+  if (kept_at_[unit] >= 0) return contributions(kept_[kept_at_[unit]]);
+  return UnitGradient(accumulator(unit));
+}
+
+void Flights::prefetch(int unit, int64_t element) const {
+  const Buffer& sums = accumulators_[unit];
+  if (sums.defined() && element < sums.numel()) sums.prefetch({element, 1});
 }
 
 /// Returns the addends of this rank's shard, by rank.
@@ -267,12 +321,19 @@ bool Flights::has_accumulated() const {
 
 void Flights::overwrite(int unit, int64_t begin, const Tensor& values) {
   accumulate_kept();
-  const Tensor total = accumulator(unit);
-  if (!accumulated_[unit]) total.zero_();
+  const Buffer& total = accumulator(unit);
+  const int64_t end = begin + values.numel();
+  const Tensor squares = sums_of_squares_.narrow(0, unit, 1);
+  for_each_block(total, {0, total.numel()}, [&](Block block) {
+    const auto sum = total.lease(block, accumulated_[unit] ? Access::update : Access::write);
+    if (!accumulated_[unit]) sum.tensor().zero_();
+    const int64_t from = std::max(begin, block.begin), to = std::min(end, block.begin + block.count);
+    if (from < to)
+      sum.tensor().narrow(0, from - block.begin, to - from).copy_(values.narrow(0, from - begin, to - from));
+    numerics::ordered_squares(sum.tensor(), squares, squares_of(block));
+  });
   accumulated_[unit] = true;
-  total.narrow(0, begin, values.numel()).copy_(values);
-  numerics::ordered_squares(total, sums_of_squares_.narrow(0, unit, 1));
-  check_.note_overwritten(unit, total);
+  check_.note_overwritten(unit, [&] { return UnitGradient(total).sum(); });
 }
 
 void Flights::clear_accumulated() {
@@ -311,8 +372,8 @@ void Flights::run_side_thread() {
   }
 }
 
-comm::Site Flights::site(int unit) const {
-  return {"backward", "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
+comm::Site Flights::site(int unit, const char* phase) const {
+  return {phase, "reducing gradients of unit '" + units_[unit]->layout().name + "'"};
 }
 
 }  // namespace deeptide::gradients

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -19,9 +20,12 @@
 #include "comm/group.h"
 #include "device/memory.h"
 #include "gradients/finite_check.h"
+#include "gradients/unit_gradient.h"
 #include "host/exchange.h"
 #include "numerics/ordered_sum.h"
+#include "sharding/residency.h"
 #include "sharding/unit.h"
+#include "tiers/offload.h"
 
 namespace deeptide::gradients {
 
@@ -46,6 +50,7 @@ struct ReducerOptions {
   bool accumulates_whole = false;                // several micro-batches are summed in buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
+  std::optional<tiers::OffloadOptions> offload = {};         // of sums, to files; then no rows are kept
   std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
   /// Called repeatedly while this rank waits because it is too far ahead, with the rounds that it has begun: it may
   /// serve the others, and inform those that have no more gradients.
@@ -74,6 +79,9 @@ class Flights {
   bool has_room();
   /// Sums arrived flights, without waiting.
   void retire_ready();
+  /// Counts launches, and those of them for which what is next on the caller's lane may wait: their buckets are
+  /// refilled.
+  sharding::ReductionProgress progress() const { return {launched_, retired_}; }
   /// Waits for all flights and sums them. Errors: CommError.
   void drain();
 
@@ -81,7 +89,11 @@ class Flights {
   void reclaim();
 
   // Valid after `drain`.
-  numerics::Contributions gradient(int unit);
+  UnitGradient gradient(int unit);
+  /// Announces that the step is about to read this element of the unit's gradient.
+  void prefetch(int unit, int64_t element) const;
+  /// Null: sums are in memory.
+  const tiers::Offload* files() const { return files_ ? &*files_ : nullptr; }
   double sum_of_squares();
   const std::optional<BadGradient>& bad() const { return check_.bad(); }
   bool has_accumulated() const;
@@ -94,6 +106,7 @@ class Flights {
     int unit;
     at::Tensor sent;
     at::Tensor received;  // (world * shard,), or (shard,) from the transport's own reduction; none in shared memory
+    device::Mark filled;  // of the lane that filled the bucket
     comm::Pending pending;
     uint32_t offer = 0;  // in shared memory
   };
@@ -105,33 +118,39 @@ class Flights {
   class Pause;
 
   size_t pace() const { return exchange_ ? kMaxOffers : kMaxFlights; }
+  void send(Flight& flight);
   void limit(const std::function<void()>& meanwhile);
   void retire_front(const std::function<void()>& meanwhile = {});
   void sum(Flight& flight);
   void keep(Flight& flight);
   void accumulate_kept();
   void add(Flight& flight);
-  at::Tensor& accumulator(int unit);
+  const tiers::Buffer& accumulator(int unit);
   numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
-  comm::Site site(int unit) const;
+  comm::Site site(int unit, const char* phase = "backward") const;
   void run_side_thread();
+  void order_before_frees();
 
   std::vector<sharding::Unit*> units_;
   comm::Group& group_;
   host::Exchange* exchange_;
   device::BufferPool& buckets_;
+  at::Device device_;
+  device::Lane send_lane_;  // a bucket leaves once it is full and there is a buffer for what arrives
+  device::Lane sum_lane_;   // what has arrived is summed, while the current lane goes on
   device::BufferPool receive_pool_;
   ReducerOptions options_;
 
   std::shared_ptr<device::Ledger> ledger_;
-  at::Device device_;
-  std::vector<at::Tensor> accumulators_;
+  std::optional<tiers::Offload> files_;
+  std::vector<tiers::Buffer> accumulators_;
   std::vector<Flight> kept_;       // arrived, not summed; ordered as offered
   std::vector<int> kept_at_;       // by unit: its index in kept_, or -1
   std::vector<bool> accumulated_;  // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;     // (units,), fp64
   FiniteCheck check_;
+  std::atomic<int64_t> launched_{0}, retired_{0};
   bool peers_elsewhere_ = false;  // a wait for the front flight was to no avail
 
   // The queue is shared with the side thread, which takes only the front. One thread at a time uses the rest.

@@ -17,7 +17,7 @@ namespace {
 int64_t pool_bytes(const std::vector<int64_t>& buckets, size_t in_use) {
   int64_t most = 0;
   for (size_t window = 1; window <= in_use; ++window) {
-    device::PoolForecast pool;
+    device::PoolForecast pool(kMaxBucketWaste);
     std::deque<int64_t> taken;
     for (size_t i = 0; i < 2 * buckets.size(); ++i) {
       if (taken.size() == window) {
@@ -38,9 +38,10 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   int64_t sums = 0, round = 0, whole = 0, largest = 0;
+  tiers::Split split(options.offload ? options.offload->ratio : 0.0);
   std::vector<int64_t> sizes;
   for (const sharding::UnitLayout* unit : units) {
-    sums += unit->shard * sum;
+    sums += split.resident(unit->shard, options.accumulate_dtype) * sum;
     sizes.push_back(unit->numel * item);
     round += sizes.back();
     largest = std::max(largest, sizes.back());
@@ -49,6 +50,8 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   const bool stay = buckets_stay(options, num_ranks, shares_memory);
   ReducerForecast bytes;
   bytes.gradients = options.keep_rows ? round : sums;
+  bytes.gradients_in_files = split.bytes_in_files();
+  if (options.offload) bytes.gradients += options.offload->num_slots * tiers::kSwapBlockBytes;
   // One bucket fills while others are under way, each with a send and a receive buffer. In shared memory they are only
   // sent, and one may wait for its last reader. Rows that stay until the step count as gradients.
   const size_t in_use = shares_memory ? kMaxOffers + 2 : num_ranks > 1 ? kMaxFlights + 1 : 1;

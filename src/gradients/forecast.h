@@ -11,9 +11,13 @@
 
 namespace deeptide::gradients {
 
+/// A bucket may lie in a buffer so many times its size.
+inline constexpr int64_t kMaxBucketWaste = 2;
+
 /// One rank's. Units: bytes.
 struct ReducerForecast {
   int64_t gradients = 0;           // accumulators, or the rows kept in their place
+  int64_t gradients_in_files = 0;  // accumulators that are not in memory
   int64_t communication = 0;       // buckets under way, if ranks keep pace
   int64_t late_gradients = 0;      // at most so many more while another rank is late
   int64_t late_communication = 0;  // likewise

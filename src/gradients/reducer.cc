@@ -75,7 +75,7 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
       num_ranks_(group.size()),
       own_rank_(group.index()),
       buckets_stay_(gradients::buckets_stay(options, group.size(), exchange_ != nullptr)),
-      pool_(ledger, role_of(buckets_stay_), device, /*max_waste=*/2,
+      pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste,
             bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
       options_(options),
       device_(device),

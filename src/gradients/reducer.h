@@ -24,7 +24,7 @@ void check_layout(const sharding::Parameter& parameter, const at::Tensor& gradie
 class Reducer {
  public:
   /// `units`: all trainable units, by position. Allocates an accumulator shard per unit, unless the options keep
-  /// rows.
+  /// rows. Errors: as tiers::Offload, where sums lie in files.
   /// `exchange`: if all ranks are on one host; buckets then lie in its arena and are summed in place.
   Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
@@ -56,7 +56,11 @@ class Reducer {
   /// For each parameter, unit after unit: 1 if this rank has added a gradient since they were last dropped or used.
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
-  numerics::Contributions gradient(int unit) const { return flights_->gradient(unit); }
+  UnitGradient gradient(int unit) const { return flights_->gradient(unit); }
+  /// As Flights::prefetch.
+  void prefetch(int unit, int64_t element) const { flights_->prefetch(unit, element); }
+  /// As Flights::files.
+  const tiers::Offload* files() const { return flights_->files(); }
   /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if
   /// none arrived. Valid until it is cleared.
   numerics::Contributions local_gradient(int unit);
@@ -82,6 +86,8 @@ class Reducer {
   bool has_pending() const;
   /// Drops the accumulated gradients after a step; the local ones too, if they were stepped.
   void clear_accumulated();
+  /// Of buckets, since the start. Called by any thread.
+  sharding::ReductionProgress progress() const { return flights_->progress(); }
   /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.
   int64_t rounds_begun() const;
   /// Collective. Drops all gradients (zero_grad), after completing `rounds` rounds, the maximum over ranks.

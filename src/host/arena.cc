@@ -83,6 +83,7 @@ std::shared_ptr<Arena> Arena::create(Host& host, int64_t parameter_bytes, int64_
 int64_t Arena::padded(int64_t bytes) { return round_up(bytes, device::page_size()); }
 
 Tensor Arena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes) {
+  ledger->check_room(role, bytes);
   const int64_t taken = round_up(std::max<int64_t>(bytes, 1), device::page_size());
   const int64_t offset = heap_->take(taken);
   try {

@@ -5,18 +5,22 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/argmax.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "numerics/ordered_sum_detail.h"
+#include "numerics/rounding.h"
 
 using at::Tensor;
 
 namespace deeptide::numerics {
 namespace {
 
-bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf; }
+bool is_wire_dtype(at::ScalarType dtype) { return dtype == at::kFloat || is_half_width(dtype); }
 
 /// `like`: what the rows must match in shape and device, called `name`.
 void check_rows(const char* what, at::TensorList rows, const Tensor& like, const char* name) {
@@ -68,22 +72,25 @@ Tensor Contributions::sum() const {
   return total;
 }
 
-void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accumulator, Tensor sum_of_squares) {
+void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accumulator, Tensor sum_of_squares,
+                 Squares squares) {
   check_sum("ordered_sum", rows, accumulator);
   check_squares("ordered_sum", sum_of_squares, accumulator.device());
   const auto implementation = accumulator.is_cpu() ? detail::ordered_sum_cpu : detail::ordered_sum_reference;
+  if (squares == Squares::begin) sum_of_squares.zero_();
   implementation(rows, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
 }
 
-void ordered_squares(const Contributions& contributions, Tensor sum_of_squares) {
+void ordered_squares(const Contributions& contributions, Tensor sum_of_squares, Squares squares) {
   const at::TensorList rows = contributions.rows;
   check_rows("ordered_squares", rows, rows.empty() ? Tensor() : rows[0], "the first row");
   check_squares("ordered_squares", sum_of_squares, rows[0].device());
   if (rows[0].is_cpu()) {
+    if (squares == Squares::begin) sum_of_squares.zero_();
     detail::ordered_squares_cpu(rows, static_cast<float>(contributions.scale), sum_of_squares);
   } else {
     const Tensor sum = at::empty(rows[0].sizes(), rows[0].options().dtype(at::kFloat));
-    ordered_sum(rows, contributions.scale, /*overwrite=*/true, sum, sum_of_squares);
+    ordered_sum(rows, contributions.scale, /*overwrite=*/true, sum, sum_of_squares, squares);
   }
 }
 
@@ -114,14 +121,18 @@ void accumulate(const Tensor& gradient, bool overwrite, Tensor accumulator) {
 std::optional<NonFinite> find_non_finite(at::TensorList rows, const Tensor& accumulator) {
   check_sum("find_non_finite", rows, accumulator);
   if (accumulator.numel() == 0) return std::nullopt;
-  // argmax gives the first of equal values.
-  const Tensor bad = at::isfinite(accumulator).logical_not();
-  const int64_t index = at::argmax(bad.to(at::kByte)).item<int64_t>();
-  if (!bad[index].item<bool>()) return std::nullopt;
-  for (size_t rank = 0; rank < rows.size(); ++rank) {
-    if (!at::isfinite(rows[rank][index]).item<bool>()) return NonFinite{index, static_cast<int>(rank)};
-  }
-  return NonFinite{index, -1};
+  // argmax gives the first of equal values. One copy to the host: the place, then whether the sum and the rows are bad.
+  const Tensor index = at::argmax(at::isfinite(accumulator).logical_not().to(at::kByte)).view({1});
+  const auto is_bad = [&](const Tensor& flat) {
+    return at::isfinite(flat.index_select(0, index)).logical_not().to(at::kLong);
+  };
+  std::vector<Tensor> found{index, is_bad(accumulator)};
+  for (const Tensor& row : rows) found.push_back(is_bad(row));
+  const Tensor host = at::cat(found).cpu();
+  const auto* values = host.const_data_ptr<int64_t>();
+  if (values[1] == 0) return std::nullopt;
+  const int64_t* first = std::find(values + 2, values + host.numel(), 1);
+  return NonFinite{values[0], first == values + host.numel() ? -1 : static_cast<int>(first - values - 2)};
 }
 
 const char* kernel_target() { return detail::chosen_target(); }

@@ -264,14 +264,13 @@ Sink sink_of(const float* accumulator, int64_t numel) {
   return aligned && numel >= kLarge ? Sink::overwrite_past_cache : Sink::overwrite;
 }
 
-double in_order(const std::vector<double>& partial) {
-  double total = 0.0;
-  for (const double block : partial) total += block;
-  return total;
+void add_in_order(const std::vector<double>& partial, const at::Tensor& total) {
+  double& sum = *total.mutable_data_ptr<double>();
+  for (const double block : partial) sum += block;
 }
 
-/// The blocks' sums of squares, added in order. `out`: null if the sums are not needed.
-double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
+/// Adds the blocks' sums of squares to `squares`, in order. `out`: null if the sums are not needed.
+void reduce_blocks(at::TensorList tensors, const Finish& finish, float* out, const at::Tensor& squares) {
   const auto data = pointers(tensors);
   const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};
   const int64_t numel = tensors[0].numel();
@@ -284,12 +283,13 @@ double reduce_blocks(at::TensorList tensors, const Finish& finish, float* out) {
     }
     if (finish.sink == Sink::overwrite_past_cache) hwy::FlushStream();
   });
-  return in_order(partial);
+  add_in_order(partial, squares);
 }
 
 /// With an accumulator of 16 bits: blocks pass through the cache in fp32, and what is stored of each is read again for
 /// its squares.
-double reduce_rounded(at::TensorList tensors, float scale, bool overwrite, const at::Tensor& accumulator) {
+void reduce_rounded(at::TensorList tensors, float scale, bool overwrite, const at::Tensor& accumulator,
+                    const at::Tensor& sum_of_squares) {
   const auto data = pointers(tensors);
   const Rows rows{data.data(), tensors[0].scalar_type(), static_cast<int64_t>(data.size())};
   const at::ScalarType dtype = accumulator.scalar_type();
@@ -311,7 +311,7 @@ double reduce_rounded(at::TensorList tensors, float scale, bool overwrite, const
           HWY_DYNAMIC_DISPATCH(reduce_block)(stored, at, length, squares, nullptr);
     }
   });
-  return in_order(partial);
+  add_in_order(partial, sum_of_squares);
 }
 
 }  // namespace
@@ -321,16 +321,16 @@ const char* chosen_target() { return HWY_DYNAMIC_DISPATCH(target_name)(); }
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares) {
   if (is_half_width(accumulator.scalar_type())) {
-    *sum_of_squares.mutable_data_ptr<double>() = reduce_rounded(rows, scale, overwrite, accumulator);
+    reduce_rounded(rows, scale, overwrite, accumulator, sum_of_squares);
     return;
   }
   float* out = accumulator.mutable_data_ptr<float>();
   const Finish finish{scale, overwrite ? sink_of(out, accumulator.numel()) : Sink::add};
-  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, finish, out);
+  reduce_blocks(rows, finish, out, sum_of_squares);
 }
 
 void ordered_squares_cpu(at::TensorList rows, float scale, const at::Tensor& sum_of_squares) {
-  *sum_of_squares.mutable_data_ptr<double>() = reduce_blocks(rows, {scale, Sink::none}, nullptr);
+  reduce_blocks(rows, {scale, Sink::none}, nullptr, sum_of_squares);
 }
 
 void accumulate_cpu(const at::Tensor& gradient, const at::Tensor& accumulator) {

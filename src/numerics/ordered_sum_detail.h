@@ -8,7 +8,7 @@
 namespace deeptide::numerics::detail {
 
 /// Vector code, chosen at run time. Multiplies and adds are never fused and the sum of squares is spread over 32 lanes
-/// whatever the width of a vector, so the results are the same bits on every instruction set.
+/// whatever the width of a vector, so the results are the same bits on every instruction set. Adds to sum_of_squares.
 void ordered_sum_cpu(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                      const at::Tensor& sum_of_squares);
 

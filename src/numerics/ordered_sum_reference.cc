@@ -18,8 +18,7 @@ void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, con
   sum.mul_(scale);
   accumulator.copy_(overwrite ? sum : sum.add_(accumulator));
   // Squares of large finite floats overflow in fp32; the norm casts as it reads.
-  sum_of_squares.copy_(at::linalg_vector_norm(accumulator, 2, at::OptionalIntArrayRef{}, false, at::kDouble));
-  sum_of_squares.square_();
+  sum_of_squares.add_(at::linalg_vector_norm(accumulator, 2, at::OptionalIntArrayRef{}, false, at::kDouble).square_());
 }
 
 }  // namespace deeptide::numerics::detail

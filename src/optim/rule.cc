@@ -54,7 +54,7 @@ void check_gradient(const std::string& what, const numerics::Contributions& grad
   for (const Tensor& row : gradient.rows) {
     check_like_master(what, "gradient", row, master);
     const auto type = row.scalar_type();
-    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, what, ": gradient is ", type,
+    TORCH_CHECK_VALUE(type == at::kFloat || numerics::is_half_width(type), what, ": gradient is ", type,
                       ", expected Float, BFloat16 or Half");
     TORCH_CHECK_VALUE(type == gradient.rows[0].scalar_type(), what, ": a row of the gradient is ", type, ", another ",
                       gradient.rows[0].scalar_type(), "; expected one type");
@@ -124,7 +124,7 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
   if (segment.param.defined()) {
     const auto type = segment.param.scalar_type();
     check_like_master(what, "param", segment.param, master);
-    TORCH_CHECK_VALUE(type == at::kBFloat16 || type == at::kHalf, what, ": param is ", type,
+    TORCH_CHECK_VALUE(numerics::is_half_width(type), what, ": param is ", type,
                       ", expected BFloat16 or Half; in fp32 training leave it undefined");
   }
 }

@@ -4,20 +4,23 @@
 #include "sharding/gate.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 
 #include "deferred/key.h"
 #include "deferred/recorder.h"
 #include "deferred/traits.h"
-#include "sharding/residency.h"
 #include "sharding/unit.h"
 
 namespace deeptide::sharding {
@@ -30,7 +33,7 @@ namespace {
 
 struct Entry {
   Parameter* parameter;
-  Residency* residency;
+  Gatekeeper* keeper;
   c10::intrusive_ptr<c10::StorageImpl> owned;
 };
 
@@ -41,9 +44,9 @@ class Registry {
     static auto* registry = new Registry;
     return *registry;
   }
-  void add(Parameter& parameter, Residency& residency) {
+  void add(Parameter& parameter, Gatekeeper& keeper) {
     std::unique_lock lock(mutex_);
-    entries_[parameter.storage.get()] = {&parameter, &residency, parameter.storage};
+    entries_[parameter.storage.get()] = {&parameter, &keeper, parameter.storage};
   }
   void remove(const void* storage) {
     Entry last;  // destroyed after the lock
@@ -58,7 +61,7 @@ class Registry {
     const auto it = entries_.find(storage);
     if (it == entries_.end()) return false;
     use.parameter = it->second.parameter;
-    use.residency = it->second.residency;
+    use.keeper = it->second.keeper;
     return true;
   }
 
@@ -68,6 +71,13 @@ class Registry {
 };
 
 std::atomic<int64_t> count{0};
+std::atomic<int> watches{0};       // of any keeper
+std::atomic<int> view_watches{0};  // of keepers that wait for views
+
+int64_t next_id() {
+  static std::atomic<int64_t> counter{0};
+  return counter.fetch_add(1);
+}
 
 using Uses = c10::SmallVector<Use, 4>;
 
@@ -94,19 +104,19 @@ class Hold {
   /// Not in the constructor: if acquiring a second engine's units fails, the destructor must release the first's.
   void acquire() {
     std::stable_sort(uses_.begin(), uses_.end(),
-                     [](const Use& a, const Use& b) { return a.residency->id() < b.residency->id(); });
+                     [](const Use& a, const Use& b) { return a.keeper->id() < b.keeper->id(); });
     for (size_t first = 0; first < uses_.size();) {
       size_t last = first;
-      while (last < uses_.size() && uses_[last].residency == uses_[first].residency) ++last;
-      uses_[first].residency->acquire({uses_.data() + first, last - first});
+      while (last < uses_.size() && uses_[last].keeper == uses_[first].keeper) ++last;
+      uses_[first].keeper->acquire({uses_.data() + first, last - first});
       first = held_ = last;
     }
   }
   ~Hold() {
     for (size_t first = 0; first < held_;) {
       size_t last = first;
-      while (last < held_ && uses_[last].residency == uses_[first].residency) ++last;
-      uses_[first].residency->release({uses_.data() + first, last - first}, succeeded);
+      while (last < held_ && uses_[last].keeper == uses_[first].keeper) ++last;
+      uses_[first].keeper->release({uses_.data() + first, last - first}, succeeded);
       first = last;
     }
   }
@@ -117,30 +127,56 @@ class Hold {
   size_t held_ = 0;
 };
 
-void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, deferred::kKey);
-  if (deferred::record(op, below, stack)) return;
-  const Traits& traits = deferred::traits_of(op);
-  if (traits.views_only) {
-    // A composite that copies after all (reshape, to) passes the gate again with its inner operators.
-    op.redispatchBoxed(below, stack);
-    return;
-  }
+/// The parameters among an operator's arguments; of one that makes views, those whose keeper waits for views.
+Uses uses_of(const c10::OperatorHandle& op, const Traits& traits, const torch::jit::Stack& stack) {
   Uses uses;
-  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
   for (size_t i = 0; i < arguments.size(); ++i) {
     deferred::for_each_tensor(arguments[i], [&, write = traits.writes_argument(i)](int, const Tensor& tensor) {
       collect(tensor, write, uses);
     });
   }
+  if (traits.views_only) {
+    uses.erase(std::remove_if(uses.begin(), uses.end(), [](const Use& use) { return use.keeper->lends(); }),
+               uses.end());
+  }
+  return uses;
+}
+
+void check_collective(const c10::OperatorHandle& op, const Uses& uses) {
+  const auto lent = std::find_if(uses.begin(), uses.end(), [](const Use& use) { return use.keeper->lends(); });
+  TORCH_CHECK_VALUE(lent == uses.end(), "deeptide: parameter '", lent->parameter->name, "' was given to ",
+                    op.schema().name(),
+                    " while it is sharded (ZeRO stage 3): a collective still reads its memory after the release. "
+                    "Pass parameter.detach().clone(), and copy the result back with parameter.copy_().");
+}
+
+/// Nobody waits for an operator: its inner ones need not come here either, but where zero.Init records them.
+void pass_quietly(const c10::OperatorHandle& op, DispatchKeySet below, torch::jit::Stack* stack) {
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> exclude;
+  if (!c10::impl::tls_is_dispatch_key_included(deferred::kKey)) exclude.emplace(deferred::kKey);
+  op.redispatchBoxed(below, stack);
+}
+
+void gate(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  const DispatchKeySet below = keys & DispatchKeySet(DispatchKeySet::FULL_AFTER, deferred::kKey);
+  if (deferred::record(op, below, stack)) return;
+  if (watches.load(std::memory_order_relaxed) == 0) {
+    pass_quietly(op, below, stack);
+    return;
+  }
+  const Traits& traits = deferred::traits_of(op);
+  if (traits.views_only && view_watches.load(std::memory_order_relaxed) == 0) {
+    // A composite that copies after all (reshape, to) passes the gate again with its inner operators.
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  Uses uses = uses_of(op, traits, *stack);
   if (uses.empty()) {
     op.redispatchBoxed(below, stack);
     return;
   }
-  TORCH_CHECK_VALUE(!traits.collective, "deeptide: parameter '", uses.front().parameter->name, "' was given to ",
-                    op.schema().name(),
-                    " while it is sharded (ZeRO stage 3): a collective still reads its memory after the release. "
-                    "Pass parameter.detach().clone(), and copy the result back with parameter.copy_().");
+  if (traits.collective) check_collective(op, uses);
   count.fetch_add(1, std::memory_order_relaxed);
   Hold hold(uses);
   hold.acquire();
@@ -155,10 +191,33 @@ void set_gate_key(const Tensor& tensor, bool on) { deferred::set_key(tensor, on)
 
 bool has_gate_key(const Tensor& tensor) { return deferred::has_key(tensor); }
 
+bool is_lent(const Tensor& tensor) {
+  Use use;
+  if (!has_gate_key(tensor) || !tensor.has_storage()) return false;
+  return Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use) && use.keeper->lends();
+}
+
+const char* phase() {
+  if (torch::autograd::get_current_graph_task_id() != -1) return "backward";
+  return at::GradMode::is_enabled() ? "forward" : "evaluation";
+}
+
 int64_t gate_count() { return count.load(std::memory_order_relaxed); }
 
-GateEntry::GateEntry(Parameter& parameter, Residency& residency) : storage_(parameter.storage.get()) {
-  Registry::instance().add(parameter, residency);
+Gatekeeper::Gatekeeper() : id_(next_id()) {}
+
+Watch::Watch(const Gatekeeper& keeper) : views_(!keeper.lends()) {
+  watches.fetch_add(1, std::memory_order_relaxed);
+  if (views_) view_watches.fetch_add(1, std::memory_order_relaxed);
+}
+
+Watch::~Watch() {
+  watches.fetch_sub(1, std::memory_order_relaxed);
+  if (views_) view_watches.fetch_sub(1, std::memory_order_relaxed);
+}
+
+GateEntry::GateEntry(Parameter& parameter, Gatekeeper& keeper) : storage_(parameter.storage.get()) {
+  Registry::instance().add(parameter, keeper);
 }
 
 GateEntry::GateEntry(GateEntry&& other) noexcept : storage_(std::exchange(other.storage_, nullptr)) {}

@@ -178,6 +178,12 @@ class Packer {
 
 }  // namespace
 
+int64_t shard_numel(const std::vector<const UnitLayout*>& units) {
+  int64_t numel = 0;
+  for (const UnitLayout* unit : units) numel += unit->shard;
+  return numel;
+}
+
 std::vector<UnitLayout> build_layout(const std::vector<ParameterSpec>& parameters,
                                      const std::vector<ModuleSpec>& modules, const LayoutOptions& options) {
   int64_t total = 0;

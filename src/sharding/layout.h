@@ -43,6 +43,9 @@ struct UnitLayout {
   int64_t shard = 0;  // elements per rank: a multiple of 64 bytes
 };
 
+/// Elements of one rank's shards of all units.
+int64_t shard_numel(const std::vector<const UnitLayout*>& units);
+
 struct LayoutOptions {
   int num_shards = 1;          // size of the team over which units are sharded
   int64_t max_unit_numel = 0;  // 0: only the repeated block limits a unit; a larger single parameter stays whole

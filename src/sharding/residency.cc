@@ -19,20 +19,14 @@ using at::Tensor;
 using comm::Close;
 using comm::Wishes;
 using comm::Word;
+using device::Lane;
 
 namespace {
 
 constexpr int kMostReadAhead = 64;  // units
 
-int64_t next_id() {
-  static std::atomic<int64_t> counter{0};
-  return counter.fetch_add(1);
-}
-
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 bool training() { return in_backward() || at::GradMode::is_enabled(); }
-
-const char* phase() { return in_backward() ? "backward" : at::GradMode::is_enabled() ? "forward" : "evaluation"; }
 
 int64_t two_largest(const std::vector<const UnitLayout*>& units) {
   int64_t first = 0, second = 0;
@@ -74,6 +68,14 @@ int32_t writes_of(const Word& word) {
   return std::visit([](const auto& message) { return message.writes; }, word);
 }
 
+int64_t launched_by_all(const std::vector<Word>& words) {
+  int64_t launched = INT64_MAX;
+  for (const Word& word : words) {
+    launched = std::min(launched, std::visit([](const auto& message) { return message.launched; }, word));
+  }
+  return launched;
+}
+
 bool wrote_alike(const std::vector<Word>& words) {
   return std::all_of(words.begin(), words.end(),
                      [&](const Word& word) { return writes_of(word) == writes_of(words.front()); });
@@ -107,12 +109,12 @@ std::vector<std::pair<int, bool>> agree(const std::vector<Word>& words, int own_
 
 Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
                      std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits)
-    : id_(next_id()),
-      units_(std::move(units)),
+    : units_(std::move(units)),
       gathers_(gathers),
       rendezvous_(control),
       device_(device),
-      pool_(ledger, device::Role::gathered, device, /*max_waste=*/1),
+      gather_lane_(device::Lane::create(device)),
+      pool_(ledger, device::Role::gathered, device, /*max_waste=*/1, {}, gather_lane_),
       limits_(limits),
       train_plan_(numels_of(units_), /*backward=*/true),
       eval_plan_(numels_of(units_), /*backward=*/false),
@@ -123,9 +125,24 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
     if (unit == nullptr) continue;
     for (Parameter& p : unit->parameters()) entries_.emplace_back(p, *this);
   }
+  if (!entries_.empty()) watch_.emplace(*this);
 }
 
-Residency::~Residency() { entries_.clear(); }
+Residency::~Residency() {
+  entries_.clear();
+  if (!device_.is_cpu()) order_before_frees();
+}
+
+/// As in Flights: units that are whole free their buffers after this.
+void Residency::order_before_frees() {
+  try {
+    const Lane current = Lane::current(device_);
+    for (Flight& flight : flights_) gathers_.order_before(gather_lane_, flight.pending, site("dropping", *flight.unit));
+    gather_lane_.wait_for(current.mark());
+    current.wait_for(gather_lane_.mark());
+  } catch (const std::exception&) {  // a device or a channel that has failed gives no memory to anybody
+  }
+}
 
 void Residency::acquire(c10::ArrayRef<Use> uses) {
   refuse_in_interrupt_handler("an operator with a sharded parameter");
@@ -184,7 +201,12 @@ void Residency::read_ahead() const {
 }
 
 void Residency::post(Word word) {
-  std::visit([&](auto& message) { message.writes = pending_writes_.claim(); }, word);
+  std::visit(
+      [&](auto& message) {
+        message.writes = pending_writes_.claim();
+        message.launched = reductions().launched;
+      },
+      word);
   rendezvous_.post(word);
 }
 
@@ -256,6 +278,7 @@ void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const
 }
 
 void Residency::serve(const std::vector<Word>& words) {
+  launched_by_all_ = launched_by_all(words);
   commit_writes(words);  // first: a rank that needs a unit again has written it as often as the others
   for (const auto& [index, wanted] : agree(words, gathers_.index())) {
     Unit& unit = *units_[index];
@@ -269,11 +292,21 @@ void Residency::commit_writes(const std::vector<Word>& words) {
   if (pending_writes_.empty() || writes_of(words.front()) <= 0 || !wrote_alike(words)) return;
   land_all();  // gathers that were agreed before still send the shards as they are
   pending_writes_.commit_claimed();
+  shards_changed_ = true;
+}
+
+/// A gather reads a shard that a step, a load or a write of the program's may have changed on the lane that computes.
+/// It need not wait for anything else there but the last use of its buffer. That may come after a reduction which
+/// another rank begins only when it has what is gathered here: then the gather takes another buffer, beyond the limit.
+void Residency::order_gathers_after_shards() {
+  if (std::exchange(shards_changed_, false)) gather_lane_.wait_for(Lane::current(device_).mark());
 }
 
 void Residency::launch(Unit& unit, bool keep) {
   make_room(unit.numel());
-  Tensor buffer = pool_.take(unit.numel(), unit.layout().dtype);
+  order_gathers_after_shards();
+  const Lane::Scope on_lane(gather_lane_);
+  Tensor buffer = pool_.take(unit.numel(), unit.layout().dtype, launched_by_all_);
   const Tensor own = unit.shard_for(buffer);  // first: if it cannot be read, nothing was issued or counted
   count(unit, +1);
   auto pending = gathers_.all_gather(buffer, own);
@@ -287,18 +320,23 @@ bool Residency::in_flight(const Unit& unit) const {
 
 void Residency::land_front() {
   Flight& flight = flights_.front();
-  gathers_.order_before(device::Lane::current(device_), flight.pending, site("gathering", *flight.unit));
+  // What only other ranks use need not arrive before this one computes on.
+  const Lane lane = flight.keep ? Lane::current(device_) : gather_lane_;
+  gathers_.order_before(lane, flight.pending, site("gathering", *flight.unit));
   if (flight.keep) {
     flight.unit->attach(std::move(flight.buffer));
   } else {
+    const Lane::Scope on_lane(gather_lane_);
     count(*flight.unit, -1);
     pool_.put(std::move(flight.buffer));
   }
   flights_.pop_front();
 }
 
+/// Afterwards shards may change on the current lane: all that was sent of them is on its way before.
 void Residency::land_all() {
   while (!flights_.empty()) land_front();
+  Lane::current(device_).wait_for(gather_lane_.mark());
 }
 
 void Residency::make_room(int64_t numel) {
@@ -333,7 +371,7 @@ bool Residency::may_go(const Unit& unit) const { return !unit.is_pinned() && !pe
 
 void Residency::let_go(Unit& unit) {
   count(unit, -1);
-  pool_.put(unit.detach());
+  pool_.put(unit.detach(), reductions().awaited);
 }
 
 void Residency::count(const Unit& unit, int sign) {
@@ -376,6 +414,7 @@ std::vector<Close> Residency::close(const Close& own, bool ends_pass, const Keep
       continue;
     }
     pending_writes_.commit();
+    shards_changed_ = true;
     if (!wrote_alike(words)) let_go_of_all();  // the ranks' whole copies differ: the shards are what holds
     if (ends_pass) {
       train_plan_.finish_pass();
@@ -393,6 +432,8 @@ void Residency::release_all() {
   needed_.clear();
   land_all();
   let_go_of_all();
+  pool_.trim(predicted_bytes());
+  shards_changed_ = true;
 }
 
 void Residency::let_go_of_all() {

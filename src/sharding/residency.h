@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,13 +22,6 @@
 
 namespace deeptide::sharding {
 
-/// One parameter of an operator in flight.
-struct Use {
-  Parameter* parameter = nullptr;
-  Residency* residency = nullptr;
-  bool write = false;
-};
-
 /// Units: elements.
 struct ResidencyLimits {
   int64_t max_live = 0;            // gathered at once; raised to the size of the two largest units if smaller
@@ -36,23 +30,32 @@ struct ResidencyLimits {
   int64_t read_ahead_bytes = 0;    // of shards in files, announced ahead of their gathers
 };
 
+/// How far this rank's reductions are, in the order in which all ranks begin them.
+struct ReductionProgress {
+  int64_t launched = 0;
+  int64_t awaited = 0;  // work that this rank issues from now on may wait for so many of them
+};
+
 /// The most memory of what is gathered, of sharded units. Units: bytes.
 int64_t forecast(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits);
 
 /// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
 /// next. All ranks then issue, in one order, every unit that any rank needs and those that all ranks would like. So all
 /// ranks share one order of collectives, whatever branches they take. Thread-safe.
-class Residency {
+class Residency : public Gatekeeper {
  public:
   Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
             std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits);
-  ~Residency();
-  Residency(const Residency&) = delete;
+  ~Residency() override;
+
+  /// For a device, whose work may wait for other ranks: gathers that such ranks need must not wait for it.
+  void follow(std::function<ReductionProgress()> reductions) { reductions_ = std::move(reductions); }
 
   /// Makes the units of `uses` whole and opens their parameters. Errors: CommError, with nothing pinned.
-  void acquire(c10::ArrayRef<Use> uses);
+  void acquire(c10::ArrayRef<Use> uses) override;
   /// Closes the parameters. What was written enters the shards once all ranks have written it, or have closed.
-  void release(c10::ArrayRef<Use> uses, bool succeeded);
+  void release(c10::ArrayRef<Use> uses, bool succeeded) override;
+  bool lends() const override { return true; }
 
   /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Then every
   /// shard has what its rank wrote. Returns each rank's message in the team's order. `ends_pass`: the plan learns which
@@ -77,7 +80,6 @@ class Residency {
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
 
-  int64_t id() const { return id_; }
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
@@ -102,11 +104,13 @@ class Residency {
   void look_ahead();
   void read_ahead() const;
   void post(comm::Word word);
+  ReductionProgress reductions() const { return reductions_ ? reductions_() : ReductionProgress(); }
   comm::Wishes request(const std::vector<Unit*>& needed) const;
   void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;
   void serve(const std::vector<comm::Word>& words);
   void commit_writes(const std::vector<comm::Word>& words);
   void launch(Unit& unit, bool keep);
+  void order_gathers_after_shards();
   bool in_flight(const Unit& unit) const;
   void land_front();
   void land_all();
@@ -114,19 +118,24 @@ class Residency {
   Unit* choose_victim() const;
   void let_go(Unit& unit);
   void let_go_of_all();
+  void order_before_frees();
   bool may_go(const Unit& unit) const;
   void count(const Unit& unit, int sign);
   Plan& plan() const;
   comm::Site site(const char* verb, const Unit& unit) const;
 
-  const int64_t id_;
   std::vector<Unit*> units_;  // by Unit::index(); null: kept whole
   comm::Group& gathers_;
   comm::Rendezvous rendezvous_;
   at::Device device_;
+  device::Lane gather_lane_;    // whole units arrive on it, while the current lane computes
+  bool shards_changed_ = true;  // perhaps, since the gather lane was last put behind the current one
   device::BufferPool pool_;
+  std::function<ReductionProgress()> reductions_;  // null: no work waits for them
+  int64_t launched_by_all_ = 0;                    // as far as this rank knows
   ResidencyLimits limits_;
   std::vector<GateEntry> entries_;
+  std::optional<Watch> watch_;  // nothing: no unit is sharded
 
   mutable std::mutex mutex_;
   mutable Plan train_plan_;

@@ -48,6 +48,13 @@ void point_at_nothing(const Parameter& p, bool engine_gone) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(absent_text(p, engine_gone));
 }
 
+std::string hidden_text(const Parameter& p) {
+  return "deeptide: the data of parameter '" + p.name +
+         "' was accessed directly while the last step's values are on their way (\"deeptide\": {\"overlap_publish\": "
+         "true}): data_ptr(), numpy() and the like bypass the operators that wait for them. Call parameter.detach() "
+         "before, which waits as every operator does, or set overlap_publish to false.";
+}
+
 /// Storages of all living units; prevents a model from having two engines.
 class Bound {
  public:
@@ -160,7 +167,8 @@ void Unit::count_write(Parameter& p) {
 
 const Parameter* Unit::moved() const {
   const auto item = static_cast<int64_t>(c10::elementSize(layout_.dtype));
-  const bool stays = memory() != UnitMemory::sharded;  // a sharded one has an address only while it is open
+  // A sharded one has an address only while it is open.
+  const bool stays = memory() != UnitMemory::sharded && !is_hidden();
   const char* begin = stays ? static_cast<const char*>(whole_.const_data_ptr()) : nullptr;
   for (const Parameter& p : parameters_) {
     for (const Tensor& t : p.tensors) {
@@ -224,6 +232,18 @@ void Unit::open(Parameter& p) {
 void Unit::close(Parameter& p) {
   --pins_;
   if (--p.pins == 0) point_at_nothing(p, /*engine_gone=*/false);
+}
+
+void Unit::hide() {
+  for (const Parameter& p : parameters_) {
+    p.storage->release_data_and_set_meta_custom_data_ptr_error_msg_(hidden_text(p));
+  }
+  hidden_.store(true, std::memory_order_release);
+}
+
+void Unit::show() {
+  for (const Parameter& p : parameters_) device::allow_data_access(*p.storage);
+  hidden_.store(false, std::memory_order_release);
 }
 
 std::pair<int64_t, int64_t> Unit::owned_range(const Parameter& p) const {

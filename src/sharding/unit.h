@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -24,7 +25,6 @@ namespace deeptide::sharding {
 /// Whether a living engine's unit owns this storage.
 bool is_bound(const c10::Storage& storage);
 
-class Residency;
 class Unit;
 
 /// A further name of a parameter, and which of its tensors has it.
@@ -116,6 +116,12 @@ class Unit {
   void open(Parameter& p);
   void close(Parameter& p);
 
+  /// Makes raw access to the parameters of a whole unit throw our text until `show`: their values are on their way.
+  void hide();
+  void show();
+  /// May be asked by any thread.
+  bool is_hidden() const { return hidden_.load(std::memory_order_acquire); }
+
   /// Copies this rank's slice of `p` into the shard, after an operator wrote `p`: from the whole buffer, or from `kept`
   /// (shard,), this rank's slice as it was.
   void write_back(Parameter& p, const at::Tensor& kept = {});
@@ -149,6 +155,7 @@ class Unit {
   std::vector<Parameter> parameters_;
   UnitPlacement placement_;
   int pins_ = 0;
+  std::atomic<bool> hidden_ = false;
   at::Tensor whole_;
   tiers::Buffer shard_;
   std::shared_ptr<device::PrivateView> view_;

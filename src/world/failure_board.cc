@@ -40,12 +40,22 @@ std::string FailureBoard::key(const std::string& kind, int rank) const {
 void FailureBoard::report_failure(const std::string& text) noexcept {
   if (size_ == 1) return;
   try {
-    const std::string own = "rank " + std::to_string(rank_) + " " + text;
+    std::string own = "rank " + std::to_string(rank_) + " " + text;
+    {
+      std::lock_guard lock(mutex_);
+      if (!cause_.empty()) own += ", having seen: " + cause_;
+    }
     store_->set(prefix_ + "/failed", to_bytes(own));
     store_->set(key("place", rank_), to_bytes(text));
   } catch (const std::exception&) {
     // The store's host is gone too. The peers detect that by their own timeouts.
   }
+}
+
+void FailureBoard::note_cause(const std::string& cause) noexcept {
+  constexpr size_t kLongest = 400;
+  std::lock_guard lock(mutex_);
+  if (cause_.empty()) cause_ = cause.substr(0, kLongest);
 }
 
 std::optional<std::string> FailureBoard::failure() noexcept {

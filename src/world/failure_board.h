@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -20,8 +21,11 @@ class FailureBoard {
  public:
   FailureBoard(const World& world, const std::string& prefix);
 
-  /// Reports that this rank cannot continue ("left training", "failed in forward: …"). Never throws.
+  /// Reports that this rank cannot continue ("left training", "failed in forward: …"), and what ended it, if that was
+  /// noted. Never throws.
   void report_failure(const std::string& text) noexcept;
+  /// Notes what ends this rank: a rank that looks later finds its report alone. The first cause stays.
+  void note_cause(const std::string& cause) noexcept;
   /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none.
   std::optional<std::string> failure() noexcept;
   /// Records the place where this rank timed out, then returns the places of all others and the missing ranks.
@@ -34,6 +38,8 @@ class FailureBoard {
   std::string prefix_;
   int rank_;
   int size_;
+  std::mutex mutex_;
+  std::string cause_;
 };
 
 }  // namespace deeptide::world

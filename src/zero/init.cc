@@ -6,6 +6,7 @@
 #include "deeptide/zero.h"
 #include "deferred/memory.h"
 #include "deferred/recorder.h"
+#include "sharding/gate.h"
 
 namespace deeptide::zero {
 
@@ -19,6 +20,8 @@ Init::~Init() = default;
 bool is_deferred(const at::Tensor& tensor) { return deferred::is_deferred(tensor); }
 
 bool has_deferred_key(const at::Tensor& tensor) { return deferred::has_key(tensor); }
+
+bool is_sharded(const at::Tensor& tensor) { return sharding::is_lent(tensor); }
 
 void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
 

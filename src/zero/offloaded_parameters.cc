@@ -27,11 +27,23 @@ int num_slots(const ParameterOffload& options, const std::vector<const sharding:
   return static_cast<int>(std::max(kFewest, options.num_buffers * blocks));
 }
 
-/// Takes from `left` the elements of a shard that stay in memory: all, or whole blocks.
+/// Returns how many bytes of all shards may stay in memory.
+int64_t bytes_allowed(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
+  int64_t total = 0, first = 0, left = options.max_in_memory;
+  for (const sharding::UnitLayout* layout : layouts) {
+    const int64_t counted = std::min(layout->shard, left);
+    left -= counted;
+    first += counted * item_size(*layout);
+    total += layout->shard * item_size(*layout);
+  }
+  return std::min(total, first + options.memory.of(total));
+}
+
+/// Takes from `left` bytes the elements of a shard that stay in memory: all, or whole blocks.
 int64_t take_resident(const sharding::UnitLayout& layout, int64_t& left) {
-  int64_t resident = std::min(layout.shard, left);
+  int64_t resident = std::min(layout.shard, left / item_size(layout));
   if (resident < layout.shard) resident -= resident % tiers::swap_block_numel(layout.dtype);
-  left -= resident;
+  left -= resident * item_size(layout);
   return resident;
 }
 
@@ -40,7 +52,7 @@ int64_t take_resident(const sharding::UnitLayout& layout, int64_t& left) {
 ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
   ParameterForecast bytes;
   bytes.staging_bytes = num_slots(options, layouts) * tiers::kSwapBlockBytes;
-  int64_t left = options.max_in_memory;
+  int64_t left = bytes_allowed(options, layouts);
   for (const sharding::UnitLayout* layout : layouts) {
     const int64_t resident = take_resident(*layout, left);
     bytes.memory_bytes += resident * item_size(*layout);
@@ -52,7 +64,7 @@ ParameterForecast forecast(const ParameterOffload& options, const std::vector<co
 OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
                                          const std::vector<const sharding::UnitLayout*>& layouts,
                                          std::shared_ptr<device::Ledger> ledger)
-    : left_in_memory_(options.max_in_memory),
+    : left_in_memory_(bytes_allowed(options, layouts)),
       ledger_(std::move(ledger)),
       file_(std::make_shared<tiers::SwapFile>(options.folders)) {
   const int slots = num_slots(options, layouts);

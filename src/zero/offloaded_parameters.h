@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "deeptide/config.h"
 #include "device/memory.h"
 #include "sharding/layout.h"
 #include "tiers/buffer.h"
@@ -15,12 +16,13 @@
 
 namespace deeptide::zero {
 
-/// Units: elements.
+/// What of this rank's shards stays in memory: the first units first. Units: elements.
 struct ParameterOffload {
   std::vector<std::string> folders;
-  int64_t max_in_memory = 0;  // of this rank's shards, the first units first
-  int64_t num_buffers = 5;    // each takes a shard
-  int64_t buffer_numel = 0;   // a larger shard passes in parts
+  int64_t max_in_memory = 0;
+  MemoryShare memory = {0.0, 0};  // and of their bytes
+  int64_t num_buffers = 5;        // each takes a shard
+  int64_t buffer_numel = 0;       // a larger shard passes in parts
 };
 
 /// What the shards of the units take. Units: bytes of one rank.
@@ -48,7 +50,7 @@ class OffloadedParameters {
   std::string text() const;
 
  private:
-  int64_t left_in_memory_;  // elements
+  int64_t left_in_memory_;  // bytes
   std::shared_ptr<device::Ledger> ledger_;
   std::shared_ptr<tiers::SwapFile> file_;
   std::shared_ptr<tiers::Staging> staging_;

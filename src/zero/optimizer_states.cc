@@ -67,6 +67,12 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
   return states;
 }
 
+int64_t total_bytes(const std::vector<StateForecast>& states) {
+  int64_t bytes = 0;
+  for (const StateForecast& state : states) bytes += state.nbytes();
+  return bytes;
+}
+
 Buffer OptimizerStates::parameters(int unit) const {
   return policy_.shard_optimizer ? units_[unit]->shard() : Buffer::resident(units_[unit]->whole());
 }

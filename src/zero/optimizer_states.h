@@ -72,6 +72,7 @@ struct StateForecast {
 /// Each state that OptimizerStates would have placed, in that order.
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types);
+int64_t total_bytes(const std::vector<StateForecast>& states);
 
 /// A state of one parameter: its name, and the role.
 using StateName = std::pair<std::string, std::string>;

@@ -65,7 +65,7 @@ void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
   at::NoGradGuard no_grad;
   states_.keep(groups);
   states_.count_step();
-  Publication publication(group_);
+  Publication publication(group_, arrivals_);
   if (custom_) {
     step_by_caller(reducer, gradient_scale, groups, active, publication);
   } else if (reducer.is_local()) {
@@ -99,9 +99,15 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
       for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
         if (!runs[next].empty()) start_gathering(next, reducer, gathers);
       }
-      UnitPass pass{i, gathers_gradients() ? gathers.wait_first() : reducer.gradient(i), gradient_scale, groups};
+      UnitPass pass{i, {}, gradient_scale, groups};
+      if (gathers_gradients()) {
+        pass.gradient = gathers.wait_first();
+      } else {
+        pass.gradient = reducer.gradient(i);
+        pass.reducer = &reducer;
+      }
       first_pass(pass, runs[i], norms.get());
-      if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows[0]));
+      if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows.rows[0]));
     }
     if (!norms) publish(i, publication);
   }
@@ -227,7 +233,7 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
   // A pass that leaves the masters alone leaves the parameters alone.
   const bool narrows = !states_.is_aliased(pass.unit) && access.master != Access::read;
   const Buffer parameters = narrows ? states_.parameters(pass.unit) : Buffer();
-  std::vector<const Buffer*> buffers{&master, &parameters};
+  std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
   for (size_t role = 0; role < num_roles; ++role) {
     if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
   }
@@ -240,9 +246,9 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
       leases[role] = states_.state(pass.unit, role).lease(block, access.states);
       segment.states[role] = leases[role].tensor();
     }
-    prefetch_after(pass.unit, block);
-    if (!pass.gradient.rows.empty()) segment.gradient = pass.gradient.narrow(block.begin, block.count);
-    tiers::Lease narrowed;
+    prefetch_after(pass, block);
+    tiers::Lease narrowed, summed;
+    if (pass.gradient.defined()) segment.gradient = pass.gradient.part(block, summed);
     if (narrows) narrowed = parameters.lease(block, Access::write);
     segment.param = narrowed.tensor();
     visit(block, segment);
@@ -250,7 +256,8 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
 }
 
 /// Announces what the step reads next: the blocks behind `block`, or the first ones of the next unit.
-void ShardedOptimizer::prefetch_after(int unit, Block block) {
+void ShardedOptimizer::prefetch_after(const UnitPass& pass, Block block) {
+  int unit = pass.unit;
   int64_t next = block.begin + block.count;
   if (next >= states_.master(unit).numel()) {
     next = 0;
@@ -261,6 +268,7 @@ void ShardedOptimizer::prefetch_after(int unit, Block block) {
   };
   const Buffer& master = states_.master(unit);
   announce(master);
+  if (pass.reducer) pass.reducer->prefetch(unit, next);
   // A block of 16 bits takes as many bytes as one of states, so a step writes it in parts, which keep the rest.
   if (!states_.is_aliased(unit) && !master.in_place().defined()) announce(states_.parameters(unit));
   for (size_t role = 0; role < rule().roles().size(); ++role) announce(states_.state(unit, role));

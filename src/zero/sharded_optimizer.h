@@ -16,6 +16,7 @@
 #include "optim/two_pass_rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
+#include "zero/arrivals.h"
 #include "zero/custom_steps.h"
 #include "zero/optimizer_states.h"
 #include "zero/parameter_norms.h"
@@ -36,10 +37,14 @@ class ShardedOptimizer {
                    StatePlacement place = {}, CustomOptimizer* custom = nullptr, StateTypes types = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
-  /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3). Parameters that
-  /// are not `active` keep their values and states.
+  /// again: whole on every rank (stages 0-2), or in the shards, to be gathered when needed (stage 3); see also
+  /// `publish_through`. Parameters that are not `active` keep their values and states.
   void step(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
             const ActiveParameters& active = {});
+
+  /// From now on `step` returns as soon as the gathers of whole units are started, and leaves them to `arrivals`, which
+  /// outlives this.
+  void publish_through(Arrivals& arrivals) { arrivals_ = &arrivals; }
 
   const OptimizerStates& states() const { return states_; }
   OptimizerStates& states() { return states_; }
@@ -63,9 +68,10 @@ class ShardedOptimizer {
   /// What the passes over one unit share.
   struct UnitPass {
     int unit;
-    numerics::Contributions gradient;  // over the unit's states; none in a second pass
+    gradients::UnitGradient gradient;  // over the unit's states; none in a second pass
     double gradient_scale;
     const std::vector<Hyperparameters>& groups;
+    const gradients::Reducer* reducer = nullptr;  // whose gradients this pass reads, unit after unit
 
     optim::StepTerms terms(const Run& run) const { return {run.steps, gradient_scale}; }
   };
@@ -79,7 +85,7 @@ class ShardedOptimizer {
   void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
-  void prefetch_after(int unit, tiers::Block block);
+  void prefetch_after(const UnitPass& pass, tiers::Block block);
   void step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
                     Publication& publication);
@@ -106,7 +112,8 @@ class ShardedOptimizer {
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;
-  device::BufferPool pool_;  // of whole gradients and matrices
+  Arrivals* arrivals_ = nullptr;  // null: `step` waits
+  device::BufferPool pool_;       // of whole gradients and matrices
   std::vector<sharding::Unit*> units_;
 };
 

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "zero/arrivals.h"
+
 namespace deeptide::zero {
 
 using at::Tensor;
@@ -14,6 +16,16 @@ int64_t most_bytes_under_way(const std::vector<int64_t>& sizes) {
   if (sizes.empty()) return 0;
   const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
   return std::min(kBytesUnderWay + largest, std::accumulate(sizes.begin(), sizes.end(), int64_t{0}));
+}
+
+UnitGathers::~UnitGathers() {
+  for (Flight& flight : flights_) {
+    if (flight.output.is_cpu()) continue;
+    try {
+      group_.order_before(device::Lane::current(flight.output.device()), flight.pending, {"step", verb_});
+    } catch (const std::exception&) {  // a device or a channel that has failed gives no memory to anybody
+    }
+  }
 }
 
 void UnitGathers::start(const std::string& unit, Tensor output, Tensor input) {
@@ -40,9 +52,10 @@ void UnitGathers::wait_all() {
   while (!flights_.empty()) wait_first();
 }
 
-void Publication::add(const sharding::Unit& unit) {
+void Publication::add(sharding::Unit& unit) {
   if (unit.memory() == sharding::UnitMemory::shared) shared_ = true;
   if (unit.memory() != sharding::UnitMemory::whole) return;
+  if (arrivals_) return arrivals_->start(unit);
   while (!gathers_.has_room()) gathers_.wait_first();
   gathers_.start(unit.layout().name, unit.whole(), unit.shard().in_place());
 }

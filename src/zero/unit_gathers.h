@@ -14,6 +14,8 @@
 
 namespace deeptide::zero {
 
+class Arrivals;
+
 /// No more all-gathers are started while these are under way. At 1 Gbit/s they take 130 ms, at 100 Gbit/s 1.3 ms: a
 /// rank that computes meanwhile returns before the link idles.
 inline constexpr int64_t kBytesUnderWay = 16 << 20;
@@ -26,6 +28,10 @@ class UnitGathers {
  public:
   /// `verb`: "publishing", for errors.
   UnitGathers(comm::Group& group, const char* verb) : group_(group), verb_(verb) {}
+  /// On a device, what is under way after an error ends before the memory of its output is used again.
+  ~UnitGathers();
+  UnitGathers(const UnitGathers&) = delete;
+  UnitGathers& operator=(const UnitGathers&) = delete;
 
   bool has_room() const { return bytes_ < kBytesUnderWay; }
   /// `unit`: its name, for errors. Shapes: input (N,), output (W * N,).
@@ -55,14 +61,17 @@ class UnitGathers {
 /// order. Sharded units need nothing; what lies in shared memory is published by one barrier at the end.
 class Publication {
  public:
-  explicit Publication(comm::Group& over) : over_(over), gathers_(over, "publishing") {}
+  /// `arrivals`: takes over units that are gathered; null: `finish` waits for them.
+  explicit Publication(comm::Group& over, Arrivals* arrivals = nullptr)
+      : over_(over), arrivals_(arrivals), gathers_(over, "publishing") {}
   /// Call it when the unit's shard has its new values. Errors: CommError.
-  void add(const sharding::Unit& unit);
-  /// Returns when all units have the new values. Errors: CommError.
+  void add(sharding::Unit& unit);
+  /// Returns when all units have the new values, but those that others took over. Errors: CommError.
   void finish();
 
  private:
   comm::Group& over_;
+  Arrivals* arrivals_;
   UnitGathers gathers_;
   bool shared_ = false;
 };

@@ -89,6 +89,26 @@ TEST(FlatMemory, NamesRoleAndBytesWhenThereIsNone) {
 }
 #endif
 
+TEST(Ledger, RefusesWhatItsCapDoesNotHoldAndSaysWhoHoldsIt) {
+  const auto ledger = std::make_shared<Ledger>(10'000);
+  ledger->set_advice([] { return std::string("A shorter model frees 1 byte."); });
+  const Tensor states = allocate_flat(ledger, Role::optimizer, 1024, at::kFloat, at::kCPU);
+  Tensor parameters = allocate_flat(ledger, Role::parameters, 5904, at::kByte, at::kCPU);
+  try {
+    allocate_flat(ledger, Role::gradients, 1, at::kByte, at::kCPU);
+    FAIL() << "took a byte more than the cap";
+  } catch (const c10::OutOfMemoryError& error) {
+    const std::string text = error.what();
+    for (const char* part : {"1 bytes for gradients", "10001 bytes", "device_memory_cap", "is 10000",
+                             "4.0 KiB of optimizer states", "5.8 KiB of parameters", "A shorter model frees 1 byte."}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
+    }
+  }
+  EXPECT_EQ(ledger->peak(Role::gradients), 0);
+  parameters.reset();
+  EXPECT_EQ(allocate_flat(ledger, Role::gradients, 5904, at::kByte, at::kCPU).numel(), 5904);
+}
+
 TEST(Ledger, KeepsRolesApartAndRemembersPeaks) {
   Ledger ledger;
   ledger.add(Role::gradients, 100);
@@ -174,7 +194,7 @@ TEST_F(Pool, FreesADroppedBufferAndTrimsIdleOnes) {
 }
 
 TEST_F(Pool, TakesWhatItsForecastTakes) {
-  PoolForecast forecast;
+  PoolForecast forecast(/*max_waste=*/2);
   std::mt19937 random(7);
   std::deque<std::pair<Tensor, int64_t>> taken;
   for (int i = 0; i < 300; ++i) {
@@ -195,6 +215,16 @@ TEST_F(Pool, TakesNothingForNothing) {
   EXPECT_EQ(empty.numel(), 0);
   pool_.put(std::move(empty));
   EXPECT_EQ(pool_.take(0, at::kFloat).numel(), 0);
+}
+
+TEST(BufferPool, GivesIdleBuffersUpBeforeItRunsOutOfMemory) {
+  const auto ledger = std::make_shared<Ledger>(1000);
+  BufferPool pool(ledger, Role::communication, at::kCPU);
+  pool.put(pool.take(100, at::kFloat));
+  EXPECT_EQ(ledger->current(Role::communication), 400) << "kept";
+  const Tensor other = pool.take(225, at::kFloat);
+  EXPECT_EQ(ledger->current(Role::communication), 900);
+  EXPECT_THROW(pool.take(100, at::kFloat), c10::OutOfMemoryError);
 }
 
 TEST(BufferPool, MayDieBeforeItsBuffers) {

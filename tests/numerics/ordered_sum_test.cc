@@ -126,6 +126,27 @@ TEST(OrderedSum, WritesLargeSumsPastTheCacheAsItWritesSmallOnes) {
   }
 }
 
+TEST(OrderedSum, InPartsGivesTheBitsOfTheWhole) {
+  at::manual_seed(9);
+  constexpr int64_t kPart = 3 * SumReader::kBlock, kNumel = 4 * kPart + 1001;
+  for (at::ScalarType sums : {at::kFloat, at::kBFloat16}) {
+    const Tensor rows = ragged_rows(2, kNumel, at::kBFloat16), start = at::randn({kNumel}).to(sums);
+    const Result whole = run(rows, 0.3, false, start);
+    Tensor sum = start.clone(), squares = at::full({1}, -1.0, at::kDouble);
+    Tensor of_sum = at::full({1}, -1.0, at::kDouble);
+    for (int64_t begin = 0; begin < kNumel; begin += kPart) {
+      const int64_t length = std::min(kPart, kNumel - begin);
+      const Contributions part = Contributions(rows.unbind(0), 0.3).narrow(begin, length);
+      const auto how = begin == 0 ? Squares::begin : Squares::go_on;
+      ordered_sum(part.rows, part.scale, /*overwrite=*/false, sum.narrow(0, begin, length), squares, how);
+      ordered_squares(sum.narrow(0, begin, length), of_sum, how);
+    }
+    EXPECT_TRUE(at::equal(sum, whole.accumulator));
+    EXPECT_EQ(squares.item<double>(), whole.sum_of_squares);
+    EXPECT_EQ(of_sum.item<double>(), whole.sum_of_squares);
+  }
+}
+
 TEST(OrderedSum, IsBitEqualForOneAndTwoThreads) {
   at::manual_seed(2);
   for (int64_t numel : {32768, 32769, 300007}) {

@@ -4,6 +4,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import os
 import socket
@@ -46,6 +47,26 @@ def _check_expected_errors():
 
 
 _check_expected_errors()
+
+
+def _pairs(item):
+    """Each two of the test's parameters with their values; none for a test of at most two parameters."""
+    indices = getattr(getattr(item, "callspec", None), "indices", {})
+    return set(itertools.combinations(sorted(indices.items()), 2)) if len(indices) > 2 else set()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of each grid of three or more parameters only as many tests as show every pair of values; THOROUGH=1: all."""
+    if os.environ.get("THOROUGH") == "1":
+        return
+    shown, kept, dropped = {}, [], []
+    for item in items:
+        pairs = _pairs(item)
+        seen = shown.setdefault(item.nodeid.split("[")[0], set())
+        (dropped if pairs and pairs <= seen else kept).append(item)
+        seen |= pairs
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
 
 
 @pytest.fixture
@@ -102,8 +123,9 @@ def run_ranks(world_size, function, *args, timeout=120):
         thread.join(max(0.0, deadline - time.monotonic()))
     hanging = list(_stacks(threads))
     if errors:
-        # The first to fail is the cause; the others fail because it is gone.
-        rank, error = next(iter(errors.items()))
+        # The first to fail is the cause, and the others fail because it is gone: one of them may be noted before it.
+        first = sorted(errors.items(), key=lambda item: isinstance(item[1], deeptide.CommError))
+        rank, error = first[0]
         error.add_note(f"(on rank {rank} of {world_size}; failed: {sorted(errors)})")
         for text in hanging:
             error.add_note(text)

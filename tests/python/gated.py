@@ -86,4 +86,4 @@ def assert_as_plain(build, objective, world=2, **settings):
 
 def inputs(*shape, seed=3):
     """The same normal values on every rank and in every thread."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(models.DEVICE)

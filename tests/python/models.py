@@ -8,6 +8,9 @@ import threading
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+DEVICE = "cpu"  # of what this module and its users make; test_suites_on_accelerator runs them on another one
 
 
 class Block(nn.Module):
@@ -50,7 +53,25 @@ def make_model(seed=0, kind=TinyModel, **sizes):
     """The same weights every time, also when ranks as threads, which share one generator, build at once."""
     with _seeding:
         torch.manual_seed(seed)
-        return kind(**sizes)
+        model = kind(**sizes)
+    return model if DEVICE == "cpu" else to_device(model, DEVICE)
+
+
+def to_device(model, device):
+    """Moves a model and keeps its ties, as `Module.to` does for the devices that torch knows; inputs follow it."""
+    moved = {}
+
+    def move_inputs(module, inputs):
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in moved:
+                moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            module._parameters[name] = moved.get(parameter)
+        module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
+        module.register_forward_pre_hook(move_inputs)
+    return model
 
 
 def batches(count, batch, vocab=37, length=6, seed=1):

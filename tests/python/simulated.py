@@ -23,13 +23,15 @@ _ops = torch.ops.simulated
 
 SCHEDULES = ("at_once", "random", "late", "late_default", "late_others")
 
-used_bytes, settle, host_waits, host_time_s, tasks, checked = (
+used_bytes, settle, host_waits, host_time_s, tasks, checked, events, streams = (
     _ops.used_bytes,
     _ops.settle,
     _ops.host_waits,
     _ops.host_time_s,
     _ops.tasks,
     _ops.checked,
+    _ops.events,
+    _ops.streams,
 )
 
 

@@ -63,3 +63,20 @@ def test_cnn_learns_to_tell_shapes_apart():
     shares = [float(share) for share in re.findall(r"accuracy ([\d.]+)%", done.stdout)]
     assert len(shares) == 3
     assert shares[-1] > 30  # one of ten by guessing
+
+
+def large(files, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(build_folder() / "python"), "OMP_NUM_THREADS": "1"}
+    command = [build_folder() / "bin" / "deeptide", "--quiet", "--num_ranks", "2", "--python", sys.executable]
+    command += [ROOT / "examples/gpt/large.py", "--size", "20M", "--steps", "2", "--files", files, *arguments]
+    done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout, re.findall(r"step \d/2  loss ([0-9.]+)", done.stdout)
+
+
+def test_a_model_whose_state_lies_in_files_learns_as_one_in_memory(tmp_path):
+    in_files, losses = large(tmp_path)
+    assert len(losses) == 2
+    assert re.search(r"in files: parameters [\d.]+, gradients [\d.]+, optimizer states [\d.]+ GiB", in_files), in_files
+    assert large(tmp_path, "--in-memory")[1] == losses
+    assert list(tmp_path.iterdir()) == []

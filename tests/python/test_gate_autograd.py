@@ -19,7 +19,7 @@ TOKENS, TARGETS = models.batches(1, 2)[0]
 
 
 def cross_entropy(model, x):
-    return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), TARGETS.flatten())
+    return F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), TARGETS.to(x.device).flatten())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -67,10 +67,11 @@ def test_parameter_tied_by_two_names_and_two_tensors():
 
 def test_parameter_used_outside_its_module():
     def objective(model):
-        x = F.embedding(TOKENS, model.embed.weight * 2)
+        tokens, targets = TOKENS.to(models.DEVICE), TARGETS.to(models.DEVICE)
+        x = F.embedding(tokens, model.embed.weight * 2)
         penalty = sum(p.square().sum() for p in model.parameters())
         direct = x @ model.h[1].up.weight.t() + model.h[1].up.bias
-        return F.cross_entropy(model(TOKENS).flatten(0, 1), TARGETS.flatten()) + 1e-3 * penalty + direct.mean()
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) + 1e-3 * penalty + direct.mean()
 
     assert_as_plain(models.TinyModel, objective)
 
@@ -231,6 +232,6 @@ def test_unused_and_conditional_parameters():
     def objective(model):
         x = model.embed(TOKENS)
         x = model.h[2](x)  # h.0 and h.1 get no gradient
-        return F.cross_entropy(model.head(x).flatten(0, 1), TARGETS.flatten())
+        return F.cross_entropy(model.head(x).flatten(0, 1), TARGETS.to(x.device).flatten())
 
     assert_as_plain(models.TinyModel, objective)

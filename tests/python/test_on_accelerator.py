@@ -3,6 +3,7 @@
 """The engine on a simulated accelerator: the CPU's bits, and no access that nothing orders."""
 
 import gc
+import itertools
 import os
 
 import models
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import run_processes
+from test_leaks import settled_usage, usage
 
 import deeptide
 
@@ -17,9 +19,7 @@ STEPS, MICRO = 3, 2
 
 
 def make_model(device):
-    model = models.make_model().to(device)
-    model.head.weight = model.embed.weight  # `to` keeps ties for the devices that torch knows
-    return model
+    return models.to_device(models.make_model(), device)
 
 
 def train(device, stage, gas, clipping, bf16=False, own=False):
@@ -49,7 +49,10 @@ def train(device, stage, gas, clipping, bf16=False, own=False):
 
 
 def run(world, function, *args):
-    run_processes(world, function, *args, preload=("torch._dynamo",))  # torch's optimizers would load it in each rank
+    """Prints what rank 0 does."""
+    preload = ("torch._dynamo",)  # torch's optimizers would load it in each rank
+    ranks = run_processes(world, function, *args, preload=preload)
+    print(ranks[0].stdout)
 
 
 def begin():
@@ -63,6 +66,11 @@ def begin():
     return simulated
 
 
+def check_order(simulated):
+    found = simulated.settle()
+    assert found == "", found
+
+
 def unequal(expected, got):
     return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if not torch.equal(a, b)]
 
@@ -74,7 +82,7 @@ def compare_with_cpu(stages, gas, clipping, bf16):
         expected = train("cpu", stage, gas, clipping, bf16, own=True)
         simulated.configure("late_default" if stage % 2 == 0 else "late_others")
         got = train("sim", stage, gas, clipping, bf16, own=True)
-        assert simulated.settle() == ""
+        check_order(simulated)
         assert unequal(expected, got) == [], stage
     assert simulated.checked() > 1000
     dist.destroy_process_group()
@@ -103,7 +111,7 @@ def compare_stages():
     for stage in range(4):
         simulated.configure("random", max_delay_us=1000, seed=stage)
         results.append(train("sim", stage, 1, 1.0))
-        assert simulated.settle() == ""
+        check_order(simulated)
         assert unequal(results[0], results[-1]) == [], stage
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(on_cpu, results[-1], strict=True))
     dist.destroy_process_group()
@@ -114,64 +122,98 @@ def test_all_stages_give_the_same_bits_with_adam():
 
 
 def count_waits(stage):
+    """None in forward and backward; one per step, for the verdict, whatever the step does."""
     simulated = begin()
     simulated.configure("late")
-    model = make_model("sim")
-    engine, *_ = deeptide.initialize(model=model, config=models.config(stage, gas=2))
-    batches = [[tensor.to("sim") for tensor in batch] for batch in models.batches(6, 2)]
-    for step in range(3):
-        waits = []
-        for tokens, targets in batches[2 * step : 2 * step + 2]:
-            simulated.host_waits()
-            engine.backward(engine(tokens, targets))
-            assert simulated.host_waits() == []
-            outcome = engine.step()
-            waits += simulated.host_waits()
-        assert outcome.applied
-        assert waits == ["copy_ device to host"], waits  # the squares of the norm, which tell whether all is finite
-    engine.destroy()
-    assert simulated.settle() == ""
+    fp16 = {"enabled": True, "initial_scale_power": 4}
+    for settings in ({"gas": 2}, {"gradient_clipping": 0.0}, {"bf16": True, "gas": 2}, {"fp16": fp16}):
+        gas = settings.get("gas", 1)
+        engine = deeptide.initialize(model=make_model("sim"), config=models.config(stage, **settings))[0]
+        for step in range(3):
+            waits = []
+            for tokens, targets in models.batches(gas, 2, seed=step):
+                inputs = tokens.to("sim"), targets.to("sim")
+                simulated.host_waits()
+                engine.backward(engine(*inputs))
+                assert simulated.host_waits() == []
+                outcome = engine.step()
+                waits += simulated.host_waits()
+            assert outcome.applied
+            assert waits == ["copy_ device to host"], (settings, waits)  # squares: they tell whether all is finite
+        engine.destroy()
+    check_order(simulated)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_host_waits_once_a_step(stage):
     run(2, count_waits, stage)
+
+
+def count_waits_of_a_skipped_step(stage):
+    """The verdict; where the first bad element is; whether a loss was bad."""
+    simulated = begin()
+    simulated.configure("late")
+    engine = deeptide.initialize(model=make_model("sim"), config=models.config(stage))[0]
+    engine.module.h[1].register_full_backward_hook(lambda *_: tuple(g / 0 for g in _[1]))
+    inputs = [tensor.to("sim") for tensor in models.batches(1, 2)[0]]
+    simulated.host_waits()
+    engine.backward(engine(*inputs))
+    assert simulated.host_waits() == []
+    outcome = engine.step()
+    waits = simulated.host_waits()
+    assert not outcome.applied
+    assert outcome.phase == "backward"
+    assert len(waits) <= 3, waits
+    engine.destroy()
+    check_order(simulated)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skipped_step_waits_twice_more(stage):
+    run(2, count_waits_of_a_skipped_step, stage)
+
+
+def train_until_memory_ends(simulated, stage, room):
+    """Trains once with so much memory. Returns the phase that ran out ("": none did), and the text of its error."""
+    before = simulated.used_bytes()
+    tokens, targets = (tensor.to("sim") for tensor in models.batches(1, 2)[0])
+    model, engine, phase, text = make_model("sim"), None, "initialize", ""
+    simulated.configure("random", cap=simulated.used_bytes() + room)
+    try:
+        engine = deeptide.initialize(model=model, config=models.config(stage))[0]
+        phase = "forward"
+        loss = engine(tokens, targets)
+        phase = "backward"
+        engine.backward(loss)
+        phase = "step"
+        engine.step()
+        phase = ""
+    except torch.OutOfMemoryError as error:
+        text = str(error)
+        assert "simulated device out of memory" in text
+    if engine is not None:
+        engine.destroy()
+    del model, engine
+    loss = None
+    gc.collect()
+    simulated.configure("random", cap=1 << 30)
+    return before, phase, text
 
 
 def run_out_of_memory(stage):
     """In initialize, in forward or backward, and in step; what is left over can be destroyed, and leaves nothing."""
     simulated = begin()
-    tokens, targets = (tensor.to("sim") for tensor in models.batches(1, 2)[0])
     failed = set()
     for room in range(8_000, 400_000, 8_000):
-        simulated.configure("random", cap=1 << 30)
-        simulated.settle()
-        before = simulated.used_bytes()
-        model, engine, phase = make_model("sim"), None, "initialize"
-        simulated.configure("random", cap=simulated.used_bytes() + room)
-        try:
-            engine = deeptide.initialize(model=model, config=models.config(stage))[0]
-            phase = "forward"
-            loss = engine(tokens, targets)
-            phase = "backward"
-            engine.backward(loss)
-            phase = "step"
-            engine.step()
-            phase = ""
-        except torch.OutOfMemoryError as error:
-            assert "simulated device out of memory" in str(error)
-            failed.add((phase, str(error).partition(" bytes for ")[2].partition(" on sim:0.")[0]))
-        if engine is not None:
-            engine.destroy()
-        del model, engine
-        loss = None
-        gc.collect()
+        before, phase, text = train_until_memory_ends(simulated, stage, room)
         torch.accelerator.synchronize()
-        assert simulated.settle() == ""
+        check_order(simulated)
         assert simulated.used_bytes() == before, (room, phase)
         if not phase:
             break
+        failed.add((phase, text.partition(" bytes for ")[2].partition(" on sim:0.")[0]))
     assert not phase
     phases = {phase for phase, _ in failed}
     assert phases >= {"initialize", "forward", "backward"}
@@ -185,38 +227,164 @@ def test_an_engine_that_ran_out_of_memory_leaves_nothing(stage):
     run(1, run_out_of_memory, stage)
 
 
-def simulated_seconds(simulated, stage, compute, link):
-    """Of a step. Bandwidths in bytes per second, 0: no time."""
-    simulated.configure("late", compute=compute, link=link)
-    model = models.make_model(layers=6, width=64, tied=False).to("sim")
-    zero = {"stage3_prefetch_bucket_size": 200_000, "stage3_max_live_parameters": 200_000}
-    engine = deeptide.initialize(model=model, config=models.config(stage, zero=zero))[0]
-    for step, (tokens, targets) in enumerate(models.batches(4, MICRO)):
-        if step == 2:  # the order of units is known
-            torch.accelerator.synchronize()
-            begin = simulated.host_time_s()
-        engine.backward(engine(tokens.to("sim"), targets.to("sim")))
-        engine.step()
-    torch.accelerator.synchronize()
-    seconds = (simulated.host_time_s() - begin) / 2
-    engine.destroy()
-    assert simulated.settle() == ""
-    return seconds
-
-
-def overlap(stage, most):
-    """`most`: of the time of a step, where all transfers take as long as all computation: 2 without overlap."""
+def run_out_of_memory_in_step(stage):
+    """Of several ranks: each knows what its engine holds, or which rank has ended."""
     simulated = begin()
-    compute = simulated_seconds(simulated, stage, 1e6, 0)
-    link = simulated_seconds(simulated, stage, 0, 1e6)
-    both = simulated_seconds(simulated, stage, 1e6, 1e6 * link / compute)
-    assert compute < both < most * compute, both / compute
+    for room in (512, 2048 if stage > 0 else 12 << 10):
+        engine = deeptide.initialize(model=make_model("sim"), config=models.config(stage))[0]
+        tokens, targets = (tensor.to("sim") for tensor in models.batches(1, 2)[0])
+        engine.backward(engine(tokens, targets))
+        torch.accelerator.synchronize()
+        simulated.configure("random", cap=simulated.used_bytes() + room)
+        try:
+            engine.step()
+            raise AssertionError(f"{room} bytes were enough")
+        except torch.OutOfMemoryError as error:
+            assert "The engine holds" in str(error) and "of optimizer states" in str(error), error
+            if stage == 0:
+                assert '"zero_optimization": {"stage": ' in str(error), error
+        except deeptide.CommError as error:
+            assert "has ended training" in str(error), error
+        simulated.configure("random")
+        engine.destroy()
+        del engine, tokens, targets
+        gc.collect()
+        dist.barrier()  # the engines of all ranks have ended, and with them what a device waited for
+        check_order(simulated)
+        assert simulated.used_bytes() == 0
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("stage", "most"), [(2, 1.35), (3, 1.7)])
-def test_transfers_overlap_computation(stage, most):
-    run(2, overlap, stage, most)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_that_run_out_of_memory_in_step_can_begin_anew(stage):
+    run(2, run_out_of_memory_in_step, stage)
+
+
+def train_under_cap():
+    """What the engine forecasts, and a twentieth, is enough; half of it is not, and the error says for whom."""
+    simulated = begin()
+    simulated.configure("random")
+    for stage, gas in ((0, 1), (1, 2), (2, 1), (3, 2)):
+        model = make_model("sim")
+        engine = deeptide.initialize(model=model, config=models.config(stage, gas=gas))[0]
+        forecast = sum(line.predicted_bytes for line in engine.memory())
+        engine.destroy()
+        for share in (1.05, 0.5):
+            cap = {"device_memory_cap": int(share * forecast)}
+            try:
+                engine = deeptide.initialize(
+                    model=make_model("sim"), config=models.config(stage, gas=gas, deeptide=cap)
+                )[0]
+                for tokens, targets in models.batches(3 * gas, 2):
+                    engine.backward(engine(tokens.to("sim"), targets.to("sim")))
+                    engine.step()
+                assert share > 1, stage
+                engine.destroy()
+            except torch.OutOfMemoryError as error:
+                assert share < 1, (stage, error)
+                assert '"deeptide": {"device_memory_cap"}' in str(error) and " bytes for " in str(error), error
+                engine = None
+                gc.collect()
+            dist.barrier()
+    check_order(simulated)
+    dist.destroy_process_group()
+
+
+def test_the_forecast_and_a_twentieth_is_enough_memory():
+    run(2, train_under_cap)
+
+
+def cycle_engines(cycles):
+    """Streams, events, memory; the host's descriptors and threads."""
+    simulated = begin()
+    simulated.configure("random")
+    inputs = [tensor.to("sim") for tensor in models.batches(1, 2)[0]]
+
+    def cycle(number):
+        engine = deeptide.initialize(model=make_model("sim"), config=models.config(3 * (number % 2)))[0]
+        engine.backward(engine(*inputs))
+        engine.step()
+        engine.destroy()
+
+    def left():
+        gc.collect()
+        return simulated.used_bytes(), simulated.events(), simulated.streams()
+
+    for number in range(6):  # the pool of streams fills
+        cycle(number)
+    before, on_host = left(), usage()
+    for number in range(cycles):
+        cycle(number)
+    assert left() == before
+    _, *counts = settled_usage(on_host)  # descriptors, threads, names in shared memory
+    assert all(now <= then for now, then in zip(counts, on_host[1:], strict=True)), (on_host, counts)
+    check_order(simulated)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world", "cycles"), [(1, 50), (2, 6)])
+def test_engines_leave_nothing_on_the_device(world, cycles):
+    run(world, cycle_engines, cycles)
+
+
+LAYERS = 6
+
+
+def phases_of(simulated, engine, inputs, apart):
+    """Simulated seconds of a step; of forward, backward and step() if each begins when the one before has ended."""
+    marks = []
+
+    def mark(here):
+        if here:
+            torch.accelerator.synchronize()
+            marks.append(simulated.host_time_s())
+
+    mark(True)
+    loss = engine(*inputs)
+    mark(apart)
+    engine.backward(loss)
+    mark(apart)
+    engine.step()
+    mark(True)
+    return [end - begin for begin, end in itertools.pairwise(marks)]
+
+
+def simulated_seconds(simulated, stage, live, compute, link, apart=False):
+    """Of a step, after others. Bandwidths in bytes per second, 0: no time. `live`: most elements gathered at a time."""
+    simulated.configure("late", compute=compute, link=link)
+    model = models.to_device(models.make_model(layers=LAYERS, width=64, tied=False), "sim")
+    zero = {"stage3_prefetch_bucket_size": live, "stage3_max_live_parameters": live}
+    engine = deeptide.initialize(model=model, config=models.config(stage, zero=zero))[0]
+    for batch in models.batches(3, MICRO):
+        inputs = [tensor.to("sim") for tensor in batch]
+        seconds = phases_of(simulated, engine, inputs, apart)
+    engine.destroy()
+    check_order(simulated)
+    return seconds
+
+
+def compare_with_ideal(stage, live):
+    """Where transfers take as long as computation in all.
+
+    In the ideal schedule each phase takes as long as its computation or its transfers, whichever is longer, and the
+    pipeline's fill: of what is shorter, one block.
+    """
+    simulated = begin()
+    compute = simulated_seconds(simulated, stage, live, 1e6, 0, apart=True)
+    link = simulated_seconds(simulated, stage, live, 0, 1e6, apart=True)
+    ratio = sum(link) / sum(compute)
+    transfers = [seconds / ratio for seconds in link]
+    ideal = sum(max(c, t) + min(c, t) / LAYERS for c, t in zip(compute, transfers, strict=True))
+    (both,) = simulated_seconds(simulated, stage, live, 1e6, 1e6 * ratio)
+    print(f"stage {stage}: compute {compute}, transfers {transfers}, ideal {ideal}, reached {both}: {both / ideal:.3f}")
+    assert sum(compute) < both < 1.01 * ideal, (compute, transfers, both / ideal)
+    dist.destroy_process_group()
+
+
+# At stage 3 all units at once, so that each is gathered once; then three blocks of six.
+@pytest.mark.parametrize(("stage", "live"), [(0, 0), (1, 0), (2, 0), (3, 200_000), (3, 80_000)])
+def test_a_step_takes_as_long_as_its_ideal_schedule(stage, live):
+    run(2, compare_with_ideal, stage, live)
 
 
 def refuse_a_device_without_a_backend():

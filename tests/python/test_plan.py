@@ -159,7 +159,7 @@ def test_the_first_setting_that_fits_is_recommended(tmp_path):
 
     def fitting(memory, disk=GIB):
         found = choices(model, config, world_size=4, machine=Machine(memory, "test", disk, folders))
-        return next((choice.zero_optimization for choice in found if choice.fits), None)
+        return next((choice.sections["zero_optimization"] for choice in found if choice.fits), None)
 
     by_stage = [deeptide.plan(model, {**config, "zero_optimization": {"stage": s}}, 4).host_bytes for s in range(4)]
     assert by_stage == sorted(by_stage, reverse=True)

@@ -8,6 +8,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -19,6 +20,7 @@ using c10::DeviceIndex;
 using c10::Stream;
 
 thread_local int stream_of_thread = 0;
+std::atomic<int64_t> live_events = 0;
 
 Machine& machine() { return Machine::instance(); }
 Stream as_stream(int index) { return Stream(Stream::UNSAFE, simulated_device(), index); }
@@ -89,8 +91,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   Stream getStream(Device) const override { return as_stream(stream_of_thread); }
   Stream getDefaultStream(Device) const override { return as_stream(0); }
-  Stream getNewStream(Device, int) const override { return as_stream(machine().new_stream()); }
-  Stream getStreamFromGlobalPool(Device, bool) const override { return as_stream(machine().new_stream()); }
+  Stream getNewStream(Device, int) const override { return as_stream(machine().pool_stream()); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return as_stream(machine().pool_stream()); }
   Stream exchangeStream(Stream stream) const override {
     return as_stream(std::exchange(stream_of_thread, index_of(stream)));
   }
@@ -103,7 +105,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
-    if (*event == nullptr) *event = std::make_unique<Event>().release();
+    if (*event == nullptr) {
+      *event = std::make_unique<Event>().release();
+      ++live_events;
+    }
     machine().record(as_event(*event), index_of(stream));
   }
   void block(void* event, const Stream& stream) const override {
@@ -115,6 +120,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     const std::unique_ptr<Event> owned(static_cast<Event*>(event));
+    if (owned) --live_events;
   }
   double elapsedTime(void* first, void* second, DeviceIndex) const override {
     return (as_event(second).time_s - as_event(first).time_s) * 1000;
@@ -167,6 +173,7 @@ const bool registered = [] {
 }  // namespace
 
 int current_stream() { return stream_of_thread; }
+int64_t num_events() { return live_events; }
 
 c10::Allocator& device_allocator() { return simulated_allocator; }
 

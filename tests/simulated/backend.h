@@ -20,6 +20,8 @@ inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && ten
 
 /// The stream that this thread's operators use.
 int current_stream();
+/// Events that exist.
+int64_t num_events();
 c10::Allocator& device_allocator();
 const at::Generator& default_generator();
 /// Whether the storage is pinned host memory of ours.

@@ -34,6 +34,9 @@ class Collectives : public c10d::Backend {
   explicit Collectives(c10::intrusive_ptr<c10d::Backend> host)
       : Backend(host->getRank(), host->getSize()), host_(std::move(host)), stream_(Machine::instance().new_stream()) {}
 
+  ~Collectives() override { Machine::instance().free_stream(stream_); }
+  Collectives(const Collectives&) = delete;
+
   const std::string getBackendName() const override { return "simulated"; }
 
   HostWork _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {

@@ -62,6 +62,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("host_waits", [] { return Machine::instance().host_waits(); });
   m.def("host_time_s", [] { return Machine::instance().host_time_s(); });
   m.def("tasks", [] { return static_cast<int64_t>(Machine::instance().stats().tasks); });
+  m.def("events", &num_events);
+  m.def("streams", [] { return static_cast<int64_t>(Machine::instance().stats().streams); });
   m.def("used_bytes", [] { return static_cast<int64_t>(Machine::instance().stats().used_bytes); });
   m.def("checked", [] { return static_cast<int64_t>(Machine::instance().stats().checked); });
 }

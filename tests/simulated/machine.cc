@@ -42,6 +42,7 @@ std::string Machine::settle() {
 Stats Machine::stats() {
   Lock lock(mutex_);
   stats_.cap_bytes = settings_.cap_bytes;
+  stats_.streams = streams_.size() - free_streams_.size();
   return stats_;
 }
 

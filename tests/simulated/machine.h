@@ -42,6 +42,7 @@ struct Settings {
 struct Stats {
   size_t used_bytes = 0, peak_bytes = 0, cap_bytes = 0;
   uint64_t tasks = 0, checked = 0;
+  size_t streams = 0;  // that somebody has, or that the pool holds
 };
 
 /// A point in a stream, of its work and of simulated time.
@@ -91,7 +92,11 @@ class Machine {
   /// Declares that the host accesses pinned memory by a plain pointer. Errors: OrderError.
   void host_access(const void* address, size_t bytes, bool write, const std::string& who);
 
+  /// One of a pool that all share, in turn, as a GPU's are.
+  int pool_stream();
+  /// One of the caller's own. What is freed serves the next caller, behind the work that is left in it.
   int new_stream();
+  void free_stream(int index) noexcept;
   /// Errors: OrderError; what an earlier task of the stream threw.
   void enqueue(int stream, Task task, HostWait wait = HostWait::no);
   void record(Event& event, int stream);
@@ -121,6 +126,7 @@ class Machine {
 
   Machine() = default;
   Stream& stream(int index);
+  int take_stream();
   void work(int index);
   void run_front(Lock& lock, Stream& stream);
   bool may_run(int index, const Stream& stream) const;
@@ -137,6 +143,8 @@ class Machine {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Stream> streams_;  // addresses stay
+  std::vector<int> pool_, free_streams_;
+  size_t next_of_pool_ = 0;
   Settings settings_;
   std::mt19937_64 random_{1};
   Timeline timeline_;

@@ -19,12 +19,32 @@ Machine::Stream& Machine::stream(int index) {
   return streams_[static_cast<size_t>(index)];
 }
 
-int Machine::new_stream() {
-  Lock lock(mutex_);
+int Machine::take_stream() {
   stream(0);  // the default stream
-  const auto index = static_cast<int>(streams_.size());
+  auto index = static_cast<int>(streams_.size());
+  if (!free_streams_.empty()) {
+    index = free_streams_.back();
+    free_streams_.pop_back();
+  }
   stream(index);
   return index;
+}
+
+int Machine::new_stream() {
+  Lock lock(mutex_);
+  return take_stream();
+}
+
+void Machine::free_stream(int index) noexcept {
+  Lock lock(mutex_);
+  free_streams_.push_back(index);
+}
+
+int Machine::pool_stream() {
+  constexpr size_t kPool = 16;
+  Lock lock(mutex_);
+  if (pool_.size() < kPool) pool_.push_back(take_stream());
+  return pool_[next_of_pool_++ % kPool];
 }
 
 bool Machine::may_run(int index, const Stream& stream) const {

@@ -3,6 +3,8 @@
 // Makes twins by the second mapping of a block.
 #include "simulated/operands.h"
 
+#include <c10/core/InferenceMode.h>
+
 namespace deeptide::simulated {
 
 using at::Tensor;
@@ -13,6 +15,7 @@ namespace {
 
 /// Returns the tensor's geometry over another storage.
 Tensor over(Storage storage, const Tensor& tensor, DispatchKey key) {
+  const c10::InferenceMode normal(false);  // the stream's thread knows no modes
   Tensor twin = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
   auto* const impl = twin.unsafeGetTensorImpl();
   impl->set_storage_offset(tensor.storage_offset());

@@ -15,13 +15,22 @@ double& Timeline::stream_end(int stream) {
 
 double Timeline::add(int stream, const Cost& cost) {
   const auto engine = static_cast<size_t>(cost.engine);
+  const double transfer = bandwidths_[engine] > 0 ? static_cast<double>(cost.bytes) / bandwidths_[engine] : 0;
+  const double length = cost.seconds + transfer;
   double& end = stream_end(stream);
   double begin = std::max(end, host_);
-  if (cost.engine != Engine::compute) begin = std::max(begin, engine_ends_[engine]);
-  const double transfer = bandwidths_[engine] > 0 ? static_cast<double>(cost.bytes) / bandwidths_[engine] : 0;
-  end = begin + cost.seconds + transfer;
-  engine_ends_[engine] = std::max(engine_ends_[engine], end);
+  if (cost.engine != Engine::compute && length > 0) begin = occupy(busy_[engine], begin, length);
+  end = begin + length;
   return end;
+}
+
+/// Takes the first time from `begin` on that is free. What was issued before but is ready later comes later.
+double Timeline::occupy(Spans& busy, double begin, double length) const {
+  std::erase_if(busy, [this](const Span& span) { return span.end <= host_; });
+  auto next = busy.begin();
+  for (; next != busy.end() && begin + length > next->begin; ++next) begin = std::max(begin, next->end);
+  busy.insert(next, {begin, begin + length});
+  return begin;
 }
 
 double Timeline::end_of(int stream) { return std::max(stream_end(stream), host_); }

@@ -10,7 +10,8 @@
 
 namespace deeptide::simulated {
 
-/// What does a task's work. Each does one task at a time; computation has as many as there are streams.
+/// What does a task's work. Each does one task at a time, in the order in which they are ready; computation has as many
+/// as there are streams.
 enum class Engine : uint8_t { compute, to_device, to_host, link };
 inline constexpr size_t kNumEngines = 4;
 
@@ -28,8 +29,8 @@ struct Cost {
 class Timeline {
  public:
   void set_bandwidths(const Bandwidths& bandwidths) { bandwidths_ = bandwidths; }
-  /// Adds a task to the stream: it begins once the host has issued it, the stream is free and its engine is. Returns
-  /// when it ends.
+  /// Adds a task to the stream: it begins once the host has issued it, the stream is free and its engine has time for
+  /// all of it. Returns when it ends.
   double add(int stream, const Cost& cost);
   /// When all tasks of the stream so far have ended.
   double end_of(int stream);
@@ -40,12 +41,18 @@ class Timeline {
   double host() const { return host_; }
 
  private:
+  struct Span {
+    double begin, end;
+  };
+  using Spans = std::vector<Span>;
+
   double& stream_end(int stream);
+  double occupy(Spans& busy, double begin, double length) const;
 
   Bandwidths bandwidths_{};
   double host_ = 0;
-  std::vector<double> ends_;  // by stream
-  std::array<double, kNumEngines> engine_ends_{};
+  std::vector<double> ends_;             // by stream
+  std::array<Spans, kNumEngines> busy_;  // by begin; what ended before the host's time is forgotten
 };
 
 }  // namespace deeptide::simulated

@@ -23,6 +23,16 @@ TEST(Timeline, GivesTransfersTheirEnginesBandwidth) {
   EXPECT_DOUBLE_EQ(timeline.add(5, {Engine::compute, 0, 0.5}), 0.5);
 }
 
+TEST(Timeline, GivesAnEngineToWhatIsReady) {
+  Timeline timeline;
+  timeline.set_bandwidths(kBandwidths);
+  timeline.wait(1, 2);
+  EXPECT_DOUBLE_EQ(timeline.add(1, {Engine::link, 1'000'000, 0}), 3);  // issued first, ready at 2
+  EXPECT_DOUBLE_EQ(timeline.add(2, {Engine::link, 1'500'000, 0}), 1.5);
+  EXPECT_DOUBLE_EQ(timeline.add(3, {Engine::link, 1'000'000, 0}), 4);  // half a second is left before
+  EXPECT_DOUBLE_EQ(timeline.add(4, {Engine::link, 500'000, 0}), 2);
+}
+
 TEST(Timeline, FollowsWaitsOfStreamsAndOfTheHost) {
   Timeline timeline;
   timeline.add(0, {Engine::compute, 0, 3});

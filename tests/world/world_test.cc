@@ -205,6 +205,14 @@ TEST_F(Board, TellsApartWhoWaitsAndWhoNeverCame) {
   EXPECT_EQ(one.diagnose("waits: at z"), "every rank is waiting; rank 0: waits: at x; rank 2: waits: at y");
 }
 
+TEST_F(Board, SaysWhatEndedARankThatEndsForAnother) {
+  world::FailureBoard one(world(1), "a"), two(world(2), "a");
+  one.note_cause("no report from rank 0; rank 2: waits");
+  one.note_cause("rank 2 has ended training");
+  one.report_failure("has ended training at step 1");
+  EXPECT_EQ(two.failure(), "rank 1 has ended training at step 1, having seen: no report from rank 0; rank 2: waits");
+}
+
 TEST_F(Board, WritesNothingInAWorldOfOne) {
   world::FailureBoard(world(0, 1), "a").report_failure("has ended");
   EXPECT_EQ(store_->getNumKeys(), 0);

@@ -188,7 +188,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """The model's state_dict(); where parameters are sharded, whole ones on the CPU. Collective there."""
-        if any(map(_C.has_deferred_key, self.module.parameters())):
+        if any(map(_C.is_sharded, self.module.parameters())):
             state = OrderedDict((prefix + name, tensor) for name, tensor in self.whole_state().items())
         else:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -26,3 +26,9 @@ def refuse(optimizer: object, cure: str, unless: object = False, **options: obje
     for name, value in options.items():
         if value != unless:
             raise ConfigError(f"{type(optimizer).__name__}: {name}={value!r} is not supported; {cure}")
+
+
+def refuse_other_states(optimizer: object, fp32_optimizer_states: bool) -> None:
+    """Errors: ConfigError if states are asked for in another type than fp32."""
+    cure = "bf16_optimizer_states of the configuration sets the type; leave it out"
+    refuse(optimizer, cure, True, fp32_optimizer_states=fp32_optimizer_states)

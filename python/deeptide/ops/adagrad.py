@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deeptide.ops._held import refuse
+from deeptide.ops._held import refuse, refuse_other_states
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
@@ -28,10 +28,5 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         refuse(self, "Adagrad has no such variant; leave it out", amsgrad=amsgrad)
-        refuse(
-            self,
-            "bf16_optimizer_states of the configuration sets the type; leave it out",
-            True,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        refuse_other_states(self, fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deeptide.ops._held import refuse
+from deeptide.ops._held import refuse, refuse_other_states
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -69,10 +69,5 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse(
-            self,
-            "bf16_optimizer_states of the configuration sets the type; leave it out",
-            True,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        refuse_other_states(self, fp32_optimizer_states)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

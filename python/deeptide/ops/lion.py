@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deeptide.ops._held import HeldOptimizer, refuse
+from deeptide.ops._held import HeldOptimizer, refuse_other_states
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
@@ -43,10 +43,5 @@ class DeepSpeedCPULion(_Lion):
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        refuse(
-            self,
-            "bf16_optimizer_states of the configuration sets the type; leave it out",
-            True,
-            fp32_optimizer_states=fp32_optimizer_states,
-        )
+        refuse_other_states(self, fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay)

@@ -3,6 +3,8 @@
 // Rules between keys, which the table of single keys cannot express.
 #include "config/check/rules.h"
 
+#include "config/check/placement.h"
+
 namespace deeptide::config {
 namespace {
 
@@ -112,6 +114,7 @@ void check_rules(const Values& values, Problems& problems) {
   check_sums_and_masters(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
+  check_placement(values, problems);
   // After other problems the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The table's placement of states: offload_param, offload_optimizer, zenflow.
+// The table's placement of states: offload_param, offload_optimizer, deeptide.placement, zenflow.
 #include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
@@ -72,6 +72,30 @@ Key offload_optimizer_section() {
                      .either("states are stepped by the threads that torch uses"),
              })
       .switched_by("device", kNone);
+}
+
+namespace {
+
+Key tiers_of(std::string name, std::string doc) {
+  return section(std::move(name), std::move(doc),
+                 {word("device", {}, "On the device: \"8GiB\", \"40%\" or \"rest\". A CPU's is the host's memory."),
+                  word("cpu", {}, "In the host's memory."), word("nvme", {}, "In files.")})
+      .read_by("config::read_placement");
+}
+
+}  // namespace
+
+Key placement_section() {
+  return section(
+      "placement",
+      "How much of each kind of state lies where, per rank: a size such as \"8GiB\", which is not exceeded, a "
+      "share such as \"40%\", and in one tier the \"rest\". Exact to one block of 4 MiB.",
+      {
+          tiers_of("optimizer_states", "Moments, and the masters of 16-bit parameters."),
+          tiers_of("parameters", "The shards of parameters (stage 3)."),
+          tiers_of("gradients", "The sums of gradients that a rank steps (stages 1-3)."),
+          nvme_path().into(&PlacementConfig::folders),
+      });
 }
 
 Key zenflow_section() {

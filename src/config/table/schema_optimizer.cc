@@ -25,6 +25,11 @@ Key max_grad_norm() {
       .later("please switch to using the deepspeed parameter 'gradient_clipping' (top level)");
 }
 
+Key fp32_optimizer_states() {
+  return flag("fp32_optimizer_states", true, "Moments in fp32.")
+      .later("bf16.bf16_optimizer_states is for all optimizers");
+}
+
 std::vector<Key> operator+(std::vector<Key> a, const std::vector<Key>& b) {
   a.insert(a.end(), b.begin(), b.end());
   return a;
@@ -42,7 +47,7 @@ std::vector<Key> adam_keys() {
       flag("torch_adam", false, "Use torch's own Adam.")
           .never("one fused kernel with torch's formulas runs on every device"),
       flag("amsgrad", false, "The AMSGrad variant.").later(),
-      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
+      fp32_optimizer_states(),
       max_grad_norm(),
   };
 }
@@ -65,7 +70,7 @@ std::vector<Key> adagrad_keys() {
       number("lr_decay", 0.0, "Decay of the learning rate per step.").at_least(0),
       eps(1e-10),
       weight_decay(),
-      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
+      fp32_optimizer_states(),
       max_grad_norm(),
   };
 }
@@ -87,11 +92,7 @@ std::vector<Key> lion_keys() {
   Key rates = betas();
   rates.doc = "Weights of the momentum in the step's direction, and in the momentum kept.";
   return {
-      learning_rate(),
-      std::move(rates),
-      weight_decay(),
-      flag("fp32_optimizer_states", true, "Moments in fp32.").later("bf16.bf16_optimizer_states is for all optimizers"),
-      max_grad_norm(),
+      learning_rate(), std::move(rates), weight_decay(), fp32_optimizer_states(), max_grad_norm(),
   };
 }
 

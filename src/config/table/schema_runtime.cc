@@ -6,61 +6,76 @@
 
 namespace deeptide::config {
 
+namespace {
+
+std::vector<Key> memory_keys() {
+  return {
+      flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
+          .into(&RuntimeConfig::tune_allocator),
+      integer("device_memory_cap", 0,
+              "Most bytes that the engine itself takes on a rank; its error says what frees memory. 0: no limit.")
+          .at_least(0)
+          .into(&RuntimeConfig::device_memory_cap),
+      placement_section(),
+      integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
+          .at_least(0)
+          .into(&RuntimeConfig::unit_size),
+      integer("seed", 0, "Seed of the engine's random numbers and of the data order.")
+          .at_least(0)
+          .into(&RuntimeConfig::seed),
+  };
+}
+
+}  // namespace
+
 std::vector<Key> runtime_sections() {
-  return {section(
-      "deeptide", "Deeptide's own settings; DeepSpeed has none of them.",
-      {
-          number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
-              .above(0)
-              .into(&RuntimeConfig::comm_timeout_s),
-          choice<Reduction>("reduction", Reduction::ordered,
-                            {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
-                            "ordered: sum gradients in rank order, so that a run repeats bit for bit; "
-                            "transport: in the transport's order.")
-              .into(&RuntimeConfig::reduction),
-          choice<ReduceThread>(
-              "reduce_thread", ReduceThread::automatic,
-              {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
-              "Sum gradients on a separate thread during backward; auto: if a core is idle.")
-              .into(&RuntimeConfig::reduce_thread),
-          flag("shared_memory", true,
-               "Ranks of one host share memory; false: they communicate as if on different hosts.")
-              .into(&RuntimeConfig::shared_memory),
-          choice<OnSkipped>("on_skipped", OnSkipped::skip,
-                            {{"skip", OnSkipped::skip}, {"raise", OnSkipped::raise}, {"rewind", OnSkipped::rewind}},
-                            "After `skipped_limit` steps in a row without finite gradients. skip: go on; raise: "
-                            "NonFiniteError; rewind: return to a state kept in memory, which costs as much as "
-                            "masters and moments.")
-              .into(&RuntimeConfig::on_skipped),
-          integer("skipped_limit", 10,
-                  "Steps skipped in a row, but those that a lower loss scale may mend, before `on_skipped` acts.")
-              .at_least(1)
-              .into(&RuntimeConfig::skipped_limit),
-          integer("rewind_interval", 100, "Applied steps between two states kept for `on_skipped` \"rewind\".")
-              .at_least(1)
-              .into(&RuntimeConfig::rewind_interval),
-          integer("drift_interval", 0,
-                  "Applied steps between two comparisons of what every rank has a copy of; 0: none.")
-              .at_least(0)
-              .into(&RuntimeConfig::drift_interval),
-          choice<OnDrift>("on_drift", OnDrift::warn,
-                          {{"warn", OnDrift::warn}, {"sync", OnDrift::sync}, {"stop", OnDrift::stop}},
-                          "If copies differ. warn: name the first; sync: all take rank 0's; stop: DriftError.")
-              .into(&RuntimeConfig::on_drift),
-          flag("keep_grad", false,
-               "Stages 0-2: .grad holds the whole reduced gradient from a step's last backward until step(), which "
-               "takes what the program changed. Costs a gather per step and a copy of the gradients; backward is "
-               "then collective.")
-              .into(&RuntimeConfig::keep_grad),
-          flag("tune_allocator", true, "Keep the pages of large CPU tensors instead of faulting them in again.")
-              .into(&RuntimeConfig::tune_allocator),
-          integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
-              .at_least(0)
-              .into(&RuntimeConfig::unit_size),
-          integer("seed", 0, "Seed of the engine's random numbers and of the data order.")
-              .at_least(0)
-              .into(&RuntimeConfig::seed),
-      })};
+  std::vector<Key> keys = {
+      number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
+          .above(0)
+          .into(&RuntimeConfig::comm_timeout_s),
+      choice<Reduction>("reduction", Reduction::ordered,
+                        {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
+                        "ordered: sum gradients in rank order, so that a run repeats bit for bit; "
+                        "transport: in the transport's order.")
+          .into(&RuntimeConfig::reduction),
+      choice<ReduceThread>("reduce_thread", ReduceThread::automatic,
+                           {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
+                           "Sum gradients on a separate thread during backward; auto: if a core is idle.")
+          .into(&RuntimeConfig::reduce_thread),
+      flag("overlap_publish", false,
+           "Stages 1 and 2 over several hosts: step() returns while the new parameters are on their way, and "
+           "operators wait for those that they use. data_ptr() and the like throw until then.")
+          .into(&RuntimeConfig::overlap_publish),
+      flag("shared_memory", true, "Ranks of one host share memory; false: they communicate as if on different hosts.")
+          .into(&RuntimeConfig::shared_memory),
+      choice<OnSkipped>("on_skipped", OnSkipped::skip,
+                        {{"skip", OnSkipped::skip}, {"raise", OnSkipped::raise}, {"rewind", OnSkipped::rewind}},
+                        "After `skipped_limit` steps in a row without finite gradients. skip: go on; raise: "
+                        "NonFiniteError; rewind: return to a state kept in memory, which costs as much as "
+                        "masters and moments.")
+          .into(&RuntimeConfig::on_skipped),
+      integer("skipped_limit", 10,
+              "Steps skipped in a row, but those that a lower loss scale may mend, before `on_skipped` acts.")
+          .at_least(1)
+          .into(&RuntimeConfig::skipped_limit),
+      integer("rewind_interval", 100, "Applied steps between two states kept for `on_skipped` \"rewind\".")
+          .at_least(1)
+          .into(&RuntimeConfig::rewind_interval),
+      integer("drift_interval", 0, "Applied steps between two comparisons of what every rank has a copy of; 0: none.")
+          .at_least(0)
+          .into(&RuntimeConfig::drift_interval),
+      choice<OnDrift>("on_drift", OnDrift::warn,
+                      {{"warn", OnDrift::warn}, {"sync", OnDrift::sync}, {"stop", OnDrift::stop}},
+                      "If copies differ. warn: name the first; sync: all take rank 0's; stop: DriftError.")
+          .into(&RuntimeConfig::on_drift),
+      flag("keep_grad", false,
+           "Stages 0-2: .grad holds the whole reduced gradient from a step's last backward until step(), which "
+           "takes what the program changed. Costs a gather per step and a copy of the gradients; backward is "
+           "then collective.")
+          .into(&RuntimeConfig::keep_grad),
+  };
+  for (Key& key : memory_keys()) keys.push_back(std::move(key));
+  return {section("deeptide", "Deeptide's own settings; DeepSpeed has none of them.", std::move(keys))};
 }
 
 }  // namespace deeptide::config

@@ -21,6 +21,7 @@ std::vector<Key> precision_sections();
 std::vector<Key> zero_sections();
 Key offload_param_section();
 Key offload_optimizer_section();
+Key placement_section();
 Key zenflow_section();
 std::vector<Key> activation_sections();
 std::vector<Key> monitor_sections();

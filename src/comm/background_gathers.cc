@@ -1,0 +1,122 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A queue of gathers and the thread that works on it.
+#include "comm/background_gathers.h"
+
+#include <atomic>
+#include <string>
+
+namespace deeptide::comm {
+
+using at::Tensor;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kTurn{20};  // after which the thread looks for what was added, and for its end
+
+}  // namespace
+
+class BackgroundGathers::Gather : public Operation {
+ public:
+  Gather(Tensor output, Tensor input) : output_(std::move(output)), input_(std::move(input)) {}
+
+  bool ready() override { return done_; }
+
+  bool advance(milliseconds limit) override {
+    if (!done_) {
+      std::unique_lock lock(mutex_);
+      if (!changed_.wait_for(lock, limit, [&] { return done_.load(); })) return false;
+    }
+    if (!failure_.empty()) throw TransportError(failure_);
+    return true;
+  }
+
+  int64_t nbytes() const { return static_cast<int64_t>(output_.nbytes()); }
+  Pending start(Group& group) const { return group.all_gather(output_, input_); }
+  /// `failure`: empty if the output is whole.
+  void end(const std::string& failure) {
+    const std::lock_guard lock(mutex_);
+    failure_ = failure;
+    output_ = input_ = Tensor();
+    done_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  Tensor output_, input_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::string failure_;  // before done_
+  std::atomic<bool> done_ = false;
+};
+
+BackgroundGathers::~BackgroundGathers() {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+OperationPtr BackgroundGathers::add(Tensor output, Tensor input) {
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  auto gather = std::make_shared<Gather>(std::move(output), std::move(input));
+  const std::lock_guard lock(mutex_);
+  added_.push_back(gather);
+  changed_.notify_all();
+  return gather;
+}
+
+void BackgroundGathers::run() {
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return stop_ || !added_.empty() || !flights_.empty(); });
+      if (stop_) return;
+    }
+    start_due();
+    if (!flights_.empty()) end_first();
+  }
+}
+
+void BackgroundGathers::start_due() {
+  while (flights_.empty() || bytes_ < most_bytes_) {
+    std::shared_ptr<Gather> next;
+    {
+      const std::lock_guard lock(mutex_);
+      if (added_.empty()) return;
+      next = std::move(added_.front());
+      added_.pop_front();
+    }
+    if (!failure_.empty()) {
+      next->end(failure_);
+      continue;
+    }
+    try {
+      Pending pending = next->start(group_);
+      bytes_ += next->nbytes();
+      flights_.push_back({std::move(next), std::move(pending)});
+    } catch (const std::exception& error) {  // no memory
+      failure_ = error.what();
+      next->end(failure_);
+    }
+  }
+}
+
+/// Works on the first for a turn.
+void BackgroundGathers::end_first() {
+  Flight& first = flights_.front();
+  try {
+    if (failure_.empty() && !first.pending.advance(kTurn)) return;
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+  }
+  bytes_ -= first.gather->nbytes();
+  first.gather->end(failure_);
+  flights_.pop_front();
+}
+
+}  // namespace deeptide::comm

@@ -1,0 +1,171 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Reads shares, and solves them for what lies in memory: on a CPU the device's tier is in its memory.
+#include "config/check/placement.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace deeptide::config {
+namespace {
+
+const std::string kSection = "deeptide.placement.";
+
+/// A share of one tier: a part of all bytes, a number of bytes, or what the other tiers leave.
+struct TierShare {
+  double fraction = 0.0;
+  int64_t bytes = 0;
+  bool rest = false;
+};
+
+/// Units by their names: powers of 1000 and 1024.
+std::optional<double> bytes_of_unit(std::string_view unit) {
+  if (unit == "B") return 1.0;
+  constexpr std::string_view kPrefixes = "KMGT";
+  const size_t power = unit.empty() ? std::string_view::npos : kPrefixes.find(unit[0]);
+  if (power == std::string_view::npos) return std::nullopt;
+  const bool binary = unit.substr(1) == "iB";
+  if (!binary && unit.substr(1) != "B") return std::nullopt;
+  return std::pow(binary ? 1024.0 : 1000.0, static_cast<double>(power + 1));
+}
+
+/// Reads "8GiB", "40%", "rest".
+std::optional<TierShare> parse_share(const std::string& text) {
+  if (text == "rest") return TierShare{.rest = true};
+  if (text.empty() || text[0] < '0' || text[0] > '9') return std::nullopt;
+  char* end = nullptr;
+  const double amount = std::strtod(text.c_str(), &end);
+  std::string_view unit(end);
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  if (unit == "%") return amount <= 100.0 ? std::optional(TierShare{.fraction = amount / 100.0}) : std::nullopt;
+  const auto bytes = bytes_of_unit(unit);
+  if (!bytes || amount * *bytes >= 0x1p62) return std::nullopt;
+  return TierShare{.bytes = std::llround(amount * *bytes)};
+}
+
+/// The tiers of one kind: those that lie in memory, and files.
+struct Shares {
+  std::vector<TierShare> memory;
+  std::optional<TierShare> files;
+};
+
+/// Whether the text places this kind. Adds a problem for each share that cannot be read.
+bool read_shares(const Values& values, const std::string& kind, Shares& shares, Problems* problems) {
+  bool given = false;
+  for (const std::string tier : {"device", "cpu", "nvme"}) {
+    const std::string path = kSection + kind + "." + tier;
+    if (!values.given(path)) continue;
+    given = true;
+    const std::string text = values.word(path);
+    const auto share = parse_share(text);
+    if (!share && problems) {
+      problems->add(values.at(path).line, values.at(path).shown,
+                    "expected a size such as \"8GiB\", a share such as \"40%\", or \"rest\", got \"" + text + "\"");
+    }
+    if (!share) continue;
+    if (tier == "nvme") {
+      shares.files = share;
+    } else {
+      shares.memory.push_back(*share);
+    }
+  }
+  return given;
+}
+
+/// Returns what is wrong with the shares together, or an empty text.
+std::string problem_of(const Shares& shares) {
+  std::vector<TierShare> all = shares.memory;
+  if (shares.files) all.push_back(*shares.files);
+  double fraction = 0.0;
+  const auto rests = std::count_if(all.begin(), all.end(), [](const TierShare& share) { return share.rest; });
+  for (const TierShare& share : all) fraction += share.fraction;
+  constexpr double kRounding = 1e-9;
+  if (rests > 1) return "more than one tier takes the \"rest\"; keep one";
+  if (fraction > 1.0 + kRounding) return "the tiers take more than 100 % together; lower a share";
+  const bool whole = std::abs(fraction - 1.0) < kRounding;
+  if (rests == 0 && !whole) return "the tiers do not say where all of it lies; give one of them \"rest\"";
+  return "";
+}
+
+/// Files take what memory leaves, or memory what files leave.
+MemoryShare solve(const Shares& shares) {
+  MemoryShare memory{0.0, 0};
+  bool rest = false;
+  for (const TierShare& share : shares.memory) {
+    memory.fraction += share.fraction;
+    memory.bytes += share.bytes;
+    rest = rest || share.rest;
+  }
+  if (rest) return {1.0 - (shares.files ? shares.files->fraction : 0.0), -(shares.files ? shares.files->bytes : 0)};
+  if (!shares.files) return {};
+  return memory;
+}
+
+/// Returns why what the text sends to files cannot go there, or an empty text.
+std::string obstacle(const Values& values, const std::string& kind) {
+  const int64_t stage = values.integer("zero_optimization.stage");
+  const std::string now = "; the stage is " + std::to_string(stage);
+  if (!values.given(kSection + "nvme_path")) {
+    return "files need deeptide.placement.nvme_path: a folder on the drive, or a list of folders";
+  }
+  const auto contradicts = [&](const std::string& section) {
+    return values.word("zero_optimization." + section + ".device") == "nvme"
+               ? "contradicts zero_optimization." + section + ".device \"nvme\"; keep one of them"
+               : std::string();
+  };
+  if (kind == "optimizer_states") return contradicts("offload_optimizer");
+  if (kind == "parameters") {
+    return stage == 3 ? contradicts("offload_param")
+                      : "parameters go to files at stage 3, where each rank keeps a shard of them" + now;
+  }
+  if (stage == 0) return "gradients go to files from stage 1 on, where each rank steps a shard of them" + now;
+  return values.flag("deeptide.keep_grad") ? "contradicts deeptide.keep_grad, which keeps whole gradients in memory"
+                                           : "";
+}
+
+constexpr const char* kKinds[] = {"optimizer_states", "parameters", "gradients"};
+
+}  // namespace
+
+void check_placement(const Values& values, Problems& problems) {
+  for (const std::string kind : kKinds) {
+    Shares shares;
+    const bool readable = problems.empty();
+    if (!read_shares(values, kind, shares, &problems) || !readable || !problems.empty()) continue;
+    std::string problem = problem_of(shares);
+    if (problem.empty() && !solve(shares).is_all()) problem = obstacle(values, kind);
+    // The section has no entry of its own: the first of its tiers that is given names it.
+    for (const std::string tier : {"nvme", "cpu", "device"}) {
+      const std::string path = kSection + kind + "." + tier;
+      if (problem.empty() || !values.given(path)) continue;
+      problems.add(values.at(path).line, kSection + kind, problem);
+      break;
+    }
+  }
+}
+
+void read_placement(const Values& values, PlacementConfig& placement) {
+  const std::pair<const char*, std::optional<MemoryShare>&> fields[] = {
+      {"optimizer_states", placement.optimizer_states},
+      {"parameters", placement.parameters},
+      {"gradients", placement.gradients}};
+  for (const auto& [kind, field] : fields) {
+    Shares shares;
+    field.reset();
+    if (read_shares(values, kind, shares, nullptr)) field = solve(shares);
+  }
+}
+
+}  // namespace deeptide::config
+
+namespace deeptide {
+
+int64_t MemoryShare::of(int64_t total) const {
+  return std::clamp<int64_t>(std::llround(fraction * static_cast<double>(total)) + bytes, 0, total);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,98 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What an engine that ran out of memory says: who holds how much, and which setting would free how much.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "engine/choices.h"
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+namespace {
+
+using Layouts = std::vector<const sharding::UnitLayout*>;
+
+/// Collects settings, those that free nothing left out.
+class Advice {
+ public:
+  void add(const std::string& setting, int64_t bytes, const char* of_what) {
+    if (bytes > 0) lines_.push_back(fmt::format("{} frees {} of {}", setting, bytes_text(bytes), of_what));
+  }
+  std::string text() const {
+    if (lines_.empty()) return "";
+    return fmt::format("Of this rank's memory {}.", fmt::join(lines_, "; "));
+  }
+
+ private:
+  std::vector<std::string> lines_;
+};
+
+/// Sums of micro-batches that stages 0 and 1 keep whole until ranks exchange them.
+int64_t whole_sums(const Config& config, const Layouts& trained) {
+  int64_t bytes = 0;
+  for (const auto* unit : trained) {
+    bytes += unit->numel * static_cast<int64_t>(c10::elementSize(engine::accumulate_type(config)));
+  }
+  return bytes;
+}
+
+/// What a rank would no longer keep of others' shards. Ranks of one host that share their memory keep each once.
+void advise_stage(const Engine::Impl& impl, int64_t accumulation, Advice& advice) {
+  const int64_t ranks = impl.channels.data().size();
+  const int64_t stage = impl.config.zero().stage;
+  if (ranks == 1 || impl.model.arena()) return;
+  const auto others = [&](device::Role role) { return impl.ledger->current(role) / ranks * (ranks - 1); };
+  if (stage == 0)
+    advice.add("\"zero_optimization\": {\"stage\": 1}", others(device::Role::optimizer),
+               role_name(device::Role::optimizer));
+  if (stage < 2 && accumulation > 1 && impl.reducer) {
+    advice.add("\"zero_optimization\": {\"stage\": 2}",
+               whole_sums(impl.config, sharding::layouts_of(impl.model.trainable())),
+               role_name(device::Role::communication));
+  }
+  if (stage == 3) return;
+  Layouts all;
+  for (const auto& unit : impl.model.units()) all.push_back(&unit->layout());
+  const int64_t gathered = sharding::forecast(all, engine::residency_limits(impl.config, impl.model.num_elements()));
+  advice.add("\"zero_optimization\": {\"stage\": 3}", others(device::Role::parameters) - gathered,
+             role_name(device::Role::parameters));
+}
+
+}  // namespace
+
+std::string Engine::Impl::memory_advice() const {
+  Advice advice;
+  advise_stage(*this, batch.accumulation, advice);
+  const Layouts sharded = sharding::layouts_of(model.sharded());
+  if (!sharded.empty()) {
+    const int64_t least = sharding::forecast(sharded, {});
+    advice.add("\"zero_optimization\": {\"stage3_max_live_parameters\": 0}", residency->predicted_bytes() - least,
+               role_name(device::Role::gathered));
+  }
+  if (reducer && engine::reduce_type(config) != at::kFloat && engine::accumulate_type(config) == at::kFloat) {
+    advice.add("\"data_types\": {\"grad_accum_dtype\"} of 16 bits", ledger->current(device::Role::gradients) / 2,
+               role_name(device::Role::gradients));
+  }
+  if (optimizer && model.device().is_cpu() && !offloaded && !custom) {
+    advice.add("\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\"}}",
+               ledger->current(device::Role::optimizer), role_name(device::Role::optimizer));
+  }
+  return advice.text();
+}
+
+void Engine::Impl::explain_memory(const char* method, const std::function<void()>& run) const {
+  try {
+    run();
+  } catch (const c10::OutOfMemoryError& error) {
+    const std::string text = error.what_without_backtrace();
+    if (text.find("deeptide: ") != std::string::npos) throw;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: no memory is left for temporary tensors in ", method, ". ",
+                     ledger->text(), " ", text);
+  }
+}
+
+}  // namespace deeptide
