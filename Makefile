@@ -6,6 +6,8 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 RANKS ?= 2
 JOBS ?= $(shell tools/jobs.sh)
+# Tests wait for each other's ranks half of their time.
+WORKERS ?= $(shell expr 2 \* $(JOBS))
 PRESET ?= dev
 UNITY ?= ON
 CMAKE = $(abspath $(VENV))/bin/cmake
@@ -69,11 +71,11 @@ demo-large: build  ## Train a GPT of 1 B parameters with all of its state in fil
 test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: all cases; test-hosts: the rest)
 
 test-cpp: build-all
-	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(JOBS)
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(WORKERS)
 
 test-python: build-all
 	@if [ -d tests/python ]; then \
-	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
+	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal \
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
 

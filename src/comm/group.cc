@@ -229,7 +229,7 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
   if (!failure.empty()) {
-    // A diagnosis takes a third of a second and writes to the store: skip it if a rank has reported the cause.
+    // A diagnosis takes half a second and writes to the store: skip it if a rank has reported the cause.
     const auto reported = options_.board->failure();
     const std::string cause = reported ? *reported : options_.board->diagnose("waits: " + text(site));
     options_.board->note_cause(cause);
@@ -257,7 +257,7 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
     if (meanwhile) meanwhile();
     if (steady_clock::now() < look) continue;
     look += period;
-    if (const auto failure = options_.board->failure()) {
+    if (const auto failure = options_.board->failure("waits: " + text(site))) {
       // A peer that ended after its part may be reported before its part has arrived.
       if (wait_for(pending, world::kPollFailures, site)) return;
       options_.board->note_cause(*failure);

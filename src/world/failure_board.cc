@@ -14,8 +14,7 @@
 namespace deeptide::world {
 namespace {
 
-constexpr auto kGrace =
-    std::chrono::milliseconds(300);  // lets ranks that time out together write before any rank reads
+constexpr auto kGrace = 2 * kPollFailures + std::chrono::milliseconds(50);  // for the others' answers
 
 /// Keeps the message of a torch store error, without its stack trace.
 std::string first_line(const std::exception& error) {
@@ -41,11 +40,15 @@ void FailureBoard::report_failure(const std::string& text) noexcept {
   if (size_ == 1) return;
   try {
     std::string own = "rank " + std::to_string(rank_) + " " + text;
+    bool unexplained = false;
     {
       std::lock_guard lock(mutex_);
       if (!cause_.empty()) own += ", having seen: " + cause_;
+      unexplained = unexplained_;
     }
+    if (unexplained) store_->set(prefix_ + "/unexplained", to_bytes("yes"));
     store_->set(prefix_ + "/failed", to_bytes(own));
+    store_->set(prefix_ + "/news", to_bytes("yes"));
     store_->set(key("place", rank_), to_bytes(text));
   } catch (const std::exception&) {
     // The store's host is gone too. The peers detect that by their own timeouts.
@@ -58,29 +61,49 @@ void FailureBoard::note_cause(const std::string& cause) noexcept {
   if (cause_.empty()) cause_ = cause.substr(0, kLongest);
 }
 
-std::optional<std::string> FailureBoard::failure() noexcept {
+std::optional<std::string> FailureBoard::failure(const std::string& own_place) noexcept {
   try {
-    return read_if_there(*store_, prefix_ + "/failed");
+    if (!store_->check({prefix_ + "/news"})) return std::nullopt;  // all that a poll costs while all is well
+    if (!own_place.empty()) store_->set(key("place", rank_), to_bytes(own_place));
+    auto report = read_if_there(*store_, prefix_ + "/failed");
+    if (!report || !store_->check({prefix_ + "/unexplained"})) return report;
+    // That rank may have looked before others reported; of them only those that ended it are still silent.
+    std::string missing;
+    places(missing);
+    if (!missing.empty()) *report += "; by now no report from rank " + missing;
+    return report;
   } catch (const std::exception& error) {
     return "the store is unreachable (" + first_line(error) + "); rank 0 has probably ended";
   }
 }
 
+/// Returns the places that other ranks reported, and fills `missing` with the ranks that reported none.
+std::string FailureBoard::places(std::string& missing) {
+  std::string placed;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const auto place = read_if_there(*store_, key("place", r));
+    if (place) {
+      placed += "; rank " + std::to_string(r) + ": " + *place;
+    } else {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    }
+  }
+  return placed;
+}
+
 std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
   try {
     store_->set(key("place", rank_), to_bytes(own_place));
+    store_->set(prefix_ + "/news", to_bytes("yes"));
     std::this_thread::sleep_for(kGrace);
-    std::string missing, placed;
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      const auto place = read_if_there(*store_, key("place", r));
-      if (place) {
-        placed += "; rank " + std::to_string(r) + ": " + *place;
-      } else {
-        missing += (missing.empty() ? "" : ", ") + std::to_string(r);
-      }
-    }
+    std::string missing;
+    const std::string placed = places(missing);
     if (missing.empty()) return "every rank is waiting" + placed;
+    {
+      std::lock_guard lock(mutex_);
+      if (cause_.empty()) unexplained_ = true;
+    }
     return "no report from rank " + missing + placed;
   } catch (const std::exception&) {
     return "the store is unreachable; rank 0 has probably ended";

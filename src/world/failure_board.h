@@ -26,13 +26,17 @@ class FailureBoard {
   void report_failure(const std::string& text) noexcept;
   /// Notes what ends this rank: a rank that looks later finds its report alone. The first cause stays.
   void note_cause(const std::string& cause) noexcept;
-  /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none.
-  std::optional<std::string> failure() noexcept;
-  /// Records the place where this rank timed out, then returns the places of all others and the missing ranks.
+  /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none. If that rank
+  /// ended because others gave no report, names those that have given none by now. A rank that waits gives its own
+  /// place, which it records if another one asks for it.
+  std::optional<std::string> failure(const std::string& own_place = "") noexcept;
+  /// Records the place where this rank timed out or lost a peer and asks for the others' places; returns those that
+  /// came and the missing ranks. Takes up to half a second.
   std::string diagnose(const std::string& own_place) noexcept;
 
  private:
   std::string key(const std::string& kind, int rank) const;
+  std::string places(std::string& missing);
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_;
@@ -40,6 +44,7 @@ class FailureBoard {
   int size_;
   std::mutex mutex_;
   std::string cause_;
+  bool unexplained_ = false;  // the cause is that ranks gave no report
 };
 
 }  // namespace deeptide::world

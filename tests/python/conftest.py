@@ -3,6 +3,7 @@
 """Ranks for tests: as threads of this process (`run_ranks`), or as real processes (`run_processes`)."""
 
 import functools
+import gc
 import inspect
 import itertools
 import json
@@ -49,24 +50,45 @@ def _check_expected_errors():
 _check_expected_errors()
 
 
-def _pairs(item):
-    """Each two of the test's parameters with their values; none for a test of at most two parameters."""
-    indices = getattr(getattr(item, "callspec", None), "indices", {})
-    return set(itertools.combinations(sorted(indices.items()), 2)) if len(indices) > 2 else set()
+def _combinations(item):
+    """What a test of a grid shows: each two of its parameters with their values; if it is costly, each one alone."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    values = sorted((name, repr(value)) for name, value in params.items())  # the same object in all its cases
+    if item.get_closest_marker("costly"):
+        return set(itertools.combinations(values, 1))
+    return set(itertools.combinations(values, 2)) if len(values) > 2 else set()
+
+
+def _cover(grid):
+    """Few tests of a grid that show all its combinations: again and again the one that shows most of those left."""
+    left = {item: _combinations(item) for item in grid}
+    if not all(left.values()):
+        return grid
+    kept = []
+    while any(left.values()):
+        kept.append(max(left, key=lambda item: len(left[item])))
+        shown = left[kept[-1]]
+        left = {item: combinations - shown for item, combinations in left.items()}
+    return kept
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each grid of three or more parameters only as many tests as show every pair of values; THOROUGH=1: all."""
-    if os.environ.get("THOROUGH") == "1":
+    """Leaves out slow tests and most cases of large grids; THOROUGH=1, or a test named by itself: all run."""
+    if os.environ.get("THOROUGH") == "1" or any("::" in argument for argument in config.args):
         return
-    shown, kept, dropped = {}, [], []
+    grids = {}
     for item in items:
-        pairs = _pairs(item)
-        seen = shown.setdefault(item.nodeid.split("[")[0], set())
-        (dropped if pairs and pairs <= seen else kept).append(item)
-        seen |= pairs
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+        if not item.get_closest_marker("slow"):
+            grids.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {item for grid in grids.values() for item in _cover(grid)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: collections of the cyclic garbage need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -250,6 +272,8 @@ def _few_threads():
 def pytest_configure(config):
     config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
     config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")
+    config.addinivalue_line("markers", "slow: left out unless THOROUGH=1")
+    config.addinivalue_line("markers", "costly: unless THOROUGH=1 only as many cases as show each value of its grid")
 
 
 def pytest_generate_tests(metafunc):

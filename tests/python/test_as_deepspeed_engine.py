@@ -74,6 +74,7 @@ def check_engine(stage):
     assert losses == native_losses(stage, 2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine_is_the_native_one_inside_a_module(stage):
     run_processes(2, check_engine, stage)

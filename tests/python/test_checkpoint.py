@@ -301,6 +301,7 @@ def load_the_old(stage, folder):
     engine.save_checkpoint(folder, tag="new")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_killed_while_saving_leaves_the_old_checkpoint(stage, victim, tmp_path):

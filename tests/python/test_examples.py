@@ -34,7 +34,7 @@ def run(program, config, out, steps=3):
     return [float(value) for value in re.findall(r"step \d+ loss ([0-9.]+)", done.stdout)]
 
 
-@pytest.mark.parametrize("config", ["ds_config_fp32.json", "ds_config.json"])
+@pytest.mark.parametrize("config", [pytest.param("ds_config_fp32.json", marks=pytest.mark.slow), "ds_config.json"])
 def test_cpp_and_python_print_the_same_losses(config, tmp_path):
     python = run(ROOT / "examples/gpt/gpt.py", config, tmp_path / "python")
     cpp = run(build_folder() / "examples/gpt/gpt", config, tmp_path / "cpp")
@@ -74,6 +74,7 @@ def large(files, *arguments):
     return done.stdout, re.findall(r"step \d/2  loss ([0-9.]+)", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_lies_in_files_learns_as_one_in_memory(tmp_path):
     in_files, losses = large(tmp_path)
     assert len(losses) == 2

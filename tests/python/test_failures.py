@@ -55,6 +55,7 @@ def fail_in_forward(world, stage, failing):
         engine.destroy()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "failing"), [(2, 1), (3, 0), (3, 2)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_exception_in_forward_on_one_rank_ends_the_others(stage, world, failing):
@@ -85,6 +86,7 @@ def leave_without_word(world, stage):
     return str(error.value), time.monotonic() - begin
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_silent_rank_is_named_after_the_timeout(stage):
     text, seconds = run_ranks(2, leave_without_word, stage)[0]
@@ -122,6 +124,7 @@ def be_killed(stage, place, victim):
         sys.exit(3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 @pytest.mark.parametrize(("stage", "victim"), [(0, 1), (3, 1), (3, 0)])
 def test_survivors_of_a_killed_rank_end_soon(stage, place, victim):
@@ -147,6 +150,7 @@ def raise_in_process(stage):
     train(engine)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_process_that_ends_with_an_exception_ends_the_others(stage):
     begin = time.monotonic()
@@ -178,6 +182,7 @@ def call_differently(world, stage, names, folder):
     return str(error.value)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("second", [name for name in CALLS if name != "step()"])
 def test_ranks_that_do_different_things_are_told_both(second, stage, tmp_path):

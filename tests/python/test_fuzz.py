@@ -39,6 +39,7 @@ def test_a_program_gives_what_plain_torch_gives(runner, seed):
     assert not list(map(str, shrink.judged(runner, program, settings)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((FUZZ / "mended").glob("*.json")), ids=lambda path: path.stem)
 def test_what_was_mended_stays(runner, path):
     assert not list(map(str, shrink.judged(runner, json.loads(path.read_text()), SETTINGS)))

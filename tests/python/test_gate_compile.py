@@ -63,6 +63,7 @@ def compiled_by_inductor():
             print("served")
 
 
+@pytest.mark.slow
 def test_inductor_is_refused_by_our_text_or_served(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     said = {done.stdout.split()[-1] for done in run_processes(2, compiled_by_inductor, timeout=300)}

@@ -59,7 +59,7 @@ def torchrun(script, *arguments, restarts):
     )
 
 
-@pytest.mark.parametrize("init_distributed", ["first", "within"])
+@pytest.mark.parametrize("init_distributed", ["first", pytest.param("within", marks=pytest.mark.slow)])
 def test_ranks_that_torchrun_starts_again_train(init_distributed, tmp_path):
     """The agent's store keeps what earlier attempts left there: here one that met and one that a rank never joined."""
     script = tmp_path / "train.py"
@@ -195,6 +195,7 @@ def wait_and_be_interrupted(place, folder):
         sys.exit(3)
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("place", ["init_distributed", "initialize", "forward", "backward", "step"])
 def test_an_interrupt_ends_a_wait_for_another_rank(place, tmp_path, request):
@@ -260,6 +261,7 @@ def go_backward_often(world, stage, passes, evaluations):
     return edges.final_state(engine)
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_rank_many_backward_passes_ahead_of_another_waits(stage):

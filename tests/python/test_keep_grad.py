@@ -242,12 +242,15 @@ class Checkpointed(models.TinyModel):
 
 @pytest.mark.parametrize("own_backward", [False, True])
 def test_reentrant_checkpointing(own_backward):
+    # Here, not in the ranks: checkpointing sets the generator that all threads share, and would change a model in the
+    # making.
+    plain = models.make_model()
+    ((tokens, targets),) = models.batches(1, 4)
+    plain(tokens, targets).backward()
+
     def run(world):
         config = models.config(1, deeptide={"keep_grad": True})
         engine, *_ = deeptide.initialize(model=models.make_model(kind=Checkpointed), config=config, world=world)
-        plain = models.make_model()
-        tokens, targets = models.batches(1, 4)[0]
-        plain(tokens, targets).backward()
         part = slice(2 * world.rank, 2 * world.rank + 2)
         loss = engine(tokens[part], targets[part])
         if own_backward:

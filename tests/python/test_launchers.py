@@ -135,6 +135,7 @@ def free_port():
     return free_ports(1)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("token", ["", "secret"])
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_launcher_needs_no_further_settings(name, token, script, free_port):
@@ -152,6 +153,7 @@ def test_srun_needs_no_further_settings(options, slurm, script):
     assert sorted(done.stdout.split("\n")) == ["", "0 2 0 3", "1 2 1 3"]
 
 
+@pytest.mark.slow
 def test_batch_script_without_srun_is_a_world_of_one(slurm, tmp_path):
     batch = tmp_path / "batch.sh"
     code = (

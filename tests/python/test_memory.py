@@ -149,6 +149,7 @@ def step_and_weigh(stage, bf16):
     assert abs(growth - accounted) <= 0.05 * accounted, text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, False), (3, False), (3, True)])
 def test_resident_memory_is_what_the_engine_counts(stage, bf16):
     for done in run_processes(2, step_and_weigh, stage, bf16, fresh=True):
@@ -191,6 +192,7 @@ def export_and_weigh(stage, shared, folder):
     engine.destroy()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_exports_clone_the_model_on_rank_0_only(stage, shared, tmp_path):

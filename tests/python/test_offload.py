@@ -63,6 +63,7 @@ def run(world, stage, offload, bf16):
     return state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])

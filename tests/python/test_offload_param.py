@@ -94,6 +94,7 @@ def assert_equal_states(state, expected, where):
         assert torch.equal(value, expected[name]), (where, name)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_offload_is_only_placement(world, bf16, tmp_path, monkeypatch):

@@ -88,6 +88,7 @@ def test_one_rank_computes_what_plain_torch_does_bit_for_bit(name):
             assert torch.equal(engine._core.full_state(key, role), optimizer.state[parameter][role]), (key, role)
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", OWN)

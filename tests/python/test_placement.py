@@ -80,6 +80,7 @@ def placements(stage, folder):
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_placement_changes_no_number(world, stage, tmp_path, monkeypatch):

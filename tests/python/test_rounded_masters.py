@@ -80,6 +80,7 @@ def bytes_of(engine, role):
     return line.predicted_bytes, line.measured_bytes
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,6 +136,7 @@ def test_sums_of_micro_batches_are_rounded_as_torch_rounds_grad(kind):
         assert torch.equal(engine._core.full_state(name, "gradient"), parameter.grad.float() / 4), name
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("kind", "per_element"), [(None, 12), ("bf16", 8), ("bf16 moments", 4), ("bf16 sums", 12)])

@@ -133,6 +133,7 @@ def test_stub_has_the_signatures_that_are_bound():
     assert not differences, "\n".join(differences)
 
 
+@pytest.mark.slow
 def test_stubtest_finds_no_difference(tmp_path):
     pytest.importorskip("mypy", reason="mypy is not installed: tools/setup.sh test installs it")
     settings = tmp_path / "mypy.ini"

@@ -225,6 +225,7 @@ def train(world, stage, deferred, bf16, seed_of_rank):
     return start, end
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 3])

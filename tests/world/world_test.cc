@@ -205,12 +205,31 @@ TEST_F(Board, TellsApartWhoWaitsAndWhoNeverCame) {
   EXPECT_EQ(one.diagnose("waits: at z"), "every rank is waiting; rank 0: waits: at x; rank 2: waits: at y");
 }
 
+TEST_F(Board, AsksARankThatWaitsForItsPlace) {
+  world::FailureBoard zero(world(0), "a"), two(world(2), "a");
+  EXPECT_EQ(zero.failure("waits: at x"), std::nullopt);
+  std::thread waiting([&] {
+    while (zero.failure("waits: at x") == std::nullopt) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  });
+  const std::string seen = two.diagnose("lost a peer");
+  two.report_failure("has ended");
+  waiting.join();
+  EXPECT_EQ(seen, "no report from rank 1; rank 0: waits: at x");
+}
+
 TEST_F(Board, SaysWhatEndedARankThatEndsForAnother) {
   world::FailureBoard one(world(1), "a"), two(world(2), "a");
   one.note_cause("no report from rank 0; rank 2: waits");
   one.note_cause("rank 2 has ended training");
   one.report_failure("has ended training at step 1");
   EXPECT_EQ(two.failure(), "rank 1 has ended training at step 1, having seen: no report from rank 0; rank 2: waits");
+}
+
+TEST_F(Board, NamesWhoIsStillSilentBesideARankThatEndedForSilence) {
+  world::FailureBoard zero(world(0), "a"), two(world(2), "a");
+  two.note_cause(two.diagnose("waits: at y"));
+  two.report_failure("has ended");
+  EXPECT_EQ(zero.failure(), "rank 2 has ended, having seen: no report from rank 0, 1; by now no report from rank 1");
 }
 
 TEST_F(Board, WritesNothingInAWorldOfOne) {
