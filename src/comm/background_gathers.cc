@@ -3,8 +3,9 @@
 // A queue of gathers and the thread that works on it.
 #include "comm/background_gathers.h"
 
-#include <atomic>
 #include <string>
+
+#include "comm/awaited_operation.h"
 
 namespace deeptide::comm {
 
@@ -17,38 +18,18 @@ constexpr milliseconds kTurn{20};  // after which the thread looks for what was 
 
 }  // namespace
 
-class BackgroundGathers::Gather : public Operation {
+class BackgroundGathers::Gather : public AwaitedOperation {
  public:
   Gather(Tensor output, Tensor input) : output_(std::move(output)), input_(std::move(input)) {}
 
-  bool ready() override { return done_; }
-
-  bool advance(milliseconds limit) override {
-    if (!done_) {
-      std::unique_lock lock(mutex_);
-      if (!changed_.wait_for(lock, limit, [&] { return done_.load(); })) return false;
-    }
-    if (!failure_.empty()) throw TransportError(failure_);
-    return true;
-  }
-
   int64_t nbytes() const { return static_cast<int64_t>(output_.nbytes()); }
   Pending start(Group& group) const { return group.all_gather(output_, input_); }
-  /// `failure`: empty if the output is whole.
   void end(const std::string& failure) {
-    const std::lock_guard lock(mutex_);
-    failure_ = failure;
-    output_ = input_ = Tensor();
-    done_ = true;
-    changed_.notify_all();
+    end_with(failure, [this] { output_ = input_ = Tensor(); });
   }
 
  private:
   Tensor output_, input_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::string failure_;  // before done_
-  std::atomic<bool> done_ = false;
 };
 
 BackgroundGathers::~BackgroundGathers() {

@@ -30,6 +30,7 @@ namespace {
 // The transport times out after us: our error carries more.
 constexpr milliseconds kTransportGrace{2000};
 constexpr milliseconds kMeanwhile{5};
+constexpr milliseconds kLateParts{10'000};  // of a rank that has ended: a gigabyte at 1 Gbit/s
 
 /// Whether all ranks are on this host, so that no name needs resolving.
 bool is_local(const World& world) {
@@ -252,25 +253,32 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
   const auto begin = steady_clock::now();
   const milliseconds period = std::min(world::kPollFailures, options_.timeout);
   auto look = begin + period;  // at the board: its store is remote
+  std::optional<steady_clock::time_point> reported;
   if (meanwhile) meanwhile();
   while (!wait_for(pending, meanwhile ? kMeanwhile : period, site)) {
     if (meanwhile) meanwhile();
-    if (steady_clock::now() < look) continue;
+    const auto now = steady_clock::now();
+    if (now < look) continue;
     look += period;
     if (const auto failure = options_.board->failure("waits: " + text(site))) {
-      // A peer that ended after its part may be reported before its part has arrived.
-      if (wait_for(pending, world::kPollFailures, site)) return;
-      options_.board->note_cause(*failure);
-      throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
+      // A rank that ended after its part may be reported before that part, or others', has come over a slow link. One
+      // that ended before its part breaks its connections.
+      if (!reported) reported = now;
+      if (now - *reported >= (options_.board->is_failure() ? period : kLateParts)) {
+        options_.board->note_cause(*failure);
+        throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
+      }
     }
-    if (steady_clock::now() - begin > options_.timeout) {
-      const std::string cause = options_.board->diagnose("waits: " + text(site));
-      options_.board->note_cause(cause);
-      throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
-                       std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
-                       ": " + cause + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
-    }
+    if (now - begin > options_.timeout) time_out(site);
   }
+}
+
+void Group::time_out(const Site& site) const {
+  const std::string cause = options_.board->diagnose("waits: " + text(site));
+  options_.board->note_cause(cause);
+  throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
+                   std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
+                   ": " + cause + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
 }
 
 }  // namespace deeptide::comm

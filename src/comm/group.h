@@ -109,6 +109,7 @@ class Group {
   Pending logged(OperationPtr under_way, const char* operation, int64_t bytes, int64_t sent);
   /// Works for at most `limit` and ends `pending` when it is done. Errors: as `wait`.
   bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);
+  [[noreturn]] void time_out(const Site& site) const;
   std::string text(const Site& site) const;
 
   Team team_;

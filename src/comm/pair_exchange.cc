@@ -8,12 +8,12 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/awaited_operation.h"
+
 namespace deeptide::comm {
 
 using at::Tensor;
 using c10d::Work;
-using host::TransportError;
-using std::chrono::milliseconds;
 
 namespace {
 
@@ -22,7 +22,7 @@ constexpr size_t kLongestText = 300;
 
 }  // namespace
 
-class PairExchange::Exchange : public host::Operation {
+class PairExchange::Exchange : public AwaitedOperation {
  public:
   Exchange(c10d::Backend& backend, const std::vector<Tensor>& to, const std::vector<Tensor>& from)
       : to_self_(to[backend.getRank()]), from_self_(from[backend.getRank()]) {
@@ -31,17 +31,6 @@ class PairExchange::Exchange : public host::Operation {
     } catch (const std::exception& error) {  // a connection that broke earlier: who waits is told
       failure_ = std::string(error.what()).substr(0, kLongestText);
     }
-  }
-
-  bool ready() override { return done_; }
-
-  bool advance(milliseconds limit) override {
-    if (!done_) {
-      std::unique_lock lock(mutex_);
-      if (!changed_.wait_for(lock, limit, [&] { return done_.load(); })) return false;
-    }
-    if (!failure_.empty()) throw TransportError(failure_);
-    return true;
   }
 
   /// Waits for the transfers; on the exchange's thread. `abort` ends it early.
@@ -56,13 +45,11 @@ class PairExchange::Exchange : public host::Operation {
       failure = std::string(error.what()).substr(0, kLongestText);
     }
     if (aborted_) return;
-    const std::lock_guard lock(mutex_);
-    failure_ = std::move(failure);
-    works_.clear();
-    tensors_.clear();
-    to_self_ = from_self_ = Tensor();
-    done_ = true;
-    changed_.notify_all();
+    end_with(std::move(failure), [this] {
+      works_.clear();
+      tensors_.clear();
+      to_self_ = from_self_ = Tensor();
+    });
   }
 
   void abort() {
@@ -90,10 +77,6 @@ class PairExchange::Exchange : public host::Operation {
   Tensor to_self_, from_self_;
   std::deque<std::vector<Tensor>> tensors_;  // outlive the works, which refer to their memory
   std::vector<c10::intrusive_ptr<Work>> works_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::string failure_;  // before done_
-  std::atomic<bool> done_ = false;
   std::atomic<bool> aborted_ = false;
 };
 

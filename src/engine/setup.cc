@@ -98,7 +98,7 @@ Engine::Impl::~Impl() {
   ledger->set_advice({});
   intake.reset();
   arrivals.reset();  // before the others learn that this rank ends: they may still receive from it
-  channels.board()->report_failure("has ended training at step " + std::to_string(progress.global_steps));
+  channels.board()->report_end("has ended training at step " + std::to_string(progress.global_steps));
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 

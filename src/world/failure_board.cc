@@ -36,7 +36,11 @@ std::string FailureBoard::key(const std::string& kind, int rank) const {
   return prefix_ + "/" + kind + "/" + std::to_string(rank);
 }
 
-void FailureBoard::report_failure(const std::string& text) noexcept {
+void FailureBoard::report_failure(const std::string& text) noexcept { report(text, /*in_good_order=*/false); }
+
+void FailureBoard::report_end(const std::string& text) noexcept { report(text, /*in_good_order=*/true); }
+
+void FailureBoard::report(const std::string& text, bool in_good_order) {
   if (size_ == 1) return;
   try {
     std::string own = "rank " + std::to_string(rank_) + " " + text;
@@ -44,9 +48,11 @@ void FailureBoard::report_failure(const std::string& text) noexcept {
     {
       std::lock_guard lock(mutex_);
       if (!cause_.empty()) own += ", having seen: " + cause_;
+      in_good_order = in_good_order && cause_.empty();
       unexplained = unexplained_;
     }
     if (unexplained) store_->set(prefix_ + "/unexplained", to_bytes("yes"));
+    if (!in_good_order) store_->set(prefix_ + "/broken", to_bytes("yes"));
     store_->set(prefix_ + "/failed", to_bytes(own));
     store_->set(prefix_ + "/news", to_bytes("yes"));
     store_->set(key("place", rank_), to_bytes(text));
@@ -74,6 +80,14 @@ std::optional<std::string> FailureBoard::failure(const std::string& own_place) n
     return report;
   } catch (const std::exception& error) {
     return "the store is unreachable (" + first_line(error) + "); rank 0 has probably ended";
+  }
+}
+
+bool FailureBoard::is_failure() noexcept {
+  try {
+    return store_->check({prefix_ + "/broken"});
+  } catch (const std::exception&) {
+    return true;
   }
 }
 

@@ -24,17 +24,22 @@ class FailureBoard {
   /// Reports that this rank cannot continue ("left training", "failed in forward: …"), and what ended it, if that was
   /// noted. Never throws.
   void report_failure(const std::string& text) noexcept;
+  /// Reports that this rank ends in good order, unless a cause was noted. Never throws.
+  void report_end(const std::string& text) noexcept;
   /// Notes what ends this rank: a rank that looks later finds its report alone. The first cause stays.
   void note_cause(const std::string& cause) noexcept;
   /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none. If that rank
   /// ended because others gave no report, names those that have given none by now. A rank that waits gives its own
   /// place, which it records if another one asks for it.
   std::optional<std::string> failure(const std::string& own_place = "") noexcept;
+  /// Whether a rank reported more than its end in good order: what this rank waits for will not come.
+  bool is_failure() noexcept;
   /// Records the place where this rank timed out or lost a peer and asks for the others' places; returns those that
   /// came and the missing ranks. Takes up to half a second.
   std::string diagnose(const std::string& own_place) noexcept;
 
  private:
+  void report(const std::string& text, bool in_good_order);
   std::string key(const std::string& kind, int rank) const;
   std::string places(std::string& missing);
 

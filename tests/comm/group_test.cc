@@ -194,8 +194,8 @@ TEST(Group, FinishesWhatAPeerDidBeforeItEnded) {
     const Tensor out = at::empty({2});
     Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
     if (world.rank == 0) {
-      board->report_failure("has ended training");  // says so at once, its part comes a little later
-      std::this_thread::sleep_for(milliseconds(400));
+      board->report_end("has ended training");  // says so at once, its part comes later
+      std::this_thread::sleep_for(4 * world::kPollFailures);
     }
     auto pending = group.all_gather(out, iota(world.rank, 1));
     if (world.rank == 1) group.wait(pending, kHere);

@@ -16,6 +16,7 @@
 #include "base/sanitizers.h"
 #include "comm/team.h"
 #include "engine/models.h"
+#include "errors.h"
 #include "ranks.h"
 
 namespace deeptide {
@@ -173,15 +174,6 @@ struct Session {
   World world;
   Engine engine;
 };
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "none";
-}
 
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 

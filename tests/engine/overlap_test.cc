@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "engine/models.h"
+#include "errors.h"
 #include "on_hosts.h"
 
 namespace deeptide::overlap_test {
@@ -21,15 +22,6 @@ using at::Tensor;
 constexpr int64_t kMicro = 2;
 constexpr int kSteps = 4;
 const std::vector<int> kTwo{0, 1};  // ranks on a host each
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "none";
-}
 
 struct Session {
   Session(const World& w, int stage, bool overlap, int64_t gas = 1, const std::string& patch = "{}")

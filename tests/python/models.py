@@ -81,6 +81,17 @@ def batches(count, batch, vocab=37, length=6, seed=1):
     return [(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in draw]
 
 
+def everything(engine):
+    """What Adam leaves: {"name/role": tensor} of masters and moments, and the model's own state, whole."""
+    state = {
+        f"{name}/{role}": engine._core.full_state(name, role)
+        for name, p in engine.module.named_parameters()
+        for role in ("master", "exp_avg", "exp_avg_sq")
+        if p.requires_grad
+    }
+    return {**state, **engine.module_state_dict()}
+
+
 def memory():
     """How ranks of this host meet: see the markers `apart` and `both_ways` in conftest.py."""
     return {"shared_memory": os.environ.get("DEEPTIDE_TEST_APART") != "1"}

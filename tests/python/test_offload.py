@@ -46,19 +46,10 @@ def train(engine, steps=STEPS, first=0):
         engine.step()
 
 
-def everything(engine):
-    state = {
-        f"{name}/{role}": engine._core.full_state(name, role)
-        for name, _ in engine.module.named_parameters()
-        for role in ("master", "exp_avg", "exp_avg_sq")
-    }
-    return {**state, **engine.module_state_dict()}
-
-
 def run(world, stage, offload, bf16):
     engine = start(world, stage, offload, gas=2, bf16=bf16)
     train(engine)
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return state
 
@@ -111,7 +102,7 @@ def checkpoint(world, folder, save, load):
     engine = start(world, 2, load)
     engine.load_checkpoint(folder)
     train(engine, 2, first=2)
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return state
 

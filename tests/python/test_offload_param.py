@@ -56,16 +56,6 @@ def train(engine, steps=STEPS, first=0):
     return losses
 
 
-def everything(engine):
-    state = {
-        f"{name}/{role}": engine._core.full_state(name, role)
-        for name, p in engine.module.named_parameters()
-        for role in ("master", "exp_avg", "exp_avg_sq")
-        if p.requires_grad
-    }
-    return {**state, **engine.module_state_dict()}
-
-
 def placements(folder):
     files = {"device": "nvme", "nvme_path": str(folder)}
     striped = {"device": "nvme", "nvme_path": [str(folder / "a"), str(folder / "b")]}
@@ -83,7 +73,7 @@ def run(world, offload, bf16, frozen=False):
     losses = train(engine)
     with torch.no_grad():  # evaluation has a plan of its own
         losses.append(engine(inputs(0, 0, 1100).to(engine.module.scale.dtype)).item())
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return losses, state
 
@@ -118,7 +108,7 @@ def checkpoint(world, folder, save, load, bf16):
     engine = start(world, load, bf16=bf16)
     engine.load_checkpoint(folder)
     train(engine, 2, first=2)
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return state
 
@@ -149,7 +139,7 @@ def write_parameters(world, offload, bf16):
     utils.safe_set_full_fp32_param(weight, master)
     utils.safe_set_full_optimizer_state(weight, torch.full((1100, 1100), 0.5), "exp_avg")
     train(engine, 2, first=2)
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return state
 

@@ -52,19 +52,10 @@ def train(engine, steps):
     return losses
 
 
-def everything(engine):
-    state = {
-        f"{name}/{role}": engine._core.full_state(name, role)
-        for name, _ in engine.module.named_parameters()
-        for role in ("master", "exp_avg", "exp_avg_sq")
-    }
-    return {**state, **engine.module_state_dict()}
-
-
 def run(world, stage, placement, gas, extra):
     engine = start(world, stage, placement, gas, **extra)
     losses, norm = train(engine, 8), engine.get_global_grad_norm()
-    state = everything(engine)
+    state = models.everything(engine)
     engine.destroy()
     return losses, norm, state
 

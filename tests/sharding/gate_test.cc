@@ -18,6 +18,7 @@
 
 #include <thread>
 
+#include "errors.h"
 #include "ranks.h"
 #include "sharding/sharded_tensors.h"
 
@@ -41,15 +42,6 @@ World alone() { return make_world(c10::make_intrusive<c10d::HashStore>(), 0, 1);
 
 Tensor matrix(int64_t rows, int64_t columns, float first = 0) {
   return at::arange(first, first + static_cast<float>(rows * columns), at::kFloat).view({rows, columns});
-}
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "none";
 }
 
 class Gate : public testing::Test {

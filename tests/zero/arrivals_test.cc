@@ -10,6 +10,7 @@
 #include <functional>
 #include <thread>
 
+#include "errors.h"
 #include "on_hosts.h"
 #include "sharding/gate.h"
 #include "zero/stage.h"
@@ -23,15 +24,6 @@ using sharding::Unit;
 
 /// Ranks of hosts of one rank each, and of two.
 const std::vector<int> kHosts[] = {{0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 0, 1, 1}, {0, 1, 1, 0}};
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "none";
-}
 
 /// Units of one parameter each, whole on every rank; each rank has its number in its shards, and -1 elsewhere.
 struct Published {
