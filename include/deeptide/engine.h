@@ -189,6 +189,16 @@ class DEEPTIDE_API Engine {
   std::optional<LocalState> local_state(const std::string& parameter, const std::string& role);
   /// Collective. Overwrites the elements that local_state returns. Errors: as set_full_state.
   void set_local_state(const std::string& parameter, const std::string& role, const at::Tensor& values);
+  /// Collective, between steps. Takes `model` as it is now: parameters that were added, replaced, taken out, frozen or
+  /// unfrozen, and other groups. What the engine trained before goes on bit for bit, by tensor and not by name; what is
+  /// new begins as at construction. Ranks hold the states twice meanwhile, and whole parameters. Errors: ValueError
+  /// between backward() and step(), with states in files, and with an optimizer of the program's own; ConfigError on
+  /// ranks that differ. Nothing is changed then. Any other error ends the engine.
+  void rebuild(const ModelDescription& model, const InitOptions& options = {});
+  /// Whether a rebuild has failed half-way: the engine can then only be destroyed.
+  bool ended() const { return impl_ == nullptr; }
+  /// The program may have changed the model's parameters: the next step() looks at the model.
+  void expect_model_changes();
   /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();
 

@@ -43,13 +43,27 @@ class OptimizerPlan:
     names: list[tuple[int, list[str]]] = field(default_factory=list)
     override: str | None = None  # the optimizer's type when it is not the configuration's
     custom: PartStepper | None = None  # the caller's own, which steps; its groups are then `param_groups`
+    every: bool = False  # the groups were made for all trainable parameters, not by the caller
+    extra_keys: bool = False  # groups may hold keys of the program's own
+    defaults: dict[str, Any] = field(default_factory=dict)  # what the caller's optimizer gives to each of its groups
+    left_out: list[torch.Tensor] = field(default_factory=list)  # trainable, but in none of the caller's groups
+    starts: dict[int, float] = field(default_factory=dict)  # by a group's id: the rate where the schedule begins
 
-    def core_groups(self, defaults: Hyperparameters) -> list[_C.ParameterGroup]:
-        """The same for the core."""
-        return [
-            _C.ParameterGroup(names, read_group(self.param_groups[index], self.info, defaults))
-            for index, names in self.names
-        ]
+    def core_groups(self, config: Config) -> list[_C.ParameterGroup]:
+        """The same for the core. A rate that the configuration's schedule moves is the one where it began."""
+        groups = []
+        for index, names in self.names:
+            group = self.param_groups[index]
+            values = read_group(group, self.info, config.optimizer.defaults)
+            if config.scheduler.type and "lr" in keys_of(self.info):
+                values["lr"] = self.starts.setdefault(id(group), values["lr"])
+            groups.append(_C.ParameterGroup(names, values))
+        return groups
+
+    def defaults_of(self, group: ParamGroup, config: Config) -> Hyperparameters:
+        """The configuration's for a group: Muon has others for what it does not orthogonalize."""
+        optimizer = config.optimizer
+        return optimizer.defaults if group.get("use_muon", True) else optimizer.rest
 
 
 class GroupKey(NamedTuple):
@@ -204,7 +218,18 @@ def _check_numbers(groups: list[ParamGroup], info: OptimizerInfo) -> None:
                 raise ConfigError(f"optimizer group {position}: {key}={group[key]!r}, expected {_range_text(numbers)}")
 
 
-def _name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[tuple[int, list[str]]]:
+def check_group(given: ParamGroup, plan: OptimizerPlan) -> ParamGroup:
+    """A group to be added: with a list of parameters in no other group, known keys and numbers in range."""
+    group = _plain_groups([given])[0]
+    _check_keys([group], plan.info, _TRANSLATED if plan.override else (), plan.extra_keys)
+    _check_numbers([group], plan.info)
+    held = {id(p) for other in plan.param_groups for p in other["params"]}
+    if any(id(p) in held for p in group["params"]):
+        raise ConfigError("add_param_group: a parameter of the new group is in another group already")
+    return group
+
+
+def name_groups(groups: list[ParamGroup], model_names: dict[int, str]) -> list[tuple[int, list[str]]]:
     """[(group's index, names)] of the trainable parameters. Errors: a parameter not of the model, or given twice."""
     seen: dict[str, int] = {}
     named = []
@@ -272,7 +297,14 @@ def _plan_of_instance(
         if "match_rms_adamw" in keys_of(info):
             group.setdefault("match_rms_adamw", group.get("adjust_lr_fn") == "match_rms_adamw")
             group.setdefault("use_muon", True)
-    return OptimizerPlan(info, groups, _name_groups(groups, model_names), override=info.name)
+    named = name_groups(groups, model_names)
+    return OptimizerPlan(
+        info, groups, named, override=info.name, extra_keys=extra_keys, defaults=_known(optimizer.defaults, info)
+    )
+
+
+def _known(defaults: dict[str, Any], info: OptimizerInfo) -> dict[str, Any]:
+    return {key: value for key, value in defaults.items() if key in keys_of(info)}
 
 
 def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config) -> OptimizerPlan:
@@ -280,7 +312,7 @@ def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], 
     from deeptide._custom_optimizer import PartStepper  # which needs this module
 
     groups = optimizer.param_groups
-    named = _name_groups(groups, model_names)
+    named = name_groups(groups, model_names)
     needs_whole = why_whole(optimizer)
     if needs_whole and config.zero.allow_untested_optimizer:
         say(
@@ -332,8 +364,7 @@ def plan_optimizer(
     _check_numbers(groups, info)
     if "use_muon" in keys_of(info):
         groups = muon_groups(groups, model, bool(config.optimizer.defaults["use_muon"]))
-    plan = OptimizerPlan(info, groups, _name_groups(groups, model_names))
+    plan = OptimizerPlan(info, groups, name_groups(groups, model_names), every=given is None, extra_keys=extra_keys)
     for group in groups:
-        defaults = config.optimizer.defaults if group.get("use_muon", True) else config.optimizer.rest
-        write_group(group, info, read_group(group, info, defaults))
+        write_group(group, info, read_group(group, info, plan.defaults_of(group, config)))
     return plan

@@ -112,8 +112,10 @@ def make_engine(
         config = config.without_scheduler()
     world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
     loader = _loader(training_data, collate_fn, config, world)
-    defaults = config.optimizer.defaults
-    groups = plan.core_groups(defaults) if plan is not None else []
+    if plan is not None:
+        placed = {id(p) for group in plan.param_groups for p in group["params"]}
+        plan.left_out = [p for p in model.parameters() if p.requires_grad and id(p) not in placed]
+    groups = plan.core_groups(config) if plan is not None else []
     optimizer_type = plan.override if plan is not None else ""
     core = None
     try:

@@ -19,7 +19,7 @@ def _memory_of(parameter: torch.Tensor) -> tuple[int, int]:
     return parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())
 
 
-def _choice(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tensor], bool]:
+def choice_of(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tensor], bool]:
     """A parameter's own `use_muon`, as DeepSpeed reads it; else its shape, and all names that it has."""
     matrices: dict[tuple[int, int], bool] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -35,7 +35,7 @@ def _choice(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tensor]
 
 def muon_groups(groups: list[dict[str, Any]], model: torch.nn.Module, by_default: bool) -> list[dict[str, Any]]:
     """The groups, each without a "use_muon" of its own split in two. `by_default`: the configuration's."""
-    takes = _choice(model, by_default)
+    takes = choice_of(model, by_default)
     split: list[dict[str, Any]] = []
     for group in groups:
         if "use_muon" in group:

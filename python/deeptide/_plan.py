@@ -127,7 +127,7 @@ def plan(
     model = check_model(model)
     config = load_config(config)
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
-    groups = chosen.core_groups(config.optimizer.defaults) if chosen is not None else []
+    groups = chosen.core_groups(config) if chosen is not None else []
     kind = chosen.override if chosen is not None else ""
     options = _C.InitOptions(None, groups, kind, None, chosen.custom if chosen is not None else None)
     return MemoryPlan(_C.plan(describe(model), config, options, world_size, ranks_per_host or 0))

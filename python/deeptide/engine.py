@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _checkpoint, schedule, utils
+from deeptide import _C, _changes, _checkpoint, schedule, utils
 from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
+from deeptide._rebuild import rebuild
 from deeptide._snapshot import copy_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Engine:
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
         self._said: set[str] = set()
+        _changes.watch()
+        self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
@@ -125,6 +128,9 @@ class Engine:
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
+        if (registrations := _changes.count()) != self._registrations:
+            self._registrations = registrations
+            self._core.expect_model_changes()
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
             outcome = take()
@@ -154,6 +160,21 @@ class Engine:
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
         while self._step(self._core.join_step, None) is not None:
             pass
+
+    def rebuild(self) -> None:
+        """Takes the model as it is now: parameters added, replaced, taken out, frozen or unfrozen. Collective.
+
+        Between steps, on all ranks alike, before the next forward. What was trained before goes on bit for bit, with
+        its moments; what is new begins as at initialize; what is frozen keeps no states. New parameters join the
+        optimizer's group where initialize made it, else optimizer.add_param_group, which rebuilds, must have them.
+        """
+        optimizer = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
+        with self._synced():
+            plan = rebuild(self, None if optimizer is None else optimizer.plan)
+            if optimizer is not None and plan is not None:
+                optimizer.follow(plan, self._core)
+        self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
+        utils.register(self)
 
     def snapshot(self) -> torch.nn.Module:
         """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.

@@ -14,6 +14,7 @@ import torch
 from deeptide import _C
 from deeptide._groups import OptimizerPlan, ParamGroup
 from deeptide._live_groups import LiveGroups
+from deeptide._rebuild import group_to_add
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine
@@ -30,8 +31,13 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
         self.info = plan.info
-        self._live = LiveGroups(plan.info, [index for index, _ in plan.names], self.param_groups, core)
         self._engine: weakref.ref[Engine] | None = None
+        self.follow(plan, core)
+
+    def follow(self, plan: OptimizerPlan, core: _C.Engine) -> None:
+        """From now on the core has the plan's groups: when it is made, and when it was rebuilt."""
+        self.plan = plan
+        self._live = LiveGroups(plan.info, [index for index, _ in plan.names], self.param_groups, core)
 
     def attach(self, engine: Engine) -> None:
         """The engine whose step() this steps. Weakly: deleting the engine must free it."""
@@ -74,11 +80,18 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         self._live_engine().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Only while the optimizer is made."""
-        if hasattr(self, "_live"):
-            raise RuntimeError("groups cannot be added to a running engine; give them all to deeptide.initialize")
-        # torch's own would import its compiler (seconds) to check what the plan has checked.
-        self.param_groups.append(param_group)
+        """Adds a group and rebuilds the engine, as `engine.rebuild()`: between steps. Collective."""
+        if not hasattr(self, "_live"):
+            # torch's own would import its compiler (seconds) to check what the plan has checked.
+            self.param_groups.append(param_group)
+            return
+        engine = self._live_engine()
+        self.param_groups.append(group_to_add(self.plan, param_group, engine.module, engine._config))
+        try:
+            engine.rebuild()
+        except BaseException:
+            del self.param_groups[-1]
+            raise
 
     def state_dict(self) -> NoReturn:
         """Not here: the moments are sharded over the ranks."""

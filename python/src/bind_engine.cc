@@ -85,6 +85,16 @@ NamedTensors module_state(EngineHandle& handle, std::optional<int> only_rank) {
   return state;
 }
 
+void rebuild(EngineHandle& handle, const ModelDescription& model, const InitOptions& options) {
+  const auto engine = handle.get();
+  try {
+    engine->rebuild(model, options);
+  } catch (...) {
+    if (engine->ended()) handle.close();
+    throw;
+  }
+}
+
 std::optional<std::pair<int64_t, at::Tensor>> local_state(EngineHandle& handle, const std::string& parameter,
                                                           const std::string& role) {
   auto state = handle.get()->local_state(parameter, role);
@@ -146,6 +156,8 @@ void bind_state(EngineClass& engine) {
       .def("local_state", &local_state, py::arg("parameter"), py::arg("role"), NoGil())
       .def("set_local_state", forward_to(&Engine::set_local_state), py::arg("parameter"), py::arg("role"),
            py::arg("values"), NoGil())
+      .def("rebuild", &rebuild, py::arg("model"), py::arg("options"), NoGil())
+      .def("expect_model_changes", forward_to(&Engine::expect_model_changes), NoGil())
       .def("empty_partition_cache", forward_to(&Engine::empty_partition_cache), NoGil());
 }
 

@@ -11,7 +11,16 @@
 namespace deeptide::comm {
 
 /// A collective method of the engine. All ranks must be in the same one.
-enum class Call : int32_t { step, save_checkpoint, load_checkpoint, gather_state, release, zero_grad, show_gradients };
+enum class Call : int32_t {
+  step,
+  save_checkpoint,
+  load_checkpoint,
+  gather_state,
+  release,
+  zero_grad,
+  show_gradients,
+  rebuild
+};
 
 /// The units that a rank needs now, and those that it expects to use next.
 struct Wishes {

@@ -299,10 +299,11 @@ void BoundModel::check_trained() const {
   for (const auto& unit : units_) {
     if (unit->layout().trainable) continue;
     for (const Parameter& p : unit->parameters()) {
-      TORCH_CHECK_VALUE(p.required_grad || !p.tensors.front().requires_grad(), "parameter '", p.name,
-                        "' was frozen at initialize and requires grad now: this engine has no optimizer state for it "
-                        "and would never train it. Let it require grad before initialize and freeze it afterwards, or "
-                        "save a checkpoint, call initialize again and load it with load_module_strict=False.");
+      TORCH_CHECK_VALUE(
+          p.required_grad || !p.tensors.front().requires_grad(), "parameter '", p.name,
+          "' was frozen at initialize and requires grad now: this engine has no optimizer state for it "
+          "and would never train it. Call engine.rebuild() on every rank after unfreezing it, before the next "
+          "forward, or let it require grad before initialize and freeze it afterwards.");
     }
   }
 }

@@ -20,7 +20,8 @@ const char* call_name(Call call) {
                                            "module_state_dict(), full_state() or the like",
                                            "empty_partition_cache()",
                                            "zero_grad()",
-                                           "backward() with keep_grad"};
+                                           "backward() with keep_grad",
+                                           "rebuild()"};
   return kNames[static_cast<int32_t>(call)];
 }
 

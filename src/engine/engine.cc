@@ -103,6 +103,8 @@ void Engine::empty_partition_cache() {
   impl_->residency->release_all();
 }
 
+void Engine::expect_model_changes() { impl_->live.expect_changes(); }
+
 std::vector<MemoryLine> Engine::memory() const { return impl_->memory(); }
 int64_t Engine::live_gathered_bytes() const { return impl_->residency->live_bytes(); }
 int64_t Engine::peak_gathered_bytes() const { return impl_->residency->peak_bytes(); }

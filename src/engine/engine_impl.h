@@ -14,6 +14,7 @@
 #include "device/memory.h"
 #include "engine/bound_model.h"
 #include "engine/boundary.h"
+#include "engine/carried_state.h"
 #include "engine/channels.h"
 #include "engine/gradient_intake.h"
 #include "engine/kept_gradients.h"
@@ -47,6 +48,10 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
   std::optional<LocalState> local_state(const std::string& name, const std::string& role);
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
+
+  // --- rebuild.cc
+  engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
+  void adopt_state(const engine::CarriedState& carried);
 
   // --- summary.cc
   std::string summary() const;
@@ -88,7 +93,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void make_trainer(const ModelDescription& description);
   bool may_publish_late();
   zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
+  void check_between_steps(const char* method) const;
   void check_saving(const std::string& directory) const;
+  void check_rebuilding() const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
                                                                         const std::function<void()>& check);
   engine::LooseTensors enter_to_inspect();

@@ -82,9 +82,22 @@ LooseTensors LiveModel::look() {
     const char* was = bound.parameter ? "' is another tensor than at initialize" : "' was added after initialize";
     tell(now.name, std::string(was) +
                        ": it is saved and exported as it is, but this engine does not train it. Write values "
-                       "into a parameter with copy_() under no_grad; to train a new one, call initialize again.");
+                       "into a parameter with copy_() under no_grad; to train a new one, call engine.rebuild().");
   }
+  foreign_ = loose.replaced;
+  foreign_.insert(foreign_.end(), loose.added.begin(), loose.added.end());
   return loose;
+}
+
+void LiveModel::check_trained() {
+  if (stale_.exchange(false)) look();
+  for (const NamedTensor& now : foreign_) {
+    const bool reached = now.tensor.requires_grad() && now.tensor.is_leaf() && now.tensor.grad().defined();
+    TORCH_CHECK_VALUE(!reached, "parameter '", now.name,
+                      "' is new since initialize, and backward gave it a gradient that no step of this engine would "
+                      "use. Call engine.rebuild() on every rank when the model's parameters have changed, before the "
+                      "next forward (now: engine.zero_grad() first), or give it requires_grad=False.");
+  }
 }
 
 void LiveModel::tell(const std::string& name, const std::string& what) {

@@ -3,6 +3,7 @@
 // The model as it is now, beside what was bound at initialize.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <set>
 #include <string>
@@ -54,13 +55,19 @@ class LiveModel {
 
   /// Looks at the model. Warns once about each replaced parameter.
   LooseTensors look();
+  /// The program may have changed the model: the next check looks at it.
+  void expect_changes() { stale_ = true; }
+  /// Errors: ValueError naming a parameter that backward gave a gradient though this engine does not have it.
+  void check_trained();
 
  private:
   void tell(const std::string& name, const std::string& what);
 
   const BoundModel& bound_;
   std::function<ModelDescription()> describe_;
-  std::set<std::string> told_;  // names of parameters warned about
+  std::set<std::string> told_;        // names of parameters warned about
+  std::vector<NamedTensor> foreign_;  // parameters that the engine does not have, at the last look
+  std::atomic<bool> stale_{false};
 };
 
 }  // namespace deeptide::engine

@@ -31,14 +31,19 @@ void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::ve
 
 }  // namespace
 
+void Engine::Impl::check_between_steps(const char* method) const {
+  TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()), method,
+                    " between backward() and step(): the gradients would be lost; call step() first, or zero_grad() to "
+                    "drop them");
+  const int64_t within = progress.micro_steps % batch.accumulation;
+  TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), method, " within an accumulation (", within, "/",
+                    batch.accumulation,
+                    " micro-batches done): the gradients would be lost; call it after an applied step");
+}
+
 void Engine::Impl::check_saving(const std::string& directory) const {
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
-  TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()),
-                    "save_checkpoint between backward() and step(): the gradients would be lost; call step() first");
-  const int64_t within = progress.micro_steps % batch.accumulation;
-  TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), "save_checkpoint within an accumulation (", within,
-                    "/", batch.accumulation,
-                    " micro-batches done): the gradients would be lost; save after an applied step");
+  check_between_steps("save_checkpoint");
 }
 
 std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,

@@ -154,6 +154,7 @@ std::vector<Close> Stepper::close(bool joined) {
     own.joined = joined;
     own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
     parts_.model.check_trained();
+    parts_.live.check_trained();
     const bool shown = parts_.kept && parts_.kept->shown();  // then `.grad` holds what has been reduced
     const std::vector<bool> left = shown ? std::vector<bool>() : parts_.intake->check_left();
     own.has_gradient =

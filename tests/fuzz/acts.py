@@ -120,7 +120,8 @@ def raise_within(rank, act):
 def freeze(rank, act):
     for name in act["names"]:
         parameter = rank.parameter(name)
-        if parameter is not None and rank.own(act.get("on", True)):
+        is_late = getattr(parameter, "is_late", False)
+        if parameter is not None and not is_late and rank.own(act.get("on", True)):
             parameter.requires_grad_(not act["frozen"])
     return {}
 
@@ -246,7 +247,9 @@ def replace(rank, act):
     model, width = rank.model, rank.model.embed.weight.shape[1]
     torch.manual_seed(act["seed"])
     if act["way"] == "new":
-        model.head.weight = nn.Parameter(torch.randn(subject.VOCAB, width).to(model.embed.weight.dtype))
+        values = torch.randn(subject.VOCAB, width).to(model.embed.weight.dtype)
+        model.head.weight = nn.Parameter(values, requires_grad=False)
+        model.head.weight.is_late = True  # and stays frozen: that it gets a gradient is an error
     elif act["way"] == "tie":
         model.head.weight = model.embed.weight
     else:

@@ -85,3 +85,56 @@ def test_lora_by_hand(stage, gas, tmp_path, beside_plain):
     assert here.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(here[key], value, rtol=0, atol=1e-4)
+
+
+def check_late_adapters(folder, name, stage):
+    """Two steps of the whole model; then PEFT puts adapters into it and freezes the rest."""
+    from peft import LoraConfig, get_peft_model
+
+    model = libraries.make_model()
+    engine, settings = None, {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.0}
+    if stage is None:
+        torch.distributed.init_process_group("gloo")
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    else:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": libraries.MICRO,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW", "params": settings},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "deeptide": {"shared_memory": False},
+        }
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
+    losses = []
+    for step, first in enumerate(range(0, 24, 4)):
+        if step == 2:
+            torch.manual_seed(3)
+            get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+            optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})
+        own = libraries.rows(24)[first + torch.distributed.get_rank() : first + 4 : 2]
+        batch = {key: torch.stack([row[key] for row in own]) for key in own[0]}
+        loss = (engine or model)(**batch).loss
+        if engine is None:
+            loss.backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    torch.distributed.all_reduce(p.grad.div_(2))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / 2)
+    adapters = sum(p.detach().double().abs().sum().item() for p in model.parameters() if p.requires_grad)
+    libraries.write(folder, name, {"loss": losses, "adapters": adapters / 100})
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_adapters_that_come_after_initialize(stage, tmp_path, beside_plain):
+    beside_plain(check_late_adapters, tmp_path, stage, 6)

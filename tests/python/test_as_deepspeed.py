@@ -113,6 +113,20 @@ def test_importing_it_loads_nothing_and_asks_for_no_device():
     assert output_of(code) == "[]\nFalse False"
 
 
+def test_what_scripts_use_at_start_loads_little_beyond_torch():
+    """So that it takes as long as torch and a few milliseconds: no other package, and not torch's compiler."""
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        import deeptide.as_deepspeed, deepspeed
+        deepspeed.initialize, deepspeed.DeepSpeedEngine, deepspeed.comm, deepspeed.zero.Init
+        new = set(sys.modules) - before
+        own = {name for name in new if name.split(".")[0] in ("deeptide", "deepspeed")}
+        print(sorted(name for name in new - own if name.split(".")[0] not in sys.stdlib_module_names), len(own) < 60)
+    """
+    assert output_of(code) == "[] True"
+
+
 # -- names: a Python of its own, since the interface stays in a process --------------------------------------------
 
 

@@ -17,7 +17,7 @@ from deeptide._model import whole_afterwards
 from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
 from deeptide.as_deepspeed._answers import CONSTANTS, EngineAnswers
 from deeptide.as_deepspeed.names import ENGINE
-from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param
+from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param, mark_model
 from deeptide.engine import Engine
 
 
@@ -95,6 +95,12 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         if not self._clean:
             super().zero_grad()
             self._clean = True
+
+    def rebuild(self) -> None:
+        """Takes the model as it is now, as deeptide's engine does; new parameters get stage 3's marks. Collective."""
+        super().rebuild()
+        if self.zero_optimization_stage() == 3:
+            mark_model(self.module, self.world_size)
 
     def compile(
         self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: object = None, **others: Any

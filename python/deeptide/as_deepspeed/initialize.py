@@ -21,7 +21,7 @@ from deeptide._model import check_model, parameter_names
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.configuration import read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
-from deeptide.as_deepspeed.parameters import OffloadStandIn, mark, no_external_parameters
+from deeptide.as_deepspeed.parameters import OffloadStandIn, mark_model
 
 # The engines without an optimizer, by their model: one that trains may take their place.
 _idle: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()
@@ -125,9 +125,7 @@ def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
     """What libraries look for at stage 3, and an optimizer's stand-in where there is none."""
     if engine.zero_optimization_stage() != 3:
         return
-    mark(model.parameters(), engine.world_size)
-    for module in model.modules():
-        module.__dict__.setdefault("ds_external_parameters", no_external_parameters)
+    mark_model(model, engine.world_size)
     stand_in = OffloadStandIn(model)
     if engine.optimizer is None:
         engine.optimizer = stand_in

@@ -30,6 +30,13 @@ def mark(parameters: Iterable[torch.Tensor], world_size: int = 1) -> None:
         )
 
 
+def mark_model(model: torch.nn.Module, world_size: int) -> None:
+    """Marks all parameters of a model, and its modules with what libraries call on them at stage 3."""
+    mark(model.parameters(), world_size)
+    for module in model.modules():
+        module.__dict__.setdefault("ds_external_parameters", no_external_parameters)
+
+
 def is_zero_param(parameter: torch.Tensor) -> bool:
     """Whether it has these marks."""
     return "ds_id" in getattr(parameter, "__dict__", {})
