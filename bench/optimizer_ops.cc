@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <map>
+
 #include "device/parallel.h"
 #include "numerics/ordered_sum.h"
 #include "numerics/sign_bits.h"
@@ -31,6 +33,18 @@ void rule_step(const std::string& type, const Tensor& master, at::TensorList sta
     segment.states.push_back(rule.keeps(role, hyper) ? states.at(next++) : Tensor());
   }
   rule.step(segment, hyper, {step, gradient_scale});
+}
+
+/// The same with a packed master: `param` in bf16 and its `low` halves. States in bf16 are rounded stochastically.
+void packed_step(const std::string& type, const Tensor& param, const Tensor& low, at::TensorList states,
+                 const Tensor& gradient, int64_t step, double gradient_scale) {
+  static std::map<const void*, deeptide::numerics::HalfwayBits> halfway;
+  const deeptide::optim::Rule& rule = deeptide::optim::find_rule(type);
+  deeptide::optim::Segment segment{param, states.vec(), gradient, {}};
+  segment.low = low;
+  segment.halfway = &halfway.try_emplace(low.const_data_ptr(), low.numel()).first->second;
+  segment.rounding = {.seed = 1, .first = 0};
+  rule.step(segment, deeptide::Hyperparameters(type), {step, gradient_scale});
 }
 
 /// Compiled once for each instruction set, chosen when the library is loaded.
@@ -78,6 +92,10 @@ TORCH_LIBRARY(deeptide_bench, library) {
       "rule_step(str type, Tensor(a!) master, Tensor(b!)[] states, Tensor gradient, Tensor(c!)? param, int step, "
       "float gradient_scale, int rows, Dict(str, float) more) -> ()",
       &rule_step);
+  library.def(
+      "packed_step(str type, Tensor(a!) param, Tensor(b!) low, Tensor(c!)[] states, Tensor gradient, int step, "
+      "float gradient_scale) -> ()",
+      &packed_step);
   library.def("split_signs(Tensor(a!) values, Tensor scale, Tensor(b!) bits) -> ()", &deeptide::numerics::split_signs);
   library.def("add_signs(Tensor bits, Tensor scale, Tensor(a!) values) -> ()", &deeptide::numerics::add_signs);
   library.def("set_signs(Tensor bits, Tensor scale, Tensor(a!) values) -> ()", &deeptide::numerics::set_signs);

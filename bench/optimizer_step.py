@@ -17,6 +17,8 @@ WORKER = Path(__file__).with_name("optimizer_worker.py")
 BYTES = {
     "bf16": {
         "Deeptide": 2 + 28,  # norm; update with sum, clip and cast
+        "Deeptide, packed": 2 + 26,  # the master's lower half, and the parameter that is its upper one
+        "Deeptide, packed, bf16 moments": 2 + 18,
         "DeepSpeedCPUAdam, staged": 6 + 4 + 8 + 28 + 6,  # widen; norm; clip; update; cast
         "torch fused AdamW, staged": 6 + 4 + 8 + 28 + 6,
     },
@@ -45,6 +47,8 @@ PEERS = ("torch fused", "DeepSpeed")  # of these rules, where they have a kernel
 TRIAD_BYTES = {"triad, 0 states": 12, "triad, 1 states": 20, "triad, 2 states": 28}
 LEGEND = """\
 bf16: gradient and parameter in bf16, fp32 master and moments; norm, finite check, clipping, update and cast to bf16.
+Packed: "packed_states" and, with bf16 moments, "moment_dtype": "bf16", rounded stochastically; a peer's time divided by
+theirs is the ratio of the two "x Deeptide".
 fp32: the update alone, beside a triad of the same seven streams (four read, three written). All ways work on the same
 memory, in large pages. Best and median over the repetitions; bytes: what the way's passes read and write for an
 element; x and %: each repetition's ratio to Deeptide's time (above 1: Deeptide is faster) and its share of the triad's
@@ -55,7 +59,7 @@ triad over as many streams; x of a peer: its time divided by Deeptide's."""
 def parse_arguments():
     built = output.ROOT / "build" / "bench" / "libdeeptide_optimizer_ops.so"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--numel", type=int, default=128 << 20, help="elements; 20 bytes of memory each")
+    parser.add_argument("--numel", type=int, default=128 << 20, help="elements; 26 bytes of memory each")
     parser.add_argument("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each number of threads")

@@ -67,6 +67,14 @@ class Shard:
         self.wide_gradient = on_large_pages(numel, torch.float32, 0.1)
         self.gradient = on_large_pages(numel, torch.bfloat16, 0.1)
         self.param = on_large_pages(numel, torch.bfloat16, 1.0)
+        self.low = on_large_pages(numel, torch.int16, 0)
+        self.half_exp_avg = on_large_pages(numel, torch.bfloat16, 0.01)
+        self.half_exp_avg_sq = on_large_pages(numel, torch.bfloat16, 0.01)
+
+    def packed_master(self):
+        """The fp32 numbers whose upper halves, rounded, are the parameters."""
+        high = self.param.view(torch.int16).to(torch.int32) << 16
+        return (high + self.low.to(torch.int32)).view(torch.float32)
 
 
 def clip_scale(norm):
@@ -85,13 +93,27 @@ def deeptide_ways(shard):
         scale = clip_scale(math.sqrt(squares.item()))
         kernels.rule_step("AdamW", shard.master, states, shard.gradient, shard.param, next(steps), scale, 1, {})
 
+    def packed(kept):
+        def step():
+            kernels.squares(shard.gradient, squares)
+            scale = clip_scale(math.sqrt(squares.item()))
+            kernels.packed_step("AdamW", shard.param, shard.low, kept, shard.gradient, next(steps), scale)
+
+        return step
+
     def update():
         kernels.rule_step("AdamW", shard.master, states, shard.wide_gradient, None, next(steps), 1.0, 1, {})
 
     def triad():
         kernels.triad([shard.master, *states], shard.wide_gradient)
 
-    return {"bf16": {"Deeptide": mixed}, "fp32": {"triad": triad, "Deeptide": update}}
+    half_states = [shard.half_exp_avg, shard.half_exp_avg_sq]
+    bf16 = {
+        "Deeptide": mixed,
+        "Deeptide, packed": packed(states),
+        "Deeptide, packed, bf16 moments": packed(half_states),
+    }
+    return {"bf16": bf16, "fp32": {"triad": triad, "Deeptide": update}}
 
 
 def rule_ways(shard):
@@ -204,7 +226,7 @@ def check():
     for name in names:
         shard = Shard(CHECKED_NUMEL)
         ways_over(shard)["bf16"][name]()
-        results[name] = shard.master
+        results[name] = shard.packed_master() if "packed" in name else shard.master
     reference = results.pop("torch fused AdamW, staged")
     for name, master in results.items():
         if (off := float((master - reference).abs().max())) > LEARNING_RATE * 1e-2:

@@ -248,10 +248,12 @@ struct RuntimeConfig {
   int64_t rewind_interval = 0;  // applied steps between two states that are kept for a rewind
   int64_t drift_interval = 0;   // applied steps between two comparisons of what is replicated; 0: none
   OnDrift on_drift = OnDrift::warn;
-  bool keep_grad = false;         // whole reduced gradients in .grad after the last backward of a step
-  bool tune_allocator = false;    // keep the pages of large CPU tensors instead of faulting them in again
-  int64_t device_memory_cap = 0;  // bytes that the engine itself may take; 0: no limit
-  int64_t unit_size = 0;          // most elements per unit; 0: one repeated block
+  bool keep_grad = false;                  // whole reduced gradients in .grad after the last backward of a step
+  bool tune_allocator = false;             // keep the pages of large CPU tensors instead of faulting them in again
+  int64_t device_memory_cap = 0;           // bytes that the engine itself may take; 0: no limit
+  int64_t unit_size = 0;                   // most elements per unit; 0: one repeated block
+  bool packed_states = false;              // masters of bf16 parameters keep only what these lack
+  DataType moment_dtype = DataType::fp32;  // of optimizer states; bf16: rounded stochastically
   uint64_t seed = 0;
 };
 

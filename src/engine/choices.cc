@@ -152,26 +152,37 @@ at::ScalarType accumulate_type(const Config& config) {
   return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
 }
 
-zero::StateTypes state_types(const Config& config, const optim::Rule& rule) {
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups) {
   const PrecisionConfig& precision = config.precision();
-  if (!precision.rounds_masters()) return {};
-  const char* key = precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads";
-  const bool elementwise = rule.reach(Hyperparameters(rule.info())) == optim::Reach::elementwise;
-  if (!elementwise || keeps_whole_states(&rule)) {
-    throw ConfigError(fmt::format(
-        "{}: {} is for optimizers that step each element by itself: Adam, AdamW, SGD, Lion, Adagrad, RMSprop; {} needs "
-        "fp32 masters. Set it to false, or choose one of them",
-        config.origin(), key, rule.name()));
+  const RuntimeConfig& runtime = config.runtime();
+  const bool elementwise =
+      rule.reach(Hyperparameters(rule.info())) == optim::Reach::elementwise && !keeps_whole_states(&rule);
+  const auto refuse = [&](const char* key, const std::string& why) {
+    throw ConfigError(fmt::format("{}: {} {}", config.origin(), key, why));
+  };
+  const std::string elements =
+      "is for optimizers that step each element by itself: Adam, AdamW, SGD, Lion, Adagrad, "
+      "RMSprop; " +
+      rule.name();
+  zero::StateTypes types{.rounded_masters = precision.rounds_masters(), .rounded_moments = precision.rounds_moments()};
+  if (types.rounded_masters && !elementwise) {
+    refuse(precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads",
+           elements + " needs fp32 masters. Set it to false, or choose one of them");
   }
-  if (precision.rounds_moments() && has_states_in_files(config)) {
-    const bool placed = wants_files(config.placement().optimizer_states);
-    throw ConfigError(fmt::format(
-        "{}: bf16.bf16_optimizer_states does not go with {}, whose files hold fp32; set one "
-        "of them to its default",
-        config.origin(),
-        placed ? "deeptide.placement.optimizer_states" : "zero_optimization.offload_optimizer.device \"nvme\""));
+  types.packed_masters = runtime.packed_states;
+  if (types.packed_masters && dynamic_cast<const optim::CustomRule*>(&rule)) {
+    refuse("deeptide.packed_states", "is for the optimizers of deeptide: " + rule.name() +
+                                         ", your own, steps fp32 masters where they lie. Set it to false, or name the "
+                                         "optimizer in the configuration");
   }
-  return {.rounded_masters = true, .rounded_moments = precision.rounds_moments()};
+  if (runtime.moment_dtype != DataType::bf16) return types;
+  types.moments_seed = runtime.seed;
+  if (!elementwise) refuse("deeptide.moment_dtype", elements + " needs fp32. Leave it out, or choose one of them");
+  for (const ParameterGroup& group : groups) {
+    const std::string why = rule.needs_fp32_states(group.hyperparameters);
+    if (!why.empty()) refuse("deeptide.moment_dtype", "\"bf16\" does not suit " + rule.name() + ": " + why);
+  }
+  return types;
 }
 
 /// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
@@ -210,6 +221,8 @@ void check_offload(const Config& config, const ModelDescription& model, bool tra
       {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
       {wants_files(placement.optimizer_states), "deeptide.placement.optimizer_states", "leave it out"},
       {wants_files(placement.gradients), "deeptide.placement.gradients", "leave it out"},
+      {trains && config.runtime().packed_states, "deeptide.packed_states", "set it to false"},
+      {trains && config.runtime().moment_dtype == DataType::bf16, "deeptide.moment_dtype", "leave it out"},
   };
   for (const auto& [is_asked, key, cure] : asked) {
     if (!is_asked) continue;

@@ -31,8 +31,8 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
 at::ScalarType reduce_type(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);
-/// Errors: ConfigError where the rule, or where states lie, needs fp32.
-zero::StateTypes state_types(const Config& config, const optim::Rule& rule);
+/// Errors: ConfigError where the rule under one of the groups' hyper-parameters needs fp32.
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups);
 
 /// Whether ranks of one host may have one copy of the parameters.
 bool may_share_memory(const Config& config);
@@ -40,7 +40,7 @@ bool may_share_memory(const Config& config);
 /// Errors: ConfigError naming a key that does not go with the others.
 BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
-/// Errors: ConfigError where the configuration offloads from a device that is no CPU.
+/// Errors: ConfigError where the configuration offloads from, or packs states on, a device that is no CPU.
 void check_offload(const Config& config, const ModelDescription& model, bool trains);
 /// `total_bytes`: of all states of this rank. Absent: states lie in memory, beside the parameters. Errors: as above.
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes);

@@ -4,6 +4,7 @@
 #include "engine/drift_guard.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,6 +18,9 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 using sharding::UnitMemory;
+using tiers::Access;
+using tiers::Block;
+using tiers::Buffer;
 
 namespace {
 
@@ -31,6 +35,23 @@ DriftGuard::DriftGuard(Channels& channels, Boundary& boundary, BoundModel& model
                        const RuntimeConfig& config)
     : channels_(channels), boundary_(boundary), model_(model), optimizer_(optimizer), config_(config) {}
 
+Tensor DriftGuard::Copy::values() const {
+  if (const Tensor all = flat.in_place(); all.defined()) return all.narrow(0, range.begin, range.count);
+  Tensor values = at::empty({0}, flat.dtype());
+  for_each_block(flat, range, [&](Block block) {
+    const auto lease = flat.lease(block, Access::read);
+    if (values.numel() == 0) values = at::empty({range.count}, lease.tensor().options());
+    values.narrow(0, block.begin - range.begin, block.count).copy_(lease.tensor());
+  });
+  return values;
+}
+
+void DriftGuard::Copy::set(const Tensor& values) const {
+  for_each_block(flat, range, [&](Block block) {
+    flat.lease(block, Access::write).tensor().copy_(values.narrow(0, block.begin - range.begin, block.count));
+  });
+}
+
 /// States that cover the whole unit are those of stage 0.
 std::vector<DriftGuard::Copy> DriftGuard::copies() const {
   std::vector<Copy> found;
@@ -39,20 +60,19 @@ std::vector<DriftGuard::Copy> DriftGuard::copies() const {
     const bool is_trained = unit->layout().trainable && optimizer_;
     const int position = unit->layout().trainable ? trained++ : -1;
     if (unit->memory() != UnitMemory::whole) continue;
-    std::vector<std::pair<std::string, Tensor>> flats{{"", unit->whole()}};
+    std::vector<std::pair<std::string, Buffer>> flats{{"", Buffer::resident(unit->whole())}};
     if (is_trained) {
       const zero::OptimizerStates& states = optimizer_->states();
       for (const auto& state : states.buffers(position)) {
-        const Tensor values = state.data.in_place();
-        const bool is_copy = values.defined() && values.numel() == unit->numel();
+        const bool is_copy = state.data.tier() != tiers::Tier::nvme && state.data.numel() == unit->numel();
         if (is_copy && !(state.role == "master" && states.is_aliased(position))) {
-          flats.emplace_back(state.role + " of ", values);
+          flats.emplace_back(state.role + " of ", state.data);
         }
       }
     }
     for (const Parameter& p : unit->parameters()) {
       for (const auto& [what, flat] : flats) {
-        found.push_back({what + "'" + p.name + "'", flat.narrow(0, p.offset, p.numel)});
+        found.push_back({what + "'" + p.name + "'", flat, {p.offset, p.numel}});
       }
     }
   }
@@ -68,7 +88,7 @@ std::string DriftGuard::check(int64_t step) {
   const at::NoGradGuard no_grad;
   const std::vector<Copy> all = copies();
   std::vector<uint64_t> own;
-  for (const Copy& copy : all) own.push_back(digest_of_copy(copy.values));
+  for (const Copy& copy : all) own.push_back(digest_of_copy(copy.values()));
   if (own.empty()) return {};
   const auto digests =
       boundary_.exchange_all(std::span<const uint64_t>(own), {"step", "comparing what every rank has a copy of"});
@@ -99,10 +119,10 @@ std::string DriftGuard::check(int64_t step) {
 
 void DriftGuard::make_equal(const std::vector<Copy>& copies, const std::vector<size_t>& differing) {
   for (const size_t i : differing) {
-    Tensor values = copies[i].values.clone();  // a view of a unit may begin at any element
+    Tensor values = copies[i].values().clone();  // a view of a unit may begin at any element
     auto pending = channels_.gathers().broadcast(values, 0);
     channels_.gathers().wait(pending, {"step", "making " + copies[i].name + " equal on all ranks"});
-    copies[i].values.copy_(values);
+    copies[i].set(values);
   }
 }
 

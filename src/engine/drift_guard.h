@@ -9,6 +9,7 @@
 
 #include "engine/boundary.h"
 #include "engine/channels.h"
+#include "tiers/buffer.h"
 #include "zero/sharded_optimizer.h"
 
 namespace deeptide::engine {
@@ -27,10 +28,15 @@ class DriftGuard {
   bool is_due(int64_t step) const;
 
  private:
-  /// A tensor of which every rank has a copy, and what it is.
+  /// Elements of which every rank has a copy, and what they are.
   struct Copy {
     std::string name;  // "'h.0.up.weight'", "exp_avg of 'h.0.up.weight'"
-    at::Tensor values;
+    tiers::Buffer flat;
+    tiers::Block range;
+
+    /// Where they lie, or unpacked.
+    at::Tensor values() const;
+    void set(const at::Tensor& values) const;
   };
 
   std::vector<Copy> copies() const;

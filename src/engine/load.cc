@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/log.h"
 #include "base/sha256.h"
 #include "checkpoint/reader.h"
 #include "engine/custom_state.h"
@@ -135,6 +136,21 @@ std::set<StateName> take_fresh_states(const checkpoint::Reader& reader, const op
   return fresh;
 }
 
+/// Says that this load loses precision: the checkpoint has states in fp32 that this engine keeps in 16 bits.
+void tell_of_rounding(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) {
+  std::map<StateName, at::ScalarType> kept;
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_moment()) kept[name_of(piece)] = piece.data.dtype();
+  }
+  for (const Piece& piece : reader.table()) {
+    const auto found = piece.role.is_moment() ? kept.find(name_of(piece)) : kept.end();
+    if (found == kept.end() || piece.data.dtype() != at::kFloat || found->second == at::kFloat) continue;
+    return log(LogLevel::info, "load_checkpoint: the optimizer's states, saved in fp32, are rounded to " +
+                                   std::string(found->second == at::kHalf ? "fp16" : "bf16") +
+                                   ", as this run keeps them");
+  }
+}
+
 /// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
 /// are not wanted, and moments that this engine does not keep.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
@@ -219,6 +235,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     throw CheckpointError("checkpoint " + directory + "/" + tag +
                           " does not fit the model (nothing was changed):" + joined(lines, 20));
   });
+  if (channels.is_first()) tell_of_rounding(*reader, wanted);
   if (intake) intake->drop_left();
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
   boundary->together("restoring buffers", [&] {

@@ -74,8 +74,8 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   TORCH_CHECK_VALUE(world.size > 0 && world.ranks_per_host > 0 && world.size % world.ranks_per_host == 0, "plan: got ",
                     world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
   Facts facts{.config = config, .world = world, .rule = rule, .policy = engine::policy_of(config, rule)};
-  if (rule) facts.types = engine::state_types(config, *rule);
   facts.groups = engine::optimizer_groups(model, config, options);
+  if (rule) facts.types = engine::state_types(config, *rule, facts.groups);
   facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
   facts.parameters = engine::distinct_parameters(model.parameters);
   facts.on_cpu = engine::common_device(facts.parameters).is_cpu();
@@ -139,7 +139,8 @@ PlanLine optimizer_of(const Facts& facts) {
     line.memory_bytes += zero::total_bytes(states);
     for (const UnitLayout* unit : facts.trainable()) {
       const int64_t numel = facts.policy.shard_optimizer ? unit->shard : unit->numel;
-      if (facts.types.aliases(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
+      // A copy of a master that is the parameter, or whose upper half is.
+      if (facts.types.aliases(unit->dtype) || facts.types.packs(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
     }
   }
   return line;

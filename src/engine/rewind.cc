@@ -40,13 +40,12 @@ void Rewind::copy_states() {
     for (const UnitStateBuffer& state : states.buffers(i)) {
       const auto is_this = [&](const State& known) { return known.role == state.role; };
       auto found = std::find_if(kept.begin(), kept.end(), is_this);
-      const Tensor values = state.data.in_place();
       if (found == kept.end()) {
         const auto role = device::Role::optimizer;
-        Tensor copy = device::allocate_flat(ledger_, role, values.numel(), values.scalar_type(), values.device());
+        Tensor copy = device::allocate_flat(ledger_, role, state.data.numel(), state.data.dtype(), model_.device());
         found = kept.insert(kept.end(), {state.role, std::move(copy)});
       }
-      found->values.copy_(values);
+      state.data.copy_to(found->values);
     }
   }
   if (!optimizer_.custom()) return;
@@ -73,10 +72,13 @@ int64_t Rewind::restore(Progress& progress) {
   OptimizerStates& states = optimizer_.states();
   for (int i = 0; i < states.num_units(); ++i) {
     for (const UnitStateBuffer& state : states.buffers(i)) {
-      const Tensor values = state.data.in_place();
       const auto found = std::find_if(states_[i].begin(), states_[i].end(),
                                       [&](const State& known) { return known.role == state.role; });
-      found == states_[i].end() ? values.zero_() : values.copy_(found->values);
+      if (found == states_[i].end()) {
+        state.data.in_place().zero_();
+      } else {
+        state.data.copy_from(found->values);
+      }
     }
   }
   for (size_t part = 0; part < custom_states_.size(); ++part) {

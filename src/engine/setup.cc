@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
-#include "base/invariant.h"
 #include "base/log.h"
 #include "deeptide/allocator.h"
 #include "deeptide/errors.h"
@@ -116,10 +115,7 @@ zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit
   const auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
   if (!options) return {};
   offloaded = std::make_unique<tiers::Offload>(*options, ledger, device::Role::optimizer, "optimizer states");
-  return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) {
-    DEEPTIDE_INVARIANT(dtype == at::kFloat, "states of ", dtype, " do not go to files");
-    return states->place(numel, dtype);
-  };
+  return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
 }
 
 /// Where whole units, and nothing else, are gathered after a step.
@@ -143,7 +139,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
     progress.hyperparameters.push_back(group.hyperparameters);
   }
   const auto trainable = model.trainable();
-  const zero::StateTypes types = engine::state_types(config, *rule);
+  const zero::StateTypes types = engine::state_types(config, *rule, groups);
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,

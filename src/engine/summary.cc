@@ -40,6 +40,18 @@ std::string text_of_publishing(const Engine::Impl& impl) {
                        : "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
 }
 
+std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
+  const Config& config = impl.config;
+  const zero::StateTypes states = impl.rule ? engine::state_types(config, *impl.rule, impl.groups) : zero::StateTypes();
+  std::string master = states.rounded_masters ? parameters : "fp32";
+  if (states.packed_masters) master += ", packed beside parameters";
+  std::string moments = states.rounded_moments ? parameters : "fp32";
+  if (states.moments_seed) moments = "bf16, rounded stochastically";
+  return fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
+                     parameters, parameters, short_name(engine::reduce_type(config)),
+                     short_name(engine::accumulate_type(config)), master, moments);
+}
+
 int64_t bytes_of_transport(const Engine::Impl& impl) {
   const host::Host& host = *impl.channels.host();
   const bool two_levels = host.size() > 1 && host.is_uniform() && !host.holds_all();
@@ -79,11 +91,7 @@ std::string Engine::Impl::summary() const {
     text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
-  const zero::StateTypes states = rule ? engine::state_types(config, *rule) : zero::StateTypes();
-  text += fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
-                      parameter_types, parameter_types, short_name(engine::reduce_type(config)),
-                      short_name(engine::accumulate_type(config)), states.rounded_masters ? parameter_types : "fp32",
-                      states.rounded_moments ? parameter_types : "fp32");
+  text += text_of_types(*this, parameter_types);
   if (const PrecisionConfig& precision = config.precision(); precision.scales_loss()) {
     const std::string how =
         precision.loss_scale > 0

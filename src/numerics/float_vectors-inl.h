@@ -80,6 +80,10 @@ struct Whole {
   HWY_INLINE void put(V x, T* to) const {
     store(x, to);
   }
+  /// The lower 16 bits of each lane.
+  HWY_INLINE void put_bits(hn::Vec<D32> bits, uint16_t* to) const {
+    hn::StoreU(hn::TruncateTo(D16(), bits), D16(), to);
+  }
   /// The lanes in memory, zero elsewhere.
   HWY_INLINE V keep(V x) const { return x; }
 };
@@ -99,6 +103,11 @@ struct Part {
   HWY_INLINE void put(V x, T* to) const {
     HWY_ALIGN T lanes[HWY_LANES(float)];
     store(x, lanes);
+    for (size_t i = 0; i < rest; ++i) to[i] = lanes[i];
+  }
+  HWY_INLINE void put_bits(hn::Vec<D32> bits, uint16_t* to) const {
+    HWY_ALIGN uint16_t lanes[HWY_LANES(float)];
+    hn::StoreU(hn::TruncateTo(D16(), bits), D16(), lanes);
     for (size_t i = 0; i < rest; ++i) to[i] = lanes[i];
   }
   HWY_INLINE V keep(V x) const { return hn::IfThenElseZero(hn::FirstN(D(), rest), x); }

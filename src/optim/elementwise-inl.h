@@ -14,6 +14,8 @@
 #include <type_traits>
 
 #include "numerics/float_vectors-inl.h"
+#include "numerics/packed_vectors-inl.h"
+#include "numerics/stochastic_rounding-inl.h"
 #include "optim/elementwise.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -56,53 +58,142 @@ HWY_INLINE void store_param(InMemory part, V x, const detail::ParamStream& param
   }
 }
 
-template <size_t kStates, Output kOutput, Source kSource, typename InMemory, typename Update>
-HWY_INLINE void step_vector(InMemory part, const Streams& io, size_t i, const Update& update) {
-  V p = part.get(io.master + i);
+/// What a step reads and writes in fp32: a master with its states, and its parameter rounded.
+template <Output kOutput>
+struct WideForm {
+  template <typename InMemory>
+  HWY_INLINE V master(InMemory part, size_t i) const {
+    return part.get(io.master + i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_master(InMemory part, V p, size_t i) const {
+    part.put(p, io.master + i);
+    store_param<kOutput>(part, p, io.param, i);
+  }
+  template <typename InMemory>
+  HWY_INLINE V state(InMemory part, size_t k, size_t i) const {
+    return part.get(io.states[k] + i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first) const {
+    part.put(first, io.states[0] + i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first, V second) const {
+    put_states(part, i, first);
+    part.put(second, io.states[1] + i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first, V second, V third) const {
+    put_states(part, i, first, second);
+    part.put(third, io.states[2] + i);
+  }
+  Streams io;
+};
+
+/// A packed master, with fp32 states.
+struct PackedForm : WideForm<Output::none> {
+  template <typename InMemory>
+  HWY_INLINE V master(InMemory part, size_t i) const {
+    return load_packed(part, io.packed, i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_master(InMemory part, V p, size_t i) const {
+    store_packed(part, p, io.packed, i);
+  }
+};
+
+/// A packed master, with states in bf16 that are rounded stochastically.
+struct PackedHalfForm : PackedForm {
+  template <typename InMemory>
+  HWY_INLINE V state(InMemory part, size_t k, size_t i) const {
+    return part.get(reinterpret_cast<const c10::BFloat16*>(io.half_states[k]) + i);
+  }
+  HWY_INLINE U random(int pair, size_t i) const {
+    return random_bits(io.random, pair, io.index + static_cast<int64_t>(i));
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_state(InMemory part, size_t i, V x, int k, U random) const {
+    part.put_bits(rounded_by(x, bits_of_stream(random, k)), io.half_states[k] + i);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first) const {
+    put_state(part, i, first, 0, random(0, i));
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first, V second) const {
+    const U bits = random(0, i);
+    put_state(part, i, first, 0, bits);
+    put_state(part, i, second, 1, bits);
+  }
+  template <typename InMemory>
+  HWY_INLINE void put_states(InMemory part, size_t i, V first, V second, V third) const {
+    put_states(part, i, first, second);
+    put_state(part, i, third, 2, random(1, i));
+  }
+};
+
+template <size_t kStates, Source kSource, typename InMemory, typename Form, typename Update>
+HWY_INLINE void step_vector(InMemory part, const Form& form, size_t i, const Update& update) {
+  const Streams& io = form.io;
+  V p = form.master(part, i);
   const V g = hn::Mul(load_gradient<kSource>(part, io.gradient, i), hn::Set(D(), io.gradient.scale));
   if constexpr (kStates == 0) {
     p = update(p, g);
   } else if constexpr (kStates == 1) {
-    V state = part.get(io.states[0] + i);
+    V state = form.state(part, 0, i);
     p = update(p, g, state);
-    part.put(state, io.states[0] + i);
+    form.put_states(part, i, state);
   } else if constexpr (kStates == 2) {
-    V first = part.get(io.states[0] + i), second = part.get(io.states[1] + i);
+    V first = form.state(part, 0, i), second = form.state(part, 1, i);
     p = update(p, g, first, second);
-    part.put(first, io.states[0] + i);
-    part.put(second, io.states[1] + i);
+    form.put_states(part, i, first, second);
   } else {
     static_assert(kStates == 3, "add a case for more states");
-    V first = part.get(io.states[0] + i), second = part.get(io.states[1] + i), third = part.get(io.states[2] + i);
+    V first = form.state(part, 0, i), second = form.state(part, 1, i), third = form.state(part, 2, i);
     p = update(p, g, first, second, third);
-    part.put(first, io.states[0] + i);
-    part.put(second, io.states[1] + i);
-    part.put(third, io.states[2] + i);
+    form.put_states(part, i, first, second, third);
   }
-  part.put(p, io.master + i);
-  store_param<kOutput>(part, p, io.param, i);
+  form.put_master(part, p, i);
 }
 
-/// Copies of `io` and `update` stay in registers: the stores cannot change them.
-template <size_t kStates, Output kOutput, Source kSource, typename Update>
-void step_range(Streams io, size_t count, Update update) {
-  each_vector(0, count, [&](auto part, size_t i) { step_vector<kStates, kOutput, kSource>(part, io, i, update); });
+/// Copies of `form` and `update` stay in registers: the stores cannot change them.
+template <size_t kStates, Source kSource, typename Form, typename Update>
+void step_range(Form form, size_t count, Update update) {
+  each_vector(0, count, [&](auto part, size_t i) { step_vector<kStates, kSource>(part, form, i, update); });
+}
+
+template <size_t kStates, typename Form, typename Update>
+HWY_INLINE void step_form(const Form& form, size_t count, const Update& update) {
+  switch (form.io.gradient.source) {
+    case Source::one_bf16:
+      return step_range<kStates, Source::one_bf16>(form, count, update);
+    case Source::two_bf16:
+      return step_range<kStates, Source::two_bf16>(form, count, update);
+    case Source::summed:
+      return step_range<kStates, Source::summed>(form, count, update);
+  }
+}
+
+template <size_t kStates, typename Update>
+HWY_INLINE void step_packed(const Streams& io, size_t count, const Update& update) {
+  if constexpr (kStates > 0) {
+    if (io.half_states[0] != nullptr) return step_form<kStates>(PackedHalfForm{{{io}}}, count, update);
+  }
+  step_form<kStates>(PackedForm{{io}}, count, update);
 }
 
 /// One step of `count` elements. `update(p, g, state...)`: from a vector of parameters, of scaled gradients and of each
 /// of the kStates states, which it updates in place, to the new parameters.
 template <size_t kStates, typename Update>
 HWY_INLINE void step_streams(const Streams& io, size_t count, const Update& update) {
-  if (io.gradient.source == Source::one_bf16) {
-    step_range<kStates, Output::bf16, Source::one_bf16>(io, count, update);
-  } else if (io.gradient.source == Source::two_bf16) {
-    step_range<kStates, Output::bf16, Source::two_bf16>(io, count, update);
-  } else if (io.param.output == Output::none) {
-    step_range<kStates, Output::none, Source::summed>(io, count, update);
+  if (io.packed.low != nullptr) return step_packed<kStates>(io, count, update);
+  if (io.param.output == Output::none) {
+    step_range<kStates, Source::summed>(WideForm<Output::none>{io}, count, update);
   } else if (io.param.output == Output::bf16) {
-    step_range<kStates, Output::bf16, Source::summed>(io, count, update);
+    step_form<kStates>(WideForm<Output::bf16>{io}, count, update);
   } else {
-    step_range<kStates, Output::fp16, Source::summed>(io, count, update);
+    step_range<kStates, Source::summed>(WideForm<Output::fp16>{io}, count, update);
   }
   // What went past the cache is visible to other threads before they hear of the step.
   if (io.param.past_cache) hwy::FlushStream();

@@ -53,19 +53,37 @@ ParamStream param_stream(const Tensor& param, int64_t begin) {
 /// What vector code reads by itself: a pass through the cache costs a tenth more.
 Source source_of(const Segment& segment) {
   const auto& rows = segment.gradient.rows;
-  const bool bf16 =
-      segment.param.defined() && segment.param.scalar_type() == at::kBFloat16 && rows[0].scalar_type() == at::kBFloat16;
-  if (!bf16 || rows.size() > 2) return Source::summed;
+  const bool to_bf16 =
+      segment.low.defined() || (segment.param.defined() && segment.param.scalar_type() == at::kBFloat16);
+  if (!to_bf16 || rows[0].scalar_type() != at::kBFloat16 || rows.size() > 2) return Source::summed;
   return rows.size() == 1 ? Source::one_bf16 : Source::two_bf16;
 }
 
 Streams streams_at(const Segment& segment, int64_t begin, const GradientStreams& gradient) {
-  Streams io{segment.master.mutable_data_ptr<float>() + begin, {}, gradient, param_stream(segment.param, begin)};
+  Streams io{nullptr, {}, gradient, param_stream(segment.param, begin)};
+  if (segment.low.defined()) {
+    io.packed = segment.packed().from(begin);
+  } else {
+    io.master = segment.master.mutable_data_ptr<float>() + begin;
+  }
   for (size_t i = 0; i < segment.states.size(); ++i) {
     const Tensor& state = segment.states[i];
-    io.states[i] = state.defined() ? state.mutable_data_ptr<float>() + begin : nullptr;
+    if (!state.defined()) continue;
+    if (state.scalar_type() == at::kFloat) {
+      io.states[i] = state.mutable_data_ptr<float>() + begin;
+    } else {
+      io.half_states[i] = static_cast<uint16_t*>(state.mutable_data_ptr()) + begin;
+    }
   }
+  if (segment.rounding) io.index = segment.rounding->first + begin;
   return io;
+}
+
+/// Whether parts of the segment are widened in the cache: a packed master and what is beside it are not.
+bool needs_widening(const Segment& segment) {
+  if (segment.low.defined()) return false;
+  const auto is_narrow = [](const Tensor& tensor) { return tensor.defined() && tensor.scalar_type() != at::kFloat; };
+  return is_narrow(segment.master) || std::any_of(segment.states.begin(), segment.states.end(), is_narrow);
 }
 
 /// What a range of a segment needs in fp32 to be stepped: 20 KiB, which stay in the first-level cache.
@@ -80,9 +98,15 @@ struct WideBlock {
 /// copy back: the kernel writes it as it writes a rounded parameter.
 Streams widened_streams(const Segment& segment, int64_t begin, int64_t count, WideBlock& wide) {
   const at::ScalarType type = segment.master.scalar_type();
-  auto* master = static_cast<uint16_t*>(segment.master.mutable_data_ptr()) + begin;
-  numerics::widen(master, type, count, wide.master);
-  Streams io{wide.master, {}, {}, {master, type == at::kHalf ? Output::fp16 : Output::bf16, /*past_cache=*/false}};
+  Streams io{};
+  if (type == at::kFloat) {
+    io = {segment.master.mutable_data_ptr<float>() + begin, {}, {}, param_stream(segment.param, begin)};
+    io.param.past_cache = false;
+  } else {
+    auto* master = static_cast<uint16_t*>(segment.master.mutable_data_ptr()) + begin;
+    numerics::widen(master, type, count, wide.master);
+    io = {wide.master, {}, {}, {master, type == at::kHalf ? Output::fp16 : Output::bf16, /*past_cache=*/false}};
+  }
   for (size_t i = 0; i < segment.states.size(); ++i) {
     const Tensor& state = segment.states[i];
     if (!state.defined()) continue;
@@ -90,25 +114,40 @@ Streams widened_streams(const Segment& segment, int64_t begin, int64_t count, Wi
       io.states[i] = state.mutable_data_ptr<float>() + begin;
     } else {
       io.states[i] = wide.states[i];
-      numerics::widen(static_cast<const uint16_t*>(state.const_data_ptr()) + begin, type, count, io.states[i]);
+      numerics::widen(static_cast<const uint16_t*>(state.const_data_ptr()) + begin, state.scalar_type(), count,
+                      io.states[i]);
     }
   }
   return io;
 }
 
-void round_states(const Segment& segment, int64_t begin, int64_t count, const WideBlock& wide) {
+void round_states(const Segment& segment, int64_t begin, int64_t count, const WideBlock& wide,
+                  const numerics::RandomKey& random) {
+  int stream = 0;
   for (size_t i = 0; i < segment.states.size(); ++i) {
     const Tensor& state = segment.states[i];
-    if (!state.defined() || state.scalar_type() == at::kFloat) continue;
-    numerics::round_to(static_cast<uint16_t*>(state.mutable_data_ptr()) + begin, state.scalar_type(), count,
-                       wide.states[i]);
+    if (!state.defined()) continue;
+    const int own = stream++;
+    if (state.scalar_type() == at::kFloat) continue;
+    auto* to = static_cast<uint16_t*>(state.mutable_data_ptr()) + begin;
+    if (segment.rounding) {
+      numerics::round_stochastically(wide.states[i], count, to, random, own, segment.rounding->first + begin);
+    } else {
+      numerics::round_to(to, state.scalar_type(), count, wide.states[i]);
+    }
   }
 }
 
-/// As over_streams, with a master of 16 bits.
+numerics::RandomKey random_of(const Segment& segment, const StepTerms& terms) {
+  if (!segment.rounding) return {};
+  return numerics::RandomKey::of(segment.rounding->seed, static_cast<uint64_t>(terms.step));
+}
+
+/// As over_streams, with a master or states of 16 bits.
 void over_widened(const Segment& segment, const StepTerms& terms,
                   c10::function_ref<void(const Streams& streams, size_t count)> kernel) {
   const numerics::SumReader reader(segment.gradient);
+  const numerics::RandomKey random = random_of(segment, terms);
   parallel_blocks(segment.master.numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
     WideBlock wide;
     for (int64_t first = begin; first < end; first += WideBlock::kNumel) {
@@ -119,7 +158,7 @@ void over_widened(const Segment& segment, const StepTerms& terms,
                      static_cast<float>(terms.gradient_scale),
                      Source::summed};
       kernel(io, static_cast<size_t>(count));
-      round_states(segment, first, count, wide);
+      round_states(segment, first, count, wide, random);
     }
   });
 }
@@ -128,10 +167,16 @@ void over_widened(const Segment& segment, const StepTerms& terms,
 
 void over_streams(const Segment& segment, const StepTerms& terms,
                   c10::function_ref<void(const Streams& streams, size_t count)> kernel) {
-  if (numerics::is_half_width(segment.master.scalar_type())) return over_widened(segment, terms, kernel);
+  if (needs_widening(segment)) return over_widened(segment, terms, kernel);
   const auto& contributions = segment.gradient;
   const Source source = source_of(segment);
   GradientStreams gradient{{}, 1.0f, static_cast<float>(terms.gradient_scale), source};
+  const numerics::RandomKey random = random_of(segment, terms);
+  const auto run = [&](int64_t begin, int64_t end, const GradientStreams& own) {
+    Streams io = streams_at(segment, begin, own);
+    io.random = random;
+    kernel(io, static_cast<size_t>(end - begin));
+  };
   if (source != Source::summed) {
     gradient.row_scale = static_cast<float>(contributions.scale);
     parallel_blocks(segment.master.numel(), kBlock, kGrainBlocks, [&](int64_t begin, int64_t end) {
@@ -139,7 +184,7 @@ void over_streams(const Segment& segment, const StepTerms& terms,
       for (size_t row = 0; row < contributions.rows.size(); ++row) {
         own.rows[row] = static_cast<const uint16_t*>(contributions.rows[row].const_data_ptr()) + begin;
       }
-      kernel(streams_at(segment, begin, own), static_cast<size_t>(end - begin));
+      run(begin, end, own);
     });
     return;
   }
@@ -152,7 +197,7 @@ void over_streams(const Segment& segment, const StepTerms& terms,
     for (int64_t first = begin; first < end; first += length) {
       const int64_t count = std::min(length, end - first);
       own.rows[0] = reader.read(first, count, scratch);
-      kernel(streams_at(segment, first, own), static_cast<size_t>(count));
+      run(first, first + count, own);
     }
   });
 }

@@ -9,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "numerics/packed.h"
+#include "numerics/stochastic_rounding.h"
 #include "optim/rule.h"
 
 namespace deeptide::optim::detail {
@@ -37,10 +39,16 @@ struct ParamStream {
 
 /// A segment's streams from some element on; a state that is not kept is null.
 struct Streams {
-  float* master;
+  float* master;  // null if it is packed
   float* states[kMaxStates];
   GradientStreams gradient;
   ParamStream param;
+  numerics::PackedRange packed = {};
+  uint16_t* half_states[kMaxStates] = {};  // in bf16, in the place of `states`; only beside a packed master
+  numerics::RandomKey random = {};         // for these: a stream each, by their places
+  int64_t index = 0;                       // of the first element there
+
+  bool keeps(size_t state) const { return states[state] != nullptr || half_states[state] != nullptr; }
 };
 
 /// The segment's streams from element `begin` on, without its gradient.

@@ -86,11 +86,12 @@ struct RmspropCentered : RmspropUpdate {
 
 void rmsprop_kernel(const Streams& all, size_t count, const RmspropScalars& s) {
   Streams io = all;
-  const bool centered = io.states[kGradAvg] != nullptr, moves = io.states[kMomentumBuffer] != nullptr;
+  const bool centered = io.keeps(kGradAvg), moves = io.keeps(kMomentumBuffer);
   if (centered) {
     moves ? step_streams<3>(io, count, RmspropCentered{{s}}) : step_streams<2>(io, count, RmspropCentered{{s}});
   } else {
     io.states[1] = io.states[kMomentumBuffer];
+    io.half_states[1] = io.half_states[kMomentumBuffer];
     moves ? step_streams<2>(io, count, RmspropPlain{{s}}) : step_streams<1>(io, count, RmspropPlain{{s}});
   }
 }
@@ -112,6 +113,12 @@ class Rmsprop final : public Rule {
       : Rule(info, {{"square_avg"},
                     {.name = "grad_avg", .unless_zero = "centered"},
                     {.name = "momentum_buffer", .unless_zero = "momentum"}}) {}
+
+  std::string needs_fp32_states(const Hyperparameters& hyper) const override {
+    return hyper[centered_] == 0.0 ? ""
+                                   : "with \"centered\" it takes the root of square_avg - grad_avg^2, which rounding "
+                                     "makes negative; set centered to false";
+  }
 
  private:
   RmspropScalars scalars(const Hyperparameters& hyper) const {

@@ -4,6 +4,7 @@
 #include "optim/rule.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <map>
@@ -11,6 +12,7 @@
 
 #include "deeptide/errors.h"
 #include "numerics/rounding.h"
+#include "numerics/stochastic_rounding.h"
 
 using at::Tensor;
 
@@ -65,6 +67,9 @@ void check_gradient(const std::string& what, const numerics::Contributions& grad
 Segment widened(const Segment& segment) {
   Segment wide = segment;
   wide.master = segment.master.to(at::kFloat);
+  if (segment.low.defined()) {
+    numerics::unpack(segment.packed(), wide.master.numel(), wide.master.mutable_data_ptr<float>());
+  }
   for (Tensor& state : wide.states) {
     if (state.defined()) state = state.to(at::kFloat);
   }
@@ -75,7 +80,35 @@ void copy_back(const Tensor& wide, const Tensor& narrow) {
   if (narrow.defined() && !wide.is_same(narrow)) narrow.copy_(wide);
 }
 
+void copy_master_back(const Tensor& wide, const Segment& segment) {
+  if (!segment.low.defined()) return copy_back(wide, segment.master);
+  numerics::pack(wide.const_data_ptr<float>(), wide.numel(), segment.packed());
+}
+
+void copy_states_back(const Segment& wide, const Segment& segment, int64_t step) {
+  int stream = 0;
+  for (size_t i = 0; i < wide.states.size(); ++i) {
+    const Tensor& state = segment.states[i];
+    if (!state.defined()) continue;
+    if (!segment.rounding || state.scalar_type() == at::kFloat) {
+      copy_back(wide.states[i], state);
+    } else {
+      const auto key = numerics::RandomKey::of(segment.rounding->seed, static_cast<uint64_t>(step));
+      numerics::round_stochastically(wide.states[i].const_data_ptr<float>(), state.numel(),
+                                     static_cast<uint16_t*>(state.mutable_data_ptr()), key, stream,
+                                     segment.rounding->first);
+    }
+    ++stream;
+  }
+}
+
 }  // namespace
+
+numerics::PackedRange Segment::packed() const {
+  if (!low.defined()) return {};
+  return {static_cast<uint16_t*>(master.mutable_data_ptr()), static_cast<uint16_t*>(low.mutable_data_ptr()), halfway,
+          first};
+}
 
 Rule::Rule(const OptimizerInfo& info, std::vector<StateRole> roles, Reach reach)
     : info_(info), roles_(std::move(roles)), reach_(reach) {
@@ -106,8 +139,12 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
                     hyper.optimizer() ? hyper.optimizer()->name : "no optimizer", ", expected ", name(), "'s");
   TORCH_CHECK_VALUE(master.defined() && master.dim() == 1, what, ": master must be a flat tensor of shape (N,)");
   const bool rounds = reach(hyper) == Reach::elementwise && numerics::is_half_width(master.scalar_type());
-  const at::ScalarType also = rounds ? master.scalar_type() : at::ScalarType::Undefined;
+  at::ScalarType also = rounds ? master.scalar_type() : at::ScalarType::Undefined;
   check_type(what, "master", master, master, also);
+  check_packed(segment, rounds);
+  if (segment.low.defined()) also = at::ScalarType::Undefined;
+  TORCH_CHECK_VALUE(!segment.rounding || needs_fp32_states(hyper).empty(), what, ": ", needs_fp32_states(hyper));
+  if (segment.rounding && reach(hyper) == Reach::elementwise && master.is_cpu()) also = at::kBFloat16;
   TORCH_CHECK_VALUE(segment.states.size() == roles_.size(), what, ": got ", segment.states.size(), " states, expected ",
                     roles_.size());
   for (size_t i = 0; i < roles_.size(); ++i) {
@@ -127,6 +164,19 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
     TORCH_CHECK_VALUE(numerics::is_half_width(type), what, ": param is ", type,
                       ", expected BFloat16 or Half; in fp32 training leave it undefined");
   }
+}
+
+void Rule::check_packed(const Segment& segment, bool takes_16_bits) const {
+  if (!segment.low.defined()) return;
+  const std::string what = name() + " step";
+  const Tensor& master = segment.master;
+  TORCH_CHECK_VALUE(takes_16_bits && master.scalar_type() == at::kBFloat16 && master.is_cpu(), what,
+                    ": low is defined beside a master of ", master.scalar_type(), " on ", master.device(),
+                    ", expected one of BFloat16 on a CPU, and a step of each element by itself");
+  check_like_master(what, "low", segment.low, master);
+  TORCH_CHECK_VALUE(segment.low.scalar_type() == at::kShort, what, ": low is ", segment.low.scalar_type(),
+                    ", expected Short");
+  TORCH_CHECK_VALUE(segment.halfway != nullptr, what, ": a packed master needs the bits of what lies halfway");
 }
 
 void Rule::check(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
@@ -150,8 +200,8 @@ void Rule::step_reference(const Segment& segment, const Hyperparameters& hyper, 
   at::NoGradGuard no_grad;
   const Segment wide = widened(segment);
   step_aten(wide, hyper, terms);
-  copy_back(wide.master, segment.master);
-  for (size_t i = 0; i < wide.states.size(); ++i) copy_back(wide.states[i], segment.states[i]);
+  copy_master_back(wide.master, segment);
+  copy_states_back(wide, segment, terms.step);
   if (segment.param.defined()) segment.param.copy_(segment.master);
 }
 

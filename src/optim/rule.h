@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -14,6 +15,7 @@
 
 #include "deeptide/hyperparameters.h"
 #include "numerics/ordered_sum.h"
+#include "numerics/packed.h"
 
 namespace deeptide::optim {
 
@@ -25,6 +27,12 @@ enum class Reach : uint8_t {
   callers,          // what the caller's own optimizer makes of it: a CustomRule
 };
 
+/// Where the random bits of a segment's first element are; those of a step follow from its number.
+struct StochasticRounding {
+  uint64_t seed = 0;
+  int64_t first = 0;  // the element's index among all that are trained
+};
+
 /// A state: one fp32 number per element, zero before the first step.
 struct StateRole {
   std::string name;                    // in checkpoints, `full_state` and messages
@@ -33,13 +41,20 @@ struct StateRole {
 };
 
 /// The flat tensors of one segment, all (N,), contiguous, on one device. An elementwise rule also takes a master of 16
-/// bits, which is the parameter itself, and states of its type: they are widened, stepped in fp32 and rounded once.
+/// bits, which is the parameter itself, and states of 16 bits: they are widened, stepped in fp32 and rounded once. With
+/// `low` the master is packed: the parameter in bf16, and what rounding it would lose.
 struct Segment {
   at::Tensor master;                 // fp32, or bf16 | fp16; updated
   std::vector<at::Tensor> states;    // fp32, or as the master; updated; by the rule's roles, undefined if not kept
   numerics::Contributions gradient;  // read, and summed on the way
   at::Tensor param;                  // bf16 | fp16, receives the rounded fp32 master; undefined if it is the master
   int64_t rows = 1;                  // of a whole parameter as a matrix (rows, N / rows), for rules that take it so
+  at::Tensor low = {};               // int16, on a CPU; updated; undefined: the master is not packed
+  numerics::HalfwayBits* halfway = nullptr;         // of a packed master
+  int64_t first = 0;                                // the first element's index there
+  std::optional<StochasticRounding> rounding = {};  // of states in bf16; absent: states of 16 bits round to nearest
+
+  numerics::PackedRange packed() const;
 };
 
 /// Which step this is.
@@ -65,6 +80,8 @@ class Rule {
   virtual std::vector<double> parameter_numbers() const { return {}; }
   /// Whether a group with these hyper-parameters needs the state of role `role`.
   bool keeps(size_t role, const Hyperparameters& hyper) const;
+  /// Why states of 16 bits would spoil a step under these hyper-parameters; empty: they would not.
+  virtual std::string needs_fp32_states(const Hyperparameters& /*hyper*/) const { return {}; }
   /// The names of the hyper-parameters that the step reads.
   const std::set<std::string>& names_read() const { return names_read_; }
 
@@ -84,6 +101,7 @@ class Rule {
   void check_states(const Segment& segment, const Hyperparameters& hyper) const;
 
  private:
+  void check_packed(const Segment& segment, bool takes_16_bits) const;
   virtual void step_cpu(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
   virtual void step_aten(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const = 0;
 

@@ -48,7 +48,7 @@ struct SgdUpdate {
 };
 
 void sgd_kernel(const Streams& io, size_t count, const SgdScalars& s) {
-  io.states[0] ? step_streams<1>(io, count, SgdUpdate{s}) : step_streams<0>(io, count, SgdUpdate{s});
+  io.keeps(0) ? step_streams<1>(io, count, SgdUpdate{s}) : step_streams<0>(io, count, SgdUpdate{s});
 }
 
 }  // namespace deeptide::optim::HWY_NAMESPACE

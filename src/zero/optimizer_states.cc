@@ -17,6 +17,17 @@ using tiers::Access;
 using tiers::Block;
 using tiers::Buffer;
 
+namespace {
+
+/// The unit's elements and the gaps between parameters, but not what pads it for a number of ranks.
+int64_t extent_of(const sharding::UnitLayout& layout) {
+  constexpr int64_t kAlignment = 64;  // elements
+  const int64_t end = layout.slots.empty() ? 0 : layout.slots.back().offset + layout.slots.back().numel;
+  return (end + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
 OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
                                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                  StatePlacement place, StateTypes types)
@@ -27,31 +38,44 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
       types_(types),
       kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
   at::NoGradGuard no_grad;
+  int64_t first = 0;
   for (int i = 0; i < num_units(); ++i) {
-    const Buffer values = parameters(i);
     UnitState state;
-    state.aliased = types_.aliases(values.dtype());
-    state.master = state.aliased ? values : place_(values.numel(), at::kFloat);
+    place_master(state, parameters(i));
+    state.first = first;
+    first += extent_of(units_[i]->layout());
     state.states.resize(rule_.roles().size());
     state.steps.assign(units_[i]->parameters().size(), 0);
     state.numbers.assign(units_[i]->parameters().size(), rule_.parameter_numbers());
-    if (!state.aliased) {
-      const Buffer* const both[] = {&state.master, &values};
-      for_each_block(both, {0, values.numel()}, [&](Block block) {
-        const auto master = state.master.lease(block, Access::write);
-        master.tensor().copy_(values.lease(block, Access::read).tensor());
-      });
-    }
     units_states_.push_back(std::move(state));
   }
   keep(groups);
+}
+
+/// The low halves of a packed master begin as zeros: it is the parameter.
+void OptimizerStates::place_master(UnitState& state, const Buffer& values) {
+  state.aliased = types_.aliases(values.dtype());
+  if (state.aliased) {
+    state.master = values;
+  } else if (types_.packs(values.dtype())) {
+    state.packed = {place_(values.numel(), at::kShort), std::make_shared<numerics::HalfwayBits>(values.numel())};
+    state.master = packed_buffer(values, *state.packed);
+  } else {
+    state.master = place_(values.numel(), at::kFloat);
+    const Buffer* const both[] = {&state.master, &values};
+    for_each_block(both, {0, values.numel()}, [&](Block block) {
+      const auto master = state.master.lease(block, Access::write);
+      master.tensor().copy_(values.lease(block, Access::read).tensor());
+    });
+  }
 }
 
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types) {
   std::vector<StateForecast> states;
   for (const UnitForecast& unit : units) {
-    if (!types.aliases(unit.dtype)) states.push_back({unit.numel, at::kFloat});  // the master
+    const auto master = types.packs(unit.dtype) ? at::kShort : at::kFloat;
+    if (!types.aliases(unit.dtype)) states.push_back({unit.numel, master});
   }
   std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
   for (size_t group = 0; group < groups.size(); ++group) {
@@ -91,7 +115,11 @@ std::vector<UnitStateBuffer> OptimizerStates::buffers(int unit) const {
 int64_t OptimizerStates::predicted_bytes() const {
   int64_t bytes = 0;
   for (const UnitState& state : units_states_) {
-    if (!state.aliased) bytes += state.master.resident_bytes();
+    if (state.packed) {
+      bytes += state.packed->low.resident_bytes();
+    } else if (!state.aliased) {
+      bytes += state.master.resident_bytes();
+    }
     for (const Buffer& buffer : state.states) bytes += buffer.defined() ? buffer.resident_bytes() : 0;
   }
   return bytes;
@@ -152,8 +180,14 @@ void OptimizerStates::zero(const std::set<StateName>& states) {
   }
 }
 
+std::optional<optim::StochasticRounding> OptimizerStates::rounding(int unit, int64_t element) const {
+  if (!types_.moments_seed) return std::nullopt;
+  return optim::StochasticRounding{*types_.moments_seed, units_states_[unit].first + begin(unit) + element};
+}
+
 /// Where a parameter still is what its master rounds to, the master keeps its extra precision. Over-reporting written
-/// elements is therefore harmless.
+/// elements is therefore harmless. Half a master does not show which elements were written: all of the parameter become
+/// their own masters.
 void OptimizerStates::refresh_masters(int unit) {
   const Buffer values = parameters(unit);
   for (sharding::Parameter& p : units_[unit]->parameters()) {
@@ -161,9 +195,15 @@ void OptimizerStates::refresh_masters(int unit) {
     const int64_t first = std::max(p.offset, begin(unit));
     const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
     if (count <= 0) continue;
+    const Block range{first - begin(unit), count};
+    if (const auto& packed = units_states_[unit].packed) {
+      for_each_block(packed->low, range,
+                     [&](Block block) { packed->low.lease(block, Access::write).tensor().zero_(); });
+      continue;
+    }
     const Buffer& buffer = units_states_[unit].master;
     const Buffer* const both[] = {&buffer, &values};
-    for_each_block(both, {first - begin(unit), count}, [&](Block block) {
+    for_each_block(both, range, [&](Block block) {
       const auto lease = buffer.lease(block, Access::update), source = values.lease(block, Access::read);
       const Tensor &master = lease.tensor(), &written = source.tensor();
       master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));

@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -16,6 +17,7 @@
 #include "optim/rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
+#include "zero/packed_master.h"
 #include "zero/policy.h"
 
 namespace deeptide::zero {
@@ -33,9 +35,15 @@ using StatePlacement = std::function<tiers::Buffer(int64_t numel, at::ScalarType
 struct StateTypes {
   bool rounded_masters = false;  // units of 16 bits have no fp32 master: their parameters are their masters
   bool rounded_moments = false;  // states have their unit's type; needs rounded masters
+  bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
+  std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
 
   bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
-  at::ScalarType of_states(at::ScalarType unit) const { return rounded_moments ? unit : at::kFloat; }
+  bool packs(at::ScalarType unit) const { return unit == at::kBFloat16 && packed_masters; }
+  at::ScalarType of_states(at::ScalarType unit) const {
+    if (moments_seed) return at::kBFloat16;
+    return rounded_moments ? unit : at::kFloat;
+  }
 };
 
 /// The parameters that a step moves: those with a gradient, equal on all ranks.
@@ -96,6 +104,14 @@ class OptimizerStates {
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
   /// Whether the master is the parameters' own memory, as in fp32 and where masters are rounded.
   bool is_aliased(int unit) const { return units_states_[unit].aliased; }
+  /// What a packed master keeps beside the parameters; null: the master is not packed.
+  const PackedMaster* packed(int unit) const {
+    return units_states_[unit].packed ? &*units_states_[unit].packed : nullptr;
+  }
+  /// Whether parameters must follow from a master in memory of its own.
+  bool has_own_master(int unit) const { return !is_aliased(unit) && packed(unit) == nullptr; }
+  /// How a step rounds states of these elements, counted from `begin`; absent: to nearest, where they have 16 bits.
+  std::optional<optim::StochasticRounding> rounding(int unit, int64_t element) const;
   /// Undefined: no parameter of the unit needs it.
   const tiers::Buffer& state(int unit, size_t role) const { return units_states_[unit].states[role]; }
   /// The master, then the states that some parameter of the unit needs.
@@ -146,8 +162,12 @@ class OptimizerStates {
   StatePlacement place_;
   StateTypes types_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
+    std::optional<PackedMaster> packed;        // what `master` consists of, beside the parameters
+    int64_t first = 0;                         // of the unit, among all elements that are trained, at any world
   std::vector<UnitState> units_states_;
   int64_t steps_ = 0;
 };
+
+  void place_master(UnitState& state, const tiers::Buffer& values);
 
 }  // namespace deeptide::zero

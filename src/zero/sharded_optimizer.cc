@@ -200,7 +200,7 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
 
 /// Parameters of 16 bits follow from their masters.
 void ShardedOptimizer::narrow_master(int unit) {
-  if (states_.is_aliased(unit)) return;
+  if (!states_.has_own_master(unit)) return;
   const Buffer &buffer = states_.master(unit), parameters = states_.parameters(unit);
   const Buffer* const both[] = {&buffer, &parameters};
   for_each_block(both, {0, buffer.numel()}, [&](Block block) {
@@ -228,11 +228,12 @@ Block ShardedOptimizer::own_part(int unit, int64_t begin, int64_t end) const {
 void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block range, SegmentAccess access,
                                     const Visit& visit) {
   const Hyperparameters& hyper = pass.groups.at(run.group);
-  const Buffer& master = states_.master(pass.unit);
+  const PackedMaster* packed = access.takes_packed ? states_.packed(pass.unit) : nullptr;
+  const Buffer& master = packed ? packed->low : states_.master(pass.unit);
   const size_t num_roles = rule().roles().size();
   // A pass that leaves the masters alone leaves the parameters alone.
-  const bool narrows = !states_.is_aliased(pass.unit) && access.master != Access::read;
-  const Buffer parameters = narrows ? states_.parameters(pass.unit) : Buffer();
+  const bool narrows = states_.has_own_master(pass.unit) && access.master != Access::read;
+  const Buffer parameters = narrows || packed ? states_.parameters(pass.unit) : Buffer();
   std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
   for (size_t role = 0; role < num_roles; ++role) {
     if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
@@ -240,7 +241,12 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
   for_each_block(std::span<const Buffer* const>(buffers), range, [&](Block block) {
     const auto lease = master.lease(block, access.master);
     std::vector<tiers::Lease> leases(num_roles);
-    Segment segment{lease.tensor(), std::vector<Tensor>(num_roles), {}, {}};
+    Segment segment{.master = lease.tensor(),
+                    .states = std::vector<Tensor>(num_roles),
+                    .gradient = {},
+                    .param = {},
+                    .first = block.begin,
+                    .rounding = states_.rounding(pass.unit, block.begin)};
     for (size_t role = 0; role < num_roles; ++role) {
       if (!rule().keeps(role, hyper)) continue;
       leases[role] = states_.state(pass.unit, role).lease(block, access.states);
@@ -249,8 +255,12 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
     prefetch_after(pass, block);
     tiers::Lease narrowed, summed;
     if (pass.gradient.defined()) segment.gradient = pass.gradient.part(block, summed);
-    if (narrows) narrowed = parameters.lease(block, Access::write);
+    if (parameters.defined()) narrowed = parameters.lease(block, packed ? access.master : Access::write);
     segment.param = narrowed.tensor();
+    if (packed) {
+      segment.low = std::exchange(segment.master, std::exchange(segment.param, Tensor()));
+      segment.halfway = packed->halfway.get();
+    }
     visit(block, segment);
   });
 }
@@ -286,7 +296,8 @@ void ShardedOptimizer::first_pass(const UnitPass& pass, const std::vector<Run>& 
 
 void ShardedOptimizer::step_elements(const UnitPass& pass, const Run& run) {
   const Block range = own_part(pass.unit, run.begin, run.end);
-  each_segment(pass, run, range, {Access::update, Access::update}, [&](Block, const Segment& segment) {
+  const SegmentAccess access{Access::update, Access::update, /*takes_packed=*/true};
+  each_segment(pass, run, range, access, [&](Block, const Segment& segment) {
     rule().step(segment, pass.groups.at(run.group), pass.terms(run));
   });
 }
@@ -357,7 +368,7 @@ void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const 
   const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
   const Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
   const Buffer& buffer = states_.master(pass.unit);
-  const Buffer parameters = states_.is_aliased(pass.unit) ? Buffer() : states_.parameters(pass.unit);
+  const Buffer parameters = states_.has_own_master(pass.unit) ? states_.parameters(pass.unit) : Buffer();
   const Buffer* const both[] = {&buffer, &parameters};
   for_each_block(both, range, [&](Block block) {
     const auto master = buffer.lease(block, Access::update);

@@ -77,6 +77,7 @@ class ShardedOptimizer {
   };
   struct SegmentAccess {
     tiers::Access master, states;
+    bool takes_packed = false;  // whether a packed master is passed as it is; else unpacked
   };
   using Visit = std::function<void(tiers::Block block, const optim::Segment& segment)>;
 

@@ -40,7 +40,7 @@ inline Segment make_segment(const Rule& rule, const Hyperparameters& hyper, int6
 template <typename Change>
 Segment changed(const Segment& s, const numerics::Contributions& gradient, const Change& change) {
   const auto of = [&](const at::Tensor& tensor) { return tensor.defined() ? change(tensor) : tensor; };
-  Segment made{of(s.master), {}, gradient, of(s.param)};
+  Segment made{of(s.master), {}, gradient, of(s.param), s.rows, of(s.low), s.halfway, s.first, s.rounding};
   for (const at::Tensor& state : s.states) made.states.push_back(of(state));
   return made;
 }
@@ -50,8 +50,12 @@ inline Segment copy_of(const Segment& s) {
 }
 
 inline Segment narrow(const Segment& s, int64_t begin, int64_t length) {
-  return changed(s, s.gradient.narrow(begin, length),
-                 [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); });
+  Segment made = changed(s, s.gradient.narrow(begin, length),
+                         [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, length); });
+  made.rows = 1;
+  made.first += begin;
+  if (made.rounding) made.rounding->first += begin;
+  return made;
 }
 
 /// Those that a step writes.
@@ -61,6 +65,7 @@ inline std::vector<at::Tensor> written(const Segment& s) {
     if (state.defined()) tensors.push_back(state);
   }
   if (s.param.defined()) tensors.push_back(s.param);
+  if (s.low.defined()) tensors.push_back(s.low);
   return tensors;
 }
 

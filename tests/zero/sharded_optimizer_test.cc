@@ -149,6 +149,67 @@ TEST_P(Worlds, StepAlikeWhereverStatesLie) {
   }
 }
 
+constexpr StateTypes kPacked{.packed_masters = true};
+
+/// Packed masters: at every stage and wherever halves lie, the bits of whole masters.
+TEST_P(Worlds, StepPackedMastersAsWholeOnes) {
+  for (const optim::Rule* rule : optim::all_rules()) {
+    run_ranks(GetParam(), [&](const World& world) {
+      const Groups groups = two_groups(rule->name().c_str());
+      for (int stage : {0, 2, 3}) {
+        const std::string name = std::to_string(stage);
+        Stage whole(apart(world, "whole" + name), stage, at::kBFloat16, *rule, groups);
+        Stage packed(apart(world, "packed" + name), stage, at::kBFloat16, *rule, groups, {}, {}, kPacked);
+        Stage elsewhere(apart(world, "elsewhere" + name), stage, at::kBFloat16, *rule, groups, &in_small_blocks,
+                        stage == 3 ? &shard_in_small_blocks : sharding::ShardPlacement(), kPacked);
+        for (int step = 0; step < 3; ++step) {
+          for (Stage* training : {&whole, &packed, &elsewhere}) training->step(step, groups);
+        }
+        expect_same_bits(packed.state(), whole.state());
+        expect_same_bits(elsewhere.state(), whole.state());
+        int64_t bytes = 0;
+        for (const auto& unit : packed.units) bytes += 2 * (stage == 0 ? unit->numel() : unit->layout().shard);
+        EXPECT_EQ(packed.optimizer->predicted_bytes(), whole.optimizer->predicted_bytes() - bytes);
+        EXPECT_EQ(packed.ledger->current(device::Role::optimizer), packed.optimizer->predicted_bytes());
+      }
+    });
+  }
+}
+
+TEST_P(Worlds, RoundMomentsByTheElementAlone) {
+  for (const char* type : {"AdamW", "SGD", "Lion", "Adagrad"}) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      auto groups = two_groups(type);
+      if (std::string(type) == "SGD") groups[1].set("momentum", 0.9);
+      const optim::Rule& rule = optim::find_rule(type);
+      run_ranks(GetParam(), [&](const World& world) {
+        std::map<std::string, Tensor> expected;
+        for (const bool packed : {false, true}) {
+          const StateTypes types{.packed_masters = packed, .moments_seed = 3};
+          for (int stage = 0; stage < 4; ++stage) {
+            const std::string name = std::to_string(stage) + (packed ? "packed" : "");
+            Stage training(apart(world, name), stage, dtype, rule, groups, {}, {}, types);
+            Stage elsewhere(apart(world, name + "elsewhere"), stage, dtype, rule, groups, &in_small_blocks, {}, types);
+            for (int step = 0; step < 3; ++step) {
+              training.step(step, groups);
+              elsewhere.step(step, groups);
+            }
+            const auto state = training.state();
+            if (expected.empty()) expected = state;
+            expect_same_bits(state, expected);
+            expect_same_bits(elsewhere.state(), expected);
+          }
+        }
+        const std::string role = rule.roles()[0].name;
+        EXPECT_EQ(expected.at("p3/" + role).scalar_type(), at::kBFloat16);
+        Stage other(apart(world, "other"), 2, dtype, rule, groups, {}, {}, {.moments_seed = 4});
+        for (int step = 0; step < 3; ++step) other.step(step, groups);
+        EXPECT_FALSE(at::equal(other.state().at("p3/" + role), expected.at("p3/" + role))) << type;
+      });
+    }
+  }
+}
+
 TEST_P(Worlds, GoOnFromStatesThatWereWritten) {
   run_ranks(GetParam(), [](const World& world) {
     for (int stage : {0, 2, 3}) {
@@ -217,6 +278,26 @@ TEST(ShardedOptimizer, FollowsParametersThatWereRewritten) {
       EXPECT_TRUE(master.narrow(0, count > 0 ? at : 0, count).eq(0.75).all().item<bool>()) << p.name;
     }
     for (const sharding::Parameter& p : unit.parameters()) EXPECT_FALSE(p.rewritten);
+  });
+}
+
+/// Also where the master has more bits than the parameter, and where only one parameter of a unit was written.
+TEST(ShardedOptimizer, TakesARewrittenParameterAsItsPackedMaster) {
+  run_ranks(2, [](const World& world) {
+    auto groups = two_groups();
+    Stage training(world, 3, at::kBFloat16, optim::find_rule("AdamW"), groups, {}, {}, kPacked);
+    training.step(0, groups);
+    const auto before = training.state();
+    EXPECT_FALSE(at::equal(before.at("p0/master"), before.at("p0/parameter").to(at::kFloat)));
+    for (const auto& unit : training.units) {
+      for (sharding::Parameter& p : unit->parameters()) p.rewritten = training.number(p) == 0;
+    }
+    training.optimizer->states().refresh_masters();
+    const auto after = training.state();
+    EXPECT_TRUE(at::equal(after.at("p0/master"), before.at("p0/parameter").to(at::kFloat)));
+    for (const char* other : {"p1/master", "p2/master", "p3/master"}) {
+      EXPECT_TRUE(at::equal(after.at(other), before.at(other))) << other;
+    }
   });
 }
 

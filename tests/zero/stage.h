@@ -35,7 +35,8 @@ inline Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kF
 /// As many consecutive parameters train in each of the groups, of which there are one, two or four.
 struct Stage {
   Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
-        const StatePlacement& place = {}, const sharding::ShardPlacement& place_shard = {})
+        const StatePlacement& place = {}, const sharding::ShardPlacement& place_shard = {},
+        const StateTypes& types = {})
       : group(world, comm::Team::whole(world), "reductions",
               {.timeout = std::chrono::seconds(60), .board = std::make_shared<world::FailureBoard>(world, "board")}),
         policy(kStages.at(stage)) {
@@ -69,7 +70,8 @@ struct Stage {
     }
     const gradients::ReducerOptions options{.reduce_dtype = at::kFloat, .scale = 1.0 / world.size};
     reducer = std::make_unique<gradients::Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-    optimizer = std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place);
+    optimizer =
+        std::make_unique<ShardedOptimizer>(all, rule, groups, policy, ledger, group, at::kCPU, place, nullptr, types);
   }
 
   int number(const Parameter& p) const { return p.name[1] - '0'; }

@@ -51,6 +51,28 @@ void check_sums_and_masters(const Values& values, Problems& problems) {
   }
 }
 
+void check_states(const Values& values, Problems& problems) {
+  const bool bf16 = values.flag("bf16.enabled");
+  const bool rounded = bf16 && values.flag("bf16.bf16_master_weights_and_grads");
+  if (values.flag("deeptide.packed_states") && !bf16) {
+    blame(values, "deeptide.packed_states",
+          "true needs bf16.enabled: the upper half of an fp32 master is a bf16 parameter; set that to true, or this to "
+          "false",
+          problems);
+  } else if (values.flag("deeptide.packed_states") && rounded) {
+    blame(values, "deeptide.packed_states",
+          "true contradicts bf16.bf16_master_weights_and_grads, with which there are no fp32 masters; set one of them "
+          "to false",
+          problems);
+  }
+  if (values.word("deeptide.moment_dtype") == "bf16" && bf16 && values.flag("bf16.bf16_optimizer_states")) {
+    blame(values, "deeptide.moment_dtype",
+          "\"bf16\" contradicts bf16.bf16_optimizer_states: the one rounds stochastically, the other to nearest; leave "
+          "one of them out",
+          problems);
+  }
+}
+
 void check_reduction(const Values& values, Problems& problems) {
   if (values.word("gradient_allreduce_op") == "sum" && values.integer("zero_optimization.stage") == 3) {
     blame(values, "gradient_allreduce_op",
@@ -112,6 +134,7 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 void check_rules(const Values& values, Problems& problems) {
   check_precision(values, problems);
   check_sums_and_masters(values, problems);
+  check_states(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
   check_placement(values, problems);

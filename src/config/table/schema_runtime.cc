@@ -17,10 +17,19 @@ std::vector<Key> memory_keys() {
           .at_least(0)
           .into(&RuntimeConfig::device_memory_cap),
       placement_section(),
+      flag("packed_states", false,
+           "bf16: masters take 2 bytes instead of 4, since their upper half is the parameter. Changes no number while "
+           "only the engine writes parameters; one that the program writes becomes its own master, to the last bit "
+           "that bf16 has.")
+          .into(&RuntimeConfig::packed_states),
+      choice<DataType>("moment_dtype", DataType::fp32, {{"fp32", DataType::fp32}, {"bf16", DataType::bf16}},
+                       "Data type of optimizer states other than masters; bf16 is rounded stochastically, by a hash of "
+                       "seed, step and element, so that their means are exact and runs repeat.")
+          .into(&RuntimeConfig::moment_dtype),
       integer("unit_size", 0, "Most elements per unit; 0: one repeated block.")
           .at_least(0)
           .into(&RuntimeConfig::unit_size),
-      integer("seed", 0, "Seed of the engine's random numbers and of the data order.")
+      integer("seed", 0, "Seed of the engine's random numbers (`moment_dtype`) and of the data order.")
           .at_least(0)
           .into(&RuntimeConfig::seed),
   };

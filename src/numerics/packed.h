@@ -1,0 +1,60 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// An fp32 number as its nearest bf16 and 16 bits more: a master that shares its upper half with the parameter.
+//
+// Rounded to nearest even, the bf16 number H is at most 2^15 of the fp32 number's last places away, so H's bits plus
+// the number's own low 16 bits, taken with a sign, give it back: also at infinities (the largest finite numbers round
+// to them), at denormals and at zeros. Only 2^15 itself says nothing about its sign: an even H has 65537 numbers that
+// round to it, one more than 16 bits tell apart. HalfwayBits keeps that bit for the elements that need it. A NaN comes
+// back as the quiet NaN.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace deeptide::numerics {
+
+/// Which elements lie exactly halfway between two bf16 numbers and above the one that they round to. Random numbers do
+/// once in 131072. Thread-safe; at most an eighth of a byte per element.
+class HalfwayBits {
+ public:
+  explicit HalfwayBits(int64_t numel);
+
+  bool is_above(int64_t element) const;
+  void set(int64_t element, bool above);
+
+ private:
+  static constexpr int64_t kChunk = 4096;  // elements
+  using Chunk = std::array<uint64_t, kChunk / 64>;
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Chunk>> chunks_;  // null: no element of it
+};
+
+/// Memory of packed numbers. `first`: the first one's index in `halfway`.
+struct PackedRange {
+  uint16_t* high = nullptr;  // bf16
+  uint16_t* low = nullptr;
+  HalfwayBits* halfway = nullptr;
+  int64_t first = 0;
+
+  PackedRange from(int64_t begin) const { return {high + begin, low + begin, halfway, first + begin}; }
+};
+
+/// to[i] = the number, exactly. On the calling thread.
+void unpack(const PackedRange& from, int64_t count, float* to);
+/// Rounds to `to.high` as round_to does, and keeps the rest.
+void pack(const float* from, int64_t count, const PackedRange& to);
+
+namespace detail {
+
+/// Of `count` elements from `first` on: adds to bits[i], where low[i] is -2^15, what HalfwayBits knows.
+void raise_halfway(const PackedRange& range, size_t first, size_t count, const int32_t* low, int32_t* bits);
+/// Notes for each of these fp32 numbers that is halfway on which side it lies.
+void note_halfway(const PackedRange& range, size_t first, size_t count, const uint32_t* bits);
+
+}  // namespace detail
+}  // namespace deeptide::numerics

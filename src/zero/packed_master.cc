@@ -1,0 +1,104 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Lends unpacked copies.
+#include "zero/packed_master.h"
+
+#include <ATen/ops/empty.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace deeptide::zero {
+
+using at::Tensor;
+using tiers::Access;
+using tiers::Block;
+using tiers::Buffer;
+using tiers::Lease;
+using tiers::Store;
+using tiers::Tier;
+
+namespace {
+
+constexpr int64_t kUnpackedNumel = 1 << 18;  // of a lease: 1 MiB
+
+/// Halves are leased for as long as the whole is: packing at the end of a lease cannot fail then.
+class PackedStore : public Store {
+ public:
+  PackedStore(Buffer parameters, PackedMaster master)
+      : parameters_(std::move(parameters)), master_(std::move(master)) {}
+
+  Tier tier() const override { return std::max(parameters_.tier(), master_.low.tier()); }
+  int64_t resident_numel(int64_t numel) const override { return std::min(numel, master_.low.resident_bytes() / 2); }
+
+  Tensor open(Block block, Access access) override {
+    OpenBlock opened{at::empty({block.count}, at::kFloat), {}};
+    const Buffer* const both[] = {&parameters_, &master_.low};
+    for_each_block(std::span<const Buffer* const>(both), block, [&](Block part) {
+      Part& halves =
+          opened.parts.emplace_back(Part{part, parameters_.lease(part, access), master_.low.lease(part, access)});
+      if (access == Access::write) return;
+      numerics::unpack(range_of(halves), part.count, memory_of(opened, block, part));
+    });
+    const Tensor lent = opened.values;
+    const std::lock_guard lock(mutex_);
+    open_[block.begin] = std::move(opened);
+    return lent;
+  }
+
+  void close(Block block, Access access) noexcept override {
+    OpenBlock closed;
+    {
+      const std::lock_guard lock(mutex_);
+      closed = std::move(open_.extract(block.begin).mapped());
+    }
+    if (access == Access::read) return;
+    for (const Part& part : closed.parts) {
+      numerics::pack(memory_of(closed, block, part.block), part.block.count, range_of(part));
+    }
+  }
+
+  void prefetch(Block block) override {
+    parameters_.prefetch(block);
+    master_.low.prefetch(block);
+  }
+
+  void write_behind() override {
+    parameters_.write_behind();
+    master_.low.write_behind();
+  }
+
+ private:
+  struct Part {
+    Block block;
+    Lease high, low;
+  };
+  struct OpenBlock {
+    Tensor values;
+    std::vector<Part> parts;
+  };
+
+  numerics::PackedRange range_of(const Part& part) const {
+    return {static_cast<uint16_t*>(part.high.tensor().mutable_data_ptr()),
+            static_cast<uint16_t*>(part.low.tensor().mutable_data_ptr()), master_.halfway.get(), part.block.begin};
+  }
+
+  static float* memory_of(const OpenBlock& opened, Block block, Block part) {
+    return opened.values.mutable_data_ptr<float>() + (part.begin - block.begin);
+  }
+
+  Buffer parameters_;
+  PackedMaster master_;
+  std::mutex mutex_;
+  std::map<int64_t, OpenBlock> open_;  // by the first element
+};
+
+}  // namespace
+
+Buffer packed_buffer(Buffer parameters, PackedMaster master) {
+  const int64_t numel = parameters.numel();
+  return {std::make_shared<PackedStore>(std::move(parameters), std::move(master)), numel, at::kFloat, kUnpackedNumel};
+}
+
+}  // namespace deeptide::zero
