@@ -67,6 +67,24 @@ TEST(Publish, SchemaAgreesWithConfigOnEverySection) {
   }
 }
 
+TEST(Publish, SchemaAgreesWithConfigOnShares) {
+  const auto schema = nlohmann::json::parse(config_json_schema());
+  const auto placed = [](const std::string& share) {
+    return R"({"deeptide": {"placement": {"gradients": {"cpu": ")" + share + R"(", "device": "rest"}}}})";
+  };
+  for (const char* share :
+       {"40%", "8GiB", "8 GiB", "1.5 TB", "0B", "12KB", "0.5%", "100%", "100.0 %", "7. MiB", "007%"}) {
+    EXPECT_EQ(error_of(placed(share)), "") << share;
+    expect_agreement(schema, placed(share));
+  }
+  for (const char* share : {"", "40", "half", "Rest", "140%", "100.1%", "-4%", "8 parrots", "8gib", "8Gi", "0x10GiB",
+                            "1e3B", "1.2.3B", ".5%", "8GiB ", "rest "}) {
+    EXPECT_NE(error_of(placed(share)), "") << share;
+    expect_agreement(schema, placed(share));
+  }
+  expect_agreement(schema, R"({"deeptide": {"placement": {"gradients": {"cpu": "rest"}}}})");
+}
+
 TEST(Publish, SchemaAgreesWithConfigOnWholeFiles) {
   const auto schema = nlohmann::json::parse(config_json_schema());
   for (const char* text : {

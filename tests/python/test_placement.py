@@ -205,6 +205,8 @@ def test_the_plan_says_what_lies_where_and_caps_hold(world, tmp_path):
     [
         (2, {"gradients": {"cpu": "8 parrots"}}, r'gradients\.cpu: expected a size such as "8GiB".*got "8 parrots"'),
         (2, {"gradients": {"cpu": "140%"}}, r"gradients\.cpu: expected a size"),
+        (2, {"gradients": {"cpu": "0x10GiB"}}, r"gradients\.cpu: expected a size"),
+        (2, {"gradients": {"cpu": "1.5.1GiB"}}, r"gradients\.cpu: expected a size"),
         (2, {"gradients": {"cpu": "rest", "nvme": "rest"}}, r'placement\.gradients: more than one tier .*"rest"'),
         (2, {"gradients": {"cpu": "70%", "nvme": "70%"}}, "take more than 100 %"),
         (2, {"gradients": {"cpu": "8GiB"}}, 'do not say where all of it lies; give one of them "rest"'),
@@ -217,6 +219,20 @@ def test_the_plan_says_what_lies_where_and_caps_hold(world, tmp_path):
 def test_what_does_not_add_up_is_refused_by_name(stage, placement, words, tmp_path):
     with pytest.raises(deeptide.ConfigError, match=words):
         run_ranks(1, run, stage, {"nvme_path": str(tmp_path), **placement}, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"), [("optimizer_states", "offload_optimizer"), ("parameters", "offload_param")]
+)
+@pytest.mark.parametrize("tiers", [{"cpu": "100%"}, {"device": "4GiB", "cpu": "rest"}])
+def test_all_in_memory_contradicts_an_offload_to_files(kind, section, tiers, tmp_path):
+    config = models.config(3, zero={section: {"device": "nvme", "nvme_path": str(tmp_path)}})
+    config["deeptide"] = {"placement": {kind: tiers}}
+    words = rf'{kind}: contradicts zero_optimization\.{section}\.device "nvme"; keep one of them'
+    with pytest.raises(deeptide.ConfigError, match=words):
+        deeptide.Config.from_text(json.dumps(config))
+    config["zero_optimization"][section]["device"] = "cpu"
+    deeptide.Config.from_text(json.dumps(config))
 
 
 def test_two_places_for_one_kind_contradict(tmp_path):

@@ -37,9 +37,11 @@ std::optional<double> bytes_of_unit(std::string_view unit) {
 std::optional<TierShare> parse_share(const std::string& text) {
   if (text == "rest") return TierShare{.rest = true};
   if (text.empty() || text[0] < '0' || text[0] > '9') return std::nullopt;
-  char* end = nullptr;
-  const double amount = std::strtod(text.c_str(), &end);
-  std::string_view unit(end);
+  const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
+  if (std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(digits), '.') > 1) return std::nullopt;
+  const double amount = std::strtod(text.substr(0, digits).c_str(), nullptr);
+  std::string_view unit(text);
+  unit.remove_prefix(digits);
   while (unit.starts_with(' ')) unit.remove_prefix(1);
   if (unit == "%") return amount <= 100.0 ? std::optional(TierShare{.fraction = amount / 100.0}) : std::nullopt;
   const auto bytes = bytes_of_unit(unit);
@@ -105,6 +107,14 @@ MemoryShare solve(const Shares& shares) {
   return memory;
 }
 
+/// Returns how another section places this kind in files, or an empty text.
+std::string other_place(const Values& values, const std::string& kind) {
+  if (kind == "gradients") return "";
+  const std::string section = kind == "parameters" ? "offload_param" : "offload_optimizer";
+  if (values.word("zero_optimization." + section + ".device") != "nvme") return "";
+  return "contradicts zero_optimization." + section + ".device \"nvme\"; keep one of them";
+}
+
 /// Returns why what the text sends to files cannot go there, or an empty text.
 std::string obstacle(const Values& values, const std::string& kind) {
   const int64_t stage = values.integer("zero_optimization.stage");
@@ -112,15 +122,9 @@ std::string obstacle(const Values& values, const std::string& kind) {
   if (!values.given(kSection + "nvme_path")) {
     return "files need deeptide.placement.nvme_path: a folder on the drive, or a list of folders";
   }
-  const auto contradicts = [&](const std::string& section) {
-    return values.word("zero_optimization." + section + ".device") == "nvme"
-               ? "contradicts zero_optimization." + section + ".device \"nvme\"; keep one of them"
-               : std::string();
-  };
-  if (kind == "optimizer_states") return contradicts("offload_optimizer");
+  if (kind == "optimizer_states") return "";
   if (kind == "parameters") {
-    return stage == 3 ? contradicts("offload_param")
-                      : "parameters go to files at stage 3, where each rank keeps a shard of them" + now;
+    return stage == 3 ? "" : "parameters go to files at stage 3, where each rank keeps a shard of them" + now;
   }
   if (stage == 0) return "gradients go to files from stage 1 on, where each rank steps a shard of them" + now;
   return values.flag("deeptide.keep_grad") ? "contradicts deeptide.keep_grad, which keeps whole gradients in memory"
@@ -138,6 +142,7 @@ void check_placement(const Values& values, Problems& problems) {
     if (!read_shares(values, kind, shares, &problems) || !readable || !problems.empty()) continue;
     std::string problem = problem_of(shares);
     if (problem.empty() && !solve(shares).is_all()) problem = obstacle(values, kind);
+    if (problem.empty()) problem = other_place(values, kind);
     // The section has no entry of its own: the first of its tiers that is given names it.
     for (const std::string tier : {"nvme", "cpu", "device"}) {
       const std::string path = kSection + kind + "." + tier;

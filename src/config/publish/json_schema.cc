@@ -84,6 +84,7 @@ ordered_json typed_rule(const Key& key, Check check) {
       rule["enum"] = names;
     }
   }
+  if (!key.pattern.empty()) rule["pattern"] = key.pattern;
   if (key.kind != Kind::list) {
     add_range(key, rule);
     return rule;

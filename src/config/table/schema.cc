@@ -174,6 +174,11 @@ Key Key::or_one() && {
   return std::move(*this);
 }
 
+Key Key::matching(std::string regular_expression) && {
+  pattern = std::move(regular_expression);
+  return std::move(*this);
+}
+
 Key Key::switched_by(std::string path, JsonValue off_value) && {
   switch_path = std::move(path);
   switch_off = std::move(off_value);

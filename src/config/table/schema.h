@@ -56,6 +56,7 @@ struct Key {
   const std::type_info* enumeration = nullptr;  // of a choice whose field is an enumeration
   std::vector<std::string> later_choices;       // known, not supported yet
   bool any_case = false;                        // choices match without regard to case
+  std::string pattern;                          // of a word: what its reader takes, for the published schema
   std::optional<double> lowest, highest;
   bool lowest_excluded = false, highest_excluded = false;
   Kind element = Kind::anything;  // of a list
@@ -97,6 +98,7 @@ struct Key {
   Key required() &&;
   Key or_list() &&;
   Key or_one() &&;
+  Key matching(std::string regular_expression) &&;
   Key switched_by(std::string path, JsonValue off_value = JsonValue(false)) &&;
   Key when_present() &&;
   Key leaves_open() &&;

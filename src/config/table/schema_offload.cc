@@ -76,10 +76,14 @@ Key offload_optimizer_section() {
 
 namespace {
 
+/// What config::read_placement takes, but for sizes beyond all memory.
+constexpr const char* kShare = R"(^(rest|0*(100(\.0*)?|[0-9]{1,2}(\.[0-9]*)?) *%|[0-9]+(\.[0-9]*)? *([KMGT]i?)?B)$)";
+
 Key tiers_of(std::string name, std::string doc) {
+  const auto share = [](const char* tier, const char* of_it) { return word(tier, {}, of_it).matching(kShare); };
   return section(std::move(name), std::move(doc),
-                 {word("device", {}, "On the device: \"8GiB\", \"40%\" or \"rest\". A CPU's is the host's memory."),
-                  word("cpu", {}, "In the host's memory."), word("nvme", {}, "In files.")})
+                 {share("device", "On the device: \"8GiB\", \"40%\" or \"rest\". A CPU's is the host's memory."),
+                  share("cpu", "In the host's memory."), share("nvme", "In files.")})
       .read_by("config::read_placement");
 }
 
