@@ -111,6 +111,16 @@ struct LocalState {
   at::Tensor values;  // (elements,) fp32, on the CPU
 };
 
+/// What Engine::offload_states moves, and where to.
+struct OffloadStates {
+  /// nvme: files. cpu: the host's memory, where a CPU engine has them anyway.
+  OffloadDevice to = OffloadDevice::nvme;
+  std::vector<std::string> folders;  // of the files; empty: the configuration's nvme_path
+  bool moments = true;
+  bool masters = true;    // of 16-bit parameters; packed ones: what they keep beside these
+  bool gradients = true;  // memory of their sums, which are empty between two steps
+};
+
 struct LoadOptions {
   bool strict = true;
   bool optimizer_states = true;
@@ -199,6 +209,13 @@ class DEEPTIDE_API Engine {
   bool ended() const { return impl_ == nullptr; }
   /// The program may have changed the model's parameters: the next step() looks at the model.
   void expect_model_changes();
+  /// Collective. Between two steps: moves states out of memory, which goes back to the system, for a phase that needs
+  /// it, such as generation. Parameters stay; evaluation, saves, loads and reads of state go on; a step is an error
+  /// until reload_states. Errors: ValueError between backward and step, with the caller's own optimizer, with states in
+  /// files already, without a folder; RuntimeError on all ranks if a disk is full, with all states in memory again.
+  void offload_states(const OffloadStates& what = {});
+  /// Collective. Brings them back. Errors: ValueError if none are away.
+  void reload_states();
   /// Collective. Releases the units that stage 3 has gathered.
   void empty_partition_cache();
 

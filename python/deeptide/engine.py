@@ -7,14 +7,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, schedule, utils
+from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
@@ -473,6 +473,26 @@ class Engine:
                 )
         self._core.export_safetensors(os.path.join(save_dir, save_filename), tensors)
         return True
+
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+        nvme_path: str | Sequence[str] | None = None,
+    ) -> None:
+        """Between two steps: frees memory of states until `reload_states`; see docs/from-deepspeed.md. Collective.
+
+        `include`: "optim_states", "hp_params" (masters), "lp_grads" and "contiguous_grad_buffer"; None: all of them.
+        Parameters stay. `device`: "nvme", files in `nvme_path` or the configuration's; "cpu" leaves a CPU engine's
+        where they are.
+        """
+        _offload_states.offload_states(self._core, include, device, nvme_path)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` moved; `step()` needs it. Collective."""
+        self._core.reload_states()
 
     def empty_partition_cache(self) -> None:
         """Releases what stage 3 has gathered. Collective."""

@@ -108,6 +108,13 @@ void export_safetensors(EngineHandle& handle, const std::string& path, const Nam
   handle.get()->export_safetensors(path, tensors);
 }
 
+void offload_states(EngineHandle& handle, bool masters, bool moments, bool gradients, bool to_files,
+                    const std::vector<std::string>& folders) {
+  const OffloadDevice to = to_files ? OffloadDevice::nvme : OffloadDevice::cpu;
+  handle.get()->offload_states(
+      {.to = to, .folders = folders, .moments = moments, .masters = masters, .gradients = gradients});
+}
+
 void bind_training(EngineClass& engine) {
   engine.def("backward", forward_to(&Engine::backward), py::arg("loss"), py::arg("retain_graph") = false, NoGil())
       .def("step", forward_to(&Engine::step), NoGil())
@@ -158,6 +165,9 @@ void bind_state(EngineClass& engine) {
            py::arg("values"), NoGil())
       .def("rebuild", &rebuild, py::arg("model"), py::arg("options"), NoGil())
       .def("expect_model_changes", forward_to(&Engine::expect_model_changes), NoGil())
+      .def("offload_states", &offload_states, py::kw_only(), py::arg("masters"), py::arg("moments"),
+           py::arg("gradients"), py::arg("to_files"), py::arg("folders"), NoGil())
+      .def("reload_states", forward_to(&Engine::reload_states), NoGil())
       .def("empty_partition_cache", forward_to(&Engine::empty_partition_cache), NoGil());
 }
 

@@ -19,7 +19,8 @@ enum class Call : int32_t {
   release,
   zero_grad,
   show_gradients,
-  rebuild
+  rebuild,
+  offload_states
 };
 
 /// The units that a rank needs now, and those that it expects to use next.

@@ -21,7 +21,8 @@ const char* call_name(Call call) {
                                            "empty_partition_cache()",
                                            "zero_grad()",
                                            "backward() with keep_grad",
-                                           "rebuild()"};
+                                           "rebuild()",
+                                           "offload_states() or reload_states()"};
   return kNames[static_cast<int32_t>(call)];
 }
 

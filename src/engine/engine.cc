@@ -98,6 +98,9 @@ void Engine::set_local_state(const std::string& parameter, const std::string& ro
   impl_->set_local_state(parameter, role, values);
 }
 
+void Engine::offload_states(const OffloadStates& what) { impl_->offload_states(what); }
+void Engine::reload_states() { impl_->reload_states(); }
+
 void Engine::empty_partition_cache() {
   impl_->boundary->enter(comm::Call::release);
   impl_->residency->release_all();

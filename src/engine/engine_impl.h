@@ -53,6 +53,10 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
   void adopt_state(const engine::CarriedState& carried);
 
+  // --- offload_states.cc
+  void offload_states(const OffloadStates& what);
+  void reload_states();
+
   // --- summary.cc
   std::string summary() const;
   std::vector<MemoryLine> memory() const;
@@ -79,6 +83,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::unique_ptr<zero::Arrivals> arrivals;           // null: steps wait for what they publish
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
   std::unique_ptr<tiers::Offload> offloaded;          // null: optimizer states are in memory
+  std::unique_ptr<tiers::Offload> away;               // null: offload_states has moved none to files
+  int64_t most_bytes_of_states = 0;                   // while it did, if ever
   std::unique_ptr<zero::ShardedOptimizer> optimizer;  // null: nothing to train
   std::unique_ptr<engine::Rewind> rewind;             // null: not asked for, or nothing to train
   std::unique_ptr<engine::KeptGradients> kept;        // null: not asked for, or nothing to train
@@ -94,6 +100,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   bool may_publish_late();
   zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
   void check_between_steps(const char* method) const;
+  void check_offloading(const OffloadStates& what) const;
+  zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
   void check_rebuilding() const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,

@@ -153,6 +153,9 @@ std::vector<Close> Stepper::close(bool joined) {
     own.boundary = is_boundary();
     own.joined = joined;
     own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
+    TORCH_CHECK_VALUE(!parts_.optimizer->states().are_away(),
+                      "step: the optimizer's states are offloaded; call reload_states() first, on all ranks. The "
+                      "gradients are kept");
     parts_.model.check_trained();
     parts_.live.check_trained();
     const bool shown = parts_.kept && parts_.kept->shown();  // then `.grad` holds what has been reduced

@@ -145,8 +145,9 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
           line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
                reduced.late_gradients),
           line(MemoryRole::optimizer_states, Role::optimizer,
-               (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
-                   (offloaded ? offloaded->staging_bytes() : 0)),
+               std::max(most_bytes_of_states, (optimizer ? optimizer->predicted_bytes() : 0) +
+                                                  (rewind ? rewind->predicted_bytes() : 0) +
+                                                  (offloaded ? offloaded->staging_bytes() : 0))),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
           line(MemoryRole::communication, Role::communication, reduced.communication + bytes_of_whole_gradients(*this),
                reduced.late_communication, transport)};

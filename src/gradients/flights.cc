@@ -343,6 +343,12 @@ void Flights::clear_accumulated() {
   check_.clear();
 }
 
+/// What lies in files takes none.
+void Flights::release_memory() {
+  receive_pool_.trim();
+  if (!files_) accumulators_.assign(accumulators_.size(), Buffer());
+}
+
 /// Sums arrived flights. Late or lost flights remain for `drain`, which reports them, as it does an exception here.
 void Flights::run_side_thread() {
   ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kSideNice);

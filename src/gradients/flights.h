@@ -100,6 +100,8 @@ class Flights {
   /// Overwrites elements [begin, begin + values) of the unit's sum; whatever was kept as rows is summed first.
   void overwrite(int unit, int64_t begin, const at::Tensor& values);
   void clear_accumulated();
+  /// While nothing is accumulated: gives memory of sums back, which later ones take anew.
+  void release_memory();
 
  private:
   struct Flight {

@@ -299,6 +299,12 @@ void Reducer::clear_accumulated() {
   for (Bucket& bucket : buckets_) bucket.seen.assign(bucket.seen.size(), false);
 }
 
+void Reducer::release_memory() {
+  std::lock_guard lock(mutex_);
+  pool_.trim();
+  flights_->release_memory();
+}
+
 void Reducer::set_gradient(int unit, int parameter, int64_t begin, const Tensor& values) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);

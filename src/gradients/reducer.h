@@ -86,6 +86,8 @@ class Reducer {
   bool has_pending() const;
   /// Drops the accumulated gradients after a step; the local ones too, if they were stepped.
   void clear_accumulated();
+  /// While there is no gradient: gives memory of sums and idle buckets back. The next gradients take it anew.
+  void release_memory();
   /// Of buckets, since the start. Called by any thread.
   sharding::ReductionProgress progress() const { return flights_->progress(); }
   /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.

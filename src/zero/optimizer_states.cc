@@ -26,6 +26,18 @@ int64_t extent_of(const sharding::UnitLayout& layout) {
   return (end + kAlignment - 1) / kAlignment * kAlignment;
 }
 
+/// A copy of the buffer where `place` puts it.
+Buffer moved(const Buffer& from, const StatePlacement& place) {
+  Buffer to = place(from.numel(), from.dtype());
+  const Buffer* const both[] = {&from, &to};
+  for_each_block(both, {0, from.numel()}, [&](Block block) {
+    const auto source = from.lease(block, Access::read);
+    to.lease(block, Access::write).tensor().copy_(source.tensor());
+  });
+  to.write_behind();
+  return to;
+}
+
 }  // namespace
 
 OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
@@ -214,6 +226,34 @@ void OptimizerStates::refresh_masters(int unit) {
 void OptimizerStates::refresh_masters() {
   at::NoGradGuard no_grad;
   for (int i = 0; i < num_units(); ++i) refresh_masters(i);
+}
+
+void OptimizerStates::move_masters(const StatePlacement& place) {
+  moved_masters_ = true;
+  for (int i = 0; i < num_units(); ++i) {
+    UnitState& state = units_states_[i];
+    if (state.packed) {
+      state.packed->low = moved(state.packed->low, place);
+      state.master = packed_buffer(parameters(i), *state.packed);
+    } else if (!state.aliased) {
+      state.master = moved(state.master, place);
+    }
+  }
+}
+
+void OptimizerStates::move_moments(const StatePlacement& place) {
+  moved_moments_ = true;
+  for (UnitState& state : units_states_) {
+    for (Buffer& buffer : state.states) {
+      if (buffer.defined()) buffer = moved(buffer, place);
+    }
+  }
+}
+
+void OptimizerStates::bring_back() {
+  if (std::exchange(moved_masters_, false)) move_masters(place_);
+  if (std::exchange(moved_moments_, false)) move_moments(place_);
+  moved_masters_ = moved_moments_ = false;
 }
 
 std::map<std::string, int64_t> OptimizerStates::uneven_steps() const {

@@ -132,6 +132,16 @@ class OptimizerStates {
   void refresh_masters(int unit);
   void refresh_masters();
 
+  /// Move all masters that are memory of their own, or all other states, to buffers that `place` makes. Each is
+  /// complete wherever it lies if this fails midway. Errors: as `place`.
+  void move_masters(const StatePlacement& place);
+  void move_moments(const StatePlacement& place);
+  /// Moves back what was moved.
+  void bring_back();
+  /// Whether a step has to wait for bring_back: someone has announced that memory is needed for something else.
+  bool are_away() const { return away_; }
+  void set_away(bool away) { away_ = away; }
+
   int64_t steps() const { return steps_; }
   /// Of parameters that some steps left alone, by name: how many moved them.
   std::map<std::string, int64_t> uneven_steps() const;
@@ -152,9 +162,13 @@ class OptimizerStates {
     tiers::Buffer master;               // may alias the parameters' memory
     std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
     bool aliased = false;
+    std::optional<PackedMaster> packed;        // what `master` consists of, beside the parameters
+    int64_t first = 0;                         // of the unit, among all elements that are trained, at any world
     std::vector<int64_t> steps;                // by parameter: the steps that moved it
     std::vector<std::vector<double>> numbers;  // by parameter
   };
+
+  void place_master(UnitState& state, const tiers::Buffer& values);
 
   std::vector<sharding::Unit*> units_;
   const optim::Rule& rule_;
@@ -162,12 +176,9 @@ class OptimizerStates {
   StatePlacement place_;
   StateTypes types_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
-    std::optional<PackedMaster> packed;        // what `master` consists of, beside the parameters
-    int64_t first = 0;                         // of the unit, among all elements that are trained, at any world
   std::vector<UnitState> units_states_;
   int64_t steps_ = 0;
+  bool moved_masters_ = false, moved_moments_ = false, away_ = false;
 };
-
-  void place_master(UnitState& state, const tiers::Buffer& values);
 
 }  // namespace deeptide::zero

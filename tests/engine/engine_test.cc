@@ -433,6 +433,26 @@ TEST(Engine, MovesWithItsModel) {
   });
 }
 
+TEST(Engine, MakesRoomBetweenTwoStepsAndGoesOnWithTheSameBits) {
+  run_ranks(2, [](const World& world) {
+    Session straight(world, 2), phased(world, 2);
+    for (int step = 0; step < 3; ++step) {
+      straight.step(step);
+      phased.step(step);
+      phased.engine.offload_states({.folders = {testing::TempDir()}});
+      phased.engine.backward(phased.loss(step + 1));
+      EXPECT_THROW(phased.engine.step(), c10::ValueError);
+      phased.engine.reload_states();
+      phased.engine.zero_grad();
+    }
+    const Weights expected = weights_of(*straight.model, straight.engine);
+    for (const auto& [name, weight] : weights_of(*phased.model, phased.engine)) {
+      EXPECT_TRUE(torch::equal(weight, expected.at(name))) << name;
+    }
+    EXPECT_THROW(phased.engine.reload_states(), c10::ValueError);
+  });
+}
+
 /// Bytes that this process has mapped and touched.
 int64_t resident_bytes() {
   std::ifstream statm("/proc/self/statm");

@@ -168,6 +168,7 @@ CALLS = {
     "load_checkpoint()": lambda engine, folder: engine.load_checkpoint(folder),
     "module_state_dict(), full_state() or the like": lambda engine, folder: engine.module_state_dict(),
     "empty_partition_cache()": lambda engine, folder: engine.empty_partition_cache(),
+    "offload_states() or reload_states()": lambda engine, folder: engine.offload_states(),
 }
 
 

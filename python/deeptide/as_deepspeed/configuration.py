@@ -54,6 +54,16 @@ class OffloadDeviceEnum(enum.StrEnum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What engine.offload_states moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 def _as_dict(config: Any, args: object) -> dict[str, Any]:
     """The configuration as a dictionary of the caller's, whatever form it was given in."""
     if config is None:

@@ -416,7 +416,10 @@ MODULES: dict[str, dict[str, Name]] = {
         "ZeroStageEnum": ours("configuration:ZeroStageEnum"),
         "DeepSpeedZeroConfig": absent("deeptide.Config reads and checks configurations"),
     },
-    "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum": ours("configuration:OffloadDeviceEnum")},
+    "deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum": ours("configuration:OffloadDeviceEnum"),
+        "OffloadStateTypeEnum": ours("configuration:OffloadStateTypeEnum"),
+    },
     "deepspeed.runtime.zero.partition_parameters": {
         **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
         "register_external_parameter": _ZERO["register_external_parameter"],
@@ -480,8 +483,6 @@ ENGINE: dict[str, str] = {
     "flops_profiler": _PROFILER,
     "train_batch": "a pipeline engine's; call forward, backward and step",
     "eval_batch": "a pipeline engine's; call the engine under torch.no_grad()",
-    "offload_states": "states stay where the configuration places them",
-    "reload_states": "states stay where the configuration places them",
     "deepspeed_io": "give training_data to initialize, or use torch's DataLoader",
     "save_fp16_model": "its present name is save_16bit_model",
 }
