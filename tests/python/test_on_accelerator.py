@@ -396,3 +396,15 @@ def refuse_a_device_without_a_backend():
 
 def test_a_device_type_without_a_backend_is_refused():
     run(2, refuse_a_device_without_a_backend)
+
+
+def refuse_states_for_cpus(key, value):
+    begin()
+    config = models.config(1, bf16=True, deeptide={key: value})
+    with pytest.raises(deeptide.ConfigError, match=rf"deeptide\.{key} is not supported yet on sim"):
+        deeptide.initialize(model=make_model("sim"), config=config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("packed_states", True), ("moment_dtype", "bf16")])
+def test_what_only_the_cpus_kernels_step_is_refused(key, value):
+    run(1, refuse_states_for_cpus, key, value)
