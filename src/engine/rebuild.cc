@@ -129,6 +129,8 @@ void Engine::Impl::check_rebuilding() const {
                     "rebuild: an optimizer of the program's own keeps its states itself, and they cannot move to other "
                     "units. Save a checkpoint, call initialize with a new optimizer, and load it with "
                     "load_module_strict=False");
+  TORCH_CHECK_VALUE(!optimizer || !optimizer->states().are_away(),
+                    "rebuild while states are offloaded: call reload_states() first");
   TORCH_CHECK_VALUE(!offloaded && !model.offloaded(),
                     "rebuild: states or parameters lie in files, which are not read into memory for it. Save a "
                     "checkpoint, call initialize again, and load it with load_module_strict=False");

@@ -117,14 +117,15 @@ def test_a_changed_model_is_trained_as_by_torch_after_a_rebuild(stage, change):
         edges.assert_trained_as(state, model)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("bf16", "packed"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_rebuild_without_a_change_changes_no_bit(stage, bf16):
+def test_a_rebuild_without_a_change_changes_no_bit(stage, bf16, packed):
     """Masters, moments, counts of steps (`second` misses one), the schedule's place, the accumulation."""
     schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3}}
 
     def program(world, rebuilds):
-        engine = edges.start(world, stage, bf16=bf16, gas=2, scheduler=schedule)
+        packing = {"packed_states": packed}
+        engine = edges.start(world, stage, bf16=bf16, gas=2, scheduler=schedule, deeptide=packing)
         edges.train(engine, 4, rank=world.rank, skip=True)
         edges.train(engine, 2, first=4, rank=world.rank)
         if rebuilds:
@@ -352,6 +353,14 @@ def test_what_cannot_be_carried_over_is_refused_and_training_goes_on(tmp_path):
         engine.rebuild()
     with pytest.raises(deeptide.ConfigError, match="add_param_group: an optimizer of the program's own"):
         optimizer.add_param_group({"params": [model.head.weight]})
+    edges.train(engine)
+    engine.destroy()
+    engine = edges.start(None, 2, kind=Staged)
+    engine.offload_states()
+    with pytest.raises(ValueError, match="rebuild while states are offloaded: call reload_states"):
+        engine.rebuild()
+    engine.reload_states()
+    engine.rebuild()
     edges.train(engine)
     engine.destroy()
     files = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
