@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 # What `make test-peers` calls: sets up .venv-peers, .venv-peers-before and .venv-peers-deepspeed, all over VENV, then
-# runs the tests in the first and, with the Transformers before, what knows no newer library in the second; the third is
-# what test_deepspeed.py starts DeepSpeed in. Arguments are pytest's.
+# runs the tests in the first and, with each library's last minor version before, those of libraries in the second; the
+# third is what test_deepspeed*.py start DeepSpeed in. Arguments are pytest's.
 set -eu
 cd "$(dirname "$0")/../.."
 VENV=${VENV:-.venv}
@@ -29,4 +29,4 @@ set_up .venv-peers-before tools/requirements/peers-before.txt
 set_up .venv-peers-deepspeed tools/requirements/peers-deepspeed.txt
 .venv-peers/bin/python -m pytest -q tests/peers "$@"
 .venv-peers-before/bin/python -m pytest -q tests/peers/test_trainer.py tests/peers/test_accelerate.py \
-  tests/peers/test_peft.py "$@"
+  tests/peers/test_peft.py tests/peers/test_trl.py tests/peers/test_lightning.py "$@"
