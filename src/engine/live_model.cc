@@ -95,8 +95,9 @@ void LiveModel::check_trained() {
     const bool reached = now.tensor.requires_grad() && now.tensor.is_leaf() && now.tensor.grad().defined();
     TORCH_CHECK_VALUE(!reached, "parameter '", now.name,
                       "' is new since initialize, and backward gave it a gradient that no step of this engine would "
-                      "use. Call engine.rebuild() on every rank when the model's parameters have changed, before the "
-                      "next forward (now: engine.zero_grad() first), or give it requires_grad=False.");
+                      "use. Call engine.rebuild() on every rank when the model's parameters have changed, as "
+                      "load_state_dict(assign=True) does, before the next forward (now: engine.zero_grad() first), or "
+                      "give it requires_grad=False.");
   }
 }
 

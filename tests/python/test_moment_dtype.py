@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moments in bf16, rounded stochastically: equal bits at any stage and world, runs that resume, less memory."""
 
+import copy
+
 import models
 import pytest
 import torch
@@ -30,7 +32,8 @@ PRECISIONS = {
 def config_of(stage, type="AdamW", precision="bf16", moments="bf16", packed=False, gas=1, deeptide=None, **extra):
     own = {"moment_dtype": moments, "packed_states": packed, "seed": 5, **(deeptide or {})}
     section = {"type": type, "params": OPTIMIZERS.get(type, {"lr": 1e-2})}
-    return {**models.config(stage, gas=gas, optimizer=section, deeptide=own, **extra), **PRECISIONS[precision]}
+    config = {**models.config(stage, gas=gas, optimizer=section, deeptide=own, **extra), **PRECISIONS[precision]}
+    return copy.deepcopy(config)  # tests change it
 
 
 def start(world, stage, *args, model=None, **extra):
