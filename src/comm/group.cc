@@ -264,7 +264,8 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
       // A rank that ended after its part may be reported before that part, or others', has come over a slow link. One
       // that ended before its part breaks its connections.
       if (!reported) reported = now;
-      if (now - *reported >= (options_.board->is_failure() ? period : kLateParts)) {
+      const bool may_come = transport_->crosses_hosts() && !options_.board->is_failure();
+      if (now - *reported >= (may_come ? kLateParts : period)) {
         options_.board->note_cause(*failure);
         throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
       }

@@ -25,6 +25,7 @@ class HostTransport : public Transport {
   }
 
   const char* name() const override { return "shared memory"; }
+  bool crosses_hosts() const override { return false; }
 
   OperationPtr all_gather(Tensor output, Tensor input) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());

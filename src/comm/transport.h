@@ -29,6 +29,8 @@ class Transport {
   virtual const char* name() const = 0;
   /// Whether operations end without a call of `advance`, on any rank.
   virtual bool advances_alone() const { return false; }
+  /// Whether bytes travel over a network, where they may be under way for long after their sender has ended.
+  virtual bool crosses_hosts() const { return true; }
   virtual OperationPtr all_gather(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
