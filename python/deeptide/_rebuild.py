@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from deeptide.engine import Engine
 
 
-def rebuild(engine: Engine, plan: OptimizerPlan | None) -> OptimizerPlan | None:
-    """Rebuilds the engine's core over the model as it is now; returns the plan in force. Collective."""
+def rebuild(engine: Engine) -> None:
+    """Rebuilds the engine's core over the model as it is now; the optimizer follows. Collective."""
     model = engine.module
+    optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None
+    plan: OptimizerPlan | None = None if optimizer is None else optimizer.plan
     seen = _changes.count()
     if plan is not None:
         plan = _regrouped(plan, model, engine._config)
@@ -31,7 +33,8 @@ def rebuild(engine: Engine, plan: OptimizerPlan | None) -> OptimizerPlan | None:
     options = _C.InitOptions(engine.world, groups, optimizer_type, functools.partial(describe, model))
     engine._core.rebuild(describe(model), options)
     engine._registrations = seen
-    return plan
+    if optimizer is not None and plan is not None:
+        optimizer.follow(plan, engine._core)
 
 
 def group_to_add(plan: OptimizerPlan, given: ParamGroup, model: torch.nn.Module, config: _C.Config) -> ParamGroup:

@@ -58,8 +58,7 @@ class Engine:
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
         self._said: set[str] = set()
-        _changes.watch()
-        self._registrations = _changes.count()  # when the core last looked at the model
+        self._registrations = _changes.watch()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
@@ -128,9 +127,7 @@ class Engine:
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
-        if (registrations := _changes.count()) != self._registrations:
-            self._registrations = registrations
-            self._core.expect_model_changes()
+        _changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
             outcome = take()
@@ -168,11 +165,8 @@ class Engine:
         its moments; what is new begins as at initialize; what is frozen keeps no states. New parameters join the
         optimizer's group where initialize made it, else optimizer.add_param_group, which rebuilds, must have them.
         """
-        optimizer = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
         with self._synced():
-            plan = rebuild(self, None if optimizer is None else optimizer.plan)
-            if optimizer is not None and plan is not None:
-                optimizer.follow(plan, self._core)
+            rebuild(self)
         self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
         utils.register(self)
 

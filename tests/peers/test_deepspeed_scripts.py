@@ -94,7 +94,7 @@ def test_a_script_has_deepspeeds_losses(name, stage, gas, theirs, tmp_path):
     script, run, more = SCRIPTS[name]
     run(2, script, str(tmp_path), "here", stage, gas, *more)
     expected, here = json.loads(wrote.read_text()), libraries.read(tmp_path, "here")
-    kinds = [kind for kind in ("loss", "eval", "grad_norm") if expected.get(kind)]  # stage 0 tells Trainer no norm there
+    kinds = [kind for kind in ("loss", "eval", "grad_norm") if expected.get(kind)]  # stage 0: no norm
     assert len(expected["loss"]) == len(here["loss"]) > 1
     libraries.check_equal(
         {kind: here[kind] for kind in kinds}, {kind: expected[kind] for kind in kinds}, len(here["loss"])
