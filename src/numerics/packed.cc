@@ -62,7 +62,8 @@ namespace detail {
 void raise_halfway(const PackedRange& range, size_t first, size_t count, const int32_t* low, int32_t* bits) {
   for (size_t i = 0; i < count; ++i) {
     const int64_t element = range.first + static_cast<int64_t>(first + i);
-    if (low[i] == -0x8000 && range.halfway->is_above(element)) bits[i] += 0x10000;
+    if (low[i] != -0x8000 || !range.halfway->is_above(element)) continue;
+    bits[i] = static_cast<int32_t>(static_cast<uint32_t>(bits[i]) + 0x10000u);  // wraps where a NaN was noted
   }
 }
 
