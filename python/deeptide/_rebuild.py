@@ -59,8 +59,13 @@ def group_to_add(plan: OptimizerPlan, given: ParamGroup, model: torch.nn.Module,
                 "AdamW steps; add them as two groups, or say use_muon"
             )
         group["use_muon"] = flags.pop() if flags else True
-    write_group(group, plan.info, read_group(group, plan.info, plan.defaults_of(group, config)))
+    _complete(group, plan, config)
     return group
+
+
+def _complete(group: ParamGroup, plan: OptimizerPlan, config: _C.Config) -> None:
+    """Gives a group the configuration's values for the keys that it lacks."""
+    write_group(group, plan.info, read_group(group, plan.info, plan.defaults_of(group, config)))
 
 
 def _regrouped(plan: OptimizerPlan, model: torch.nn.Module, config: _C.Config) -> OptimizerPlan:
@@ -105,6 +110,6 @@ def _group_for(
         if bool(group["use_muon"]) == muon:
             return place
     group = {"params": [], "use_muon": muon}
-    write_group(group, plan.info, read_group(group, plan.info, plan.defaults_of(group, config)))
+    _complete(group, plan, config)
     groups.append(group)
     return len(groups) - 1

@@ -4,7 +4,6 @@
 #include "engine/drift_guard.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -18,8 +17,6 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 using sharding::UnitMemory;
-using tiers::Access;
-using tiers::Block;
 using tiers::Buffer;
 
 namespace {
@@ -36,20 +33,8 @@ DriftGuard::DriftGuard(Channels& channels, Boundary& boundary, BoundModel& model
     : channels_(channels), boundary_(boundary), model_(model), optimizer_(optimizer), config_(config) {}
 
 Tensor DriftGuard::Copy::values() const {
-  if (const Tensor all = flat.in_place(); all.defined()) return all.narrow(0, range.begin, range.count);
-  Tensor values = at::empty({0}, flat.dtype());
-  for_each_block(flat, range, [&](Block block) {
-    const auto lease = flat.lease(block, Access::read);
-    if (values.numel() == 0) values = at::empty({range.count}, lease.tensor().options());
-    values.narrow(0, block.begin - range.begin, block.count).copy_(lease.tensor());
-  });
-  return values;
-}
-
-void DriftGuard::Copy::set(const Tensor& values) const {
-  for_each_block(flat, range, [&](Block block) {
-    flat.lease(block, Access::write).tensor().copy_(values.narrow(0, block.begin - range.begin, block.count));
-  });
+  const Tensor all = flat.in_place();
+  return all.defined() ? all.narrow(0, range.begin, range.count) : flat.copy(range);
 }
 
 /// States that cover the whole unit are those of stage 0.
@@ -122,7 +107,7 @@ void DriftGuard::make_equal(const std::vector<Copy>& copies, const std::vector<s
     Tensor values = copies[i].values().clone();  // a view of a unit may begin at any element
     auto pending = channels_.gathers().broadcast(values, 0);
     channels_.gathers().wait(pending, {"step", "making " + copies[i].name + " equal on all ranks"});
-    copies[i].set(values);
+    copies[i].flat.copy_from(values, copies[i].range.begin);
   }
 }
 

@@ -36,7 +36,6 @@ class DriftGuard {
 
     /// Where they lie, or unpacked.
     at::Tensor values() const;
-    void set(const at::Tensor& values) const;
   };
 
   std::vector<Copy> copies() const;

@@ -99,6 +99,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void make_trainer(const ModelDescription& description);
   bool may_publish_late();
   zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
+  void check_no_gradients(const char* method) const;
   void check_between_steps(const char* method) const;
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);

@@ -29,8 +29,7 @@ std::vector<std::string> folders_of(const OffloadStates& what, const Config& con
 void Engine::Impl::check_offloading(const OffloadStates& what) const {
   TORCH_CHECK_VALUE(optimizer != nullptr, "offload_states: this engine has no optimizer");
   TORCH_CHECK_VALUE(!optimizer->states().are_away(), "offload_states: the states are offloaded already");
-  TORCH_CHECK_VALUE(!(reducer->has_pending() || reducer->has_gradient()),
-                    "offload_states between backward() and step(): the gradients would be lost; call step() first");
+  check_no_gradients("offload_states");
   TORCH_CHECK_VALUE(!custom, "offload_states is for the optimizers of deeptide: ", rule->name(),
                     ", your own, keeps its states itself");
   TORCH_CHECK_VALUE(!offloaded, "offload_states: the configuration keeps optimizer states in files already");

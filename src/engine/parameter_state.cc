@@ -202,12 +202,7 @@ void Engine::Impl::write_state(const StatePlace& place, const std::string& role,
   }
   if (optimizer->custom()) optimizer->custom()->write(place.unit, index_of(*place.parameter), role, first, values);
   for (const auto& state : optimizer->states().buffers(place.unit)) {
-    if (state.role != role || values.numel() == 0) continue;
-    const int64_t begin = first - optimizer->states().begin(place.unit);
-    for_each_block(state.data, {begin, values.numel()}, [&](tiers::Block block) {
-      const auto lease = state.data.lease(block, tiers::Access::update);
-      lease.tensor().copy_(values.narrow(0, block.begin - begin, block.count));
-    });
+    if (state.role == role) state.data.copy_from(values, first - optimizer->states().begin(place.unit));
   }
   if (role != kMaster) return;
   residency->release_all();

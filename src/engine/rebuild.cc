@@ -115,10 +115,7 @@ Tensor whole_state(const CarriedParameter& p, const Tensor& own, const std::stri
 void write_held(const Parameter& p, int64_t begin, const tiers::Buffer& data, const Tensor& whole) {
   const int64_t first = std::clamp(begin, p.offset, p.offset + p.numel);
   const int64_t last = std::clamp(begin + data.numel(), first, p.offset + p.numel);
-  for_each_block(data, {first - begin, last - first}, [&](tiers::Block block) {
-    const auto lease = data.lease(block, tiers::Access::update);
-    lease.tensor().copy_(whole.narrow(0, block.begin + begin - p.offset, block.count));
-  });
+  data.copy_from(whole.narrow(0, first - p.offset, last - first), first - begin);
 }
 
 }  // namespace

@@ -31,10 +31,14 @@ void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::ve
 
 }  // namespace
 
-void Engine::Impl::check_between_steps(const char* method) const {
+void Engine::Impl::check_no_gradients(const char* method) const {
   TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()), method,
                     " between backward() and step(): the gradients would be lost; call step() first, or zero_grad() to "
                     "drop them");
+}
+
+void Engine::Impl::check_between_steps(const char* method) const {
+  check_no_gradients(method);
   const int64_t within = progress.micro_steps % batch.accumulation;
   TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), method, " within an accumulation (", within, "/",
                     batch.accumulation,

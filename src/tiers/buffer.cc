@@ -68,12 +68,12 @@ Lease Buffer::lease(Block range, Access access) const {
   return {store_, range, access};
 }
 
-Tensor Buffer::copy() const {
+Tensor Buffer::copy(Block range) const {
   Tensor all;
-  for_each_block(*this, {0, numel_}, [&](Block block) {
+  for_each_block(*this, range, [&](Block block) {
     const Lease part = lease(block, Access::read);
-    if (!all.defined()) all = at::empty({numel_}, part.tensor().options());
-    all.narrow(0, block.begin, block.count).copy_(part.tensor());
+    if (!all.defined()) all = at::empty({range.count}, part.tensor().options());
+    all.narrow(0, block.begin - range.begin, block.count).copy_(part.tensor());
   });
   return all.defined() ? all : at::empty({0}, dtype_);
 }
@@ -86,9 +86,9 @@ void Buffer::copy_to(const Tensor& target) const {
   });
 }
 
-void Buffer::copy_from(const Tensor& source) const {
-  for_each_block(*this, {0, numel_}, [&](Block block) {
-    lease(block, Access::write).tensor().copy_(source.narrow(0, block.begin, block.count));
+void Buffer::copy_from(const Tensor& source, int64_t begin) const {
+  for_each_block(*this, {begin, source.numel()}, [&](Block block) {
+    lease(block, Access::write).tensor().copy_(source.narrow(0, block.begin - begin, block.count));
   });
 }
 

@@ -95,11 +95,13 @@ class Buffer {
   Lease lease(Block range, Access access) const;
   /// All elements (numel,) where they lie, for as long as the buffer lives; undefined if they need leases.
   at::Tensor in_place() const { return store_->in_place(); }
-  /// All elements in memory of their own (numel,).
-  at::Tensor copy() const;
-  /// Copies all elements to `target` (numel,), or from `source`.
+  /// The elements in memory of their own (count,).
+  at::Tensor copy(Block range) const;
+  at::Tensor copy() const { return copy({0, numel_}); }
+  /// Copies all elements to `target` (numel,).
   void copy_to(const at::Tensor& target) const;
-  void copy_from(const at::Tensor& source) const;
+  /// Overwrites the elements from `begin` on by `source` (count,).
+  void copy_from(const at::Tensor& source, int64_t begin = 0) const;
   void prefetch(Block range) const { store_->prefetch(range); }
   void write_behind() const { store_->write_behind(); }
 

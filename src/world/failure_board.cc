@@ -74,8 +74,7 @@ std::optional<std::string> FailureBoard::failure(const std::string& own_place) n
     auto report = read_if_there(*store_, prefix_ + "/failed");
     if (!report || !store_->check({prefix_ + "/unexplained"})) return report;
     // That rank may have looked before others reported; of them only those that ended it are still silent.
-    std::string missing;
-    places(missing);
+    const std::string missing = read_reports().missing;
     if (!missing.empty()) *report += "; by now no report from rank " + missing;
     return report;
   } catch (const std::exception& error) {
@@ -91,19 +90,19 @@ bool FailureBoard::is_failure() noexcept {
   }
 }
 
-/// Returns the places that other ranks reported, and fills `missing` with the ranks that reported none.
-std::string FailureBoard::places(std::string& missing) {
-  std::string placed;
+/// Of the other ranks.
+FailureBoard::Reports FailureBoard::read_reports() {
+  Reports reports;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const auto place = read_if_there(*store_, key("place", r));
     if (place) {
-      placed += "; rank " + std::to_string(r) + ": " + *place;
+      reports.places += "; rank " + std::to_string(r) + ": " + *place;
     } else {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+      reports.missing += (reports.missing.empty() ? "" : ", ") + std::to_string(r);
     }
   }
-  return placed;
+  return reports;
 }
 
 std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
@@ -111,14 +110,13 @@ std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
     store_->set(key("place", rank_), to_bytes(own_place));
     store_->set(prefix_ + "/news", to_bytes("yes"));
     std::this_thread::sleep_for(kGrace);
-    std::string missing;
-    const std::string placed = places(missing);
-    if (missing.empty()) return "every rank is waiting" + placed;
+    const Reports reports = read_reports();
+    if (reports.missing.empty()) return "every rank is waiting" + reports.places;
     {
       std::lock_guard lock(mutex_);
       if (cause_.empty()) unexplained_ = true;
     }
-    return "no report from rank " + missing + placed;
+    return "no report from rank " + reports.missing + reports.places;
   } catch (const std::exception&) {
     return "the store is unreachable; rank 0 has probably ended";
   }

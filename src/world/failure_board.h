@@ -41,7 +41,11 @@ class FailureBoard {
  private:
   void report(const std::string& text, bool in_good_order);
   std::string key(const std::string& kind, int rank) const;
-  std::string places(std::string& missing);
+  struct Reports {
+    std::string places;   // "; rank 0: waits: …" for each rank that gave its own
+    std::string missing;  // the others: "1, 2"
+  };
+  Reports read_reports();
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_;

@@ -251,8 +251,8 @@ void OptimizerStates::move_moments(const StatePlacement& place) {
 }
 
 void OptimizerStates::bring_back() {
-  if (std::exchange(moved_masters_, false)) move_masters(place_);
-  if (std::exchange(moved_moments_, false)) move_moments(place_);
+  if (moved_masters_) move_masters(place_);
+  if (moved_moments_) move_moments(place_);
   moved_masters_ = moved_moments_ = false;
 }
 

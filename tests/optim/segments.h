@@ -8,6 +8,8 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
 
 #include <map>
 #include <string>
@@ -161,6 +163,17 @@ inline std::vector<Hyperparameters> variants_of(const Rule& rule) {
     variants.push_back(hyper);
   }
   return variants;
+}
+
+/// Expects a step to throw a ValueError that holds these words.
+inline void expect_rejected(const Rule& rule, const Segment& segment, const Hyperparameters& hyper,
+                            const std::string& words) {
+  try {
+    rule.step(segment, hyper, {});
+    ADD_FAILURE() << "accepted; expected an error about " << words;
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+  }
 }
 
 }  // namespace deeptide::optim

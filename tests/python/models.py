@@ -46,6 +46,19 @@ class TinyModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
+class Wide(nn.Module):
+    """Three blocks of 1.2 M parameters: states of several blocks of 4 MiB, and ends that are no whole block."""
+
+    def __init__(self, width=1100):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
 _seeding = threading.Lock()
 
 
@@ -82,14 +95,17 @@ def batches(count, batch, vocab=37, length=6, seed=1):
 
 
 def everything(engine):
-    """What Adam leaves: {"name/role": tensor} of masters and moments, and the model's own state, whole."""
-    state = {
-        f"{name}/{role}": engine._core.full_state(name, role)
-        for name, p in engine.module.named_parameters()
-        for role in ("master", "exp_avg", "exp_avg_sq")
-        if p.requires_grad
-    }
-    return {**state, **engine.module_state_dict()}
+    """{"name/role": tensor} of masters and optimizer states, and the model's own state, whole. Collective."""
+    roles = ["master", *engine.optimizer.info.state_roles()]
+    names = [name for name, _ in engine.module.named_parameters()]
+    state = {f"{name}/{role}": engine._core.full_state(name, role) for name in names for role in roles}
+    return {**{name: value for name, value in state.items() if value is not None}, **engine.module_state_dict()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
 
 
 def memory():

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from test_packed_states import assert_same, run_wide, state_of, train
+from test_packed_states import run_wide, train
 
 import deeptide
 from deeptide import utils
@@ -61,7 +61,7 @@ def test_worlds_and_stages_have_equal_bits(type, precision):
     def run(world, stage, packed):
         engine = start(world, stage, type, precision, packed=packed, gradient_clipping=0.0)
         step_alike(engine, 3)
-        return state_of(engine)
+        return models.everything(engine)
 
     states = [
         run_ranks(world, run, stage, precision == "bf16" and (world + stage) % 2 == 0)[world - 1]
@@ -69,7 +69,7 @@ def test_worlds_and_stages_have_equal_bits(type, precision):
         for stage in STAGES
     ]
     for state in states[1:]:
-        assert_same(state, states[0])
+        models.assert_same(state, states[0])
 
 
 @pytest.mark.parametrize("type", OPTIMIZERS)
@@ -77,7 +77,7 @@ def test_moments_are_bf16_and_near_those_of_fp32(type):
     def run(moments, seed):
         engine = start(None, 1, type, "fp32", moments, deeptide={"seed": seed}, gradient_clipping=0.0)
         step_alike(engine, 1)
-        return state_of(engine)
+        return models.everything(engine)
 
     exact, rounded, other = run("fp32", 5), run("bf16", 5), run("bf16", 6)
     differs = False
@@ -113,21 +113,21 @@ def test_a_resumed_run_is_the_run(packed, tmp_path):
         engine = start(world, 2, packed=packed)
         train(engine, 0, 3)
         engine.save_checkpoint(str(tmp_path))
-        saved = state_of(engine)
-        return saved, train(engine, 3, 5), state_of(engine)
+        saved = models.everything(engine)
+        return saved, train(engine, 3, 5), models.everything(engine)
 
     saved, losses, straight = run_ranks(2, save)[0]
 
     def resume(world, stage, last):
         engine = start(world, stage, packed=not packed)
         engine.load_checkpoint(str(tmp_path))
-        return train(engine, 3, last) if last > 3 else [], state_of(engine)
+        return train(engine, 3, last) if last > 3 else [], models.everything(engine)
 
     further, state = run_ranks(2, resume, 3, 5)[0]
     assert further == losses
-    assert_same(state, straight)
+    models.assert_same(state, straight)
     for size, stage in ((1, 0), (3, 3)):
-        assert_same(run_ranks(size, resume, stage, 3)[0][1], saved)
+        models.assert_same(run_ranks(size, resume, stage, 3)[0][1], saved)
 
 
 def test_a_checkpoint_loads_into_the_other_type_and_says_what_is_rounded(tmp_path, capfd):
@@ -135,17 +135,17 @@ def test_a_checkpoint_loads_into_the_other_type_and_says_what_is_rounded(tmp_pat
     for engine, name in ((exact, "fp32"), (rounded, "bf16")):
         train(engine)
         engine.save_checkpoint(str(tmp_path / name))
-    saved_exact, saved_rounded = state_of(exact), state_of(rounded)
+    saved_exact, saved_rounded = models.everything(exact), models.everything(rounded)
     capfd.readouterr()
     widened = start(None, 1, moments="fp32")
     widened.load_checkpoint(str(tmp_path / "bf16"))
-    assert_same(state_of(widened), saved_rounded)
+    models.assert_same(models.everything(widened), saved_rounded)
     assert "saved in fp32" not in capfd.readouterr().err
     narrowed = start(None, 1, moments="bf16")
     narrowed.load_checkpoint(str(tmp_path / "fp32"))
     text = capfd.readouterr().err
     assert text.count("the optimizer's states, saved in fp32, are rounded to bf16, as this run keeps them") == 1
-    for name, value in state_of(narrowed).items():
+    for name, value in models.everything(narrowed).items():
         is_moment = name.endswith(("exp_avg", "exp_avg_sq"))
         assert torch.equal(value, saved_exact[name].bfloat16().float() if is_moment else saved_exact[name]), name
 
@@ -182,7 +182,7 @@ def test_moments_of_16_bits_lie_in_files_too(packed, ratio, tmp_path):
         return run_wide(world, packed, 2, zero, None, {"moment_dtype": "bf16"})
 
     for state, plain in zip(run_ranks(2, run, offload), run_ranks(2, run, {}), strict=True):
-        assert_same(state, plain)
+        models.assert_same(state, plain)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -17,26 +17,13 @@ STEPS = 4
 MIB = 1 << 20
 
 
-class Net(nn.Module):
-    """Three blocks of 1.2 M parameters: states of several blocks of 4 MiB, and ends that are no whole block."""
-
-    def __init__(self, width=1100):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
 def inputs(rank, step):
     return torch.randn(2, 1100, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def start(world, stage, offload, gas=1, **extra):
     config = models.config(stage, gas=gas, zero={"offload_optimizer": offload} if offload else {}, **extra)
-    return deeptide.initialize(model=models.make_model(kind=Net), config=config, world=world)[0]
+    return deeptide.initialize(model=models.make_model(kind=models.Wide), config=config, world=world)[0]
 
 
 def train(engine, steps=STEPS, first=0):

@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from test_packed_states import Wide, assert_same, state_of, train
+from test_packed_states import train
 
 import deeptide
 from deeptide.as_deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -43,19 +43,19 @@ def test_a_run_with_phases_is_the_run(kind, stage, world, tmp_path):
         for phase in range(3):
             losses += train(engine, 2 * phase, 2 * phase + 2)
             if phases:
-                before = state_of(engine)
+                before = models.everything(engine)
                 engine.offload_states(device="nvme", nvme_path=str(tmp_path))
                 with torch.no_grad():
                     engine(*models.batches(1, 2)[0])  # parameters stay
-                assert_same(state_of(engine), before)  # states are read where they lie
+                models.assert_same(models.everything(engine), before)  # states are read where they lie
                 engine.reload_states()
-        return losses, state_of(engine)
+        return losses, models.everything(engine)
 
     for (losses, state), (plain, plain_state) in zip(
         run_ranks(world, run, True), run_ranks(world, run, False), strict=True
     ):
         assert losses == plain
-        assert_same(state, plain_state)
+        models.assert_same(state, plain_state)
     assert files_under(tmp_path) == []
 
 
@@ -66,7 +66,7 @@ def resident_bytes():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_goes_back_to_the_system_and_the_table_stays_true(packed, tmp_path):
-    model = models.make_model(kind=lambda: Wide(width=2000))  # 12 M parameters
+    model = models.make_model(kind=lambda: models.Wide(width=2000))  # 12 M parameters
     engine = start(None, 1, model=model, packed_states=packed)
     engine.backward(engine(torch.ones(2, 2000).bfloat16()))
     engine.step()
@@ -120,9 +120,9 @@ def test_a_step_before_reload_states_names_the_call_and_keeps_the_gradients(stag
                 engine.step()
             engine.reload_states()
         assert engine.step()
-        return state_of(engine)
+        return models.everything(engine)
 
-    assert_same(run_ranks(2, run, True)[0], run_ranks(2, run, False)[0])
+    models.assert_same(run_ranks(2, run, True)[0], run_ranks(2, run, False)[0])
 
 
 @pytest.mark.both_ways
@@ -130,7 +130,7 @@ def test_checkpoints_are_written_and_read_meanwhile(tmp_path):
     def run(world):
         engine = start(world, 2, packed_states=True)
         train(engine, 0, 2)
-        saved = state_of(engine)
+        saved = models.everything(engine)
         engine.offload_states(device="nvme", nvme_path=str(tmp_path / "swap"))
         engine.save_checkpoint(str(tmp_path / "saved"))
         engine.reload_states()
@@ -138,10 +138,10 @@ def test_checkpoints_are_written_and_read_meanwhile(tmp_path):
         engine.offload_states(device="nvme", nvme_path=str(tmp_path / "swap"))
         engine.load_checkpoint(str(tmp_path / "saved"))
         engine.reload_states()
-        return saved, state_of(engine)
+        return saved, models.everything(engine)
 
     for saved, loaded in run_ranks(2, run):
-        assert_same(loaded, saved)
+        models.assert_same(loaded, saved)
 
 
 def test_the_configurations_folder_is_the_default(tmp_path):
@@ -169,14 +169,14 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_training_goes_on(mount_disk):
     small = mount_disk("4m")
 
     def run(world):
-        engine = start(world, 1, model=models.make_model(kind=Wide))
+        engine = start(world, 1, model=models.make_model(kind=models.Wide))
         x = torch.ones(2, 1100).bfloat16()
         engine.backward(engine(x))
         engine.step()
-        before = state_of(engine)
+        before = models.everything(engine)
         with pytest.raises(RuntimeError, match=r"offload_states: .*All states are in memory again"):
             engine.offload_states(device="nvme", nvme_path=str(small))
-        assert_same(state_of(engine), before)
+        models.assert_same(models.everything(engine), before)
         engine.backward(engine(x))
         assert engine.step()
 

@@ -48,21 +48,6 @@ def train(engine, first=0, last=4):
     return losses
 
 
-def state_of(engine):
-    """Masters and states by name, whole; then the model's own. Collective."""
-    names = [name for name, _ in engine.module.named_parameters()]
-    roles = ["master", *engine.optimizer.info.state_roles()]
-    state = {f"{name}/{role}": engine._core.full_state(name, role) for name in names for role in roles}
-    state = {name: value for name, value in state.items() if value is not None}
-    return {**state, **engine.module_state_dict()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @pytest.mark.both_ways
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
@@ -74,14 +59,14 @@ def test_packed_masters_change_no_number(type, stage, world):
     def run(own, packed, gas):
         engine = start(own, packed, stage, gas, type)
         losses = train(engine)
-        return losses, engine.get_global_grad_norm(), state_of(engine)
+        return losses, engine.get_global_grad_norm(), models.everything(engine)
 
     gas = 2 if world == 2 else 1
     whole, packed = (run_ranks(world, run, kind, gas) for kind in (False, True))
     for (losses, norm, state), (plain, plain_norm, plain_state) in zip(packed, whole, strict=True):
         assert losses == plain
         assert norm == plain_norm
-        assert_same(state, plain_state)
+        models.assert_same(state, plain_state)
         assert not torch.equal(state[f"{EMBEDDING}/master"], state[EMBEDDING].float())  # there is something to keep
 
 
@@ -92,7 +77,7 @@ def test_a_run_resumes_bit_for_bit_packed_or_not(before, after, tmp_path):
         engine = start(world, before, 2)
         train(engine, 0, 2)
         engine.save_checkpoint(str(tmp_path))
-        return state_of(engine), train(engine, 2, 4), state_of(engine)
+        return models.everything(engine), train(engine, 2, 4), models.everything(engine)
 
     saved, losses, straight = run_ranks(2, save)[0]
 
@@ -100,14 +85,14 @@ def test_a_run_resumes_bit_for_bit_packed_or_not(before, after, tmp_path):
         engine = start(world, after, stage)
         engine.load_checkpoint(str(tmp_path))
         further = train(engine, 2, last) if last > 2 else []
-        return further, state_of(engine)
+        return further, models.everything(engine)
 
     for stage in (3, 1):
         further, state = run_ranks(2, resume, stage, 4)[0]
         assert further == losses
-        assert_same(state, straight)
+        models.assert_same(state, straight)
     for size, stage in ((1, 0), (3, 3)):
-        assert_same(run_ranks(size, resume, stage, 2)[0][1], saved)
+        models.assert_same(run_ranks(size, resume, stage, 2)[0][1], saved)
 
 
 def write_in_place(engine, weight, value):
@@ -205,23 +190,10 @@ def test_states_take_two_bytes_less_as_the_plan_says(stage):
         assert 12 * packed == 10 * whole
 
 
-class Wide(nn.Module):
-    """1.2 M parameters per layer: several blocks of 4 MiB in files."""
-
-    def __init__(self, width=1100):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
 def run_wide(world, packed, stage, zero, placement, own=None):
     own = {**(own or {}), **({"placement": placement} if placement else {})}
     zero = {**zero, "stage3_max_live_parameters": 0}
-    engine = start(world, packed, stage, model=models.make_model(kind=Wide), zero=zero, deeptide=own)
+    engine = start(world, packed, stage, model=models.make_model(kind=models.Wide), zero=zero, deeptide=own)
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * world.rank + step)
         engine.backward(engine(torch.randn(2, 1100, generator=generator).bfloat16()))
@@ -229,7 +201,7 @@ def run_wide(world, packed, stage, zero, placement, own=None):
     lines = {line.role: line for line in engine.memory()}
     states = lines["optimizer states"]
     assert states.measured_bytes == pytest.approx(states.predicted_bytes, abs=8192)  # staging memory is aligned
-    state = state_of(engine)
+    state = models.everything(engine)
     engine.destroy()
     return state
 
@@ -248,7 +220,7 @@ def test_halves_in_files_change_no_number(kind, world, tmp_path):
         placement = {"optimizer_states": share, "parameters": share, "nvme_path": str(tmp_path)}
     expected = run_ranks(world, run_wide, False, 3, {}, None)
     for state, plain in zip(run_ranks(world, run_wide, True, 3, zero, placement), expected, strict=True):
-        assert_same(state, plain)
+        models.assert_same(state, plain)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -264,7 +236,7 @@ def rewound(world, packed):
     assert line.predicted_bytes == line.measured_bytes
     plan = deeptide.plan(models.make_model(), config_of(packed, 2, deeptide=own), world_size=world.size)
     assert plan.lines["optimizer states"].memory_bytes == line.predicted_bytes
-    return outcome.rewound_to, after, state_of(engine)
+    return outcome.rewound_to, after, models.everything(engine)
 
 
 @pytest.mark.both_ways
@@ -274,7 +246,7 @@ def test_a_rewind_brings_back_all_bits():
     ):
         assert to == plain_to == 2
         assert losses == plain
-        assert_same(state, plain_state)
+        models.assert_same(state, plain_state)
 
 
 @pytest.mark.apart
@@ -288,13 +260,13 @@ def test_drift_in_low_halves_is_found_and_mended():
         bits = (master.view(torch.int32) + world.rank).view(torch.float32)
         engine._core.set_local_state("norm.weight", "master", bits)
         train(engine, 2, 3)
-        return state_of(engine), engine._core.local_state("norm.weight", "master")[1]
+        return models.everything(engine), engine._core.local_state("norm.weight", "master")[1]
 
     with pytest.raises(deeptide.DriftError, match=r"the first is master of 'norm\.weight'"):
         run_ranks(2, run, "stop")
     first, second = run_ranks(2, run, "sync")
     assert torch.equal(first[1], second[1])
-    assert_same(first[0], second[0])
+    models.assert_same(first[0], second[0])
 
 
 def test_units_that_stay_fp32_are_left_alone():
@@ -306,9 +278,9 @@ def test_units_that_stay_fp32_are_left_alone():
             engine.backward(engine(x).float().square().mean())
             engine.step()
         assert engine.module[1].weight.dtype == torch.float32
-        return state_of(engine)
+        return models.everything(engine)
 
-    assert_same(run_ranks(2, run, True)[0], run_ranks(2, run, False)[0])
+    models.assert_same(run_ranks(2, run, True)[0], run_ranks(2, run, False)[0])
 
 
 def test_the_summary_names_them(capfd):

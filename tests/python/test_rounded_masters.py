@@ -60,21 +60,6 @@ def train(engine, first=0, last=3):
     return outcome
 
 
-def state_of(engine):
-    """Masters and states by name, whole; then the model's own. Collective."""
-    names = [name for name, _ in engine.module.named_parameters()]
-    roles = ["master", *engine.optimizer.info.state_roles()]
-    state = {f"{name}/{role}": engine._core.full_state(name, role) for name in names for role in roles}
-    state = {name: value for name, value in state.items() if value is not None}
-    return {**state, **engine.module_state_dict()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 def bytes_of(engine, role):
     line = next(line for line in engine.memory() if line.role == role)
     return line.predicted_bytes, line.measured_bytes
@@ -90,13 +75,13 @@ def test_stages_are_bit_equal(kind, world):
     def run(world, stage, gas):
         engine = start(world, kind, stage, gas)
         norm = train(engine).grad_norm
-        return {**state_of(engine), "norm": torch.tensor(norm)}
+        return {**models.everything(engine), "norm": torch.tensor(norm)}
 
     for gas, groups in ((1, [STAGES]), (2, [[0, 1], [2, 3]])):
         for stages in groups:
             states = [state for stage in stages for state in run_ranks(world, run, stage, gas)]
             for state in states[1:]:
-                assert_same(state, states[0])
+                models.assert_same(state, states[0])
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "bf16 moments"])
@@ -174,9 +159,9 @@ def test_a_resumed_run_is_the_run_and_other_worlds_read_the_same(kind, tmp_path)
         engine = start(world, kind, 2)
         train(engine, 0, 2)
         engine.save_checkpoint(str(tmp_path))
-        saved = state_of(engine)
+        saved = models.everything(engine)
         train(engine, 2, 4)
-        return saved, state_of(engine)
+        return saved, models.everything(engine)
 
     saved, straight = run_ranks(2, save)[0]
 
@@ -185,11 +170,11 @@ def test_a_resumed_run_is_the_run_and_other_worlds_read_the_same(kind, tmp_path)
         engine.load_checkpoint(str(tmp_path))
         if last > 2:
             train(engine, 2, last)
-        return state_of(engine)
+        return models.everything(engine)
 
-    assert_same(run_ranks(2, resume, 3, 4)[0], straight)
+    models.assert_same(run_ranks(2, resume, 3, 4)[0], straight)
     for size, stage in ((1, 0), (3, 3)):
-        assert_same(run_ranks(size, resume, stage, 2)[0], saved)
+        models.assert_same(run_ranks(size, resume, stage, 2)[0], saved)
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     for name, value in weights.items():
         assert value.dtype == torch.float32
@@ -300,4 +285,4 @@ def test_moments_of_rounded_masters_go_to_files(kind, tmp_path):
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     engine, resident = start(None, kind, 2, zero=zero), start(None, kind, 2)
     train(engine), train(resident)
-    assert_same(state_of(engine), state_of(resident))
+    models.assert_same(models.everything(engine), models.everything(resident))
