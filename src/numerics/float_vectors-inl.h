@@ -22,6 +22,13 @@ using V = hn::Vec<D>;
 using D16 = hn::Rebind<uint16_t, D>;
 using D32 = hn::RebindToUnsigned<D>;
 
+/// Asks for what a pass over large streams reads some iterations on. Arithmetic between the loads fills the processor's
+/// own window, which then reaches no further than the caches; the address may lie past a stream's end.
+HWY_INLINE void fetch_ahead(const void* stream) {
+  constexpr size_t kBytes = 2048;
+  hwy::Prefetch(static_cast<const char*>(stream) + kBytes);
+}
+
 HWY_INLINE V load(const float* from) { return hn::LoadU(D(), from); }
 
 HWY_INLINE V load(const c10::BFloat16* from) {

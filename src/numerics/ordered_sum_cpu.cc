@@ -116,6 +116,8 @@ double finish_rows(const T* const* rows, float scale, float* accumulator, size_t
     V values[Squares::kVectors];
     for (size_t k = 0; k < Squares::kVectors; ++k) {
       const size_t j = i + k * kLanes;
+      for (int row = 0; row < kRows; ++row) fetch_ahead(rows[row] + j);
+      if constexpr (kSink == Sink::add) fetch_ahead(accumulator + j);
       values[k] = finished(Whole(), j);
       if constexpr (kSink == Sink::overwrite_past_cache) stream(values[k], accumulator + j);
       if constexpr (kSink == Sink::overwrite || kSink == Sink::add) store(values[k], accumulator + j);

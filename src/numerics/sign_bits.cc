@@ -15,6 +15,8 @@
 // After foreach_target.h, as Highway asks.
 #include <hwy/highway.h>
 
+#include "numerics/float_vectors-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::numerics::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -55,6 +57,7 @@ void split_signs(float* values, size_t count, float scale, uint8_t* bits) {
     uint64_t word = 0;
     size_t i = 0;
     for (; i + lanes <= in_word; i += lanes) {
+      fetch_ahead(values + begin + i);
       const auto x = hn::LoadU(d, values + begin + i);
       const auto positive = hn::Ge(x, hn::Zero(d));
       word |= word_of(positive, i);
@@ -82,6 +85,7 @@ HWY_INLINE void join_signs(const uint8_t* bits, size_t count, float scale, float
     size_t i = 0;
     for (; i + lanes <= in_word; i += lanes) {
       auto x = hn::IfThenElse(lanes_of(word, i), plus, minus);
+      fetch_ahead(to + i);
       if constexpr (kAdd) x = hn::Add(hn::LoadU(d, to + i), x);
       hn::StoreU(x, d, to + i);
     }

@@ -45,6 +45,13 @@ HWY_INLINE V load_gradient(InMemory part, const detail::GradientStreams& gradien
   }
 }
 
+template <Source kSource>
+HWY_INLINE void fetch_gradient(const detail::GradientStreams& gradient, size_t i) {
+  using T = std::conditional_t<kSource == Source::summed, float, c10::BFloat16>;
+  fetch_ahead(static_cast<const T*>(gradient.rows[0]) + i);
+  if constexpr (kSource == Source::two_bf16) fetch_ahead(static_cast<const T*>(gradient.rows[1]) + i);
+}
+
 template <Output kOutput, typename InMemory>
 HWY_INLINE void store_param(InMemory part, V x, const detail::ParamStream& param, size_t i) {
   if constexpr (kOutput == Output::fp16) part.put(x, static_cast<c10::Half*>(param.data) + i);
@@ -61,6 +68,8 @@ HWY_INLINE void store_param(InMemory part, V x, const detail::ParamStream& param
 /// What a step reads and writes in fp32: a master with its states, and its parameter rounded.
 template <Output kOutput>
 struct WideForm {
+  HWY_INLINE void fetch_master(size_t i) const { fetch_ahead(io.master + i); }
+  HWY_INLINE void fetch_state(size_t k, size_t i) const { fetch_ahead(io.states[k] + i); }
   template <typename InMemory>
   HWY_INLINE V master(InMemory part, size_t i) const {
     return part.get(io.master + i);
@@ -93,6 +102,10 @@ struct WideForm {
 
 /// A packed master, with fp32 states.
 struct PackedForm : WideForm<Output::none> {
+  HWY_INLINE void fetch_master(size_t i) const {
+    fetch_ahead(io.packed.high + i);
+    fetch_ahead(io.packed.low + i);
+  }
   template <typename InMemory>
   HWY_INLINE V master(InMemory part, size_t i) const {
     return load_packed(part, io.packed, i);
@@ -105,6 +118,7 @@ struct PackedForm : WideForm<Output::none> {
 
 /// A packed master, with states in bf16 that are rounded stochastically.
 struct PackedHalfForm : PackedForm {
+  HWY_INLINE void fetch_state(size_t k, size_t i) const { fetch_ahead(io.half_states[k] + i); }
   template <typename InMemory>
   HWY_INLINE V state(InMemory part, size_t k, size_t i) const {
     return part.get(reinterpret_cast<const c10::BFloat16*>(io.half_states[k]) + i);
@@ -157,10 +171,20 @@ HWY_INLINE void step_vector(InMemory part, const Form& form, size_t i, const Upd
   form.put_master(part, p, i);
 }
 
+template <size_t kStates, Source kSource, typename Form>
+HWY_INLINE void fetch_vector(const Form& form, size_t i) {
+  form.fetch_master(i);
+  fetch_gradient<kSource>(form.io.gradient, i);
+  for (size_t k = 0; k < kStates; ++k) form.fetch_state(k, i);
+}
+
 /// Copies of `form` and `update` stay in registers: the stores cannot change them.
 template <size_t kStates, Source kSource, typename Form, typename Update>
 void step_range(Form form, size_t count, Update update) {
-  each_vector(0, count, [&](auto part, size_t i) { step_vector<kStates, kSource>(part, form, i, update); });
+  each_vector(0, count, [&](auto part, size_t i) {
+    fetch_vector<kStates, kSource>(form, i);
+    step_vector<kStates, kSource>(part, form, i, update);
+  });
 }
 
 template <size_t kStates, typename Form, typename Update>

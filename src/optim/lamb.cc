@@ -56,6 +56,7 @@ HWY_INLINE V lamb_update(V p, V m, V v, const LambScalars& s) {
 void lamb_measure(const Streams& io, const float* gradient, size_t count, const LambScalars& s, float* update) {
   const D d;
   each_vector(0, count, [=](auto part, size_t i) {
+    for (const float* stream : {io.master, io.states[0], io.states[1]}) fetch_ahead(stream + i);
     const V g = hn::Mul(part.get(gradient + i), hn::Set(d, s.gradient_scale));
     V m = part.get(io.states[0] + i), v = part.get(io.states[1] + i);
     m = lerp(m, g, s.first_weight);
@@ -68,6 +69,7 @@ void lamb_measure(const Streams& io, const float* gradient, size_t count, const 
 
 void lamb_apply(const Streams& io, size_t count, const LambScalars& s) {
   move_master(io, count, [io, s](auto part, size_t i) {
+    for (const float* stream : {io.master, io.states[0], io.states[1]}) fetch_ahead(stream + i);
     const V p = part.get(io.master + i);
     const V update = lamb_update(p, part.get(io.states[0] + i), part.get(io.states[1] + i), s);
     return hn::NegMulAdd(hn::Set(D(), s.step_size), update, p);
