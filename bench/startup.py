@@ -23,11 +23,13 @@ begin = time.perf_counter()
 {statement}
 print(time.perf_counter() - begin)
 """
-# Deeptide loads its core with the first name that needs it; the second of its lines says what a program pays.
+# Deeptide loads its core with the first name that needs it; the second of its lines says what a program pays, the third
+# what a script for DeepSpeed does.
 IMPORTS = {
     "import torch": "sys",
     "import deeptide": "torch",
     "from deeptide import initialize": "torch",
+    "from deeptide.as_deepspeed.initialize import initialize": "torch",
     "from deepspeed import initialize": "torch",
 }  # by statement: what is imported before, untimed
 LEGEND = """\

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from deeptide._model import describe, parameter_names
 from deeptide._muon import choice_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from deeptide.engine import Engine
 
 
@@ -26,15 +29,29 @@ def rebuild(engine: Engine) -> None:
     optimizer = engine.optimizer if isinstance(engine.optimizer, torch.optim.Optimizer) else None
     plan: OptimizerPlan | None = None if optimizer is None else optimizer.plan
     seen = _changes.count()
-    if plan is not None:
-        plan = _regrouped(plan, model, engine._config)
-    groups = [] if plan is None else plan.core_groups(engine._config)
-    optimizer_type = "" if plan is None else plan.override
-    options = _C.InitOptions(engine.world, groups, optimizer_type, functools.partial(describe, model))
-    engine._core.rebuild(describe(model), options)
+    with _as_before_if_refused([] if plan is None else plan.param_groups):
+        if plan is not None:
+            plan = _regrouped(plan, model, engine._config)
+        groups = [] if plan is None else plan.core_groups(engine._config)
+        optimizer_type = "" if plan is None else plan.override
+        options = _C.InitOptions(engine.world, groups, optimizer_type, functools.partial(describe, model))
+        engine._core.rebuild(describe(model), options)
     engine._registrations = seen
     if optimizer is not None and plan is not None:
         optimizer.follow(plan, engine._core)
+
+
+@contextlib.contextmanager
+def _as_before_if_refused(groups: list[ParamGroup]) -> Iterator[None]:
+    """Gives the groups and their parameters back as they were if what runs inside raises."""
+    before = [(group, group["params"]) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, parameters in before:
+            group["params"] = parameters
+        groups[:] = [group for group, _ in before]
+        raise
 
 
 def group_to_add(plan: OptimizerPlan, given: ParamGroup, model: torch.nn.Module, config: _C.Config) -> ParamGroup:

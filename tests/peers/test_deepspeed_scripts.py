@@ -4,7 +4,6 @@
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import test_peft
 import test_trl
 from conftest import run_processes
+from ports import free_ports
 from test_deepspeed import THEIRS
 
 STAGES, ACCUMULATIONS = (0, 2, 3), (1, 3)
@@ -25,14 +25,6 @@ SCRIPTS = {
     "sft": (test_trl.check_sft, test_trl.run_processes, ()),
     "dpo": (test_trl.check_dpo, test_trl.run_processes, (False,)),
 }
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def case_of(name, stage, gas, folder, port):

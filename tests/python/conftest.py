@@ -8,7 +8,6 @@ import inspect
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_ports
 from zygote import Zygote
 
 import deeptide
@@ -157,12 +157,6 @@ def run_ranks(world_size, function, *args, timeout=120):
     return results
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 _CALL = """
 import importlib.util, json, sys
 path, name, arguments = sys.argv[1:4]
@@ -215,7 +209,7 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True, 
     modules of the tuple `preload`, unless `fresh` or `env` ask for new ones. Returns each rank's
     subprocess.CompletedProcess; with `check`, a rank that fails fails the test with its number and its last words.
     """
-    port = _free_port()
+    port = free_ports(1)[0]
     command = _command(target, args)
     loaded = preload if callable(target) and not fresh and not env else None  # None: a new interpreter
     processes = [_start(command, _environment(rank, world_size, port, env), rank, loaded) for rank in range(world_size)]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import run_processes
+from ports import free_ports
 
 import deeptide
 
@@ -62,16 +63,6 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes={host} Default=YES State=UP OverSubscribe=FORCE
 SlurmdParameters=config_overrides
 """
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

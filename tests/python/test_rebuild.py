@@ -266,8 +266,13 @@ def test_a_change_on_one_rank_only_is_an_error_on_all(stage):
         with pytest.raises((ValueError, RuntimeError), match=text):
             edges.train(engine, rank=world.rank)
         engine.zero_grad()
+        groups = engine.optimizer.param_groups
+        before = [list(group["params"]) for group in groups]
         with pytest.raises(deeptide.ConfigError, match=r"'head\.weight', .*(?s:.*)Nothing was changed"):
             engine.rebuild()
+        assert engine.optimizer.param_groups is groups
+        for group, parameters in zip(groups, before, strict=True):
+            assert all(p is q for p, q in zip(group["params"], parameters, strict=True))
         engine.module.head = head
         edges.train(engine, 3, first=2, rank=world.rank)
         return edges.final_state(engine)
