@@ -2,9 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // fp32 to one of its two neighbours in bf16, to each with the probability that makes the mean exact.
 //
-// The random bits of an element are a hash of (seed, step, stream, index): two rounds of the integer hash "lowbias32"
-// (C. Wellons, hash-prospector), keyed by SplitMix64. No generator has a state, so a resumed run draws what the run
-// would have drawn, and the ranks draw alike however elements are shared out.
+// The random bits of an element are a hash of (seed, step, stream, index): the integer hash "lowbias32" (C. Wellons,
+// hash-prospector), keyed before and in its middle by SplitMix64. No generator has a state, so a resumed run draws what
+// the run would have drawn, and the ranks draw alike however elements are shared out.
 #pragma once
 
 #include <cstdint>
