@@ -60,7 +60,8 @@ HWY_INLINE U rounded_by(V x, U random) {
   const U bits = hn::BitCast(d, x);
   const hn::RebindToSigned<D> di;
   const auto magnitude = hn::And(hn::BitCast(di, bits), hn::Set(di, 0x7FFFFFFF));
-  if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Gt(magnitude, hn::Set(di, 0x7F7EFFFF))))) return rounded_with_care(bits, random);
+  if (HWY_UNLIKELY(!hn::AllFalse(di, hn::Gt(magnitude, hn::Set(di, 0x7F7EFFFF)))))
+    return rounded_with_care(bits, random);
   return hn::ShiftRight<16>(hn::Add(bits, random));
 }
 
