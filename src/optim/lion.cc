@@ -41,10 +41,9 @@ struct LionUpdate {
     // Not fused, so that every instruction set gives the same sign.
     const V c = hn::Add(hn::Mul(m, hn::Set(d, s.direction_keep)), hn::Mul(g, hn::Set(d, s.direction_in)));
     m = hn::Add(hn::Mul(m, hn::Set(d, s.momentum_keep)), hn::Mul(g, hn::Set(d, s.momentum_in)));
-    const V one = hn::CopySign(hn::Set(d, 1.0f), c);
     const auto has_sign = hn::Gt(hn::Abs(c), hn::Zero(d));
-    const V sign = hn::IfThenElse(has_sign, one, c);  // c itself where it is 0 or NaN
-    return hn::Sub(hn::Mul(p, hn::Set(d, s.keep)), hn::Mul(hn::Set(d, s.lr), sign));
+    const V move = hn::IfThenElse(has_sign, hn::CopySign(hn::Set(d, s.lr), c), c);  // c itself where it is 0 or NaN
+    return hn::Sub(hn::Mul(p, hn::Set(d, s.keep)), move);
   }
   LionScalars s;
 };
