@@ -29,13 +29,13 @@ class DeeptideFabricStrategy(DDPStrategy):
         self._backward_sync_control = _AccumulatingControl(self)
 
     def setup_module_and_optimizers(
-        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
-    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
-        """Makes the engine; the model stays the program's own."""
+        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        """Makes the engine; the model stays the program's own. Lightning gives and takes a scheduler from 2.6 on."""
         keys = _engines.with_precision(self._keys, str(self.precision.precision))
         engine, optimizer = _engines.make_engine(module, optimizers, keys)
         self._engines[id(optimizer)] = engine
-        return module, [optimizer], scheduler
+        return module, [optimizer], *scheduler
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """A model without an optimizer runs as it is."""
