@@ -3,11 +3,13 @@
 // What the front of another language, such as the Python module, asks of the library besides what programs use.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -57,6 +59,15 @@ DEEPTIDE_API std::chrono::milliseconds timeout_of(const DistributedOptions& opti
 
 /// The control group of which least memory is left to this process, and those bytes; nothing without limits.
 DEEPTIDE_API std::optional<std::pair<std::string, int64_t>> tightest_memory_limit();
+
+/// Runs `work`, which reads `tensors` by their addresses and writes those of `written`, as one operator: sharded
+/// parameters, and those whose values are on their way, are whole until it ends. Operators within do not wait again.
+/// Errors: what `work` throws; CommError, before it runs.
+DEEPTIDE_API void run_as_operator(const std::vector<at::Tensor>& tensors, const std::vector<bool>& written,
+                                  const std::function<void()>& work);
+/// Names the unit of a sharded parameter as long as its engine lives: those of one unit are gathered together. 0 for
+/// other tensors.
+DEEPTIDE_API uint64_t sharded_unit(const at::Tensor& tensor);
 
 struct CollectiveTimes {
   int64_t bytes = 0;            // size, rounded so that ranks have equal slices of whole cache lines

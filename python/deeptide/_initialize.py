@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
-from deeptide import _C, _tensor_methods
+from deeptide import _C, _compiled, _tensor_methods
 from deeptide._C import Config, ConfigError, World
 from deeptide._groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, device_of, parameter_names
@@ -124,6 +124,7 @@ def make_engine(
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             _tensor_methods.install()
+            _compiled.install()
         if range_test is not None:
             kind = range_test.engine_kind(kind)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None

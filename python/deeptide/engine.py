@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
+from deeptide._compiled import compile_model
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 from deeptide._rebuild import rebuild
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from deeptide.optimizer import DeeptideOptimizer
 
 _Outcome = TypeVar("_Outcome", bound=StepOutcome | None)
-
-
-def _to_half(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
 
 
 class Engine:
@@ -58,6 +55,7 @@ class Engine:
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
         self._said: set[str] = set()
+        self.is_compiled = False  # compile() was called
         self._registrations = _changes.watch()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
@@ -88,7 +86,9 @@ class Engine:
         With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16.
         """
         if self._config.fp16 and self._config.auto_cast:
-            args, kwargs = tree_map_only(torch.Tensor, _to_half, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t.half() if t.is_floating_point() else t, (args, kwargs)
+            )
         lower = self.torch_autocast_dtype()
         if lower is None:
             return self.module(*args, **kwargs)
@@ -114,8 +114,7 @@ class Engine:
             raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
         accumulation = self.gradient_accumulation_steps()
         self._core.backward(loss if scale_wrt_gas else loss * accumulation, retain_graph)
-        value = loss.detach()
-        return value / accumulation if scale_wrt_gas else value
+        return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch; at an accumulation boundary reduces, clips and steps. Collective.
@@ -169,6 +168,8 @@ class Engine:
             rebuild(self)
         self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
         utils.register(self)
+
+    compile = compile_model
 
     def snapshot(self) -> torch.nn.Module:
         """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.
@@ -479,8 +480,7 @@ class Engine:
         """Between two steps: frees memory of states until `reload_states`; see docs/from-deepspeed.md. Collective.
 
         `include`: "optim_states", "hp_params" (masters), "lp_grads" and "contiguous_grad_buffer"; None: all of them.
-        Parameters stay. `device`: "nvme", files in `nvme_path` or the configuration's; "cpu" leaves a CPU engine's
-        where they are.
+        Parameters stay. `device`: "nvme", in `nvme_path` or the configuration's; "cpu" leaves a CPU engine's there.
         """
         _offload_states.offload_states(self._core, include, device, nvme_path)
 

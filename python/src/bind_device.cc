@@ -1,6 +1,12 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU allocator holds, for those who weigh a process; and what the kernels run on.
+// What the CPU allocator holds, for those who weigh a process; what the kernels run on; tensors that have no memory
+// yet, or only while an operator uses them.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <set>
+#include <vector>
+
 #include "bindings.h"
 #include "deeptide/allocator.h"
 #include "deeptide/binding.h"
@@ -14,6 +20,24 @@ py::dict kernel_targets() {
   py::dict targets;
   for (const auto& [kind, target] : binding::kernel_targets()) targets[py::str(kind)] = target;
   return targets;
+}
+
+/// Calls graph(inputs), which a compiler made and which may empty the list, with the tensors among its inputs whole.
+/// `written`: the places of those that it writes.
+py::object run_as_operator(const py::function& graph, const py::sequence& inputs, const std::set<size_t>& written) {
+  std::vector<at::Tensor> waiting;  // only what the gate looks at: the graph frees its other inputs as it goes
+  std::vector<bool> writes;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const py::object input = inputs[i];
+    if (!THPVariable_Check(input.ptr())) continue;
+    const at::Tensor& tensor = THPVariable_Unpack(input.ptr());
+    if (!zero::has_deferred_key(tensor)) continue;
+    waiting.push_back(tensor);
+    writes.push_back(written.count(i) > 0);
+  }
+  py::object result;
+  binding::run_as_operator(waiting, writes, [&] { result = graph(inputs); });
+  return result;
 }
 
 }  // namespace
@@ -35,6 +59,8 @@ void bind_device(py::module_& module) {
   module.def("address_of_storage", py::overload_cast<const at::Storage&>(&zero::address_of));
   module.def("materialize", &zero::materialize);
   module.def("values_of", &zero::values_of);
+  module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));
+  module.def("sharded_unit", &binding::sharded_unit);
   module.def("kernel_targets", &kernel_targets, "The instruction set that each kind of kernel runs on here.");
 }
 

@@ -10,6 +10,7 @@
 #include "numerics/ordered_sum.h"
 #include "ops/kernels.h"
 #include "optim/two_pass_rule.h"
+#include "sharding/gate.h"
 #include "world/distributed_options.h"
 
 namespace deeptide::binding {
@@ -74,6 +75,13 @@ std::optional<Discovery> find_place(const DistributedOptions& options) {
 std::chrono::milliseconds timeout_of(const DistributedOptions& options) {
   return world::timeout_of(world::Environment::of_process(), options);
 }
+
+void run_as_operator(const std::vector<at::Tensor>& tensors, const std::vector<bool>& written,
+                     const std::function<void()>& work) {
+  sharding::run_as_operator(tensors, written, work);
+}
+
+uint64_t sharded_unit(const at::Tensor& tensor) { return sharding::lent_unit(tensor); }
 
 CollectiveBench::CollectiveBench(const World& world, c10::ScalarType dtype, c10::Device device, int64_t max_bytes,
                                  bool shared_memory)

@@ -221,8 +221,6 @@ void check_offload(const Config& config, const ModelDescription& model, bool tra
       {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
       {wants_files(placement.optimizer_states), "deeptide.placement.optimizer_states", "leave it out"},
       {wants_files(placement.gradients), "deeptide.placement.gradients", "leave it out"},
-      {trains && config.runtime().packed_states, "deeptide.packed_states", "set it to false"},
-      {trains && config.runtime().moment_dtype == DataType::bf16, "deeptide.moment_dtype", "leave it out"},
   };
   for (const auto& [is_asked, key, cure] : asked) {
     if (!is_asked) continue;

@@ -9,6 +9,8 @@
 // back as the quiet NaN.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -18,13 +20,21 @@
 namespace deeptide::numerics {
 
 /// Which elements lie exactly halfway between two bf16 numbers and above the one that they round to. Random numbers do
-/// once in 131072. Thread-safe; at most an eighth of a byte per element.
+/// once in 131072. Thread-safe on a CPU; at most an eighth of a byte per element.
 class HalfwayBits {
  public:
+  /// In the host's memory, as far as there are any.
   explicit HalfwayBits(int64_t numel);
+  /// One bit per element in `bits` (numel / 8 rounded up, uint8), zeros: where host memory is out of a kernel's reach.
+  explicit HalfwayBits(at::Tensor bits);
 
   bool is_above(int64_t element) const;
   void set(int64_t element, bool above);
+
+  bool is_tensor() const { return bits_.defined(); }
+  /// Of `count` elements from `first` on: a tensor (count,) of 0 and 1, uint8. Only of bits in a tensor, as `set_all`.
+  at::Tensor above(int64_t first, int64_t count) const;
+  void set_all(int64_t first, const at::Tensor& above);
 
  private:
   static constexpr int64_t kChunk = 4096;  // elements
@@ -32,6 +42,7 @@ class HalfwayBits {
 
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Chunk>> chunks_;  // null: no element of it
+  at::Tensor bits_;
 };
 
 /// Memory of packed numbers. `first`: the first one's index in `halfway`.
@@ -48,6 +59,19 @@ struct PackedRange {
 void unpack(const PackedRange& from, int64_t count, float* to);
 /// Rounds to `to.high` as round_to does, and keeps the rest.
 void pack(const float* from, int64_t count, const PackedRange& to);
+
+/// Packed numbers as tensors (N,) on any device. The halves may lie on different ones.
+struct PackedTensors {
+  at::Tensor high;  // bf16
+  at::Tensor low;   // int16
+  HalfwayBits* halfway = nullptr;
+  int64_t first = 0;
+};
+
+/// The same into or from `to` and `from` (N,), fp32, where `high` lies: in ATen operators, with equal bits, if the bits
+/// of what lies halfway are a tensor.
+void unpack(const PackedTensors& from, const at::Tensor& to);
+void pack(const at::Tensor& from, const PackedTensors& to);
 
 namespace detail {
 

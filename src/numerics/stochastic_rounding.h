@@ -7,6 +7,8 @@
 // the run would have drawn, and the ranks draw alike however elements are shared out.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 
 namespace deeptide::numerics {
@@ -24,6 +26,10 @@ struct RandomKey {
 /// to[i] = from[i] in bf16, rounded by the 16 bits that `stream` has for element `index + i`. Zeros, infinities and
 /// NaNs stay what they are; a finite number stays finite. On the calling thread.
 void round_stochastically(const float* from, int64_t count, uint16_t* to, const RandomKey& key, int stream,
+                          int64_t index);
+
+/// The same of tensors (N,) in ATen operators, on any device, with equal bits.
+void round_stochastically(const at::Tensor& from, const at::Tensor& to, const RandomKey& key, int stream,
                           int64_t index);
 
 }  // namespace deeptide::numerics

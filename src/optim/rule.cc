@@ -63,12 +63,18 @@ void check_gradient(const std::string& what, const numerics::Contributions& grad
   }
 }
 
+numerics::PackedTensors packed_tensors(const Segment& segment) {
+  return {segment.master, segment.low, segment.halfway, segment.first};
+}
+
 /// The segment with masters and states in fp32: itself, or copies of what has 16 bits.
 Segment widened(const Segment& segment) {
   Segment wide = segment;
-  wide.master = segment.master.to(at::kFloat);
   if (segment.low.defined()) {
-    numerics::unpack(segment.packed(), wide.master.numel(), wide.master.mutable_data_ptr<float>());
+    wide.master = at::empty(segment.master.sizes(), segment.master.options().dtype(at::kFloat));
+    numerics::unpack(packed_tensors(segment), wide.master);
+  } else {
+    wide.master = segment.master.to(at::kFloat);
   }
   for (Tensor& state : wide.states) {
     if (state.defined()) state = state.to(at::kFloat);
@@ -82,7 +88,7 @@ void copy_back(const Tensor& wide, const Tensor& narrow) {
 
 void copy_master_back(const Tensor& wide, const Segment& segment) {
   if (!segment.low.defined()) return copy_back(wide, segment.master);
-  numerics::pack(wide.const_data_ptr<float>(), wide.numel(), segment.packed());
+  numerics::pack(wide, packed_tensors(segment));
 }
 
 void copy_states_back(const Segment& wide, const Segment& segment, int64_t step) {
@@ -94,9 +100,7 @@ void copy_states_back(const Segment& wide, const Segment& segment, int64_t step)
       copy_back(wide.states[i], state);
     } else {
       const auto key = numerics::RandomKey::of(segment.rounding->seed, static_cast<uint64_t>(step));
-      numerics::round_stochastically(wide.states[i].const_data_ptr<float>(), state.numel(),
-                                     static_cast<uint16_t*>(state.mutable_data_ptr()), key, stream,
-                                     segment.rounding->first);
+      numerics::round_stochastically(wide.states[i], state, key, stream, segment.rounding->first);
     }
     ++stream;
   }
@@ -144,7 +148,7 @@ void Rule::check_states(const Segment& segment, const Hyperparameters& hyper) co
   check_packed(segment, rounds);
   if (segment.low.defined()) also = at::ScalarType::Undefined;
   TORCH_CHECK_VALUE(!segment.rounding || needs_fp32_states(hyper).empty(), what, ": ", needs_fp32_states(hyper));
-  if (segment.rounding && reach(hyper) == Reach::elementwise && master.is_cpu()) also = at::kBFloat16;
+  if (segment.rounding && reach(hyper) == Reach::elementwise) also = at::kBFloat16;
   TORCH_CHECK_VALUE(segment.states.size() == roles_.size(), what, ": got ", segment.states.size(), " states, expected ",
                     roles_.size());
   for (size_t i = 0; i < roles_.size(); ++i) {
@@ -170,9 +174,9 @@ void Rule::check_packed(const Segment& segment, bool takes_16_bits) const {
   if (!segment.low.defined()) return;
   const std::string what = name() + " step";
   const Tensor& master = segment.master;
-  TORCH_CHECK_VALUE(takes_16_bits && master.scalar_type() == at::kBFloat16 && master.is_cpu(), what,
-                    ": low is defined beside a master of ", master.scalar_type(), " on ", master.device(),
-                    ", expected one of BFloat16 on a CPU, and a step of each element by itself");
+  TORCH_CHECK_VALUE(takes_16_bits && master.scalar_type() == at::kBFloat16, what,
+                    ": low is defined beside a master of ", master.scalar_type(),
+                    ", expected one of BFloat16, and a step of each element by itself");
   check_like_master(what, "low", segment.low, master);
   TORCH_CHECK_VALUE(segment.low.scalar_type() == at::kShort, what, ": low is ", segment.low.scalar_type(),
                     ", expected Short");

@@ -49,7 +49,7 @@ struct Segment {
   numerics::Contributions gradient;  // read, and summed on the way
   at::Tensor param;                  // bf16 | fp16, receives the rounded fp32 master; undefined if it is the master
   int64_t rows = 1;                  // of a whole parameter as a matrix (rows, N / rows), for rules that take it so
-  at::Tensor low = {};               // int16, on a CPU; updated; undefined: the master is not packed
+  at::Tensor low = {};               // int16; updated; undefined: the master is not packed
   numerics::HalfwayBits* halfway = nullptr;         // of a packed master
   int64_t first = 0;                                // the first element's index there
   std::optional<StochasticRounding> rounding = {};  // of states in bf16; absent: states of 16 bits round to nearest

@@ -191,11 +191,27 @@ void set_gate_key(const Tensor& tensor, bool on) { deferred::set_key(tensor, on)
 
 bool has_gate_key(const Tensor& tensor) { return deferred::has_key(tensor); }
 
-bool is_lent(const Tensor& tensor) {
-  Use use;
-  if (!has_gate_key(tensor) || !tensor.has_storage()) return false;
-  return Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use) && use.keeper->lends();
+void run_as_operator(c10::ArrayRef<Tensor> tensors, const std::vector<bool>& written,
+                     const std::function<void()>& work) {
+  Uses uses;
+  for (size_t i = 0; i < tensors.size(); ++i) collect(tensors[i], written.at(i), uses);
+  if (uses.empty()) return work();
+  count.fetch_add(1, std::memory_order_relaxed);
+  Hold hold(uses);
+  hold.acquire();
+  c10::impl::ExcludeDispatchKeyGuard exclude(deferred::kKey);
+  work();
+  hold.succeeded = true;
 }
+
+uint64_t lent_unit(const Tensor& tensor) {
+  Use use;
+  if (!has_gate_key(tensor) || !tensor.has_storage()) return 0;
+  if (!Registry::instance().find(tensor.storage().unsafeGetStorageImpl(), use) || !use.keeper->lends()) return 0;
+  return reinterpret_cast<uint64_t>(use.parameter->unit);
+}
+
+bool is_lent(const Tensor& tensor) { return lent_unit(tensor) != 0; }
 
 const char* phase() {
   if (torch::autograd::get_current_graph_task_id() != -1) return "backward";

@@ -7,6 +7,8 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 namespace deeptide::sharding {
 
@@ -64,6 +66,15 @@ class GateEntry {
  private:
   const void* storage_ = nullptr;
 };
+
+/// Does what the gate does for an operator around `work`, which reads `tensors` by their addresses and writes those of
+/// `written`: a kernel that a compiler made of many operators. Operators within pass at once.
+/// Errors: what `work` throws; CommError, before it runs.
+void run_as_operator(c10::ArrayRef<at::Tensor> tensors, const std::vector<bool>& written,
+                     const std::function<void()>& work);
+
+/// Names the unit of a parameter that is lent, or of a view of one, as long as its engine lives; 0 for other tensors.
+uint64_t lent_unit(const at::Tensor& tensor);
 
 /// Whether the tensor is a parameter that has memory only while an operator uses it, or a view of one.
 bool is_lent(const at::Tensor& tensor);

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -24,6 +25,14 @@ int64_t extent_of(const sharding::UnitLayout& layout) {
   constexpr int64_t kAlignment = 64;  // elements
   const int64_t end = layout.slots.empty() ? 0 : layout.slots.back().offset + layout.slots.back().numel;
   return (end + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// For the masters of `parameters`. Those of a device lie in its memory.
+std::shared_ptr<numerics::HalfwayBits> halfway_bits_of(const Buffer& parameters) {
+  const Tensor memory = parameters.in_place();
+  const int64_t numel = parameters.numel();
+  if (!memory.defined() || memory.is_cpu()) return std::make_shared<numerics::HalfwayBits>(numel);
+  return std::make_shared<numerics::HalfwayBits>(at::zeros({(numel + 7) / 8}, memory.options().dtype(at::kByte)));
 }
 
 /// A copy of the buffer where `place` puts it.
@@ -70,7 +79,7 @@ void OptimizerStates::place_master(UnitState& state, const Buffer& values) {
   if (state.aliased) {
     state.master = values;
   } else if (types_.packs(values.dtype())) {
-    state.packed = {place_(values.numel(), at::kShort), std::make_shared<numerics::HalfwayBits>(values.numel())};
+    state.packed = {place_(values.numel(), at::kShort), halfway_bits_of(values)};
     state.master = packed_buffer(values, *state.packed);
   } else {
     state.master = place_(values.numel(), at::kFloat);

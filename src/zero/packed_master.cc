@@ -33,13 +33,16 @@ class PackedStore : public Store {
   int64_t resident_numel(int64_t numel) const override { return std::min(numel, master_.low.resident_bytes() / 2); }
 
   Tensor open(Block block, Access access) override {
-    OpenBlock opened{at::empty({block.count}, at::kFloat), {}};
+    OpenBlock opened;
     const Buffer* const both[] = {&parameters_, &master_.low};
     for_each_block(std::span<const Buffer* const>(both), block, [&](Block part) {
       Part& halves =
           opened.parts.emplace_back(Part{part, parameters_.lease(part, access), master_.low.lease(part, access)});
+      if (!opened.values.defined()) {
+        opened.values = at::empty({block.count}, halves.high.tensor().options().dtype(at::kFloat));
+      }
       if (access == Access::write) return;
-      numerics::unpack(range_of(halves), part.count, memory_of(opened, block, part));
+      numerics::unpack(tensors_of(halves), values_of(opened, block, part));
     });
     const Tensor lent = opened.values;
     const std::lock_guard lock(mutex_);
@@ -55,7 +58,7 @@ class PackedStore : public Store {
     }
     if (access == Access::read) return;
     for (const Part& part : closed.parts) {
-      numerics::pack(memory_of(closed, block, part.block), part.block.count, range_of(part));
+      numerics::pack(values_of(closed, block, part.block), tensors_of(part));
     }
   }
 
@@ -79,13 +82,12 @@ class PackedStore : public Store {
     std::vector<Part> parts;
   };
 
-  numerics::PackedRange range_of(const Part& part) const {
-    return {static_cast<uint16_t*>(part.high.tensor().mutable_data_ptr()),
-            static_cast<uint16_t*>(part.low.tensor().mutable_data_ptr()), master_.halfway.get(), part.block.begin};
+  numerics::PackedTensors tensors_of(const Part& part) const {
+    return {part.high.tensor(), part.low.tensor(), master_.halfway.get(), part.block.begin};
   }
 
-  static float* memory_of(const OpenBlock& opened, Block block, Block part) {
-    return opened.values.mutable_data_ptr<float>() + (part.begin - block.begin);
+  static Tensor values_of(const OpenBlock& opened, Block block, Block part) {
+    return opened.values.narrow(0, part.begin - block.begin, part.count);
   }
 
   Buffer parameters_;

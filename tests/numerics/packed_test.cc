@@ -10,6 +10,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -131,6 +132,52 @@ TEST(Packed, CountsElementsFromTheRangesPlace) {
   float got = 0.0f;
   unpack(packed.range().from(63), 1, &got);
   EXPECT_EQ(got, above);
+}
+
+/// `skipped`: elements before the first that is packed, which share bytes of the bits with it.
+struct InTensors {
+  InTensors(int64_t numel, int64_t skipped)
+      : halfway(at::zeros({(skipped + numel + 3 + 7) / 8}, at::kByte)),
+        packed{at::zeros({numel}, at::kBFloat16), at::zeros({numel}, at::kShort), &halfway, skipped} {}
+
+  HalfwayBits halfway;
+  PackedTensors packed;
+};
+
+TEST(Packed, HasTheSameBitsInOperatorsOfTorch) {
+  const std::vector<float> values = hard_values();
+  const auto count = static_cast<int64_t>(values.size());
+  const Tensor plain = at::from_blob(const_cast<float*>(values.data()), {count}, at::kFloat);
+  Packed expected(count);
+  pack(values.data(), count, expected.range());
+  for (const int64_t skipped : {0, 5, 8}) {
+    InTensors got(count, skipped);
+    pack(plain, got.packed);
+    const Tensor number = plain.isnan().logical_not();
+    const Tensor differs = got.packed.high.view(at::kShort).ne(expected.high.narrow(0, 0, count));
+    ASSERT_FALSE((differs & number).any().item<bool>());
+    ASSERT_TRUE(at::equal(got.packed.low, expected.low.narrow(0, 0, count)));
+    std::vector<float> back(values.size());
+    unpack(got.packed, at::from_blob(back.data(), {count}, at::kFloat));
+    expect_same(back, values);
+  }
+}
+
+TEST(Packed, KeepsTheBitsBesideARangeOfATensor) {
+  InTensors got(20, 3);
+  const Tensor above = at::full({20}, std::bit_cast<float>(0x3F808000u)), plain = at::full({20}, 1.25f);
+  const auto part = [&](int64_t begin, int64_t count) {
+    return PackedTensors{got.packed.high.narrow(0, begin, count), got.packed.low.narrow(0, begin, count), &got.halfway,
+                         3 + begin};
+  };
+  pack(above, got.packed);
+  pack(plain.narrow(0, 0, 7), part(6, 7));
+  const Tensor expected = above.clone(), back = at::empty({20});
+  expected.narrow(0, 6, 7).fill_(1.25f);
+  unpack(got.packed, back);
+  EXPECT_TRUE(at::equal(back, expected));
+  unpack(part(13, 1), back.narrow(0, 0, 1));
+  EXPECT_TRUE(at::equal(back[0], above[0]));
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 // Rounded numbers are neighbours of the exact one, right on average, and a function of seed, step, stream and index.
 #include "numerics/stochastic_rounding.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -140,6 +142,25 @@ TEST(StochasticRounding, KeepsWhatBf16HasAndWhatIsNotFinite) {
   for (const uint16_t half : rounded({hidden, -hidden})) EXPECT_TRUE(std::isnan(value_of(half)));
   EXPECT_EQ(value_of(rounded({kInfinity})[0]), kInfinity);
   EXPECT_EQ(value_of(rounded({-kInfinity})[0]), -kInfinity);
+}
+
+TEST(StochasticRounding, HasTheSameBitsInOperatorsOfTorch) {
+  std::vector<float> values;
+  for (uint32_t high = 0; high < 0x10000; ++high) {
+    for (const uint32_t low : {0x0000u, 0x0001u, 0x7FFFu, 0x8000u, 0xFFFFu}) {
+      values.push_back(std::bit_cast<float>(high << 16 | low));
+    }
+  }
+  const auto count = static_cast<int64_t>(values.size());
+  const at::Tensor from = at::from_blob(values.data(), {count}, at::kFloat), to = at::empty({count}, at::kBFloat16);
+  const RandomKey key = RandomKey::of(0xFEDCBA9876543210u, 9);
+  for (const int64_t index : {int64_t{0}, (int64_t{1} << 32) - 500, (int64_t{3} << 32) - 7}) {
+    for (int stream = 0; stream < RandomKey::kStreams; ++stream) {
+      round_stochastically(from, to, key, stream, index);
+      const auto* got = static_cast<const uint16_t*>(to.const_data_ptr());
+      ASSERT_EQ(Halves(got, got + count), rounded(values, key, stream, index)) << index << " stream " << stream;
+    }
+  }
 }
 
 }  // namespace

@@ -258,6 +258,23 @@ def test_construction_and_gathered_parameters(stage):
     run_processes(2, check_construction, stage)
 
 
+def check_compiled(stage):
+    plain = start(stage)[1]
+    expected = train(plain)
+    plain.destroy()
+    _, engine, *_ = start(stage)
+    assert engine.is_compiled is False
+    engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
+    assert engine.is_compiled is True
+    assert train(engine) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_compiled_engine_trains_alike(stage):
+    run_processes(2, check_compiled, stage)
+
+
 # -- one rank is enough --------------------------------------------------------------------------------------------
 
 

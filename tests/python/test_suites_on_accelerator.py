@@ -72,6 +72,24 @@ SUITES = {
             ("test_checkpoint", "test_each_rank_gets_its_own_buffers_back", [3, "<folder>"]),
         ],
     ),
+    "states of 16 bits": (
+        2,
+        [
+            *(
+                ("test_packed_states", "test_packed_masters_change_no_number", [type, stage, 2])
+                for type, stage in (("AdamW", 0), ("AdamW", 3), ("Adagrad", 1), ("Muon", 2), ("OneBitAdam", 0))
+            ),
+            ("test_packed_states", "test_a_rewind_brings_back_all_bits", []),
+            *(
+                ("test_packed_states", test, [*arguments, stage])
+                for stage in (1, 3)
+                for test, arguments in (
+                    ("test_a_written_parameter_is_its_master_to_the_last_bit", ["test_packed_states.write_in_place"]),
+                    ("test_states_take_two_bytes_less_as_the_plan_says", []),
+                )
+            ),
+        ],
+    ),
     "failures": (
         2,
         [

@@ -16,6 +16,7 @@
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "errors.h"
@@ -135,6 +136,54 @@ TEST_F(Gate, TellsRawAccessTheParameterAndTheCure) {
       EXPECT_NE(text.find("module_state_dict"), std::string::npos) << text;
     }
   }
+}
+
+TEST_F(Gate, LetsCompiledKernelsReadAddresses) {
+  bool ran = false;
+  run_as_operator({p_.t(), q_}, {false, false}, [&] {
+    ran = true;
+    EXPECT_TRUE(model_.units[0]->is_pinned() && model_.units[1]->is_pinned());
+    EXPECT_EQ(p_.const_data_ptr<float>()[7], 7);
+    EXPECT_EQ(q_.const_data_ptr<float>()[7], 107);
+    const auto before = gate_count();
+    EXPECT_TRUE(at::equal(at::mm(p_, q_), at::mm(matrix(4, 6), matrix(6, 5, 100))));
+    EXPECT_EQ(gate_count(), before) << "operators within do not wait again";
+  });
+  EXPECT_TRUE(ran);
+  EXPECT_FALSE(model_.any_pinned());
+  EXPECT_NE(error_of([&] { (void)p_.data_ptr(); }), "none");
+}
+
+TEST_F(Gate, TakesOverWhatCompiledKernelsWrite) {
+  run_as_operator({p_, q_}, {true, false}, [&] {
+    std::fill_n(p_.mutable_data_ptr<float>(), p_.numel(), 3.0F);
+    q_.mutable_data_ptr<float>()[0] = -1;  // not said: it does not last
+  });
+  model_.close();
+  EXPECT_TRUE(model_.rewritten(0));
+  EXPECT_FALSE(model_.rewritten(1));
+  model_.residency->release_all();
+  EXPECT_TRUE(at::equal(p_.clone(), at::full({4, 6}, 3.0)));
+  EXPECT_TRUE(at::equal(q_.clone(), matrix(6, 5, 100)));
+}
+
+TEST_F(Gate, LeavesNothingPinnedWhenCompiledKernelsThrow) {
+  const std::string text = error_of([&] {
+    run_as_operator({p_, q_}, {true, false}, [&] {
+      std::fill_n(p_.mutable_data_ptr<float>(), p_.numel(), 3.0F);
+      throw std::runtime_error("this kernel fails half way");
+    });
+  });
+  EXPECT_NE(text.find("fails half way"), std::string::npos);
+  EXPECT_FALSE(model_.any_pinned());
+  EXPECT_TRUE(at::equal(p_.clone(), matrix(4, 6))) << "the shards are the truth";
+}
+
+TEST_F(Gate, TellsUnitsApart) {
+  EXPECT_NE(lent_unit(p_), 0U);
+  EXPECT_NE(lent_unit(p_), lent_unit(q_));
+  EXPECT_EQ(lent_unit(p_.t()), lent_unit(p_));
+  EXPECT_EQ(lent_unit(p_.clone()), 0U);
 }
 
 TEST_F(Gate, LetsAClonedParameterBeUsedFreely) {

@@ -108,16 +108,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         """Torch's compiler on the model, in place."""
         if schedule is not None:
             raise NotSupportedError("engine.compile(schedule=…): there is no DeepCompile here; leave it out")
-        kwargs = dict(compile_kwargs or {})
-        if backend is not None:
-            kwargs["backend"] = backend
-        self.module.compile(**kwargs)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compile() was called."""
-        return getattr(self, "_is_compiled", False)
+        Engine.compile(self, backend, compile_kwargs)
 
     @property
     def overflow(self) -> bool:
