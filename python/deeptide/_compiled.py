@@ -62,13 +62,14 @@ def _serve_compiled_graphs() -> None:
     """Makes each call of a compiled graph one operator to the gate. Not at import: inductor takes long to load."""
     from torch._inductor.output_code import CompiledFxGraph
 
-    run = CompiledFxGraph.__call__
+    graphs: Any = CompiledFxGraph
+    run = graphs.__call__
 
     @functools.wraps(run)
     def run_as_operator(self: Any, inputs: list[Any]) -> Any:
         return _C.run_as_operator(functools.partial(run, self), inputs, set(self.mutated_input_idxs))
 
-    CompiledFxGraph.__call__ = run_as_operator  # type: ignore[method-assign]
+    graphs.__call__ = run_as_operator
 
 
 def _without_cuda_graphs(wrapper: Any) -> Any:
@@ -155,7 +156,7 @@ def _piece_compiler(cut: fx.GraphModule, backend: _Backend, fake_mode: Any) -> f
 
     class PieceCompiler(SubmodCompiler):
         def run_node(self, n: fx.Node) -> Any:
-            context = copy.copy(TracingContext.get())
+            context: Any = copy.copy(TracingContext.get())
             context.ddp_optimizer_ctx = type(context.ddp_optimizer_ctx)()
             with tracing(context):
                 return super().run_node(n)
