@@ -67,7 +67,7 @@ def _serve_compiled_graphs() -> None:
 
     @functools.wraps(run)
     def run_as_operator(self: Any, inputs: list[Any]) -> Any:
-        return _C.run_as_operator(functools.partial(run, self), inputs, set(self.mutated_input_idxs))
+        return _C.run_as_operator(functools.partial(run, self), inputs, list(self.mutated_input_idxs))
 
     graphs.__call__ = run_as_operator
 

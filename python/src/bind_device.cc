@@ -2,9 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the CPU allocator holds, for those who weigh a process; what the kernels run on; tensors that have no memory
 // yet, or only while an operator uses them.
+#include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <set>
+#include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "bindings.h"
@@ -24,16 +26,18 @@ py::dict kernel_targets() {
 
 /// Calls graph(inputs), which a compiler made and which may empty the list, with the tensors among its inputs whole.
 /// `written`: the places of those that it writes.
-py::object run_as_operator(const py::function& graph, const py::sequence& inputs, const std::set<size_t>& written) {
+py::object run_as_operator(const std::function<py::object(py::object)>& graph, const py::object& inputs,
+                           const std::vector<size_t>& written) {
   std::vector<at::Tensor> waiting;  // only what the gate looks at: the graph frees its other inputs as it goes
   std::vector<bool> writes;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const py::object input = inputs[i];
+  const size_t count = py::len(inputs);
+  for (size_t i = 0; i < count; ++i) {
+    const py::object input = inputs[py::int_(i)];
     if (!THPVariable_Check(input.ptr())) continue;
     const at::Tensor& tensor = THPVariable_Unpack(input.ptr());
     if (!zero::has_deferred_key(tensor)) continue;
     waiting.push_back(tensor);
-    writes.push_back(written.count(i) > 0);
+    writes.push_back(std::find(written.begin(), written.end(), i) != written.end());
   }
   py::object result;
   binding::run_as_operator(waiting, writes, [&] { result = graph(inputs); });
