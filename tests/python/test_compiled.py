@@ -197,16 +197,18 @@ def shapes_and_writes():
     assert compiled_graphs() == known, "compiled again for another length"
 
     @torch.compile(backend="inductor")
-    def halve(weight, other):
+    def halve(weight, other, of_another_unit):
         weight.mul_(0.5)
+        of_another_unit.mul_(0.5)
         return (weight + other).sum()
 
     with torch.no_grad():
-        up, down = engine.module.h[0].up.weight, engine.module.h[0].down.bias
+        up, down, norm = engine.module.h[0].up.weight, engine.module.h[0].down.bias, engine.module.norm.weight
         expected = models.make_model(layers=1).h[0].up.weight / 2
-        torch.testing.assert_close(halve(up, down[:1]), (expected + down[:1]).sum())
+        torch.testing.assert_close(halve(up, down[:1], norm), (expected + down[:1]).sum())
         engine.empty_partition_cache()
         assert torch.equal(up, expected)
+        assert torch.equal(norm, torch.full_like(norm, 0.5))
     with pytest.raises(RuntimeError, match=r"'h\.0\.up\.weight' was accessed directly while it is sharded"):
         up.data_ptr()
     engine.destroy()
