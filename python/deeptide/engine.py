@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
+from deeptide import _C, _changes, _checkpoint, _offload_states, _publishing, schedule, utils
 from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
 from deeptide._compiled import compile_model
 from deeptide._extra_state import read_extra_states
@@ -62,6 +62,7 @@ class Engine:
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
+        _publishing.follow(self)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -133,6 +134,7 @@ class Engine:
         if outcome is None:
             return outcome
         self._outcome = outcome
+        _publishing.settle(self)
         if at_boundary:
             self._norm = outcome.grad_norm
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
