@@ -164,6 +164,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   optimizer =
       std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger, reductions,
                                                model.device(), place_states(trainable, types), custom.get(), types);
+  optimizer->tell(*residency);
   if (config.runtime().on_skipped == OnSkipped::rewind) {
     if (offloaded) {
       throw ConfigError(config.origin() +
