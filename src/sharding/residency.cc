@@ -396,11 +396,12 @@ bool Residency::end_close(const std::vector<Word>& words, bool ends_pass) {
   return true;
 }
 
-/// As much as may be asked for ahead of need, and may be live.
+/// As much as may be asked for ahead of need, and may be live. Shards in files are read in forward, beside computation.
 void Residency::list_ahead(Close& word) const {
   int64_t numel = 0;
   for (const int index : train_plan_.start(Wishes::kMaxUnits)) {
     if (units_[index] == nullptr) continue;
+    if (!units_[index]->shard().in_place().defined()) return;
     numel += units_[index]->numel();
     if (numel > std::min(limits_.max_live, limits_.prefetch)) return;
     word.units_ahead[word.num_ahead++] = index;
@@ -417,7 +418,6 @@ void Residency::begin_step() {
 void Residency::note_stepped(Unit& unit) {
   std::lock_guard lock(mutex_);
   shards_changed_ = true;
-  if (limits_.read_ahead_bytes > 0) return;  // shards in files: not while blocks of others pass through memory
   const auto found = std::find(ahead_.begin(), ahead_.end(), unit.index());
   if (found == ahead_.end()) return;
   ahead_.erase(found);

@@ -149,7 +149,7 @@ def drop_gradients(engine):
 
 
 def by_address(tensor):
-    return numpy.frombuffer(ctypes.string_at(tensor.data_ptr(), 4 * tensor.numel()), numpy.float32)
+    return numpy.frombuffer(ctypes.string_at(tensor.data_ptr(), 4 * tensor.numel()), numpy.float32).copy()
 
 
 def pickled(thing):
