@@ -62,7 +62,6 @@ class Engine:
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
-        _publishing.follow(self)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -135,8 +134,7 @@ class Engine:
             return outcome
         self._outcome = outcome
         _publishing.settle(self)
-        if at_boundary:
-            self._norm = outcome.grad_norm
+        self._norm = outcome.grad_norm if at_boundary else self._norm
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
             self._say_once(wants, "warning")
         return outcome
