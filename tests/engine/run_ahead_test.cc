@@ -173,7 +173,7 @@ TEST(RunAhead, KeepsToTheLimitsOfPrefetchAndOfWhatIsLive) {
       limited.step(step);
       off.step(step);
       EXPECT_GT(limited.engine.live_gathered_bytes(), 0);
-      EXPECT_LE(limited.engine.peak_gathered_bytes(), 4 * 5000);
+      EXPECT_LE(limited.engine.peak_gathered_bytes(), 4 * 5300) << "the limit, or the two largest units";
       EXPECT_EQ(off.engine.live_gathered_bytes(), 0);
     }
   });
