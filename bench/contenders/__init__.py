@@ -16,8 +16,8 @@ CONTENDERS = {
     "deeptide-0": ("deeptide_zero", {"stage": 0}),
     "deeptide-1": ("deeptide_zero", {"stage": 1}),
     "deeptide-2": ("deeptide_zero", {"stage": 2}),
-    "deeptide-1-overlap": ("deeptide_zero", {"stage": 1, "overlap_publish": True}),
-    "deeptide-2-overlap": ("deeptide_zero", {"stage": 2, "overlap_publish": True}),
+    "deeptide-1-waiting": ("deeptide_zero", {"stage": 1, "overlap_publish": False}),
+    "deeptide-2-waiting": ("deeptide_zero", {"stage": 2, "overlap_publish": False}),
     "deeptide-3": ("deeptide_zero", {"stage": 3}),
 }
 

@@ -7,7 +7,7 @@ import deeptide
 from contenders.zero_config import zero_config
 
 
-def setup(model, precision, size, stage, overlap_publish=False):
+def setup(model, precision, size, stage, overlap_publish="auto"):
     config = zero_config(stage, precision, size) | {"deeptide": {"overlap_publish": overlap_publish}}
     engine, *_ = deeptide.initialize(model=model, config=config)
 

@@ -241,8 +241,8 @@ struct RuntimeConfig {
   double comm_timeout_s = 0.0;  // of every wait for a peer
   Reduction reduction = Reduction::ordered;
   ReduceThread reduce_thread = ReduceThread::automatic;
-  bool overlap_publish = false;  // step() returns while the new parameters of stages 1 and 2 are on their way
-  bool shared_memory = false;    // false: ranks of one host communicate as if on different hosts
+  std::optional<bool> overlap_publish;  // step() returns while the new parameters of stages 1 and 2 are on their way
+  bool shared_memory = false;           // false: ranks of one host communicate as if on different hosts
   OnSkipped on_skipped = OnSkipped::skip;
   int64_t skipped_limit = 0;    // steps skipped in a row after which that happens
   int64_t rewind_interval = 0;  // applied steps between two states that are kept for a rewind

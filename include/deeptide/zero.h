@@ -43,6 +43,12 @@ DEEPTIDE_API uint64_t address_of(const at::Storage& storage);
 /// Gives a deferred tensor, and all that share its storage, memory and values; does nothing for others.
 DEEPTIDE_API void materialize(const at::Tensor& tensor);
 
+/// Waits until a parameter that a step has published holds its new values (`overlap_publish`): call it before code that
+/// reads its memory by address. Operators wait by themselves. Does nothing for other tensors. Errors: CommError.
+DEEPTIDE_API void wait_for_values(const at::Tensor& tensor);
+/// The same for the parameter in a storage.
+DEEPTIDE_API void wait_for_values(const at::Storage& storage);
+
 /// Returns the values of such a tensor, or of a sharded one, in memory of their own.
 DEEPTIDE_API at::Tensor values_of(const at::Tensor& tensor);
 

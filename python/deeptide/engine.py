@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
+from deeptide import _C, _changes, _checkpoint, _offload_states, _publishing, schedule, utils
 from deeptide._C import Config, ConfigError, DataType, StepOutcome, StepResult
 from deeptide._compiled import compile_model
 from deeptide._extra_state import read_extra_states
@@ -133,8 +133,8 @@ class Engine:
         if outcome is None:
             return outcome
         self._outcome = outcome
-        if at_boundary:
-            self._norm = outcome.grad_norm
+        _publishing.settle(self)
+        self._norm = outcome.grad_norm if at_boundary else self._norm
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
             self._say_once(wants, "warning")
         return outcome

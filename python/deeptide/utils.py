@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deeptide import _C
+from deeptide import _C, _publishing
 from deeptide._C import ConfigError
 from deeptide.data import RepeatingLoader
 
@@ -52,6 +52,7 @@ def register(engine: Engine) -> None:
     reference = weakref.ref(engine)
     for name, parameter in engine.module.named_parameters():
         _owners[parameter] = (reference, name)
+    _publishing.follow(engine)
 
 
 def _owner(param: Tensor) -> tuple[Engine, str]:

@@ -65,6 +65,8 @@ void bind_device(py::module_& module) {
   module.def("values_of", &zero::values_of);
   module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));
   module.def("sharded_unit", &binding::sharded_unit);
+  module.def("wait_for_values", py::overload_cast<const at::Tensor&>(&zero::wait_for_values));
+  module.def("wait_for_storage", py::overload_cast<const at::Storage&>(&zero::wait_for_values));
   module.def("kernel_targets", &kernel_targets, "The instruction set that each kind of kernel runs on here.");
 }
 

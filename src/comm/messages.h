@@ -52,6 +52,10 @@ struct Close {
   int32_t writes = 0;         // as in Wishes
   int64_t launched = 0;       // likewise
   uint64_t changes = 0;       // a digest of how the model's parameters differ from those bound at initialize
+  int32_t num_ahead = 0;      // of the units with which this rank expects its next pass to begin
+  std::array<int32_t, Wishes::kMaxUnits> units_ahead{};
+
+  std::span<const int32_t> ahead() const { return {units_ahead.data(), static_cast<size_t>(num_ahead)}; }
 };
 
 /// One rank's part of a round.

@@ -30,9 +30,9 @@ void Rendezvous::post(const Word& word) {
   posted_ = true;
 }
 
-std::vector<Word> Rendezvous::collect(const Site& site) {
+std::vector<Word> Rendezvous::collect(const Site& site, const std::function<void()>& meanwhile) {
   DEEPTIDE_INVARIANT(posted_, "no round is under way");
-  control_.wait(pending_, site);
+  control_.wait(pending_, site, meanwhile);
   posted_ = false;
   ++rounds_;
   std::vector<Word> words(control_.size());

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 #include <vector>
 
@@ -26,8 +27,8 @@ class Rendezvous {
   bool posted() const { return posted_; }
   bool ready() const { return posted_ && pending_.ready(); }
   void post(const Word& word);
-  /// Waits for the posted round. Returns one word per rank, in the team's order.
-  std::vector<Word> collect(const Site& site);
+  /// Waits for the posted round. Returns one word per rank, in the team's order. `meanwhile`: as in Group::wait.
+  std::vector<Word> collect(const Site& site, const std::function<void()>& meanwhile = {});
   int64_t rounds() const { return rounds_; }
 
   /// Collective, between rounds: every rank receives every rank's bytes, equally many, in the team's order.

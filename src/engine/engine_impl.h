@@ -97,7 +97,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   struct StatePlace;
 
   void make_trainer(const ModelDescription& description);
-  bool may_publish_late();
+  bool publishes_late();
   zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
   void check_no_gradients(const char* method) const;
   void check_between_steps(const char* method) const;

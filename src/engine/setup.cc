@@ -118,10 +118,13 @@ zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
 }
 
-/// Where whole units, and nothing else, are gathered after a step.
-bool Engine::Impl::may_publish_late() {
+/// Where whole units, and nothing else, are gathered after a step. Unasked, between hosts and on CPUs only: elsewhere
+/// little is gained.
+bool Engine::Impl::publishes_late() {
   const bool gathers = policy.shard_optimizer && !policy.shard_parameters && !model.arena();
-  return config.runtime().overlap_publish && gathers && channels.data().size() > 1;
+  const bool between_hosts = config.runtime().shared_memory && !channels.host()->holds_all();
+  const bool wanted = config.runtime().overlap_publish.value_or(between_hosts && model.device().is_cpu());
+  return wanted && gathers && channels.data().size() > 1;
 }
 
 void Engine::Impl::make_trainer(const ModelDescription& description) {
@@ -161,6 +164,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   optimizer =
       std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger, reductions,
                                                model.device(), place_states(trainable, types), custom.get(), types);
+  optimizer->tell(*residency);
   if (config.runtime().on_skipped == OnSkipped::rewind) {
     if (offloaded) {
       throw ConfigError(config.origin() +
@@ -170,7 +174,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
     }
     rewind = std::make_unique<engine::Rewind>(*optimizer, model, live, ledger, config.runtime().rewind_interval);
   }
-  if (may_publish_late()) {
+  if (publishes_late()) {
     arrivals = std::make_unique<zero::Arrivals>(trainable, channels.gathers(), model.device());
     optimizer->publish_through(*arrivals);
   }

@@ -345,10 +345,12 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     outcome.clipped_norm = outcome.grad_norm * scale;
   }
   scale /= outcome.loss_scale;
-  parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, agree_on_active(verdicts));
+  const auto active = agree_on_active(verdicts);
+  parts_.residency.begin_step();
+  parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
+  parts_.residency.end_step();
   progress.optimizer_steps = parts_.optimizer->states().steps();
   parts_.reducer->clear_accumulated();
-  parts_.residency.release_all();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
   if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();

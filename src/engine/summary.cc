@@ -35,9 +35,11 @@ const char* short_name(at::ScalarType type) {
 }
 
 std::string text_of_publishing(const Engine::Impl& impl) {
-  if (!impl.config.runtime().overlap_publish) return "";
-  return impl.arrivals ? "\n  publishing: beside the next forward"
-                       : "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
+  const std::optional<bool> wanted = impl.config.runtime().overlap_publish;
+  const std::string unasked = wanted ? "" : " (overlap_publish is not given)";
+  if (impl.arrivals) return "\n  publishing: beside the next forward" + unasked;
+  if (!wanted.value_or(false)) return "";
+  return "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
 }
 
 std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {

@@ -213,6 +213,13 @@ uint64_t lent_unit(const Tensor& tensor) {
 
 bool is_lent(const Tensor& tensor) { return lent_unit(tensor) != 0; }
 
+void wait_for_values(const c10::Storage& storage) {
+  if (view_watches.load(std::memory_order_relaxed) == 0) return;
+  Uses uses(1);
+  if (!Registry::instance().find(storage.unsafeGetStorageImpl(), uses.front()) || uses.front().keeper->lends()) return;
+  Hold(uses).acquire();
+}
+
 const char* phase() {
   if (torch::autograd::get_current_graph_task_id() != -1) return "backward";
   return at::GradMode::is_enabled() ? "forward" : "evaluation";

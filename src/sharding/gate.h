@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
@@ -78,6 +79,10 @@ uint64_t lent_unit(const at::Tensor& tensor);
 
 /// Whether the tensor is a parameter that has memory only while an operator uses it, or a view of one.
 bool is_lent(const at::Tensor& tensor);
+
+/// Waits until a parameter in this storage holds its values, where its keeper does not lend them; else does nothing.
+/// Errors: as Gatekeeper::acquire.
+void wait_for_values(const c10::Storage& storage);
 
 /// What this thread does, for errors: "forward", "backward" or "evaluation".
 const char* phase();

@@ -7,6 +7,19 @@
 
 namespace deeptide::sharding {
 
+namespace {
+
+std::vector<int> distinct(const std::vector<int>& order, int64_t first, int limit) {
+  std::vector<int> units;
+  for (int64_t at = first; at < static_cast<int64_t>(order.size()) && static_cast<int>(units.size()) < limit; ++at) {
+    const bool known = std::find(units.begin(), units.end(), order[at]) != units.end();
+    if (!known) units.push_back(order[at]);
+  }
+  return units;
+}
+
+}  // namespace
+
 Plan::Plan(std::vector<int64_t> numels, bool backward)
     : numels_(std::move(numels)), max_trace_(64 + 64 * static_cast<int64_t>(numels_.size())) {
   const int num_units = static_cast<int>(numels_.size());
@@ -54,15 +67,9 @@ void Plan::finish_pass() {
   cursor_ = -1;
 }
 
-std::vector<int> Plan::upcoming(int limit) const {
-  std::vector<int> units;
-  for (int64_t at = cursor_ + 1; at < static_cast<int64_t>(order_.size()) && static_cast<int>(units.size()) < limit;
-       ++at) {
-    const bool known = std::find(units.begin(), units.end(), order_[at]) != units.end();
-    if (!known) units.push_back(order_[at]);
-  }
-  return units;
-}
+std::vector<int> Plan::upcoming(int limit) const { return distinct(order_, cursor_ + 1, limit); }
+
+std::vector<int> Plan::start(int limit) const { return distinct(trace_.empty() ? order_ : trace_, 0, limit); }
 
 std::optional<int64_t> Plan::distance(int unit) const {
   const auto next = next_position(unit);

@@ -23,6 +23,8 @@ class Plan {
 
   /// Returns the distinct units predicted after the current one, nearest first, at most `limit`.
   std::vector<int> upcoming(int limit) const;
+  /// Returns the distinct units with which the pass after this one is predicted to begin, at most `limit`.
+  std::vector<int> start(int limit) const;
   /// Visits until `unit` is needed again; empty if the rest of the pass does not visit it.
   std::optional<int64_t> distance(int unit) const;
   /// Elements of the units visited until `unit` is needed again.

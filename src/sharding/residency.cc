@@ -12,6 +12,7 @@
 #include "base/interrupt.h"
 #include "comm/blocking.h"
 #include "device/unseen.h"
+#include "sharding/round_words.h"
 
 namespace deeptide::sharding {
 
@@ -48,61 +49,6 @@ std::vector<int64_t> numels_of(const std::vector<Unit*>& units) {
 
 bool contains(const std::vector<Unit*>& units, const Unit* unit) {
   return std::find(units.begin(), units.end(), unit) != units.end();
-}
-
-/// Returns what a rank needs and would like; empty once the rank has closed.
-const Wishes& wishes_of(const Word& word) {
-  static const Wishes kNone;
-  const auto* wishes = std::get_if<Wishes>(&word);
-  return wishes ? *wishes : kNone;
-}
-
-/// Returns the most reductions that a rank has begun and waits in.
-int64_t most_announced(const std::vector<Word>& words) {
-  int64_t rounds = 0;
-  for (const Word& word : words) rounds = std::max<int64_t>(rounds, wishes_of(word).rounds);
-  return rounds;
-}
-
-int32_t writes_of(const Word& word) {
-  return std::visit([](const auto& message) { return message.writes; }, word);
-}
-
-int64_t launched_by_all(const std::vector<Word>& words) {
-  int64_t launched = INT64_MAX;
-  for (const Word& word : words) {
-    launched = std::min(launched, std::visit([](const auto& message) { return message.launched; }, word));
-  }
-  return launched;
-}
-
-bool wrote_alike(const std::vector<Word>& words) {
-  return std::all_of(words.begin(), words.end(),
-                     [&](const Word& word) { return writes_of(word) == writes_of(words.front()); });
-}
-
-bool mentions(const Wishes& wishes, int unit) {
-  const auto all = wishes.all();
-  return std::find(all.begin(), all.end(), unit) != all.end();
-}
-
-/// Lists the round's units in the order in which all ranks issue them: needs by rank, then what all ranks would like.
-std::vector<std::pair<int, bool>> agree(const std::vector<Word>& words, int own_index) {
-  std::vector<std::pair<int, bool>> order;  // unit, wanted here
-  const auto known = [&](int unit) {
-    return std::any_of(order.begin(), order.end(), [&](const auto& o) { return o.first == unit; });
-  };
-  for (const Word& word : words) {
-    for (const int unit : wishes_of(word).needs()) {
-      if (!known(unit)) order.emplace_back(unit, mentions(wishes_of(words[own_index]), unit));
-    }
-  }
-  for (const int unit : wishes_of(words.front()).wishes()) {
-    const bool all =
-        std::all_of(words.begin(), words.end(), [&](const Word& word) { return mentions(wishes_of(word), unit); });
-    if (all && !known(unit)) order.emplace_back(unit, true);
-  }
-  return order;
 }
 
 }  // namespace
@@ -168,7 +114,7 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   // A round of wishes is posted at one unit and collected at the next, never 'when it happens to be ready'. What is
   // whole then depends on the program alone: ranks with equal programs hold equal units and wait for no absent rank.
   const bool moved = last_visited_ != before;
-  if (moved && rendezvous_.posted()) serve(rendezvous_.collect(site("agreeing ahead of", *needed_.front())));
+  if (moved && rendezvous_.posted()) serve(collect(site("agreeing ahead of", *needed_.front())));
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
   if (!all_whole) bring(needed_);
   if (moved) look_ahead();
@@ -245,7 +191,7 @@ void Residency::bring(const std::vector<Unit*>& needed) {
         land_front();
       } else {
         if (!rendezvous_.posted()) post(request(needed));
-        serve(rendezvous_.collect(site("agreeing on", *unit)));
+        serve(collect(site("agreeing on", *unit)));
       }
     }
   }
@@ -380,9 +326,23 @@ void Residency::count(const Unit& unit, int sign) {
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
 }
 
+/// Ranks that need a unit may wait for this rank's part of its gather, where callers move the bytes.
+void Residency::advance_flights() {
+  if (gathers_.advances_alone()) return;
+  for (Flight& flight : flights_) {
+    if (!flight.pending.wait_for(std::chrono::milliseconds(0))) return;
+  }
+}
+
+std::vector<Word> Residency::collect(const comm::Site& here) {
+  if (gathers_.advances_alone() || flights_.empty()) return rendezvous_.collect(here);
+  return rendezvous_.collect(here, [this] { advance_flights(); });
+}
+
 void Residency::attend(int64_t rounds) {
   auto work = [&] {
     std::lock_guard lock(mutex_);
+    advance_flights();
     if (rendezvous_.ready()) {
       serve(rendezvous_.collect({"backward", "serving ranks that are behind"}));
       land_all();
@@ -398,33 +358,76 @@ void Residency::attend(int64_t rounds) {
 std::vector<Close> Residency::close(const Close& own, bool ends_pass, const KeepUp& keep_up) {
   std::unique_lock lock(mutex_);
   needed_.clear();
+  Close word = own;
+  if (ends_pass) list_ahead(word);
   const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
   for (;;) {
-    if (!rendezvous_.posted()) post(own);
-    const auto words = rendezvous_.collect(here);
+    if (!rendezvous_.posted()) post(word);
+    const auto words = collect(here);
     serve(words);
-    land_all();
-    const bool all_close =
-        std::all_of(words.begin(), words.end(), [](const Word& word) { return std::holds_alternative<Close>(word); });
-    if (!all_close) {
-      // Without the lock: whoever reduces may hold its own, and call attend().
-      lock.unlock();
-      if (const int64_t rounds = most_announced(words); keep_up && rounds > 0) keep_up(rounds);
-      lock.lock();
-      continue;
+    if (end_close(words, ends_pass)) {
+      std::vector<Close> closes;
+      for (const Word& each : words) closes.push_back(std::get<Close>(each));
+      ahead_ = agree_ahead(closes);
+      return closes;
     }
-    pending_writes_.commit();
-    shards_changed_ = true;
-    if (!wrote_alike(words)) let_go_of_all();  // the ranks' whole copies differ: the shards are what holds
-    if (ends_pass) {
-      train_plan_.finish_pass();
-      eval_plan_.finish_pass();
-      last_visited_ = -1;
-    }
-    std::vector<Close> closes;
-    for (const Word& word : words) closes.push_back(std::get<Close>(word));
-    return closes;
+    // Without the lock: whoever reduces may hold its own, and call attend().
+    lock.unlock();
+    if (const int64_t rounds = most_announced(words); keep_up && rounds > 0) keep_up(rounds);
+    lock.lock();
   }
+}
+
+/// Returns whether all ranks have closed. Gathers ahead of the next pass stay under way where no shard changes.
+bool Residency::end_close(const std::vector<Word>& words, bool ends_pass) {
+  const bool all_close =
+      std::all_of(words.begin(), words.end(), [](const Word& word) { return std::holds_alternative<Close>(word); });
+  const bool keeps_shards = all_close && !ends_pass && pending_writes_.empty() && wrote_alike(words);
+  if (!keeps_shards) land_all();
+  if (!all_close) return false;
+  pending_writes_.commit();
+  shards_changed_ = true;
+  if (!wrote_alike(words)) let_go_of_all();  // the ranks' whole copies differ: the shards are what holds
+  if (ends_pass) {
+    train_plan_.finish_pass();
+    eval_plan_.finish_pass();
+    last_visited_ = -1;
+  }
+  return true;
+}
+
+/// As much as may be asked for ahead of need, and may be live. Shards in files are read in forward, beside computation.
+void Residency::list_ahead(Close& word) const {
+  int64_t numel = 0;
+  for (const int index : train_plan_.start(Wishes::kMaxUnits)) {
+    if (units_[index] == nullptr) continue;
+    if (!units_[index]->shard().in_place().defined()) return;
+    numel += units_[index]->numel();
+    if (numel > std::min(limits_.max_live, limits_.prefetch)) return;
+    word.units_ahead[word.num_ahead++] = index;
+  }
+}
+
+void Residency::begin_step() {
+  release_all();
+  std::lock_guard lock(mutex_);
+  // All ranks have completed the same reductions: whatever used a gathered buffer waits for no other.
+  launched_by_all_ = std::max(launched_by_all_, reductions().launched);
+}
+
+void Residency::note_stepped(Unit& unit) {
+  std::lock_guard lock(mutex_);
+  shards_changed_ = true;
+  const auto found = std::find(ahead_.begin(), ahead_.end(), unit.index());
+  if (found == ahead_.end()) return;
+  ahead_.erase(found);
+  launch(unit, /*keep=*/true);
+}
+
+void Residency::end_step() {
+  std::lock_guard lock(mutex_);
+  shards_changed_ = true;
+  for (const int index : std::exchange(ahead_, {})) launch(*units_[index], /*keep=*/true);
 }
 
 void Residency::release_all() {

@@ -79,6 +79,13 @@ class Residency : public Gatekeeper {
   }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
+  /// Collective, after all ranks have closed a pass: begins a step that changes all shards. Leaves no unit whole.
+  void begin_step();
+  /// Within such a step: this unit's shard has its new values. If all ranks expect to begin the next pass with it, its
+  /// gather starts, so that it arrives while the others are stepped. All ranks call it for equal units in one order.
+  void note_stepped(Unit& unit);
+  /// All shards have their new values.
+  void end_step();
 
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
@@ -109,6 +116,10 @@ class Residency : public Gatekeeper {
   void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;
   void serve(const std::vector<comm::Word>& words);
   void commit_writes(const std::vector<comm::Word>& words);
+  bool end_close(const std::vector<comm::Word>& words, bool ends_pass);
+  void list_ahead(comm::Close& word) const;
+  std::vector<comm::Word> collect(const comm::Site& site);
+  void advance_flights();
   void launch(Unit& unit, bool keep);
   void order_gathers_after_shards();
   bool in_flight(const Unit& unit) const;
@@ -143,6 +154,7 @@ class Residency : public Gatekeeper {
   std::deque<Flight> flights_;
   PendingWrites pending_writes_;
   std::vector<Unit*> needed_;  // of the acquire in progress: must not be released
+  std::vector<int> ahead_;     // gathered as soon as they are stepped: all ranks begin the next pass with them
   std::vector<int64_t> last_use_;
   int64_t clock_ = 0;
   int last_visited_ = -1;

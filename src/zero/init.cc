@@ -28,6 +28,11 @@ void materialize(const at::Tensor& tensor) { deferred::materialize(tensor); }
 uint64_t address_of(const at::Tensor& tensor) { return deferred::address_of(tensor); }
 uint64_t address_of(const at::Storage& storage) { return deferred::address_of(storage); }
 
+void wait_for_values(const at::Tensor& tensor) {
+  if (has_deferred_key(tensor) && tensor.has_storage()) sharding::wait_for_values(tensor.storage());
+}
+void wait_for_values(const at::Storage& storage) { sharding::wait_for_values(storage); }
+
 at::Tensor values_of(const at::Tensor& tensor) {
   if (deferred::is_deferred(tensor)) return deferred::values_of({tensor}).front();
   const at::NoGradGuard no_grad;

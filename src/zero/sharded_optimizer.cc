@@ -65,7 +65,7 @@ void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
   at::NoGradGuard no_grad;
   states_.keep(groups);
   states_.count_step();
-  Publication publication(group_, arrivals_);
+  Publication publication(group_, arrivals_, residency_);
   if (custom_) {
     step_by_caller(reducer, gradient_scale, groups, active, publication);
   } else if (reducer.is_local()) {

@@ -45,6 +45,8 @@ class ShardedOptimizer {
   /// From now on `step` returns as soon as the gathers of whole units are started, and leaves them to `arrivals`, which
   /// outlives this.
   void publish_through(Arrivals& arrivals) { arrivals_ = &arrivals; }
+  /// From now on `step` tells `residency`, which outlives this, of each sharded unit that has its new values.
+  void tell(sharding::Residency& residency) { residency_ = &residency; }
 
   const OptimizerStates& states() const { return states_; }
   OptimizerStates& states() { return states_; }
@@ -113,8 +115,9 @@ class ShardedOptimizer {
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;
-  Arrivals* arrivals_ = nullptr;  // null: `step` waits
-  device::BufferPool pool_;       // of whole gradients and matrices
+  Arrivals* arrivals_ = nullptr;              // null: `step` waits
+  sharding::Residency* residency_ = nullptr;  // null: nobody is told
+  device::BufferPool pool_;                   // of whole gradients and matrices
   std::vector<sharding::Unit*> units_;
 };
 

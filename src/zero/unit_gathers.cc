@@ -54,6 +54,7 @@ void UnitGathers::wait_all() {
 
 void Publication::add(sharding::Unit& unit) {
   if (unit.memory() == sharding::UnitMemory::shared) shared_ = true;
+  if (unit.memory() == sharding::UnitMemory::sharded && residency_) residency_->note_stepped(unit);
   if (unit.memory() != sharding::UnitMemory::whole) return;
   if (arrivals_) return arrivals_->start(unit);
   while (!gathers_.has_room()) gathers_.wait_first();

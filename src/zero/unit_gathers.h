@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "sharding/residency.h"
 #include "sharding/unit.h"
 
 namespace deeptide::zero {
@@ -58,12 +59,14 @@ class UnitGathers {
 };
 
 /// Brings stepped shards to all ranks, unit by unit, while others are stepped. All ranks add the same units in one
-/// order. Sharded units need nothing; what lies in shared memory is published by one barrier at the end.
+/// order. Sharded units are gathered by their residency; what lies in shared memory is published by one barrier at the
+/// end.
 class Publication {
  public:
-  /// `arrivals`: takes over units that are gathered; null: `finish` waits for them.
-  explicit Publication(comm::Group& over, Arrivals* arrivals = nullptr)
-      : over_(over), arrivals_(arrivals), gathers_(over, "publishing") {}
+  /// `arrivals`: takes over units that are gathered; null: `finish` waits for them. `residency`: is told of sharded
+  /// units; may be null.
+  explicit Publication(comm::Group& over, Arrivals* arrivals = nullptr, sharding::Residency* residency = nullptr)
+      : over_(over), arrivals_(arrivals), residency_(residency), gathers_(over, "publishing") {}
   /// Call it when the unit's shard has its new values. Errors: CommError.
   void add(sharding::Unit& unit);
   /// Returns when all units have the new values, but those that others took over. Errors: CommError.
@@ -72,6 +75,7 @@ class Publication {
  private:
   comm::Group& over_;
   Arrivals* arrivals_;
+  sharding::Residency* residency_;
   UnitGathers gathers_;
   bool shared_ = false;
 };

@@ -10,6 +10,7 @@
 #include <map>
 #include <tuple>
 
+#include "deeptide/zero.h"
 #include "engine/models.h"
 #include "errors.h"
 #include "on_hosts.h"
@@ -188,6 +189,51 @@ TEST(Overlap, ReturnsFromAStepBeforeItsParametersAreThere) {
       EXPECT_FALSE(session.is_under_way());
     });
   }
+}
+
+TEST(Overlap, LetsNativeCodeWaitForAParameter) {
+  run_on_hosts(kTwo, [&](const World& world) {
+    std::vector<Tensor> values;
+    for (const bool overlap : {false, true}) {
+      Session session(world, 2, overlap);
+      session.step(0);
+      EXPECT_EQ(session.is_under_way(), overlap);
+      zero::wait_for_values(session.model->norm->weight);
+      EXPECT_FALSE(session.is_under_way());
+      zero::wait_for_values(session.model->norm->weight.storage());
+      zero::wait_for_values(torch::ones(3));
+      values.push_back(torch::from_blob(session.model->norm->weight.data_ptr(), {kWidth}).clone());
+    }
+    EXPECT_TRUE(torch::equal(values[0], values[1]));
+  });
+}
+
+/// Where publishing takes place, as the summary has it; of a rank of its own host, or of one host for all.
+std::string publishing_of(bool several_hosts, int stage, const std::string& patch) {
+  std::string line;
+  run_on_hosts(several_hosts ? kTwo : std::vector<int>{0, 0}, [&](const World& world) {
+    TinyModel model = make_tiny();
+    Engine engine = engine_of(*model, world, config_of(stage, kMicro).with(patch));
+    const std::string text = engine.summary();
+    const size_t begin = text.find("publishing: ");
+    if (world.rank == 0 && begin != std::string::npos) line = text.substr(begin, text.find('\n', begin) - begin);
+  });
+  return line;
+}
+
+TEST(Overlap, IsTheDefaultBetweenHosts) {
+  const std::string on = "publishing: beside the next forward";
+  for (const char* unasked : {"{}", R"({"deeptide": {"overlap_publish": "auto"}})"}) {
+    for (const int stage : {1, 2}) {
+      EXPECT_EQ(publishing_of(true, stage, unasked), on + " (overlap_publish is not given)");
+    }
+    EXPECT_EQ(publishing_of(true, 0, unasked), "");
+    EXPECT_EQ(publishing_of(true, 3, unasked), "");
+    EXPECT_EQ(publishing_of(false, 2, unasked), "");
+  }
+  EXPECT_EQ(publishing_of(true, 2, R"({"deeptide": {"shared_memory": false}})"), "");
+  EXPECT_EQ(publishing_of(true, 2, R"({"deeptide": {"overlap_publish": false}})"), "");
+  EXPECT_EQ(publishing_of(true, 2, R"({"deeptide": {"overlap_publish": true}})"), on);
 }
 
 TEST(Overlap, GivesTheProgramItsParametersWhenTheEngineEnds) {

@@ -87,7 +87,7 @@ def test_gathered_bytes_never_exceed_the_limit_or_the_two_largest_units(limit, r
         # `measured` is the memory behind those units, idle buffers too. The transport's thread lets go of a buffer a
         # moment after its collective has ended: one more unit may exist then.
         assert peak <= measured <= min(allowed, whole) + 4 * world * shards[-1]
-        assert live == 0  # a step lets everything go
+        assert live <= allowed  # a step gathers what the next forward needs first
         if limit == 10**9 and reuse is None:
             assert peak == whole
 

@@ -3,14 +3,17 @@
 """overlap_publish: step() returns while parameters are on their way, and a program never sees a mixture."""
 
 import copy
+import ctypes
 import functools
 import io
 import json
 import os
+import pickle
 import signal
 import sys
 
 import models
+import numpy
 import pytest
 import torch
 from conftest import run_processes, run_ranks
@@ -48,7 +51,7 @@ def parameter_of(engine, name=LAST):
 def is_under_way(engine):
     """Whether nobody has waited yet for what the last step has changed; looks past all operators."""
     try:
-        parameter_of(engine).data_ptr()
+        torch._C.TensorBase.data_ptr(parameter_of(engine))  # as native code does
     except RuntimeError as error:
         assert f"parameter '{LAST}' was accessed directly while the last step's values are on their way" in str(error)
         return True
@@ -145,13 +148,62 @@ def drop_gradients(engine):
     return []
 
 
+def by_address(tensor):
+    return numpy.frombuffer(ctypes.string_at(tensor.data_ptr(), 4 * tensor.numel()), numpy.float32).copy()
+
+
+def pickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+# Ways to the memory of a parameter's `.data` that no operator sees.
+RAW = {
+    "numpy": lambda d: d.numpy().copy(),
+    "numpy of a view": lambda d: d[1:].numpy().copy(),
+    "asarray": lambda d: numpy.asarray(d).copy(),
+    "address": by_address,
+    "address of a view": lambda d: by_address(d[3:]),
+    "tolist": lambda d: d.tolist(),
+    "storage": lambda d: d.untyped_storage().tolist(),
+    "typed storage": lambda d: d.storage().tolist(),
+    "dlpack": lambda d: torch.from_dlpack(d).clone(),
+    "dlpack of numpy": lambda d: numpy.from_dlpack(d).copy(),
+    "torch.save": saved,
+    "pickle": pickled,
+    "format": lambda d: list(f"{d}".encode()),
+}
+
+
+def look_past_operators(how, engine):
+    return [torch.as_tensor(RAW[how](parameter_of(engine).data))]
+
+
+def write_by_numpy(engine):
+    parameter_of(engine).data.numpy()[:] = 0.5
+    return []
+
+
+def look_at_a_kept_storage(engine):
+    if not hasattr(engine, "storage"):
+        engine.storage = parameter_of(engine).untyped_storage()
+    return [torch.from_numpy(numpy.frombuffer(ctypes.string_at(engine.storage.data_ptr(), 80), numpy.float32).copy())]
+
+
 ACTIONS = {
     action.__name__: action
     for action in (
         evaluate, take_state_dict, save_by_torch, as_arrays, copy_deeply, take_snapshot, look_through_data, print_one,
         average, write, write_through_data, load_state_dict, get_and_set, gather_parameters, make_like, drop_gradients,
+        write_by_numpy, look_at_a_kept_storage,
     )
-}  # fmt: skip
+} | {how: functools.partial(look_past_operators, how) for how in RAW}  # fmt: skip
 
 
 def run(world, overlap, action, stage=2, **settings):
@@ -283,21 +335,73 @@ def test_a_rank_may_end_right_after_its_last_step(keeps_engine):
     assert sums[0] == sums[1] and len(json.loads(sums[1])) == 26
 
 
-def fork_after_a_step():
+def fork_after_a_step(through_python):
     deeptide.init_distributed()
     engine = start(None)
     step(engine)
-    child = os.fork()
+    assert is_under_way(engine)
+    values = None if through_python else "was forked while the last step's values were on their way"
+    child = os.fork() if through_python else ctypes.PyDLL(None).fork()
     if child == 0:
         try:
-            parameter_of(engine).sum()
+            total = parameter_of(engine).sum().item()
         except RuntimeError as error:
-            os._exit(0 if "was forked while the last step's values were on their way" in str(error) else 3)
-        os._exit(4)
+            os._exit(0 if values and values in str(error) else 3)
+        os._exit(4 if values else total != parameter_of(engine).sum().item())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert is_under_way(engine) != through_python
     assert step(engine, 1)[1].applied
     sys.stdout.write("went on")
 
 
-def test_a_forked_child_is_told_instead_of_waiting_for_ever():
-    assert [done.stdout for done in run_processes(2, fork_after_a_step)] == ["went on"] * 2
+def test_a_fork_waits_for_what_is_on_its_way():
+    assert [done.stdout for done in run_processes(2, fork_after_a_step, True)] == ["went on"] * 2
+
+
+def test_a_child_of_native_code_is_told_instead_of_waiting_for_ever():
+    assert [done.stdout for done in run_processes(2, fork_after_a_step, False)] == ["went on"] * 2
+
+
+# -- kernels that torch has compiled ----------------------------------------------------------------------------------
+
+
+def train_compiled(overlap):
+    """Compiles after a step, while its parameters are on their way."""
+    deeptide.init_distributed()
+    torch.set_num_threads(1)
+    engine = start(None, overlap=overlap)
+    step(engine)
+    assert is_under_way(engine) == overlap
+    model = torch.compile(engine.module)
+    tokens, targets = models.batches(1, 2)[0]
+    losses = []
+    for _ in range(STEPS):
+        loss = model(tokens, targets)
+        losses.append(loss.item())
+        engine.backward(loss)
+        assert engine.step().applied
+        assert not is_under_way(engine)
+    print(json.dumps(losses))
+
+
+@pytest.mark.slow
+def test_compiled_kernels_compute_with_the_new_values(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = [run_processes(2, train_compiled, on, timeout=500) for on in (False, True)]
+    lines = [[done.stdout.splitlines()[-1] for done in each] for each in found]
+    assert lines[0] == lines[1] and len(json.loads(lines[1][0])) == STEPS
+    assert "publishing: within step() from now on: kernels of torch.compile" in found[1][0].stderr
+
+
+def use_the_compiler(overlap):
+    deeptide.init_distributed()
+    engine = start(None, overlap=overlap)
+    step(engine)
+    sys.modules["torch._inductor.compile_fx"] = sys  # as the first compiled graph leaves it
+    step(engine, 1)
+    assert not is_under_way(engine)
+    print("went on")
+
+
+def test_steps_wait_once_kernels_have_been_compiled():
+    assert [done.stdout for done in run_processes(2, use_the_compiler, True)] == ["went on\n"] * 2

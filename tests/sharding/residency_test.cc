@@ -251,6 +251,107 @@ TEST(Residency, PrefetchesWhatThePassBeforeUsed) {
   });
 }
 
+/// A step that doubles every parameter.
+void double_all(ShardedTensors& model) {
+  model.residency->begin_step();
+  EXPECT_EQ(model.residency->live_bytes(), 0);
+  for (auto& unit : model.units) {
+    for_each_block(unit->shard(), {0, unit->shard().numel()},
+                   [&](tiers::Block block) { unit->shard().lease(block, tiers::Access::update).tensor().mul_(2); });
+    model.residency->note_stepped(*unit);
+  }
+  model.residency->end_step();
+}
+
+TEST_P(DivergentRanks, FindWhatAStepHasChanged) {
+  const Way way = GetParam();
+  run_ranks(way.world, [&](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, way.limits, way.max_unit, kPatience, way.place);
+    std::mt19937 random(300 + world.rank);
+    float factor = 1;
+    for (int pass = 0; pass < 6; ++pass) {
+      // Ranks begin alike, or each with a unit of its own, or do nothing.
+      const int first = pass % 3 == 1 ? static_cast<int>(random() % kNumParameters) : 0;
+      const int accesses = pass % 3 == 2 ? 0 : static_cast<int>(random() % 30);
+      for (int k = 0; k < accesses; ++k) {
+        const int i = random() % 4 ? (first + k) % kNumParameters : random() % kNumParameters;
+        c10::AutoGradMode mode(random() % 4 != 0);
+        ASSERT_EQ(tensors[i].detach().sum().item<float>(), factor * static_cast<float>((i + 1) * tensors[i].numel()))
+            << "parameter " << i << ", pass " << pass;
+      }
+      model.close();
+      at::NoGradGuard no_grad;
+      double_all(model);
+      factor *= 2;
+      if (pass % 2) model.residency->close({}, /*ends_pass=*/false);  // as when gradients are dropped
+    }
+    EXPECT_LE(model.residency->peak_bytes(), model.residency->budget() * 4);
+    model.residency->release_all();
+    EXPECT_EQ(model.residency->live_bytes(), 0);
+  });
+}
+
+TEST(Residency, GathersWithinAStepWhatTheNextPassBeginsWith) {
+  run_ranks(2, [](const World& world) {
+    at::NoGradGuard no_grad;
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors,
+                         {.max_live = 2200, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
+    for (int pass = 1; pass <= 3; ++pass) {
+      const int64_t before = model.residency->gathers_issued();
+      c10::AutoGradMode mode(true);
+      for (int i = 0; i < kNumParameters; ++i) {
+        EXPECT_TRUE(is_constant(tensors[i].detach(), static_cast<float>((i + 1) * (1 << (pass - 1)))));
+      }
+      const int64_t ahead = pass == 1 ? 0 : 5;
+      EXPECT_EQ(model.residency->gathers_issued() - before, kNumParameters - ahead) << "none twice, pass " << pass;
+      model.close();
+      const int64_t closed = model.residency->gathers_issued();
+      double_all(model);
+      EXPECT_EQ(model.residency->gathers_issued() - closed, 5) << "the five that fit";
+    }
+  });
+}
+
+TEST(Residency, GathersAheadOnlyWhatAllRanksExpect) {
+  run_ranks(2, [](const World& world) {
+    const auto tensors = constants();
+    ShardedTensors model(world, "model", tensors, {.max_live = 1 << 20, .prefetch = 1 << 20});
+    // Both ranks use parameter 5; the others are used by one rank alone.
+    for (const int i : world.rank == 0 ? std::vector<int>{0, 5, 2} : std::vector<int>{5, 7}) tensors[i].sum();
+    model.close();
+    const int64_t before = model.residency->gathers_issued();
+    at::NoGradGuard no_grad;
+    double_all(model);
+    EXPECT_EQ(model.residency->gathers_issued() - before, 1);
+    EXPECT_EQ(model.residency->live_bytes(), 4 * model.units[5]->numel());
+    EXPECT_TRUE(is_constant(tensors[5].clone(), 12));
+    model.close();
+  });
+}
+
+TEST(Residency, TurnsFromForwardToBackwardWithWhatIsWhole) {
+  run_ranks(2, [](const World& world) {
+    std::vector<Tensor> tensors;
+    for (int i = 0; i < 6; ++i) tensors.push_back(at::full({1000}, static_cast<float>(i)));
+    ShardedTensors model(world, "model", tensors,
+                         {.max_live = 3200, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
+    for (int pass = 0; pass < 3; ++pass) {
+      const int64_t before = model.residency->gathers_issued();
+      for (int i = 0; i < 6; ++i) tensors[i].sum();
+      EXPECT_EQ(model.residency->live_bytes() / 4 / model.units[0]->numel(), 3);
+      const int64_t turn = model.residency->gathers_issued();
+      for (int i = 5; i >= 0; --i) tensors[i].sum();
+      EXPECT_EQ(model.residency->gathers_issued() - turn, 3) << "the last three are whole at the turn";
+      model.close();
+      at::NoGradGuard no_grad;
+      double_all(model);
+      EXPECT_EQ(model.residency->gathers_issued() - before, pass == 0 ? 12 : 9) << "with those of the next pass";
+    }
+  });
+}
+
 /// A shard that cannot be read until it is mended.
 class BrokenStore : public tiers::CopyingStore {
  public:

@@ -51,9 +51,12 @@ std::vector<Key> runtime_sections() {
                            {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
                            "Sum gradients on a separate thread during backward; auto: if a core is idle.")
           .into(&RuntimeConfig::reduce_thread),
-      flag("overlap_publish", false,
-           "Stages 1 and 2 over several hosts: step() returns while the new parameters are on their way, and "
-           "operators wait for those that they use. data_ptr() and the like throw until then.")
+      flag(
+          "overlap_publish", {},
+          "Stages 1 and 2 over several hosts: step() returns while the new parameters are on their way; operators, and "
+          "Python's numpy(), data_ptr() and the like, wait for those that they use. Native code that reads memory by "
+          "address meets an error until then.")
+          .derives("true on CPUs of several hosts")
           .into(&RuntimeConfig::overlap_publish),
       flag("shared_memory", true, "Ranks of one host share memory; false: they communicate as if on different hosts.")
           .into(&RuntimeConfig::shared_memory),
