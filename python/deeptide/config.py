@@ -7,13 +7,18 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 ConfigSource: TypeAlias = str | os.PathLike[str] | dict[str, Any] | Config
+_MOST_NESTED = 16  # levels that are looked into: a dict may hold itself
 
 
 def _from_args(args: object) -> ConfigSource | None:
@@ -27,12 +32,27 @@ def _from_args(args: object) -> ConfigSource | None:
     return given if given is not None else old
 
 
+def _why_not_json(key: str, value: object, depth: int = 0) -> str | None:
+    """What of a value JSON cannot hold, by its dotted key; None: it can hold all of it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"config key {key!r}: got {value}, expected a finite number"
+    inner: Iterable[tuple[Any, Any]] = ()
+    if depth < _MOST_NESTED:
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
+        if text := _why_not_json(f"{key}.{name}", part, depth + 1):
+            return text
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"config key {key!r}: {error}; expected what JSON can hold"
+    return None
+
+
 def _from_dict(config: dict[str, Any]) -> Config:
     for key, value in config.items():
-        try:
-            json.dumps({key: value}, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"config key {key!r}: {error}; expected what JSON can hold") from error
+        if text := _why_not_json(key, value):
+            raise ConfigError(text)
     return Config.from_text(json.dumps(config), "<dict>")
 
 

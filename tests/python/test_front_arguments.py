@@ -103,6 +103,10 @@ def test_config_is_read_from_path_dict_base64_and_config(tmp_path):
     assert initialize(config=None, config_params=CONFIG)[0].get_lr() == [0.01]
 
 
+HOLDS_ITSELF = {}
+HOLDS_ITSELF["params"] = HOLDS_ITSELF
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -111,7 +115,9 @@ def test_config_is_read_from_path_dict_base64_and_config(tmp_path):
         ({"config": 7}, "got int, expected a path"),
         ({"config_params": CONFIG}, "both config and config_params"),
         ({"args": argparse.Namespace(deepspeed_config="x.json")}, "Not sure how to proceed"),
-        ({"config": {"optimizer": {"type": object}}}, "config key 'optimizer'"),
+        ({"config": {"optimizer": {"type": object}}}, "config key 'optimizer.type': Object of type type is not JSON"),
+        ({"config": {"optimizer": {"params": {"betas": [0.9, float("inf")]}}}}, "'optimizer.params.betas.1': got inf"),
+        ({"config": {"optimizer": HOLDS_ITSELF}}, "Circular reference"),
         ({"config": {"gradient_clipping": float("nan")}}, "config key 'gradient_clipping'"),
         ({"config": {**CONFIG, "train_batch_sizes": 4}}, "train_batch_sizes"),
     ],

@@ -106,7 +106,7 @@ std::vector<Key> precision_sections() {
                   {flag("enabled", false, "Use it."), choice("opt_level", {}, {"O0", "O1", "O2", "O3"}, "Its level.")})
               .leaves_open()
               .switched_by("enabled")
-              .later("apex.amp is superseded by bf16"),
+              .later("there is no Apex here: \"bf16\", \"fp16\" or \"torch_autocast\" do what it did"),
           data_types_section()};
 }
 
