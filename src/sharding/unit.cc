@@ -52,8 +52,7 @@ std::string hidden_text(const Parameter& p) {
   return "deeptide: the data of parameter '" + p.name +
          "' was accessed directly while the last step's values are on their way (\"deeptide\": {\"overlap_publish\": "
          "true}), by code that bypasses the operators that wait for them. Call parameter.detach() before, which waits "
-         "as "
-         "every operator does, or deeptide::zero::wait_for_values(parameter), or set overlap_publish to false.";
+         "as every operator does, or deeptide::zero::wait_for_values(parameter), or set overlap_publish to false.";
 }
 
 /// Storages of all living units; prevents a model from having two engines.

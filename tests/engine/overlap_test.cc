@@ -11,7 +11,7 @@
 #include <tuple>
 
 #include "deeptide/zero.h"
-#include "engine/models.h"
+#include "engine/session.h"
 #include "errors.h"
 #include "on_hosts.h"
 
@@ -20,54 +20,27 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMicro = 2;
+constexpr int64_t kMicro = TrainingSession::kMicro;
 constexpr int kSteps = 4;
 const std::vector<int> kTwo{0, 1};  // ranks on a host each
 
-struct Session {
+struct Session : TrainingSession {
   Session(const World& w, int stage, bool overlap, int64_t gas = 1, const std::string& patch = "{}")
-      : world(w),
-        accumulation(gas),
-        engine(engine_of(
-            *model, w,
+      : TrainingSession(
+            w, gas,
             config_of(stage, kMicro, gas)
                 .with(patch)
-                .with(std::string(R"({"deeptide": {"overlap_publish": )") + (overlap ? "true}}" : "false}}")))) {}
-  Tensor loss(int64_t step, int64_t micro = 0) {
-    const auto [tokens, targets] = batch_of(step, kMicro * accumulation * world.size);
-    const int64_t first = (micro * world.size + world.rank) * kMicro;
-    return model(tokens.narrow(0, first, kMicro), targets.narrow(0, first, kMicro));
-  }
+                .with(std::string(R"({"deeptide": {"overlap_publish": )") + (overlap ? "true}}" : "false}}"))) {}
   StepOutcome step(int64_t number) {
-    StepOutcome outcome;
-    for (int64_t micro = 0; micro < accumulation; ++micro) {
-      const Tensor now = loss(number, micro);
-      seen.push_back(now.detach());
-      engine.backward(now);
-      outcome = engine.step();
-    }
-    seen.push_back(torch::tensor(outcome.grad_norm));
+    StepOutcome outcome = TrainingSession::step(number);
     seen.push_back(torch::tensor(outcome.sent_bytes));
     return outcome;
-  }
-  /// What the program has seen, and the weights.
-  std::vector<Tensor> results() {
-    for (const auto& item : model->named_parameters()) {
-      seen.push_back(item.value().detach().clone());
-      seen.push_back(engine.full_state(item.key(), "master"));
-    }
-    return seen;
   }
   /// Whether all that the last step changed is still on its way, as far as the program has looked.
   bool is_under_way() const {
     return error_of([&] { (void)model->norm->weight.data_ptr(); }).find("on their way") != std::string::npos;
   }
 
-  TinyModel model = make_tiny();
-  World world;
-  int64_t accumulation;
-  Engine engine;
-  std::vector<Tensor> seen;
   Tensor kept;
 };
 
@@ -84,10 +57,8 @@ void expect_same_bits(const std::vector<int>& hosts, int stage, int64_t gas, con
       }
       results.push_back(session.results());
     }
-    ASSERT_EQ(results[0].size(), results[1].size());
-    for (size_t i = 0; i < results[0].size(); ++i) {
-      EXPECT_TRUE(torch::equal(results[0][i], results[1][i])) << "result " << i << " at stage " << stage;
-    }
+    SCOPED_TRACE(stage);
+    expect_equal_results(results[1], results[0]);
   });
 }
 

@@ -9,7 +9,7 @@
 #include <limits>
 #include <map>
 
-#include "engine/models.h"
+#include "engine/session.h"
 #include "on_hosts.h"
 
 namespace deeptide::run_ahead_test {
@@ -17,7 +17,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMicro = 2;
 constexpr int kSteps = 4;
 const std::vector<int> kTwo{0, 1};  // ranks on a host each
 
@@ -25,40 +24,9 @@ const std::vector<int> kTwo{0, 1};  // ranks on a host each
 constexpr const char* kLimits = R"({"zero_optimization": {"stage3_max_live_parameters": 5000}})";
 constexpr const char* kNoPrefetch = R"({"zero_optimization": {"stage3_prefetch_bucket_size": 0}})";
 
-struct Session {
+struct Session : TrainingSession {
   Session(const World& w, int stage, int64_t gas = 1, const std::string& patch = "{}")
-      : world(w),
-        accumulation(gas),
-        engine(engine_of(*model, w, config_of(stage, kMicro, gas).with(kLimits).with(patch))) {}
-  Tensor loss(int64_t step, int64_t micro = 0) {
-    const auto [tokens, targets] = batch_of(step, kMicro * accumulation * world.size);
-    const int64_t first = (micro * world.size + world.rank) * kMicro;
-    return model(tokens.narrow(0, first, kMicro), targets.narrow(0, first, kMicro));
-  }
-  StepOutcome step(int64_t number) {
-    StepOutcome outcome;
-    for (int64_t micro = 0; micro < accumulation; ++micro) {
-      const Tensor now = loss(number, micro);
-      seen.push_back(now.detach());
-      engine.backward(now);
-      outcome = engine.step();
-    }
-    seen.push_back(torch::tensor(outcome.grad_norm));
-    return outcome;
-  }
-  std::vector<Tensor> results() {
-    for (const auto& item : model->named_parameters()) {
-      seen.push_back(item.value().detach().clone());
-      seen.push_back(engine.full_state(item.key(), "master"));
-    }
-    return seen;
-  }
-
-  TinyModel model = make_tiny();
-  World world;
-  int64_t accumulation;
-  Engine engine;
-  std::vector<Tensor> seen;
+      : TrainingSession(w, gas, config_of(stage, kMicro, gas).with(kLimits).with(patch)) {}
 };
 
 using Action = std::function<void(Session&, int step)>;
@@ -79,10 +47,7 @@ void expect_bits_of_stage_2(const std::vector<int>& hosts, int64_t gas, const st
       }
       results.push_back(session.results());
     }
-    ASSERT_EQ(results[0].size(), results[1].size());
-    for (size_t i = 0; i < results[0].size(); ++i) {
-      EXPECT_TRUE(torch::equal(results[0][i], results[1][i])) << "result " << i;
-    }
+    expect_equal_results(results[1], results[0]);
   });
 }
 
