@@ -71,6 +71,7 @@ def _check_torch() -> None:
 def __getattr__(name: str) -> object:
     if name in _HOME or name in _MODULES or name == "_C":
         _check_torch()
+        importlib.import_module("deeptide._changes")  # before threads build models
     if name in _HOME:
         value = getattr(importlib.import_module(f"deeptide.{_HOME[name]}"), name)
     elif name in _MODULES:

@@ -4,30 +4,51 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch.nn import Module, Parameter
 from torch.nn.modules import module as torch_module
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
+_Listener = Callable[[Parameter], None]
+
 _count = 0
-_watches = False
+_lock = threading.Lock()
+_listeners: tuple[_Listener, ...] = ()  # replaced as a whole: other threads are going through it
 
 
-def _notice(*_: object) -> None:
+def _notice(_module: Module, _name: str, registered: Module | Parameter | None) -> None:
     global _count
     _count += 1
+    if isinstance(registered, Parameter):
+        for listener in _listeners:
+            listener(registered)
 
 
-def watch() -> int:
-    """From now on, `count` follows whatever is registered in any module of the process. Returns it."""
-    global _watches
-    if not _watches:
-        _watches = True
-        torch_module.register_module_parameter_registration_hook(_notice)
-        torch_module.register_module_module_registration_hook(_notice)
-    return _count
+# Once, as this file is imported, and for good: a hook that comes or goes while another thread builds a model ends that
+# thread with "OrderedDict mutated during iteration".
+torch_module.register_module_parameter_registration_hook(_notice)
+torch_module.register_module_module_registration_hook(_notice)
+
+
+def listen(listener: _Listener) -> None:
+    """From now on, calls `listener` with each parameter that any module of the process gets."""
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+
+def stop_listening(listener: _Listener) -> None:
+    """Ends what `listen` began."""
+    global _listeners
+    with _lock:
+        kept = list(_listeners)
+        kept.remove(listener)
+        _listeners = tuple(kept)
 
 
 def count() -> int:

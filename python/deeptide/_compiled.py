@@ -15,16 +15,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from deeptide import _C
 from deeptide._log import say
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from deeptide.engine import Engine
 
-_Backend = Callable[["fx.GraphModule", list[Any]], Any]
+_Backend = Callable[[fx.GraphModule, list[Any]], Any]
 
 _installed = False
 

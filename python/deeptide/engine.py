@@ -56,7 +56,7 @@ class Engine:
         self._in_no_sync = False
         self._said: set[str] = set()
         self.is_compiled = False  # compile() was called
-        self._registrations = _changes.watch()  # when the core last looked at the model
+        self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):

@@ -9,14 +9,12 @@ import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _C, _tensor_methods
+from . import _C, _changes, _tensor_methods
 from ._estimates import (
     estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs,
 )
@@ -95,7 +93,6 @@ class Init(contextlib.ContextDecorator):
         **others: object,
     ) -> None:
         self.enabled = enabled
-        self._hook: Any = None
         self._scope: _C.ZeroInit | None = None
         if module is not None and enabled:
             self._take(module.parameters())
@@ -105,20 +102,18 @@ class Init(contextlib.ContextDecorator):
 
     def __enter__(self) -> Init:
         if self.enabled:
-            self._hook = register_module_parameter_registration_hook(self._registered)
             _tensor_methods.install()
             self._scope = _C.ZeroInit()
+            _changes.listen(self._registered)
         return self
 
-    def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None:
-            self._take([parameter])
+    def _registered(self, parameter: torch.nn.Parameter) -> None:
+        self._take([parameter])
 
     def __exit__(self, *exc_info: object) -> None:
+        if self.enabled:
+            _changes.stop_listening(self._registered)
         self._scope = None
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 class _Lent:

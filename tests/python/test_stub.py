@@ -31,9 +31,13 @@ ignore_missing_imports = True
 _STUBTEST_ALLOWS = r"""
 # functools.cache: its type has lost the parameters that inspect still finds
 deeptide\._groups\.(_table_of|keys_of)
+deeptide\._compiled\.(_say_once|_serve_compiled_graphs)
+deeptide\._publishing\._watch_forks
 deeptide\.accelerator\.get_accelerator
 deeptide\.as_deepspeed\.configuration\._schema
 deeptide\.as_deepspeed\.helpers\._say_leaves
+# A class inside a function
+deeptide\._compiled\.PieceCompiler@\d+
 # Lightning is optional
 deeptide\.lightning.*
 deeptide\.as_deepspeed\.logging\.(_once|warning_once)

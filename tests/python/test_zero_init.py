@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import run_processes, run_ranks
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrizations
 
 import deeptide
@@ -300,3 +301,31 @@ def test_gathered_parameters_before_initialize(modifier):
     for state in run_ranks(2, write_in_turn, modifier):
         assert torch.equal(state["0.weight"], torch.full((WIDTH, WIDTH), 3.0))
         assert state["1.weight"].std() == pytest.approx(1, abs=0.2)
+
+
+def test_a_scope_opens_while_another_thread_registers_parameters():
+    registers, opened = threading.Event(), threading.Event()
+    failures = []
+
+    def wait_once(*_):
+        if threading.current_thread() is builder and not registers.is_set():
+            registers.set()
+            opened.wait(timeout=10)
+
+    def build():
+        try:
+            nn.Linear(2, 2)
+        except RuntimeError as failure:
+            failures.append(failure)
+
+    # Twice: who is at the last hook would not notice that others came or went.
+    hooks = [register_module_parameter_registration_hook(wait_once) for _ in range(2)]
+    builder = threading.Thread(target=build)
+    builder.start()
+    registers.wait(timeout=10)
+    with Init():
+        opened.set()
+        builder.join()
+    for hook in hooks:
+        hook.remove()
+    assert failures == []
