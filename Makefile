@@ -6,8 +6,9 @@ VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 RANKS ?= 2
 JOBS ?= $(shell tools/jobs.sh)
-# Tests wait for each other's ranks half of their time.
+# Tests wait for each other's ranks half of their time, those in C++ longer.
 WORKERS ?= $(shell expr 2 \* $(JOBS))
+PROGRAMS ?= $(shell expr 3 \* $(JOBS))
 PRESET ?= dev
 UNITY ?= ON
 CMAKE = $(abspath $(VENV))/bin/cmake
@@ -71,7 +72,7 @@ demo-large: build  ## Train a GPT of 1 B parameters with all of its state in fil
 test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: all cases; test-hosts: the rest)
 
 test-cpp: build-all
-	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(WORKERS)
+	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(PROGRAMS)
 
 test-python: build-all
 	@if [ -d tests/python ]; then \

@@ -66,11 +66,12 @@ function(deeptide_finish_library)
   set_target_properties(deeptide PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0)
 endfunction()
 
-# deeptide_add_test(<name> SOURCES … [THROUGH <layer>] [LABELS …]): one gtest executable for a layer's tests, with the
-# objects up to that layer, or up to a higher one that they use too. For each label, the target deeptide_tests_<label>
-# builds its executables.
+# deeptide_add_test(<name> SOURCES … [THROUGH <layer>] [LABELS …] [PARTS <n>]): one gtest executable for a layer's tests,
+# with the objects up to that layer, or up to a higher one that they use too. For each label, the target
+# deeptide_tests_<label> builds its executables. Ranks mostly wait for each other, so a long program runs as n tests at
+# once, each with every n-th case.
 function(deeptide_add_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT;THROUGH" "SOURCES;LABELS;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(ARG "" "PARTS;TIMEOUT;THROUGH" "SOURCES;LABELS;LIBRARIES" ${ARGN})
   if(NOT ARG_THROUGH)
     get_filename_component(ARG_THROUGH ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   endif()
@@ -91,7 +92,6 @@ function(deeptide_add_test name)
     endif()
     add_dependencies(deeptide_tests_${label} deeptide_${name}_test)
   endforeach()
-  add_test(NAME ${name} COMMAND deeptide_${name}_test)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 600)
   endif()
@@ -103,5 +103,17 @@ function(deeptide_add_test name)
       set(cost 3)
     endif()
   endif()
-  set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} COST ${cost})
+  if(NOT ARG_PARTS)
+    set(ARG_PARTS 1)
+  endif()
+  foreach(part RANGE 1 ${ARG_PARTS})
+    set(test ${name})
+    if(ARG_PARTS GREATER 1)
+      string(APPEND test _${part})
+    endif()
+    math(EXPR index "${part} - 1")
+    add_test(NAME ${test} COMMAND deeptide_${name}_test)
+    set_tests_properties(${test} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} COST ${cost}
+      ENVIRONMENT "GTEST_TOTAL_SHARDS=${ARG_PARTS};GTEST_SHARD_INDEX=${index}")
+  endforeach()
 endfunction()

@@ -270,6 +270,7 @@ def check_compiled(stage):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_compiled_engine_trains_alike(stage):
     run_processes(2, check_compiled, stage)

@@ -144,7 +144,7 @@ def in_pieces(kind):
 
 
 @pytest.mark.apart
-@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "checkpointed"])
 def test_graph_is_cut_where_a_unit_comes_in(kind):
     run_processes(2, in_pieces, kind, timeout=300)
 

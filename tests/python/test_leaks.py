@@ -84,7 +84,7 @@ def cycle_in_process(stage):
     assert_flat(lambda: tick(None, stage))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_engines_of_processes_leave_nothing(stage):
     run_processes(2, cycle_in_process, stage, timeout=300, fresh=True)
 

@@ -52,6 +52,7 @@ def step_alike(engine, steps):
         assert engine.step()
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("type", OPTIMIZERS)

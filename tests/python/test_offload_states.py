@@ -30,6 +30,7 @@ def files_under(folder):
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.costly
 @pytest.mark.both_ways
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)

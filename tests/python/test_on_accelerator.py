@@ -420,7 +420,7 @@ def train_with_states_of_16_bits(type, params, moments):
     [
         ("AdamW", {"lr": 1e-2, "eps": 1e-5}, "bf16"),
         ("SGD", {"lr": 1e-2, "momentum": 0.9}, "bf16"),
-        ("Lamb", {"lr": 1e-2}, "fp32"),  # leases masters as fp32
+        pytest.param("Lamb", {"lr": 1e-2}, "fp32", marks=pytest.mark.slow),  # leases masters as fp32
     ],
 )
 def test_states_of_16_bits_are_stepped_alike(type, params, moments):

@@ -206,6 +206,7 @@ def run_wide(world, packed, stage, zero, placement, own=None):
     return state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["states", "share of states", "parameters", "parameters and states", "placed"])
 def test_halves_in_files_change_no_number(kind, world, tmp_path):

@@ -98,6 +98,7 @@ SUITES = {
         ],
     ),
 }
+SLOW = ("divergence", "states of 16 bits")
 
 
 def run_ranks(size, function, *args, timeout=None):
@@ -153,7 +154,9 @@ def run_suite(name, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SUITES]
+)
 def test_what_holds_on_a_cpu_holds_on_an_accelerator(suite, tmp_path):
     preload = ("torch._dynamo",)
     done = run_processes(SUITES[suite][0], run_suite, suite, str(tmp_path), preload=preload)
