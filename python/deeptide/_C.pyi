@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Never, overload
+from typing import ClassVar, overload
 
 import torch
 from torch.distributed import Store
+from typing_extensions import Never
 
 class _BoundType(type): ...
 

@@ -13,7 +13,7 @@ from deeptide._C import CommError
 def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     """A deep copy with whole parameters in memory of its own: in eval mode, without gradients. Collective at stage 3.
 
-    Errors: what copy.deepcopy raises for an attribute that cannot be copied, with a note.
+    Errors: what copy.deepcopy raises for an attribute that cannot be copied, with what to do.
     """
     # torch copies no result of an operator; modules keep such (attention weights, an auxiliary loss) from a forward.
     memo: dict[int, Any] = {
@@ -28,9 +28,9 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     except CommError:
         raise
     except (RuntimeError, TypeError) as error:
-        error.add_note(
-            f"engine.snapshot() deep-copies {type(model).__name__}: an attribute of a module cannot be copied. "
-            "Keep it outside the model, or give its class a __deepcopy__"
+        error.args = (
+            f"{error}\nengine.snapshot() deep-copies {type(model).__name__}: an attribute of a module cannot be "
+            "copied. Keep it outside the model, or give its class a __deepcopy__",
         )
         raise
     return twin.requires_grad_(False).eval()

@@ -148,9 +148,11 @@ def run_ranks(world_size, function, *args, timeout=120):
         # The first to fail is the cause, and the others fail because it is gone: one of them may be noted before it.
         first = sorted(errors.items(), key=lambda item: isinstance(item[1], deeptide.CommError))
         rank, error = first[0]
-        error.add_note(f"(on rank {rank} of {world_size}; failed: {sorted(errors)})")
-        for text in hanging:
-            error.add_note(text)
+        error.__notes__ = [
+            *getattr(error, "__notes__", []),
+            f"(on rank {rank} of {world_size}; failed: {sorted(errors)})",
+            *hanging,
+        ]
         raise error
     if hanging:
         pytest.fail(f"no end after {timeout} s\n" + "\n".join(hanging))

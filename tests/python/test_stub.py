@@ -38,6 +38,8 @@ deeptide\.as_deepspeed\.configuration\._schema
 deeptide\.as_deepspeed\.helpers\._say_leaves
 # A class inside a function
 deeptide\._compiled\.PieceCompiler@\d+
+# enum gives its classes a __new__ of its own
+deeptide\.as_deepspeed\.configuration\.(_TextEnum|Offload\w+Enum)\.__new__
 # Lightning is optional
 deeptide\.lightning.*
 deeptide\.as_deepspeed\.logging\.(_once|warning_once)

@@ -46,7 +46,16 @@ class ZeroStageEnum(enum.IntEnum):
     weights = 3
 
 
-class OffloadDeviceEnum(enum.StrEnum):
+class _TextEnum(str, enum.Enum):
+    """Members that print and format as their values, as Python 3.11's enum.StrEnum has them."""
+
+    __str__ = str.__str__
+
+    def __format__(self, format_spec: str) -> str:
+        return str.__format__(self, format_spec)
+
+
+class OffloadDeviceEnum(_TextEnum):
     """Where states may lie."""
 
     none = "none"
@@ -54,7 +63,7 @@ class OffloadDeviceEnum(enum.StrEnum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(enum.StrEnum):
+class OffloadStateTypeEnum(_TextEnum):
     """What engine.offload_states moves."""
 
     optim_states = "optim_states"
