@@ -5,6 +5,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from contenders.zero_config import SWAP_FOLDER
 from memory import JobMemory
 from settings import SIZES, TUNED_ALLOCATOR, WORLD
 
@@ -81,9 +83,10 @@ def _kill(processes):
 
 
 def _remove_left_overs(port):
-    """DeepSpeed leaves its shared memory, 66 MiB a rank, in /dev/shm."""
+    """DeepSpeed leaves its shared memory, 66 MiB a rank, in /dev/shm, and the files of its states."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
         path.unlink(missing_ok=True)
+    shutil.rmtree(SWAP_FOLDER, ignore_errors=True)
 
 
 def _modified(path):

@@ -32,8 +32,8 @@ def parse_arguments():
     built = output.ROOT / "build" / "python"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="46m", help="small: 400 layers of 64 x 64")
-    on_one_host = [name for name in CONTENDERS if not name.endswith("-waiting")]
-    parser.add_argument("--only", type=_names(CONTENDERS), default=on_one_host, metavar="NAME,...")
+    usual = [name for name in CONTENDERS if not name.endswith(("-waiting", "-nvme"))]
+    parser.add_argument("--only", type=_names(CONTENDERS), default=usual, metavar="NAME,...")
     parser.add_argument("--precision", type=_names(PRECISIONS), default=list(PRECISIONS), metavar="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=3, help="fresh jobs of each contender")
     parser.add_argument("--steps", type=int, help="timed steps in a job; not given: as the model's size suggests")

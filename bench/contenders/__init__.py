@@ -19,6 +19,8 @@ CONTENDERS = {
     "deeptide-1-waiting": ("deeptide_zero", {"stage": 1, "overlap_publish": False}),
     "deeptide-2-waiting": ("deeptide_zero", {"stage": 2, "overlap_publish": False}),
     "deeptide-3": ("deeptide_zero", {"stage": 3}),
+    "deepspeed-3-nvme": ("deepspeed_zero", {"stage": 3, "nvme": True}),
+    "deeptide-3-nvme": ("deeptide_zero", {"stage": 3, "nvme": True}),
 }
 
 

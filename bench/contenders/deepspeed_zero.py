@@ -20,8 +20,8 @@ def _lean(size):
     }
 
 
-def setup(model, precision, size, stage, lean=False):
-    config = zero_config(stage, precision, size)
+def setup(model, precision, size, stage, lean=False, nvme=False):
+    config = zero_config(stage, precision, size, nvme)
     if lean:
         config["zero_optimization"].update(_lean(size))
     engine, *_ = deepspeed.initialize(

@@ -7,8 +7,8 @@ import deeptide
 from contenders.zero_config import zero_config
 
 
-def setup(model, precision, size, stage, overlap_publish="auto"):
-    config = zero_config(stage, precision, size) | {"deeptide": {"overlap_publish": overlap_publish}}
+def setup(model, precision, size, stage, overlap_publish="auto", nvme=False):
+    config = zero_config(stage, precision, size, nvme) | {"deeptide": {"overlap_publish": overlap_publish}}
     engine, *_ = deeptide.initialize(model=model, config=config)
 
     def step(x, y):
