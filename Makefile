@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
@@ -83,6 +83,11 @@ test-python: build-all
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
 	  tests/hosts
+
+test-gpu: build-all  ## What a GPU can prove: the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one
+	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "test-gpu: torch finds no GPU here")'
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 \
+	  $(PYTHON) -m pytest -q -rs tests/python/test_on_accelerator.py
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \

@@ -3,7 +3,8 @@
 """What other files test on a CPU, on a simulated accelerator: gate, divergence, checkpoints, failures, skipped steps.
 
 A test of theirs runs in every rank, a process here. What it gives to `run_ranks` runs once in each, with the model on
-the device; results come back on the CPU, where the test compares them with plain torch's.
+the device; results come back on the CPU, where the test compares them with plain torch's, bit for bit: a GPU has other
+kernels.
 """
 
 import gc
@@ -17,6 +18,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from accelerated import simulated_only
 from conftest import run_processes
 from torch.utils._pytree import tree_map_only
 
@@ -154,6 +156,7 @@ def run_suite(name, folder):
     dist.destroy_process_group()
 
 
+@simulated_only
 @pytest.mark.parametrize(
     "suite", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SUITES]
 )

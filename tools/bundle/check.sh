@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Runs the tests of what build.sh has built: those in C++, then, if pytest is there, those in Python (PYTEST_ARGS).
+# Runs the tests of what build.sh has built: those in C++, then, if pytest is there, those in Python (PYTEST_ARGS), and
+# on a GPU what one can prove.
 set -u
 cd "$(dirname "$0")"
 
@@ -30,5 +31,8 @@ else
     [ $code = 0 ] || [ $code = 5 ] || { failed=1; cat "build/python-tests-$job.log"; }
   done
   grep -hE '^[0-9]+ (passed|failed|skipped|error)|passed in' build/python-tests-*.log
+fi
+if "$PYTHON" -c 'import sys, pytest, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/test_on_accelerator.py || failed=1
 fi
 exit $failed

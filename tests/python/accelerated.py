@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The accelerator that tests run on: the simulated one, or with DEEPTIDE_TEST_ACCELERATOR=cuda a GPU (`make test-gpu`).
+
+Import nothing of torch's devices at the top of a test's module: ranks are forked from a process that has used none.
+"""
+
+import os
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+DEVICE = os.environ.get("DEEPTIDE_TEST_ACCELERATOR", "sim")
+ON_GPU = DEVICE != "sim"
+
+# What only the simulated one has: schedules that show a missing wait, caps, bandwidths, a count of streams.
+simulated_only = pytest.mark.skipif(ON_GPU, reason="needs what only the simulated accelerator measures")
+
+
+class HostWaits:
+    """The calls in which the host waited for the GPU, by torch's own watch over its synchronizing operators."""
+
+    def __init__(self):
+        self._caught = warnings.catch_warnings(record=True)
+        self._seen = self._caught.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def __call__(self):
+        waits = [str(seen.message) for seen in self._seen if "synchronizing" in str(seen.message)]
+        self._seen.clear()
+        return waits
+
+
+def _on_gpu():
+    """The simulated accelerator's controls, as far as a GPU has them: order is not checked, only waited for."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    if dist.get_world_size() > torch.cuda.device_count():
+        dist.Backend.default_device_backend_map["cuda"] = "gloo"  # NCCL refuses two ranks on one GPU
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # an embedding's gradients are added in any order else
+
+    def settle():
+        torch.cuda.synchronize()
+        return ""
+
+    return types.SimpleNamespace(
+        configure=lambda *_, **__: None,
+        settle=settle,
+        used_bytes=torch.cuda.memory_allocated,
+        events=lambda: 0,
+        streams=lambda: 0,
+        host_waits=HostWaits(),
+    )
+
+
+def begin():
+    """Begins a rank, as one that shares no memory with the others, and returns the accelerator's controls."""
+    os.environ["DEEPTIDE_TEST_APART"] = "1"
+    torch.set_num_threads(1)
+    if not ON_GPU:
+        import simulated as controls
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return _on_gpu() if ON_GPU else controls
