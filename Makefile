@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -116,6 +116,9 @@ bench-swap: build  ## Optimizer states between files and memory, beside fio (ARG
 
 bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
 	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)
+
+bench-gpu: build  ## Models of the size of a GPU beside plain torch, FSDP2 and DeepSpeed where they are (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/gpu.py $(ARGS)
 
 bench-hosts: build  ## Steps over several hosts at 1 and 8 Gbit/s beside DDP, FSDP2 and DeepSpeed, as root (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh hosts.py --deeptide $(abspath $(BUILD))/python $(ARGS)

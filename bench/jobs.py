@@ -31,7 +31,7 @@ class Place:
     environment: dict | None = None
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -110,7 +110,7 @@ def run_ranks(command, world, timeout, memory, allocator="default", deeptide_pat
 
     Returns {"ranks": [what each rank measured]}, {"skipped": reason} or {"error": reason, "logs": [...]}.
     """
-    port, processes, places = _free_port(), [], places or [Place()] * world
+    port, processes, places = free_port(), [], places or [Place()] * world
     with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         results = [Path(folder, f"{rank}.json") for rank in range(world)]
         logs = [Path(folder, f"{rank}.log") for rank in range(world)]
