@@ -57,9 +57,6 @@ DEEPTIDE_API std::optional<Discovery> find_place(const DistributedOptions& optio
 /// How long init_distributed() waits. Errors: ConfigError if the option or DEEPSPEED_TIMEOUT is no valid duration.
 DEEPTIDE_API std::chrono::milliseconds timeout_of(const DistributedOptions& options);
 
-/// The control group of which least memory is left to this process, and those bytes; nothing without limits.
-DEEPTIDE_API std::optional<std::pair<std::string, int64_t>> tightest_memory_limit();
-
 /// Runs `work`, which reads `tensors` by their addresses and writes those of `written`, as one operator: sharded
 /// parameters, and those whose values are on their way, are whole until it ends. Operators within do not wait again.
 /// Errors: what `work` throws; CommError, before it runs.

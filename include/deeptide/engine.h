@@ -94,9 +94,10 @@ DEEPTIDE_API const char* text(MemoryRole role);
 /// One line of the memory table. Units: bytes on this rank.
 struct MemoryLine {
   MemoryRole role = MemoryRole::parameters;
-  int64_t predicted_bytes = 0;  // while ranks keep pace
-  int64_t measured_bytes = 0;   // allocated by the engine, at its peak
-  int64_t late_bytes = 0;       // at most so many more while another rank is late
+  int64_t predicted_bytes = 0;      // while ranks keep pace
+  int64_t measured_bytes = 0;       // allocated by the engine, at its peak, without `measured_late_bytes`
+  int64_t late_bytes = 0;           // at most so many more while another rank is late, or this one runs backward twice
+  int64_t measured_late_bytes = 0;  // allocated for that, at their peak
 };
 
 /// A loaded checkpoint: its folder, and its `client_state` as JSON text.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,7 @@ struct PlanPhase {
 };
 
 /// The engine's own bytes. Activations and what the program itself allocates come on top.
-struct MemoryPlan {
+struct DEEPTIDE_API MemoryPlan {
   int stage = 0;
   PlannedWorld world;  // with ranks_per_host as it is
   int64_t num_parameters = 0;
@@ -42,6 +43,12 @@ struct MemoryPlan {
   bool shares_memory = false;     // the ranks of the host have one copy of the parameters
   std::vector<PlanLine> lines;    // by role
   std::vector<PlanPhase> phases;  // in order
+
+  /// Of one rank, in its largest phase. Units: bytes, as below.
+  int64_t peak_bytes() const;
+  /// Of a host with all its ranks: memory, and files.
+  int64_t host_bytes() const;
+  int64_t host_file_bytes() const;
 };
 
 /// Adds up what each component forecasts for itself; an engine with this model, configuration and world has the same
@@ -50,5 +57,45 @@ struct MemoryPlan {
 /// Errors: as the engine's, where they follow from model and configuration.
 DEEPTIDE_API MemoryPlan plan(const ModelDescription& model, const Config& config, const InitOptions& options = {},
                              const PlannedWorld& world = {});
+
+/// A folder for files. Folders of one `device` (a file system) share what is free.
+struct FolderSpace {
+  std::string folder;
+  int64_t free_bytes = 0;
+  uint64_t device = 0;
+};
+
+/// What one host has left. Units: bytes.
+struct MachineLimits {
+  int64_t memory_bytes = 0;
+  std::string bound;  // what leaves no more memory: "available memory", "the limit of /sys/fs/cgroup/job"
+  /// Of /dev/shm, where workers of data loaders put their batches. An engine's shared memory has no file there: it
+  /// counts as memory. Absent: there is none.
+  std::optional<int64_t> shared_memory_bytes;
+  /// What a process may lock (RLIMIT_MEMLOCK). The engine locks nothing: files are read and written through memory that
+  /// io_uring pins per transfer. Absent: no limit.
+  std::optional<int64_t> lockable_bytes;
+  std::vector<FolderSpace> folders;  // for files; blocks are striped over them
+};
+
+/// This machine's. `folders`: need not exist.
+DEEPTIDE_API MachineLimits machine_limits(const std::vector<std::string>& folders = {});
+
+/// Why the plan does not fit the machine; empty if it fits.
+DEEPTIDE_API std::string why_not(const MemoryPlan& plan, const MachineLimits& machine);
+
+/// One stage and placement, and what it takes.
+struct PlanChoice {
+  std::string name;      // "stage 2, optimizer states in files"
+  std::string sections;  // what to write into the configuration: JSON, {"zero_optimization": …}
+  MemoryPlan plan;
+  std::string why_not;  // empty: it fits
+};
+
+/// Each stage, and with `machine.folders` each placement in files, from the fastest to the smallest; those that the
+/// configuration's optimizer or options exclude are left out. The first that fits is recommended. Errors: as `plan`.
+DEEPTIDE_API std::vector<PlanChoice> plan_choices(const ModelDescription& model, const Config& config,
+                                                  const MachineLimits& machine, const InitOptions& options = {},
+                                                  const PlannedWorld& world = {});
 
 }  // namespace deeptide

@@ -18,7 +18,7 @@ from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import ConfigError
-from deeptide._plan import Choice, Machine, choices, plan
+from deeptide._plan import Choice, choices, plan
 from deeptide.config import load_config
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -125,13 +125,23 @@ def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
     return json.dumps({"per_rank": lines, "phases": made.phases, "host": made.host_bytes, "disk": made.host_file_bytes})
 
 
-def _recommendation(found: list[Choice], machine: Machine) -> str:
-    disk = "" if machine.disk is None else f", {machine.disk / _GIB:.2f} GiB free in {', '.join(machine.folders)}"
-    rows = ["", f"this machine: {machine.memory / _GIB:.2f} GiB of memory ({machine.why}){disk}"]
+def _machine(machine: _C.MachineLimits) -> list[str]:
+    rows = ["", f"this machine: {machine.memory_bytes / _GIB:.2f} GiB of memory ({machine.bound})"]
+    rows += [f"{each.free_bytes / _GIB:.2f} GiB free in {each.folder}, for files" for each in machine.folders]
+    if machine.shared_memory_bytes is not None:
+        shared = machine.shared_memory_bytes / _GIB
+        rows += [f"{shared:.2f} GiB free in /dev/shm, for workers of data loaders; the engine puts nothing there"]
+    if machine.lockable_bytes is not None:
+        rows += [f"{machine.lockable_bytes / _GIB:.2f} GiB may be locked per process; the engine locks nothing"]
+    return rows
+
+
+def _recommendation(found: list[Choice], machine: _C.MachineLimits) -> str:
+    rows = _machine(machine)
     rows += [f"{'setting':<52}{'per host':>12}{'files':>12}"]
     for choice in found:
         memory, files = choice.plan.host_bytes / _GIB, choice.plan.host_file_bytes / _GIB
-        rows.append(f"{choice.name:<52}{memory:8.2f} GiB{files:8.2f} GiB  {'fits' if choice.fits else ''}".rstrip())
+        rows.append(f"{choice.name:<52}{memory:8.2f} GiB{files:8.2f} GiB  {choice.why_not or 'fits'}")
     first = next((choice for choice in found if choice.fits), None)
     if first is None:
         cure = "" if machine.folders else "; name folders for files with --nvme_path"
@@ -155,8 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(_as_json(options, model))
             return 0
         print(plan(model, options.config, options.num_ranks, options.ranks_per_host))
-        folders = tuple(options.nvme_path or _C.offload_folders(load_config(options.config)))
-        machine = Machine.here(folders)
+        folders = options.nvme_path or _C.offload_folders(load_config(options.config))
+        machine = _C.machine_limits(folders)
         print(
             _recommendation(choices(model, options.config, options.num_ranks, options.ranks_per_host, machine), machine)
         )

@@ -60,8 +60,13 @@ std::string outcome_repr(const StepOutcome& outcome) {
 }
 
 std::string memory_repr(const MemoryLine& line) {
-  return std::string(text(line.role)) + ": predicted " + std::to_string(line.predicted_bytes) + " B, measured " +
-         std::to_string(line.measured_bytes) + " B";
+  std::string repr = std::string(text(line.role)) + ": predicted " + std::to_string(line.predicted_bytes) +
+                     " B, measured " + std::to_string(line.measured_bytes) + " B";
+  if (line.measured_late_bytes > 0) {
+    repr += ", while a rank was late " + std::to_string(line.measured_late_bytes) + " B of at most " +
+            std::to_string(line.late_bytes) + " B";
+  }
+  return repr;
 }
 
 void bind_results(py::module_& module) {
@@ -90,6 +95,7 @@ void bind_results(py::module_& module) {
       .def_readonly("predicted_bytes", &MemoryLine::predicted_bytes)
       .def_readonly("measured_bytes", &MemoryLine::measured_bytes)
       .def_readonly("late_bytes", &MemoryLine::late_bytes)
+      .def_readonly("measured_late_bytes", &MemoryLine::measured_late_bytes)
       .def("__repr__", &memory_repr);
 }
 

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What an engine would take, and what this machine's control groups leave.
 #include "bindings.h"
-#include "deeptide/binding.h"
 #include "deeptide/plan.h"
 
 namespace deeptide::python {
@@ -21,6 +20,37 @@ std::vector<std::string> offload_folders(const Config& config) {
     if (!folders->empty()) return *folders;
   }
   return {};
+}
+
+std::vector<PlanChoice> make_choices(const ModelDescription& model, const Config& config, const InitOptions& options,
+                                     int world_size, int ranks_per_host, const MachineLimits& machine) {
+  const py::gil_scoped_release no_gil;
+  return plan_choices(model, config, machine, options, {.size = world_size, .ranks_per_host = ranks_per_host});
+}
+
+void bind_machine(py::module_& module) {
+  py::class_<FolderSpace>(module, "FolderSpace", "A folder for files; those of one device share what is free.")
+      .def(py::init<std::string, int64_t, uint64_t>(), py::arg("folder"), py::arg("free_bytes"), py::arg("device") = 0)
+      .def_readonly("folder", &FolderSpace::folder)
+      .def_readonly("free_bytes", &FolderSpace::free_bytes)
+      .def_readonly("device", &FolderSpace::device);
+  py::class_<MachineLimits>(module, "MachineLimits", "What one host has left, in bytes.")
+      .def(py::init<int64_t, std::string, std::optional<int64_t>, std::optional<int64_t>, std::vector<FolderSpace>>(),
+           py::arg("memory_bytes"), py::arg("bound"), py::arg("shared_memory_bytes") = py::none(),
+           py::arg("lockable_bytes") = py::none(), py::arg("folders") = std::vector<FolderSpace>())
+      .def_readonly("memory_bytes", &MachineLimits::memory_bytes)
+      .def_readonly("bound", &MachineLimits::bound)
+      .def_readonly("shared_memory_bytes", &MachineLimits::shared_memory_bytes)
+      .def_readonly("lockable_bytes", &MachineLimits::lockable_bytes)
+      .def_readonly("folders", &MachineLimits::folders);
+  py::class_<PlanChoice>(module, "PlanChoice", "One stage and placement, and what it takes.")
+      .def_readonly("name", &PlanChoice::name)
+      .def_readonly("sections", &PlanChoice::sections)
+      .def_readonly("plan", &PlanChoice::plan)
+      .def_readonly("why_not", &PlanChoice::why_not);
+  module.def("machine_limits", &machine_limits, py::arg("folders"));
+  module.def("plan_choices", &make_choices, py::arg("model"), py::arg("config"), py::arg("options"),
+             py::arg("world_size"), py::arg("ranks_per_host"), py::arg("machine"));
 }
 
 }  // namespace
@@ -46,11 +76,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("phases", &MemoryPlan::phases);
   module.def("plan", &make_plan, py::arg("model"), py::arg("config"), py::arg("options"), py::arg("world_size"),
              py::arg("ranks_per_host"));
-  module.def(
-      "config_with", [](const Config& config, const std::string& patch) { return config.with(patch); },
-      py::arg("config"), py::arg("patch"));
   module.def("offload_folders", &offload_folders, py::arg("config"));
-  module.def("tightest_memory_limit", &binding::tightest_memory_limit);
+  bind_machine(module);
 }
 
 }  // namespace deeptide::python

@@ -67,13 +67,13 @@ Tensor allocate_on_device(const Ledger& ledger, Role role, int64_t numel, const 
 
 int64_t bytes_of(int64_t numel, ScalarType dtype) { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 
-/// Returns the buffer that wastes least for a request, none above `max_waste` times the request.
-template <typename Buffers, typename BytesOf>
-typename Buffers::iterator least_waste(Buffers& buffers, int64_t bytes, int64_t max_waste, const BytesOf& bytes_of) {
+/// Returns the smallest buffer that serves a request. `size_if_fit`: a buffer's bytes, or -1 if it does not serve it.
+template <typename Buffers, typename SizeIfFit>
+typename Buffers::iterator least_waste(Buffers& buffers, const SizeIfFit& size_if_fit) {
   auto chosen = buffers.end();
   for (auto it = buffers.begin(); it != buffers.end(); ++it) {
-    if (bytes_of(*it) < bytes || bytes_of(*it) > max_waste * bytes) continue;
-    if (chosen == buffers.end() || bytes_of(*it) < bytes_of(*chosen)) chosen = it;
+    if (size_if_fit(*it) < 0) continue;
+    if (chosen == buffers.end() || size_if_fit(*it) < size_if_fit(*chosen)) chosen = it;
   }
   return chosen;
 }
@@ -81,8 +81,19 @@ typename Buffers::iterator least_waste(Buffers& buffers, int64_t bytes, int64_t 
 }  // namespace
 
 const char* role_name(Role role) {
-  static constexpr const char* kNames[] = {"parameters", "gradients", "optimizer states", "gathered", "communication"};
+  static constexpr const char* kNames[] = {"parameters",
+                                           "gradients",
+                                           "optimizer states",
+                                           "gathered",
+                                           "communication",
+                                           "gradients while ranks are late",
+                                           "communication while ranks are late"};
   return kNames[static_cast<int>(role)];
+}
+
+Role beyond_reserve(Role role) {
+  if (role == Role::gradients) return Role::late_gradients;
+  return role == Role::communication ? Role::late_communication : role;
 }
 
 void Ledger::add(Role role, int64_t bytes) {
@@ -105,6 +116,7 @@ std::string Ledger::text() const {
   std::string text = "The engine holds";
   for (int i = 0; i < kNumRoles; ++i) {
     const Role role = static_cast<Role>(i);
+    if (role >= Role::late_gradients && current(role) == 0) continue;
     text += std::string(i == 0 ? " " : ", ") + bytes_text(current(role)) + " of " + role_name(role);
   }
   const std::string advice = advice_ ? advice_() : "";
@@ -153,31 +165,71 @@ BufferPool::BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device dev
       source_(std::move(source)),
       home_(home.value_or(Lane::current(device))) {}
 
+void BufferPool::reserve(std::vector<int64_t> sizes) {
+  std::lock_guard lock(mutex_);
+  reserves_ = reserves_ || !sizes.empty();
+  promised_.insert(promised_.end(), sizes.begin(), sizes.end());
+}
+
+bool BufferPool::has(int64_t numel, ScalarType dtype) {
+  const int64_t bytes = bytes_of(numel, dtype);
+  std::lock_guard lock(mutex_);
+  return std::any_of(promised_.begin(), promised_.end(), [&](int64_t size) { return size >= bytes; }) ||
+         std::any_of(idle_.begin(), idle_.end(), [&](const Idle& idle) { return fit(idle, bytes, INT64_MAX) >= 0; });
+}
+
+/// Returns the buffer's bytes if it serves the request, else -1.
+int64_t BufferPool::fit(const Idle& idle, int64_t bytes, int64_t reached) const {
+  const int64_t size = idle.buffer.numel();
+  const bool wastes = !idle.is_reserved && size > max_waste_ * bytes;
+  return size < bytes || wastes || idle.after > reached ? -1 : size;
+}
+
+/// Makes what is reserved and has no memory. If there is too little, the rest stays promised.
+void BufferPool::make_promised() {
+  std::vector<int64_t> sizes;
+  {
+    std::lock_guard lock(mutex_);
+    sizes = std::exchange(promised_, {});
+  }
+  while (!sizes.empty()) {
+    try {
+      Tensor buffer = make(sizes.back(), INT64_MAX, /*is_promised=*/true);
+      sizes.pop_back();
+      std::lock_guard lock(mutex_);
+      reserved_.insert(buffer.const_data_ptr());
+      idle_.push_back({std::move(buffer), home_.mark(), 0, true});
+    } catch (...) {
+      reserve(std::move(sizes));
+      throw;
+    }
+  }
+}
+
 BufferPool::Idle BufferPool::take_idle(int64_t bytes, int64_t reached) {
   std::lock_guard lock(mutex_);
-  const auto chosen = least_waste(idle_, bytes, max_waste_, [reached](const Idle& idle) {
-    return idle.after <= reached ? idle.buffer.numel() : int64_t{-1};
-  });
+  const auto chosen = least_waste(idle_, [&](const Idle& idle) { return fit(idle, bytes, reached); });
   if (chosen != idle_.end()) {
     Idle taken = std::move(*chosen);
     idle_.erase(chosen);
     return taken;
   }
   // A large new buffer replaces idle ones of other sizes: otherwise the peak would hold both.
-  if (bytes >= kLargeRequest) free_idle(0, reached);
+  if (bytes >= kLargeRequest) free_idle(0, reached, /*reserved_too=*/false);
   return {};
 }
 
-Tensor BufferPool::make(int64_t bytes, int64_t reached) {
+Tensor BufferPool::make(int64_t bytes, int64_t reached, bool is_promised) {
   const Lane::Scope at_home(home_);
+  const Role role = reserves_ && !is_promised ? beyond_reserve(role_) : role_;
   const auto allocate = [&] {
-    return source_ ? source_(bytes) : allocate_flat(ledger_, role_, bytes, ScalarType::Byte, device_);
+    return source_ ? source_(bytes, role) : allocate_flat(ledger_, role, bytes, ScalarType::Byte, device_);
   };
   try {
     return allocate();
   } catch (const c10::OutOfMemoryError&) {
     std::lock_guard lock(mutex_);
-    free_idle(0, reached);
+    free_idle(0, reached, /*reserved_too=*/!is_promised);
   }
   return allocate();
 }
@@ -185,6 +237,7 @@ Tensor BufferPool::make(int64_t bytes, int64_t reached) {
 Tensor BufferPool::take(int64_t numel, ScalarType dtype, int64_t reached) {
   const int64_t bytes = bytes_of(numel, dtype);
   const Lane taker = Lane::current(device_);
+  make_promised();
   Idle idle = take_idle(bytes, reached);
   taker.wait_for(idle.free_after);
   Tensor buffer = std::move(idle.buffer);
@@ -202,7 +255,8 @@ void BufferPool::put(Tensor buffer, int64_t after) {
   whole.set_(buffer.storage(), 0, {bytes}, {1});
   Mark free_after = Lane::current(device_).mark();
   std::lock_guard lock(mutex_);
-  idle_.push_back({std::move(whole), std::move(free_after), after});
+  const bool is_reserved = reserved_.contains(whole.const_data_ptr());
+  idle_.push_back({std::move(whole), std::move(free_after), after, is_reserved});
 }
 
 void BufferPool::trim(int64_t bytes) {
@@ -218,19 +272,24 @@ BufferPool::~BufferPool() {
 }
 
 /// An allocator gives the memory to the home lane anew, at once.
-void BufferPool::free_idle(int64_t but_bytes, int64_t reached) {
+void BufferPool::free_idle(int64_t but_bytes, int64_t reached, bool reserved_too) {
   int64_t total = 0;
   for (const Idle& idle : idle_) total += idle.buffer.numel();
   std::erase_if(idle_, [&](const Idle& idle) {
-    if (total <= but_bytes || idle.after > reached) return false;
+    if (total <= but_bytes || idle.after > reached || (idle.is_reserved && !reserved_too)) return false;
     total -= idle.buffer.numel();
+    if (idle.is_reserved) {
+      reserved_.erase(idle.buffer.const_data_ptr());
+      promised_.push_back(idle.buffer.numel());
+    }
     home_.wait_for(idle.free_after);
     return true;
   });
 }
 
 int64_t PoolForecast::take(int64_t bytes) {
-  const auto chosen = least_waste(idle_, bytes, max_waste_, [](int64_t idle) { return idle; });
+  const auto chosen =
+      least_waste(idle_, [&](int64_t idle) { return idle < bytes || idle > max_waste_ * bytes ? -1 : idle; });
   if (chosen != idle_.end()) {
     const int64_t taken = *chosen;
     idle_.erase(chosen);

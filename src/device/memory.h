@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,9 +23,19 @@ namespace deeptide::device {
 /// Shards and parameters start on this boundary, so no vector and no cache line belongs to two of them.
 inline constexpr int64_t kAlignmentBytes = 64;
 
-enum class Role : uint8_t { parameters, gradients, optimizer, gathered, communication };
-inline constexpr int kNumRoles = 5;
+enum class Role : uint8_t {
+  parameters,
+  gradients,
+  optimizer,
+  gathered,
+  communication,
+  late_gradients,      // beyond what was reserved, mostly because another rank is late
+  late_communication,  // likewise
+};
+inline constexpr int kNumRoles = 7;
 const char* role_name(Role role);
+/// The role of what a pool takes beyond its reserve.
+Role beyond_reserve(Role role);
 
 /// Counts allocated bytes, current and peak. Thread-safe; outlives every buffer counted in it.
 class Ledger {
@@ -56,6 +67,8 @@ class Ledger {
 at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
                          at::Device device);
 
+inline constexpr int64_t kDefaultMaxWaste = 2;
+
 /// Keeps released buffers for reuse: gathered units and gradient buckets are taken and released many times per step.
 /// Contents of a taken buffer are undefined. Thread-safe. Must outlive every engine thread that uses it; buffers taken
 /// from it may outlive the pool.
@@ -65,12 +78,18 @@ class BufferPool {
   /// size, so the allocated bytes never exceed the most that were taken at once.
   /// `source` makes new buffers, (bytes,) uint8 each, instead of `allocate_flat`.
   /// `home`: the lane on which memory is taken and freed; absent: the one that is current now. Best the taker's.
-  using Source = std::function<at::Tensor(int64_t bytes)>;
-  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = 2, Source source = {},
-             std::optional<Lane> home = std::nullopt);
+  using Source = std::function<at::Tensor(int64_t bytes, Role role)>;
+  BufferPool(std::shared_ptr<Ledger> ledger, Role role, at::Device device, int64_t max_waste = kDefaultMaxWaste,
+             Source source = {}, std::optional<Lane> home = std::nullopt);
   ~BufferPool();
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
+  /// Promises buffers of these sizes, made together by the next `take`. Each serves any request that it can hold, and
+  /// is kept until `trim`, after which a `take` makes it anew. What else is taken counts as `beyond_reserve`. Units:
+  /// bytes.
+  void reserve(std::vector<int64_t> sizes);
+  /// Whether `take` gives a buffer that is idle or promised.
+  bool has(int64_t numel, at::ScalarType dtype);
   /// Takes a buffer (numel,) of `dtype` for work of the current lane. Hand it back with `put`, or drop it, which frees
   /// its memory: on a device, after its last use on any lane but the home one.
   /// `reached`: a buffer that was put `after` something later is not given.
@@ -87,11 +106,14 @@ class BufferPool {
     at::Tensor buffer;
     Mark free_after;
     int64_t after = 0;
+    bool is_reserved = false;
   };
 
+  void make_promised();
+  int64_t fit(const Idle& idle, int64_t bytes, int64_t reached) const;
   Idle take_idle(int64_t bytes, int64_t reached);
-  at::Tensor make(int64_t bytes, int64_t reached);
-  void free_idle(int64_t but_bytes, int64_t reached);
+  at::Tensor make(int64_t bytes, int64_t reached, bool is_promised = false);
+  void free_idle(int64_t but_bytes, int64_t reached, bool reserved_too = true);
 
   std::shared_ptr<Ledger> ledger_;
   Role role_;
@@ -101,6 +123,9 @@ class BufferPool {
   Lane home_;
   std::mutex mutex_;
   std::vector<Idle> idle_;
+  bool reserves_ = false;
+  std::vector<int64_t> promised_;   // reserved sizes that have no memory now
+  std::set<const void*> reserved_;  // addresses of those that have
 };
 
 /// A BufferPool without memory: the bytes that one would allocate for a series of requests. Units: bytes.

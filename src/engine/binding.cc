@@ -6,7 +6,6 @@
 #include "bench/collective_bench.h"
 #include "config/elasticity.h"
 #include "config/table/schema.h"
-#include "device/memory_limit.h"
 #include "numerics/ordered_sum.h"
 #include "ops/kernels.h"
 #include "optim/two_pass_rule.h"
@@ -55,11 +54,6 @@ std::vector<std::string> state_roles(const OptimizerInfo& optimizer) {
 
 bool is_muon_matrix(const std::string& name, const std::vector<int64_t>& sizes) {
   return optim::is_muon_matrix(name, sizes);
-}
-
-std::optional<std::pair<std::string, int64_t>> tightest_memory_limit() {
-  const auto found = device::tightest_memory_limit();
-  return found ? std::optional(std::pair(found->group, found->left)) : std::nullopt;
 }
 
 std::vector<std::pair<std::string, std::string>> kernel_targets() {

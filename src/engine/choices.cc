@@ -15,7 +15,8 @@
 #include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 #include "tiers/swap_file.h"
-#include "zero/unit_gathers.h"
+#include "zero/sign_exchange.h"
+#include "zero/step_forecast.h"
 
 namespace deeptide::engine {
 
@@ -93,7 +94,6 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
 /// Absent: sums lie in memory. `total_bytes`: of all of them.
 std::optional<tiers::OffloadOptions> gradient_offload(const Config& config, const optim::Rule* rule,
                                                       int64_t total_bytes) {
-  constexpr int kBlocks = 6;  // one in use, others read or written
   const auto& memory = config.placement().gradients;
   if (!wants_files(memory)) return std::nullopt;
   if (dynamic_cast<const optim::CustomRule*>(rule)) {
@@ -104,7 +104,7 @@ std::optional<tiers::OffloadOptions> gradient_offload(const Config& config, cons
   }
   const double share = share_in_files(*memory, total_bytes);
   if (share == 0.0) return std::nullopt;
-  return tiers::OffloadOptions{config.placement().folders, share, kBlocks};
+  return tiers::OffloadOptions{config.placement().folders, share, kGradientBlocks};
 }
 
 /// Each rank steps whole parameters with states of its own.
@@ -267,6 +267,7 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.accumulates_whole = keeps_whole_states(units.rule) || (!policy.reduce_every_micro && batch.accumulation > 1);
   const bool mean = config.gradients().op == GradientOp::mean;
   options.scale = 1.0 / static_cast<double>(batch.accumulation * (mean ? num_ranks : 1));
+  options.reserve = units.on_cpu;
   if (!units.on_cpu) options.finite_check = gradients::FiniteCheckTime::each_step;
   const int64_t bytes_of_sums = units.shard_numel * static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   options.offload = gradient_offload(config, units.rule, bytes_of_sums);
@@ -276,18 +277,20 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
 }
 
 /// Classes derived from torch's keep the word in their names.
-std::vector<bool> units_of_embeddings(const std::vector<ModuleInfo>& modules,
-                                      const std::vector<sharding::Unit*>& trainable) {
+std::vector<bool> mostly_zero_units(const Config& config, const optim::Rule& rule,
+                                    const std::vector<ModuleInfo>& modules,
+                                    const std::vector<std::vector<std::string>>& names) {
+  const bool ordered = config.runtime().reduction == Reduction::ordered;
+  if (!ordered || !config.gradients().sparse || keeps_whole_states(&rule)) return {};
   std::set<std::string> weights;
   for (const ModuleInfo& module : modules) {
     const bool is_embedding = module.type.find("Embedding") != std::string::npos;
     if (is_embedding) weights.insert(module.path.empty() ? "weight" : module.path + ".weight");
   }
   std::vector<bool> found;
-  for (const sharding::Unit* unit : trainable) {
-    const auto& members = unit->parameters();
+  for (const std::vector<std::string>& of_unit : names) {
     found.push_back(
-        std::any_of(members.begin(), members.end(), [&](const auto& p) { return weights.contains(p.name); }));
+        std::any_of(of_unit.begin(), of_unit.end(), [&](const auto& name) { return weights.contains(name); }));
   }
   return found;
 }
@@ -305,15 +308,24 @@ int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, c
   return largest;
 }
 
-int64_t whole_gradient_bytes(const std::vector<const sharding::UnitLayout*>& trained, const zero::StagePolicy& policy,
-                             int num_ranks) {
-  if (policy.shard_optimizer || num_ranks == 1) return 0;
-  std::vector<int64_t> sizes;
-  for (const sharding::UnitLayout* unit : trained) {
-    sizes.push_back(unit->numel * static_cast<int64_t>(c10::elementSize(at::kFloat)));
+zero::UnitForecast stepped_unit(const sharding::UnitLayout& layout, std::set<int> groups,
+                                const zero::StagePolicy& policy) {
+  return {.numel = policy.shard_optimizer ? layout.shard : layout.numel,
+          .whole_numel = layout.numel,
+          .dtype = layout.dtype,
+          .groups = std::move(groups)};
+}
+
+int64_t step_bytes(const std::vector<const sharding::UnitLayout*>& trained,
+                   const std::vector<zero::UnitForecast>& stepped, const optim::Rule& rule,
+                   const std::vector<ParameterGroup>& groups, const zero::StagePolicy& policy, int num_ranks) {
+  std::vector<Hyperparameters> hyper;
+  for (const ParameterGroup& group : groups) hyper.push_back(group.hyperparameters);
+  int64_t bytes = zero::forecast_step(stepped, rule, hyper, policy, num_ranks);
+  if (dynamic_cast<const optim::CompressedRule*>(&rule)) {
+    bytes += zero::SignExchange::forecast(trained, num_ranks).messages;
   }
-  const int64_t in_use = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
-  return zero::most_bytes_under_way(sizes) + in_use;
+  return bytes;
 }
 
 }  // namespace deeptide::engine

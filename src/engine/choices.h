@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "deeptide/engine.h"
@@ -18,6 +19,9 @@
 #include "zero/policy.h"
 
 namespace deeptide::engine {
+
+/// Of gradients in files, in memory at a time: one in use, others read or written.
+inline constexpr int kGradientBlocks = 6;
 
 /// Null: the rule of the configuration steps.
 std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options);
@@ -58,16 +62,23 @@ struct ReducedUnits {
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,
                                           const zero::StagePolicy& policy, const ReducedUnits& units);
 
-/// By trained unit: whether it has an embedding's weight, whose gradient is mostly zero.
-std::vector<bool> units_of_embeddings(const std::vector<ModuleInfo>& modules,
-                                      const std::vector<sharding::Unit*>& trainable);
+/// By trained unit: whether it has an embedding's weight, whose gradient travels without its zeros; empty: none does.
+/// For ranks whose gradients travel. `names`: of each unit's parameters.
+std::vector<bool> mostly_zero_units(const Config& config, const optim::Rule& rule,
+                                    const std::vector<ModuleInfo>& modules,
+                                    const std::vector<std::vector<std::string>>& names);
 
 /// What a transport of two levels keeps for itself. Units: bytes.
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
                         bool trains);
 
-/// What each rank needs for the gradients of whole units, of which it steps all: stage 0. Units: bytes.
-int64_t whole_gradient_bytes(const std::vector<const sharding::UnitLayout*>& trained, const zero::StagePolicy& policy,
-                             int num_ranks);
+/// A trained unit as the optimizer sees it. `groups`: of its parameters.
+zero::UnitForecast stepped_unit(const sharding::UnitLayout& layout, std::set<int> groups,
+                                const zero::StagePolicy& policy);
+
+/// Memory of what ranks exchange within a step. `trained` and `stepped`: the same units. Units: bytes.
+int64_t step_bytes(const std::vector<const sharding::UnitLayout*>& trained,
+                   const std::vector<zero::UnitForecast>& stepped, const optim::Rule& rule,
+                   const std::vector<ParameterGroup>& groups, const zero::StagePolicy& policy, int num_ranks);
 
 }  // namespace deeptide::engine

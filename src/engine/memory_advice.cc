@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "deeptide/errors.h"
 #include "engine/choices.h"
 #include "engine/engine_impl.h"
 
@@ -62,6 +63,49 @@ void advise_stage(const Engine::Impl& impl, int64_t accumulation, Advice& advice
              role_name(device::Role::parameters));
 }
 
+/// What states would take less of in fewer bits. Only where the optimizer can: the configuration's own check decides.
+void advise_state_types(const Engine::Impl& impl, Advice& advice) {
+  const auto allows = [&](const char* patch) {
+    try {
+      engine::state_types(impl.config.with(patch), *impl.rule, impl.groups);
+      return true;
+    } catch (const ConfigError&) {
+      return false;
+    }
+  };
+  const zero::OptimizerStates& states = impl.optimizer->states();
+  int64_t halves = 0, moments = 0;
+  for (int unit = 0; unit < states.num_units(); ++unit) {
+    const int64_t numel = states.master(unit).numel();
+    if (states.has_own_master(unit) && states.unit(unit).layout().dtype == at::kBFloat16) halves += 2 * numel;
+    for (size_t role = 0; role < states.rule().roles().size(); ++role) {
+      const tiers::Buffer& state = states.state(unit, role);
+      if (state.defined() && state.dtype() == at::kFloat) moments += 2 * numel;
+    }
+  }
+  const char* const role = role_name(device::Role::optimizer);
+  if (halves > 0 && allows(R"({"deeptide": {"packed_states": true}})")) {
+    advice.add("\"deeptide\": {\"packed_states\": true}", halves, role);
+  }
+  if (moments > 0 && allows(R"({"deeptide": {"moment_dtype": "bf16"}})")) {
+    advice.add("\"deeptide\": {\"moment_dtype\": \"bf16\"}", moments, role);
+  }
+}
+
+/// What could lie in files, beside optimizer states.
+void advise_files(const Engine::Impl& impl, Advice& advice) {
+  const int64_t sums = impl.ledger->current(device::Role::gradients);
+  const bool steps_shard = impl.policy.shard_optimizer || impl.channels.data().size() == 1;
+  if (impl.reducer && !impl.reducer->files() && steps_shard && !impl.kept) {
+    advice.add("\"deeptide\": {\"placement\": {\"gradients\": {\"nvme\": \"rest\"}}}",
+               sums - engine::kGradientBlocks * tiers::kSwapBlockBytes, role_name(device::Role::gradients));
+  }
+  if (impl.config.zero().stage == 3 && !impl.model.offloaded() && !impl.rewind) {
+    advice.add("\"zero_optimization\": {\"offload_param\": {\"device\": \"nvme\"}}",
+               impl.ledger->current(device::Role::parameters), role_name(device::Role::parameters));
+  }
+}
+
 }  // namespace
 
 std::string Engine::Impl::memory_advice() const {
@@ -80,6 +124,14 @@ std::string Engine::Impl::memory_advice() const {
   if (optimizer && model.device().is_cpu() && !offloaded && !custom) {
     advice.add("\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"nvme\"}}",
                ledger->current(device::Role::optimizer), role_name(device::Role::optimizer));
+    if (!rewind && !optimizer->states().are_away()) {
+      advice.add("engine.offload_states(device=\"nvme\") between phases", ledger->current(device::Role::optimizer),
+                 role_name(device::Role::optimizer));
+    }
+  }
+  if (optimizer && model.device().is_cpu() && !custom) {
+    advise_state_types(*this, advice);
+    advise_files(*this, advice);
   }
   return advice.text();
 }

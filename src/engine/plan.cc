@@ -41,6 +41,7 @@ struct Facts {
   engine::BindOptions bind;
   std::vector<ParameterGroup> groups;
   std::vector<sharding::Parameter> parameters;
+  std::vector<ModuleInfo> modules;
   std::vector<UnitLayout> layouts;
   bool on_cpu = true;
   bool one_host = true;  // ranks reach each other's memory
@@ -78,6 +79,7 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   if (rule) facts.types = engine::state_types(config, *rule, facts.groups);
   facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
   facts.parameters = engine::distinct_parameters(model.parameters);
+  facts.modules = model.modules;
   facts.on_cpu = engine::common_device(facts.parameters).is_cpu();
   facts.layouts = engine::cut_into_units(facts.parameters, model.modules, engine::named_groups(facts.groups),
                                          facts.bind, world.size);
@@ -108,18 +110,21 @@ PlanLine parameters_of(const Facts& facts) {
   return line;
 }
 
-/// The states of trained units, in the order in which they are placed.
-std::vector<zero::StateForecast> states_of(const Facts& facts) {
+std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
   std::vector<zero::UnitForecast> units;
   for (const UnitLayout* layout : facts.trainable()) {
-    auto& unit = units.emplace_back();
-    unit.numel = facts.policy.shard_optimizer ? layout->shard : layout->numel;
-    unit.dtype = layout->dtype;
-    for (const sharding::Slot& slot : layout->slots) unit.groups.insert(facts.parameters[slot.parameter].group);
+    std::set<int> groups;
+    for (const sharding::Slot& slot : layout->slots) groups.insert(facts.parameters[slot.parameter].group);
+    units.push_back(engine::stepped_unit(*layout, std::move(groups), facts.policy));
   }
+  return units;
+}
+
+/// The states of trained units, in the order in which they are placed.
+std::vector<zero::StateForecast> states_of(const Facts& facts) {
   std::vector<Hyperparameters> hyper;
   for (const ParameterGroup& group : facts.groups) hyper.push_back(group.hyperparameters);
-  return zero::forecast(units, *facts.rule, hyper, facts.types);
+  return zero::forecast(stepped_units(facts), *facts.rule, hyper, facts.types);
 }
 
 PlanLine optimizer_of(const Facts& facts) {
@@ -132,7 +137,7 @@ PlanLine optimizer_of(const Facts& facts) {
   line.memory_bytes += split.bytes_in_memory();
   line.file_bytes = split.bytes_in_files();
   if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
-    line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size);
+    line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size).errors;
   }
   if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
   if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
@@ -157,6 +162,14 @@ PlanLine gathered_of(const Facts& facts) {
 }
 
 /// Gradients, then communication.
+std::vector<std::vector<std::string>> names_of(const Facts& facts, const Layouts& units) {
+  std::vector<std::vector<std::string>> names(units.size());
+  for (size_t i = 0; i < units.size(); ++i) {
+    for (const sharding::Slot& slot : units[i]->slots) names[i].push_back(facts.parameters[slot.parameter].name);
+  }
+  return names;
+}
+
 std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   PlanLine gradients{.role = MemoryRole::gradients}, communication{.role = MemoryRole::communication};
   const bool two_levels = facts.world.ranks_per_host > 1 && facts.world.ranks_per_host < facts.world.size &&
@@ -167,17 +180,21 @@ std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   if (facts.rule == nullptr) return {gradients, communication};
   const Layouts units = facts.trainable();
   const auto batch = facts.config.batch_sizes(facts.world.size);
-  const auto how = engine::reducer_options(facts.config, batch, facts.world.size, facts.policy,
-                                           {.num_units = units.size(),
-                                            .shard_numel = sharding::shard_numel(units),
-                                            .on_cpu = facts.on_cpu,
-                                            .rule = facts.rule});
+  auto how = engine::reducer_options(facts.config, batch, facts.world.size, facts.policy,
+                                     {.num_units = units.size(),
+                                      .shard_numel = sharding::shard_numel(units),
+                                      .on_cpu = facts.on_cpu,
+                                      .rule = facts.rule});
+  if (facts.on_cpu && !facts.shared && facts.world.size > 1) {
+    how.mostly_zero = engine::mostly_zero_units(facts.config, *facts.rule, facts.modules, names_of(facts, units));
+  }
   const auto bytes_of = gradients::forecast(units, how, facts.world.size, facts.shared);
   gradients.memory_bytes = bytes_of.gradients;
   gradients.late_bytes = bytes_of.late_gradients;
   gradients.file_bytes = bytes_of.gradients_in_files;
   communication.memory_bytes += bytes_of.communication;
-  communication.memory_bytes += engine::whole_gradient_bytes(units, facts.policy, facts.world.size);
+  communication.memory_bytes +=
+      engine::step_bytes(units, stepped_units(facts), *facts.rule, facts.groups, facts.policy, facts.world.size);
   communication.late_bytes = bytes_of.late_communication;
   if (facts.config.runtime().keep_grad) {
     for (const UnitLayout* unit : units) gradients.memory_bytes += bytes(unit->numel, *unit);

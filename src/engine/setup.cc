@@ -42,6 +42,14 @@ bool wants_side_thread(const Config& config, const host::Host& host, const comm:
 /// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
 void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& groups) {
   const auto peak = optim::peak_of(config.scheduler());
+std::vector<std::vector<std::string>> names_of(const std::vector<sharding::Unit*>& units) {
+  std::vector<std::vector<std::string>> names(units.size());
+  for (size_t i = 0; i < units.size(); ++i) {
+    for (const sharding::Parameter& p : units[i]->parameters()) names[i].push_back(p.name);
+  }
+  return names;
+}
+
   for (size_t g = 0; peak && g < groups.size(); ++g) {
     const Hyperparameters& hyper = groups[g].hyperparameters;
     const auto index = hyper.optimizer() ? hyper.optimizer()->find("lr") : std::nullopt;
@@ -101,18 +109,21 @@ Engine::Impl::~Impl() {
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
 }
 
+std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sharding::Unit*>& trainable) const {
+  std::vector<zero::UnitForecast> units;
+  for (const sharding::Unit* unit : trainable) {
+    std::set<int> groups;
+    for (const sharding::Parameter& p : unit->parameters()) groups.insert(p.group);
+    units.push_back(engine::stepped_unit(unit->layout(), std::move(groups), policy));
+  }
+  return units;
+}
+
 /// Absent: states lie in memory, beside the parameters.
 zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit*>& trainable,
                                                 const zero::StateTypes& types) {
-  std::vector<zero::UnitForecast> units;
-  for (const sharding::Unit* unit : trainable) {
-    auto& forecast = units.emplace_back();
-    forecast.numel = policy.shard_optimizer ? unit->layout().shard : unit->numel();
-    forecast.dtype = unit->layout().dtype;
-    for (const sharding::Parameter& p : unit->parameters()) forecast.groups.insert(p.group);
-  }
-  const auto states = zero::forecast(units, *rule, progress.hyperparameters, types);
-  const auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
+  const auto states = zero::forecast(stepped_units(trainable), *rule, progress.hyperparameters, types);
+  auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
   if (!options) return {};
   offloaded = std::make_unique<tiers::Offload>(*options, ledger, device::Role::optimizer, "optimizer states");
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
@@ -152,9 +163,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
                                       .rule = rule});
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   const bool travels = on_cpu && !model.arena() && channels.data().size() > 1;
-  if (travels && how.ordered && config.gradients().sparse && !dynamic_cast<const optim::CompressedRule*>(rule)) {
-    how.mostly_zero = engine::units_of_embeddings(description.modules, trainable);
-  }
+  if (travels) how.mostly_zero = engine::mostly_zero_units(config, *rule, description.modules, names_of(trainable));
   how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
   auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
   auto& reductions = channels.reductions();

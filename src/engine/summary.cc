@@ -63,12 +63,6 @@ int64_t bytes_of_transport(const Engine::Impl& impl) {
   return engine::transport_bytes(units, impl.policy, impl.optimizer != nullptr);
 }
 
-int64_t bytes_of_whole_gradients(const Engine::Impl& impl) {
-  if (!impl.optimizer) return 0;
-  const auto units = sharding::layouts_of(impl.model.trainable());
-  return engine::whole_gradient_bytes(units, impl.policy, impl.channels.data().size());
-}
-
 }  // namespace
 
 const char* text(MemoryRole role) {
@@ -137,11 +131,20 @@ std::string Engine::Impl::summary() const {
 std::vector<MemoryLine> Engine::Impl::memory() const {
   const int64_t transport = bytes_of_transport(*this);
   const auto reduced = reducer ? reducer->predicted() : gradients::ReducerForecast();
+  const auto trainable = model.trainable();
+  const int64_t exchanged = optimizer ? engine::step_bytes(sharding::layouts_of(trainable), stepped_units(trainable),
+                                                           *rule, groups, policy, channels.data().size())
+                                      : 0;
   const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
     return unit->memory() == sharding::UnitMemory::sharded;
   });
   const auto line = [&](MemoryRole name, Role role, int64_t predicted, int64_t late = 0, int64_t uncounted = 0) {
-    return MemoryLine{name, predicted + uncounted, ledger->peak(role) + uncounted, late};
+    const Role beyond = device::beyond_reserve(role);
+    return MemoryLine{.role = name,
+                      .predicted_bytes = predicted + uncounted,
+                      .measured_bytes = ledger->peak(role) + uncounted,
+                      .late_bytes = late,
+                      .measured_late_bytes = beyond == role ? 0 : ledger->peak(beyond)};
   };
   return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
           line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
@@ -151,7 +154,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
                                                   (rewind ? rewind->predicted_bytes() : 0) +
                                                   (offloaded ? offloaded->staging_bytes() : 0))),
           line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
-          line(MemoryRole::communication, Role::communication, reduced.communication + bytes_of_whole_gradients(*this),
+          line(MemoryRole::communication, Role::communication, reduced.communication + exchanged,
                reduced.late_communication, transport)};
 }
 

@@ -27,6 +27,7 @@ using numerics::Contributions;
 using sharding::Parameter;
 using sharding::Unit;
 using std::chrono::milliseconds;
+using std::chrono::steady_clock;
 using tiers::Access;
 using tiers::Block;
 using tiers::Buffer;
@@ -35,8 +36,21 @@ namespace {
 
 // A peer that is late (in another branch) must not block this rank's backward: buckets then accumulate instead.
 constexpr milliseconds kFlightPatience{500};
+constexpr milliseconds kMoment{10};
 constexpr milliseconds kSidePatience{20};
 constexpr int kSideNice = 10;
+
+/// Returns whether what `wait` waits for comes soon. After a moment it calls `meanwhile` repeatedly: the peer may be in
+/// step(), where it goes on only once it knows how far this rank is.
+bool is_soon(const std::function<bool(milliseconds)>& wait, const std::function<void()>& meanwhile) {
+  if (wait(kMoment)) return true;
+  const auto end = steady_clock::now() + kFlightPatience;
+  while (steady_clock::now() < end) {
+    if (meanwhile) meanwhile();
+    if (wait(kMoment)) return true;
+  }
+  return false;
+}
 
 numerics::Squares squares_of(Block block) {
   return block.begin == 0 ? numerics::Squares::begin : numerics::Squares::go_on;
@@ -88,6 +102,10 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
       sums_of_squares_(
           at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))),
       check_(units_, options_.ordered ? group_.size() : 0, sums_of_squares_, options_.finite_check) {
+  if (options_.reserve) {
+    receive_pool_.reserve(
+        reserved_buffers(sharding::layouts_of(units_), options_, group_.size(), exchange_ != nullptr).received);
+  }
   if (options_.offload) files_.emplace(*options_.offload, ledger_, Role::gradients, "gradients");
   for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) accumulator(unit);
   if (!options_.side_thread) return;
@@ -108,6 +126,9 @@ Flights::~Flights() {
 
 void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanwhile) {
   limit(meanwhile);
+  if (options_.reserve && group_.size() > 1 && !exchange_) {
+    make_room(receive_pool_, received_numel(unit), options_.reduce_dtype, meanwhile);
+  }
   trace::flight_log().enter(group_.step(), "backward", units_[unit]->layout().name);
   Flight flight;
   flight.unit = unit;
@@ -120,6 +141,11 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
   changed_.notify_all();
 }
 
+int64_t Flights::received_numel(int unit) const {
+  const sharding::UnitLayout& layout = units_[unit]->layout();
+  return options_.ordered ? layout.numel : layout.shard;
+}
+
 void Flights::send(Flight& flight) {
   send_lane_.wait_for(flight.filled);
   const Lane::Scope on_lane(send_lane_);
@@ -129,10 +155,10 @@ void Flights::send(Flight& flight) {
         group_.track(std::move(offer.operation), "reduce-scatter", static_cast<int64_t>(flight.sent.nbytes()));
     flight.offer = offer.number;
   } else if (group_.size() > 1 && options_.ordered) {
-    flight.received = receive_pool_.take(flight.sent.numel(), options_.reduce_dtype);
+    flight.received = receive_pool_.take(received_numel(flight.unit), options_.reduce_dtype);
     flight.pending = group_.all_to_all(flight.received, flight.sent);
   } else if (group_.size() > 1) {
-    flight.received = receive_pool_.take(units_[flight.unit]->layout().shard, options_.reduce_dtype);
+    flight.received = receive_pool_.take(received_numel(flight.unit), options_.reduce_dtype);
     flight.pending = group_.reduce_scatter(flight.received, flight.sent);
   }
 }
@@ -164,12 +190,47 @@ void Flights::limit(const std::function<void()>& meanwhile) {
     if (queue_.size() < pace()) return;
   }
   const Pause pause(*this);
-  if (queue_.empty()) return;
   if (!device_.is_cpu() || queue_.size() >= most_ahead()) return retire_front(meanwhile);
+  retire_soon(meanwhile);
+}
+
+void Flights::make_room(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {
+  if (!options_.reserve) return;
+  if (exchange_) reclaim();
+  make_room(buckets_, numel, dtype, meanwhile);
+}
+
+void Flights::make_room(device::BufferPool& pool, int64_t numel, at::ScalarType dtype,
+                        const std::function<void()>& meanwhile) {
+  if (pool.has(numel, dtype)) return;
+  const Pause pause(*this);
+  while (!pool.has(numel, dtype) && (retire_soon(meanwhile) || reclaim_soon(meanwhile))) continue;
+}
+
+/// Retires the front flight, if it arrives soon. Returns whether there was one that did.
+bool Flights::retire_soon(const std::function<void()>& meanwhile) {
+  if (queue_.empty()) return false;
   Flight& front = queue_.front();
-  if (peers_elsewhere_ && !front.pending.ready()) return;  // waited for once already
-  peers_elsewhere_ = !group_.wait_for(front.pending, kFlightPatience, site(front.unit));
+  if (peers_elsewhere_ && !front.pending.ready()) return false;  // waited for once already
+  peers_elsewhere_ =
+      !is_soon([&](milliseconds limit) { return group_.wait_for(front.pending, limit, site(front.unit)); }, meanwhile);
   if (!peers_elsewhere_) retire_front();
+  return !peers_elsewhere_;
+}
+
+/// As retire_soon, for the bucket here that was lent first.
+bool Flights::reclaim_soon(const std::function<void()>& meanwhile) {
+  if (lent_.empty()) return false;
+  const uint32_t offer = lent_.front().offer;
+  if (readers_elsewhere_ && !exchange_->all_read(offer)) return false;
+  const auto wait = [&](milliseconds limit) {
+    bool done = false;
+    comm::run_blocking([&] { done = exchange_->wait_read(offer, limit); });
+    return done;
+  };
+  readers_elsewhere_ = !is_soon(wait, meanwhile);
+  reclaim();
+  return !readers_elsewhere_;
 }
 
 void Flights::retire_ready() {

@@ -45,9 +45,11 @@ struct ReducerOptions {
   at::ScalarType accumulate_dtype = at::kFloat;  // of sums: of micro-batches in buckets, of ranks in shards
   bool ordered = true;                           // sum in rank order in fp32; false: the transport's own reduction
   bool overlap = true;                           // start reductions during backward
-  bool side_thread = false;                      // sum on a separate thread, for cores that would be idle
-  bool keep_rows = false;                        // until the step, which sums rows as it reads: no memory for sums
-  bool accumulates_whole = false;                // several micro-batches are summed in buckets before they travel
+  bool reserve = true;       // buffers, of which a rank may run out: it then waits. Not on a device, where the order of
+                             // calls alone says how many are in use, and where a wait would be one of later work
+  bool side_thread = false;  // sum on a separate thread, for cores that would be idle
+  bool keep_rows = false;    // until the step, which sums rows as it reads: no memory for sums
+  bool accumulates_whole = false;  // several micro-batches are summed in buckets before they travel
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
   std::optional<tiers::OffloadOptions> offload = {};         // of sums, to files; then no rows are kept
@@ -85,8 +87,10 @@ class Flights {
   /// Waits for all flights and sums them. Errors: CommError.
   void drain();
 
-  /// Makes buckets that all ranks have read available for refilling.
-  void reclaim();
+  /// Until the pool of buckets has one of so many elements that is idle: waits for flights, then for those that read a
+  /// bucket of this rank, each time briefly, and calls `meanwhile` repeatedly. If none comes back, the next bucket
+  /// takes further memory.
+  void make_room(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile);
 
   // Valid after `drain`.
   UnitGradient gradient(int unit);
@@ -120,9 +124,14 @@ class Flights {
   class Pause;
 
   size_t pace() const { return exchange_ ? kMaxOffers : kMaxFlights; }
+  int64_t received_numel(int unit) const;
   void send(Flight& flight);
   void limit(const std::function<void()>& meanwhile);
   void retire_front(const std::function<void()>& meanwhile = {});
+  bool retire_soon(const std::function<void()>& meanwhile);
+  bool reclaim_soon(const std::function<void()>& meanwhile);
+  void make_room(device::BufferPool& pool, int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile);
+  void reclaim();
   void sum(Flight& flight);
   void keep(Flight& flight);
   void accumulate_kept();
@@ -153,7 +162,8 @@ class Flights {
   at::Tensor sums_of_squares_;     // (units,), fp64
   FiniteCheck check_;
   std::atomic<int64_t> launched_{0}, retired_{0};
-  bool peers_elsewhere_ = false;  // a wait for the front flight was to no avail
+  bool peers_elsewhere_ = false;    // a wait for the front flight was to no avail
+  bool readers_elsewhere_ = false;  // likewise for the readers of what was lent first
 
   // The queue is shared with the side thread, which takes only the front. One thread at a time uses the rest.
   std::deque<Flight> queue_;

@@ -5,6 +5,10 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
+#include <numeric>
+#include <set>
+#include <utility>
 
 #include "device/memory.h"
 
@@ -12,55 +16,205 @@ namespace deeptide::gradients {
 
 namespace {
 
-/// Returns what a pool allocates for the units' buckets, `in_use` of them at once, over two rounds of backward. How
-/// many are in use varies, and more of them may be reused the fewer there are, but not always.
-int64_t pool_bytes(const std::vector<int64_t>& buckets, size_t in_use) {
-  int64_t most = 0;
-  for (size_t window = 1; window <= in_use; ++window) {
-    device::PoolForecast pool(kMaxBucketWaste);
-    std::deque<int64_t> taken;
-    for (size_t i = 0; i < 2 * buckets.size(); ++i) {
-      if (taken.size() == window) {
-        pool.put(taken.front());
-        taken.pop_front();
-      }
-      taken.push_back(pool.take(buckets[buckets.size() - 1 - i % buckets.size()]));
-    }
-    most = std::max(most, pool.peak());
+/// So many buckets are kept at least, where there are as many units: one fills, two are under way.
+constexpr size_t kFewestBuckets = kMaxFlights + 1;
+/// As many small ones as these hold: then ranks that share memory may drift further apart.
+constexpr int64_t kBytesOfSmallBuckets = 16 << 20;
+
+/// Plays a backward pass that reaches parameters in the reverse order of the model's: `open` is called when the first
+/// gradient of a unit arrives, `send` when all of it and of the units after it have. `skips`: by unit; empty: none.
+template <typename Open, typename Send>
+void play_backward(const std::vector<const sharding::UnitLayout*>& units, const std::vector<bool>& skips,
+                   const Open& open, const Send& send) {
+  std::vector<std::pair<int, size_t>> arrivals;  // parameter, unit
+  std::vector<size_t> missing(units.size(), 0);
+  for (size_t i = 0; i < units.size(); ++i) {
+    if (!skips.empty() && skips[i]) continue;
+    for (const sharding::Slot& slot : units[i]->slots) arrivals.emplace_back(slot.parameter, i);
+    missing[i] = units[i]->slots.size();
   }
+  std::sort(arrivals.begin(), arrivals.end(), std::greater<>());
+  size_t next = units.size();
+  for (const auto& [parameter, unit] : arrivals) {
+    if (missing[unit]-- == units[unit]->slots.size()) open(unit);
+    for (; next > 0 && missing[next - 1] == 0; --next) {
+      if (skips.empty() || !skips[next - 1]) send(next - 1);
+    }
+  }
+}
+
+/// Returns sizes of buckets, the largest first, which serve each moment of a backward pass: those that fill, those that
+/// wait for a unit after them, and as many as may be `under_way`.
+std::vector<int64_t> needed(const std::vector<const sharding::UnitLayout*>& units, const std::vector<bool>& skips,
+                            const std::vector<int64_t>& sizes, size_t under_way) {
+  std::vector<int64_t> most;
+  std::deque<int64_t> sent;
+  std::set<size_t> filling;
+  const auto open = [&](size_t unit) {
+    filling.insert(unit);
+    std::vector<int64_t> now(sent.begin(), sent.end());
+    for (const size_t each : filling) now.push_back(sizes[each]);
+    std::sort(now.begin(), now.end(), std::greater<>());
+    most.resize(std::max(most.size(), now.size()));
+    for (size_t i = 0; i < now.size(); ++i) most[i] = std::max(most[i], now[i]);
+  };
+  const auto send = [&](size_t unit) {
+    filling.erase(unit);
+    sent.push_back(sizes[unit]);
+    if (sent.size() > under_way) sent.pop_front();
+  };
+  play_backward(units, skips, open, send);
   return most;
 }
 
+/// Any so many of the units fit buffers of the sizes of the largest: the largest of them into the first, and so on.
+std::vector<int64_t> largest(std::vector<int64_t> sizes, size_t count) {
+  std::sort(sizes.begin(), sizes.end(), std::greater<>());
+  sizes.resize(std::min(sizes.size(), count));
+  return sizes;
+}
+
+int64_t total(const std::vector<int64_t>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), int64_t{0}); }
+
+/// Serves what either serves. Both: the largest first.
+std::vector<int64_t> both(std::vector<int64_t> sizes, const std::vector<int64_t>& others) {
+  sizes.resize(std::max(sizes.size(), others.size()));
+  for (size_t i = 0; i < others.size(); ++i) sizes[i] = std::max(sizes[i], others[i]);
+  return sizes;
+}
+
+/// What is mostly zero fills until the close, beside the others. Then two messages have what is not.
+void add_mostly_zero(std::vector<int64_t>& buckets, const std::vector<int64_t>& sizes,
+                     const std::vector<bool>& mostly_zero) {
+  std::vector<int64_t> until_close;
+  for (size_t i = 0; i < mostly_zero.size(); ++i) {
+    if (mostly_zero[i]) until_close.push_back(sizes[i]);
+  }
+  if (until_close.empty()) return;
+  const int64_t message = *std::max_element(until_close.begin(), until_close.end());
+  buckets = both(std::move(buckets), {message, message});
+  buckets.insert(buckets.end(), until_close.begin(), until_close.end());
+}
+
+/// In shared memory a bucket may be sent, and another may wait for its last reader, beside those that have just filled.
+std::vector<int64_t> buckets_of_shared_memory(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> buckets = largest(sizes, kMaxOffers + 2);
+  while (buckets.size() > kFewestBuckets && total(buckets) > kBytesOfSmallBuckets) buckets.pop_back();
+  return buckets;
+}
+
+/// What a Reducer takes where nothing is reserved: on a device, whose order of calls says which buffers are in use.
+class ForecastFlights {
+ public:
+  ForecastFlights(const ReducerOptions& options, int num_ranks) : options_(options), num_ranks_(num_ranks) {}
+
+  /// Returns the most bytes of a backward pass. The second finds the first one's buffers.
+  int64_t peak(const std::vector<const sharding::UnitLayout*>& units) {
+    const bool sums = options_.accumulates_whole;
+    const int64_t item = size_of(sums ? options_.accumulate_dtype : options_.reduce_dtype);
+    const auto ignore = [](size_t) {};
+    for (int pass = 0; pass < 2; ++pass) {
+      std::vector<int64_t> filled(units.size(), 0);
+      const auto open = [&](size_t unit) { filled[unit] = buckets_.take(units[unit]->numel * item); };
+      const auto send = [&](size_t unit) { launch(*units[unit], filled[unit]); };
+      if (sums) play_backward(units, {}, open, ignore);  // all but the last micro-batch stay
+      play_backward(units, {}, sums ? std::function<void(size_t)>(ignore) : open, send);
+      while (!queue_.empty()) retire_front();
+    }
+    return buckets_.peak() + received_.peak();
+  }
+
+ private:
+  struct Flight {
+    int64_t sent = 0, received = 0;
+  };
+
+  static int64_t size_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+  void launch(const sharding::UnitLayout& unit, int64_t bucket) {
+    const int64_t item = size_of(options_.reduce_dtype);
+    Flight flight{.sent = bucket};
+    if (options_.accumulates_whole && options_.reduce_dtype != options_.accumulate_dtype) {
+      flight.sent = buckets_.take(unit.numel * item);
+      buckets_.put(bucket);
+    }
+    if (queue_.size() >= kMaxFlights) retire_front();
+    if (num_ranks_ > 1) flight.received = received_.take((options_.ordered ? unit.numel : unit.shard) * item);
+    queue_.push_back(flight);
+  }
+  void retire_front() {
+    buckets_.put(queue_.front().sent);
+    if (num_ranks_ > 1) received_.put(queue_.front().received);
+    queue_.pop_front();
+  }
+
+  const ReducerOptions& options_;
+  int num_ranks_;
+  device::PoolForecast buckets_{kMaxBucketWaste}, received_{kMaxBucketWaste};
+  std::deque<Flight> queue_;
+};
+
 }  // namespace
+
+ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
+                                int num_ranks, bool shares_memory) {
+  const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
+  const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
+  std::vector<int64_t> sizes, sums, arriving;
+  for (const sharding::UnitLayout* unit : units) {
+    sizes.push_back(unit->numel * item);
+    sums.push_back(unit->numel * sum);
+    arriving.push_back(options.ordered ? unit->numel * item : unit->shard * item);
+  }
+  ReducerBuffers buffers;
+  if (!options.reserve) return buffers;
+  if (options.accumulates_whole) {
+    buffers.buckets = sums;
+    const bool narrows = item < sum && !sizes.empty();
+    if (narrows) buffers.buckets.push_back(*std::max_element(sizes.begin(), sizes.end()));
+  } else if (buckets_stay(options, num_ranks, shares_memory)) {
+    buffers.buckets = sizes;
+  } else if (shares_memory) {
+    buffers.buckets = both(buckets_of_shared_memory(sizes), needed(units, {}, sizes, kMaxFlights));
+  } else {
+    // Alone: one fills while one is summed.
+    const size_t under_way = num_ranks > 1 ? kMaxFlights : 1;
+    buffers.buckets = both(largest(sizes, under_way + 1), needed(units, options.mostly_zero, sizes, under_way));
+    add_mostly_zero(buffers.buckets, sizes, options.mostly_zero);
+  }
+  if (num_ranks > 1 && !shares_memory) {
+    buffers.received = options.keep_rows ? arriving : largest(arriving, kMaxFlights);
+  }
+  return buffers;
+}
 
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
                          int num_ranks, bool shares_memory) {
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
-  int64_t sums = 0, round = 0, whole = 0, largest = 0;
+  int64_t sums = 0, round = 0, largest_unit = 0;
   tiers::Split split(options.offload ? options.offload->ratio : 0.0);
-  std::vector<int64_t> sizes;
   for (const sharding::UnitLayout* unit : units) {
     sums += split.resident(unit->shard, options.accumulate_dtype) * sum;
-    sizes.push_back(unit->numel * item);
-    round += sizes.back();
-    largest = std::max(largest, sizes.back());
-    if (options.accumulates_whole) whole += unit->numel * sum;
+    round += unit->numel * item;
+    largest_unit = std::max(largest_unit, unit->numel * item);
   }
+  // Rows that stay until the step count as gradients, wherever they lie.
   const bool stay = buckets_stay(options, num_ranks, shares_memory);
+  const ReducerBuffers buffers = reserved_buffers(units, options, num_ranks, shares_memory);
   ReducerForecast bytes;
-  bytes.gradients = options.keep_rows ? round : sums;
+  bytes.gradients = stay ? total(buffers.buckets) : options.keep_rows ? total(buffers.received) : sums;
+  bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
+  if (!options.reserve) bytes.communication = ForecastFlights(options, num_ranks).peak(units);
   bytes.gradients_in_files = split.bytes_in_files();
   if (options.offload) bytes.gradients += options.offload->num_slots * tiers::kSwapBlockBytes;
-  // One bucket fills while others are under way, each with a send and a receive buffer. In shared memory they are only
-  // sent, and one may wait for its last reader. Rows that stay until the step count as gradients.
-  const size_t in_use = shares_memory ? kMaxOffers + 2 : num_ranks > 1 ? kMaxFlights + 1 : 1;
-  const int64_t sides = num_ranks > 1 && !shares_memory && !options.keep_rows ? 2 : 1;
-  bytes.communication = whole + (stay ? 0 : sides * pool_bytes(sizes, in_use));
-  if (num_ranks == 1) return bytes;
+  if (num_ranks == 1) {  // gradients of several backward passes, or in another order than the model's
+    (stay ? bytes.late_gradients : bytes.late_communication) = 2 * round;
+    return bytes;
+  }
   // On one side: what is sent, or received, or still unread by other ranks.
   const int64_t late = std::min(static_cast<int64_t>(kMaxRoundsAhead) * round,
-                                static_cast<int64_t>(most_ahead(units.size(), shares_memory)) * largest);
+                                static_cast<int64_t>(most_ahead(units.size(), shares_memory)) * largest_unit);
   bytes.late_gradients = stay ? 2 * late : options.keep_rows ? late : 0;
   bytes.late_communication = stay ? 0 : options.keep_rows ? late : 2 * late;
   return bytes;

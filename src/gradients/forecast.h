@@ -11,14 +11,22 @@
 
 namespace deeptide::gradients {
 
-/// A bucket may lie in a buffer so many times its size.
+/// What is needed beyond the reserved buffers may lie in one so many times its size.
 inline constexpr int64_t kMaxBucketWaste = 2;
+
+/// The buffers that a Reducer keeps from the first gradient on. Units: bytes.
+struct ReducerBuffers {
+  std::vector<int64_t> buckets;   // filled, then sent
+  std::vector<int64_t> received;  // arrived
+};
+ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
+                                int num_ranks, bool shares_memory);
 
 /// One rank's. Units: bytes.
 struct ReducerForecast {
   int64_t gradients = 0;           // accumulators, or the rows kept in their place
   int64_t gradients_in_files = 0;  // accumulators that are not in memory
-  int64_t communication = 0;       // buckets under way, if ranks keep pace
+  int64_t communication = 0;       // reserved buffers: enough if ranks keep pace
   int64_t late_gradients = 0;      // at most so many more while another rank is late
   int64_t late_communication = 0;  // likewise
 };

@@ -52,10 +52,10 @@ void copy_into(const Tensor& bucket, const Parameter& p, const Tensor& gradient)
 }
 
 /// Returns the source of buckets: the arena, if there is one.
-device::BufferPool::Source bucket_source(const host::Exchange* exchange, const std::shared_ptr<device::Ledger>& ledger,
-                                         Role role) {
+device::BufferPool::Source bucket_source(const host::Exchange* exchange,
+                                         const std::shared_ptr<device::Ledger>& ledger) {
   if (exchange == nullptr) return {};
-  return [&arena = exchange->arena(), ledger, role](int64_t bytes) { return arena.allocate(ledger, role, bytes); };
+  return [&arena = exchange->arena(), ledger](int64_t bytes, Role role) { return arena.allocate(ledger, role, bytes); };
 }
 
 Role role_of(bool buckets_stay) { return buckets_stay ? Role::gradients : Role::communication; }
@@ -75,12 +75,12 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
       num_ranks_(group.size()),
       own_rank_(group.index()),
       buckets_stay_(gradients::buckets_stay(options, group.size(), exchange_ != nullptr)),
-      pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste,
-            bucket_source(exchange_.get(), ledger, role_of(buckets_stay_))),
+      pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste, bucket_source(exchange_.get(), ledger)),
       options_(options),
       device_(device),
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
+  pool_.reserve(reserved_buffers(sharding::layouts_of(units_), options_, num_ranks_, exchange_ != nullptr).buckets);
   for (size_t i = 0; i < units_.size(); ++i) {
     const int unit = static_cast<int>(units_.size() - 1 - i);
     (is_mostly_zero(unit) ? closing_ : order_).push_back(unit);
@@ -95,7 +95,7 @@ void Reducer::add(int unit, int parameter, const Tensor& gradient) {
   const device::Unseen unseen;
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient);
+  add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient, [this] { attend(); });
   if (!local_ && options_.overlap) issue_complete();
 }
 
@@ -103,15 +103,15 @@ void Reducer::add_coming(int unit, int parameter, const Tensor& gradient) {
   const device::Unseen unseen;
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient);
+  add_to_bucket(buckets_[unit], *units_[unit], parameter, gradient, {});
 }
 
-void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
+void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient,
+                            const std::function<void()>& meanwhile) {
   const Parameter& p = unit.parameters()[parameter];
   check_layout(p, gradient);
   if (!bucket.data.defined()) {
-    flights_->reclaim();
-    bucket.data = pool_.take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype);
+    bucket.data = take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype, meanwhile);
   }
   bucket.added[parameter] = bucket.seen[parameter] = true;
   if (!bucket.arrived[parameter]) {
@@ -129,6 +129,16 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     pool_.put(std::exchange(bucket.data, sum));
   }
   add_into(bucket.data, p, gradient);
+}
+
+/// Serves the others while this rank waits in backward.
+void Reducer::attend() const {
+  if (options_.while_ahead) options_.while_ahead(begun());
+}
+
+Tensor Reducer::take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {
+  flights_->make_room(numel, dtype, meanwhile);
+  return pool_.take(numel, dtype);
 }
 
 void Reducer::set_local(bool local) {
@@ -153,10 +163,7 @@ void Reducer::empty(Bucket& bucket) {
 }
 
 void Reducer::issue_complete() {
-  const auto meanwhile = [this] {
-    if (options_.while_ahead) options_.while_ahead(begun());
-  };
-  while (has_next() && complete(order_[next_])) issue_next(meanwhile);
+  while (has_next() && complete(order_[next_])) issue_next([this] { attend(); });
   flights_->retire_ready();
 }
 
@@ -176,15 +183,15 @@ const Tensor& Reducer::filled_bucket(int unit) {
 }
 
 /// Returns the unit's bucket in the wire type, with zeros where no gradient arrived; empties the bucket.
-Tensor Reducer::outgoing(int unit) {
+Tensor Reducer::outgoing(int unit, const std::function<void()>& meanwhile) {
   Bucket& bucket = buckets_[unit];
   const Unit& u = *units_[unit];
-  if (!bucket.data.defined()) return pool_.take(u.numel(), options_.reduce_dtype).zero_();
+  if (!bucket.data.defined()) return take(u.numel(), options_.reduce_dtype, meanwhile).zero_();
   filled_bucket(unit);
   Tensor data = std::exchange(bucket.data, Tensor());
   empty(bucket);
   if (data.scalar_type() == options_.reduce_dtype) return data;
-  Tensor narrow = pool_.take(u.numel(), options_.reduce_dtype);
+  Tensor narrow = take(u.numel(), options_.reduce_dtype, meanwhile);
   narrow.copy_(data);
   pool_.put(std::move(data));
   return narrow;
@@ -193,7 +200,7 @@ Tensor Reducer::outgoing(int unit) {
 /// Sends the next unit of the round under way.
 void Reducer::issue_next(const std::function<void()>& meanwhile) {
   const int unit = order_[next_++];
-  flights_->launch(unit, outgoing(unit), meanwhile);
+  flights_->launch(unit, outgoing(unit, meanwhile), meanwhile);
   if (next_ < order_.size()) return;
   ++rounds_done_;
   next_ = 0;

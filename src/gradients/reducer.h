@@ -105,10 +105,13 @@ class Reducer {
     std::vector<bool> seen;   // by parameter: arrived since the gradients were dropped or used
   };
 
-  void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
+  void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient,
+                     const std::function<void()>& meanwhile);
+  void attend() const;
+  at::Tensor take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile);
   void issue_complete();
   void issue_next(const std::function<void()>& meanwhile = {});
-  at::Tensor outgoing(int unit);
+  at::Tensor outgoing(int unit, const std::function<void()>& meanwhile = {});
   const at::Tensor& filled_bucket(int unit);
   void find_local_bad();
   bool complete(int unit) const;

@@ -4,6 +4,7 @@
 #include "host/exchange.h"
 
 #include <cstring>
+#include <thread>
 
 #include "base/invariant.h"
 
@@ -56,6 +57,15 @@ std::vector<Tensor> Exchange::rows(uint32_t number, int64_t begin, int64_t numel
     rows.push_back(arena_->at(place.offset + begin * item, numel, dtype));
   }
   return rows;
+}
+
+bool Exchange::wait_read(uint32_t number, milliseconds limit) {
+  try {
+    return ring_->wait_read(number, limit);
+  } catch (const TransportError&) {  // a later wait reports it
+    std::this_thread::sleep_for(limit);
+    return false;
+  }
 }
 
 }  // namespace deeptide::host

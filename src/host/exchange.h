@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <vector>
 
 #include "host/arena.h"
@@ -33,6 +34,9 @@ class Exchange {
   /// Reports that this rank has read its rows of all offers up to `number`.
   void set_read(uint32_t number) { ring_->set_read(number); }
   bool all_read(uint32_t number) const { return ring_->all_read(number); }
+  /// Waits at most `limit` until all ranks have read this offer; returns whether they have. If one has ended, they have
+  /// not.
+  bool wait_read(uint32_t number, std::chrono::milliseconds limit);
 
   Arena& arena() const { return *arena_; }
 

@@ -29,18 +29,6 @@ constexpr int kMostReadAhead = 64;  // units
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 bool training() { return in_backward() || at::GradMode::is_enabled(); }
 
-int64_t two_largest(const std::vector<const UnitLayout*>& units) {
-  int64_t first = 0, second = 0;
-  for (const UnitLayout* unit : units) {
-    if (unit->numel > first) {
-      second = std::exchange(first, unit->numel);
-    } else {
-      second = std::max(second, unit->numel);
-    }
-  }
-  return first + second;
-}
-
 std::vector<int64_t> numels_of(const std::vector<Unit*>& units) {
   std::vector<int64_t> numels;
   for (const Unit* unit : units) numels.push_back(unit ? unit->numel() : 0);
@@ -53,6 +41,18 @@ bool contains(const std::vector<Unit*>& units, const Unit* unit) {
 
 }  // namespace
 
+int64_t two_largest(const std::vector<const UnitLayout*>& units) {
+  int64_t first = 0, second = 0;
+  for (const UnitLayout* unit : units) {
+    if (unit->numel > first) {
+      second = std::exchange(first, unit->numel);
+    } else {
+      second = std::max(second, unit->numel);
+    }
+  }
+  return first + second;
+}
+
 Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
                      std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits)
     : units_(std::move(units)),
@@ -60,13 +60,15 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
       rendezvous_(control),
       device_(device),
       gather_lane_(device::Lane::create(device)),
-      pool_(ledger, device::Role::gathered, device, /*max_waste=*/1, {}, gather_lane_),
+      pool_(ledger, device::Role::gathered, device, kGatheredWaste, {}, gather_lane_),
       limits_(limits),
       train_plan_(numels_of(units_), /*backward=*/true),
       eval_plan_(numels_of(units_), /*backward=*/false),
       pending_writes_(std::move(ledger)),
       last_use_(units_.size(), 0) {
-  limits_.max_live = std::max(limits_.max_live, two_largest(layouts_of(units_)));
+  const auto layouts = layouts_of(units_);
+  limits_.max_live = std::max(limits_.max_live, two_largest(layouts));
+  predicted_bytes_ = forecast(layouts, limits_);
   for (Unit* unit : units_) {
     if (unit == nullptr) continue;
     for (Parameter& p : unit->parameters()) entries_.emplace_back(p, *this);
@@ -435,7 +437,7 @@ void Residency::release_all() {
   needed_.clear();
   land_all();
   let_go_of_all();
-  pool_.trim(predicted_bytes());
+  trim();
   shards_changed_ = true;
 }
 
@@ -445,13 +447,16 @@ void Residency::let_go_of_all() {
   }
 }
 
-int64_t forecast(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits) {
+/// Keeps idle buffers for as much as may be live.
+void Residency::trim() {
   int64_t item = 0;
-  for (const UnitLayout* unit : units) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->dtype)));
-  return std::max(limits.max_live, two_largest(units)) * item;
+  for (const Unit* unit : units_) {
+    if (unit != nullptr) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->layout().dtype)));
+  }
+  pool_.trim(limits_.max_live * item);
 }
 
-int64_t Residency::predicted_bytes() const { return forecast(layouts_of(units_), limits_); }
+int64_t Residency::predicted_bytes() const { return predicted_bytes_; }
 
 int64_t Residency::live_bytes() const {
   std::lock_guard lock(mutex_);

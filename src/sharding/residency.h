@@ -36,8 +36,14 @@ struct ReductionProgress {
   int64_t awaited = 0;  // work that this rank issues from now on may wait for so many of them
 };
 
-/// The most memory of what is gathered, of sharded units. Units: bytes.
-int64_t forecast(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits);
+/// A kept buffer serves a unit of its own size only.
+inline constexpr int64_t kGatheredWaste = 1;
+
+/// Elements of the two largest units: what is gathered while one is used.
+int64_t two_largest(const std::vector<const UnitLayout*>& units);
+
+/// Memory of what is gathered, of sharded units, if operators use them in module order. Units: bytes.
+int64_t forecast(const std::vector<const UnitLayout*>& units, ResidencyLimits limits);
 
 /// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
 /// next. All ranks then issue, in one order, every unit that any rank needs and those that all ranks would like. So all
@@ -90,8 +96,8 @@ class Residency : public Gatekeeper {
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
-  /// Upper bound of the memory of gathered units on this rank, unless one operator uses more, or this rank writes
-  /// parameters that others do not.
+  /// As `forecast`. Models that use units in another order may take up to `budget()` elements; an operator that uses
+  /// more by itself, or a rank that writes parameters which others do not, takes what it needs.
   int64_t predicted_bytes() const;
   int64_t rounds() const { return rendezvous_.rounds(); }
   int64_t gathers_issued() const { return gathers_issued_; }
@@ -129,6 +135,7 @@ class Residency : public Gatekeeper {
   Unit* choose_victim() const;
   void let_go(Unit& unit);
   void let_go_of_all();
+  void trim();
   void order_before_frees();
   bool may_go(const Unit& unit) const;
   void count(const Unit& unit, int sign);
@@ -161,6 +168,7 @@ class Residency : public Gatekeeper {
   int64_t live_numel_ = 0;  // whole or in flight
   int64_t live_bytes_ = 0;
   int64_t peak_bytes_ = 0;
+  int64_t predicted_bytes_ = 0;
   std::atomic<int64_t> gathers_issued_{0};
 };
 

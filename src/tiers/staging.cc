@@ -29,10 +29,10 @@ bool is_cut_off(const DiskPlace& place) {
 Staging::Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
                  device::Role role)
     : queue_(std::move(queue)), slots_(static_cast<size_t>(num_slots)) {
-  arena_ = device::allocate_flat(ledger, role, num_slots * kSwapBlockBytes + io::kAlignment, at::kByte, at::kCPU);
-  const auto address = reinterpret_cast<uintptr_t>(arena_.data_ptr());
-  const auto misaligned = static_cast<int64_t>(address % io::kAlignment);
-  int64_t begin = misaligned == 0 ? 0 : io::kAlignment - misaligned;
+  arena_ = device::allocate_flat(ledger, role, num_slots * kSwapBlockBytes, at::kByte, at::kCPU);
+  DEEPTIDE_INVARIANT(reinterpret_cast<uintptr_t>(arena_.data_ptr()) % io::kAlignment == 0,
+                     "memory for transfers that begins within a page");
+  int64_t begin = 0;
   for (Slot& slot : slots_) {
     slot.memory = arena_.narrow(0, begin, kSwapBlockBytes);
     begin += kSwapBlockBytes;

@@ -66,7 +66,8 @@ struct Run {
 
 /// A unit whose states are to be forecast.
 struct UnitForecast {
-  int64_t numel = 0;  // that this rank steps
+  int64_t numel = 0;        // that this rank steps
+  int64_t whole_numel = 0;  // of all ranks
   at::ScalarType dtype = at::kFloat;
   std::set<int> groups;  // that its parameters are in
 };

@@ -52,7 +52,7 @@ class ShardedOptimizer {
   OptimizerStates& states() { return states_; }
   const optim::Rule& rule() const { return states_.rule(); }
   /// Memory of masters, states, and the errors of signs.
-  int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted_bytes() : 0); }
+  int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0); }
   /// Null: every step needs the gradients' mean.
   SignExchange* signs() { return signs_.get(); }
   const SignExchange* signs() const { return signs_.get(); }

@@ -25,6 +25,25 @@ constexpr int64_t kMessageAlignment = 16;
 
 int64_t padded(int64_t bytes) { return (bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment; }
 
+/// A message to a rank, in bytes: its scales, and all of it.
+struct MessageSize {
+  int64_t scales = 0, all = 0;
+};
+
+/// Every slice has room for as many scales as the one with the most pieces of parameters.
+MessageSize size_of_message(const sharding::UnitLayout& unit, int num_ranks) {
+  const int64_t shard = unit.numel / num_ranks;
+  int64_t most = 0;
+  for (int slice = 0; slice < num_ranks; ++slice) {
+    most = std::max<int64_t>(most, std::count_if(unit.slots.begin(), unit.slots.end(), [&](const auto& slot) {
+                               return slot.numel > 0 && slot.offset < (slice + 1) * shard &&
+                                      slot.offset + slot.numel > slice * shard;
+                             }));
+  }
+  const int64_t scales = padded(most * static_cast<int64_t>(sizeof(float)));
+  return {scales, scales + padded(numerics::sign_bytes(shard))};
+}
+
 }  // namespace
 
 SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, std::shared_ptr<device::Ledger> ledger,
@@ -37,7 +56,6 @@ SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, 
   for (const Unit* unit : units_) {
     UnitMessages messages;
     const int64_t shard = unit->numel() / group_.size();
-    size_t most = 0;
     for (int slice = 0; slice < group_.size(); ++slice) {
       std::vector<Piece> pieces;
       for (int p = 0; p < static_cast<int>(unit->parameters().size()); ++p) {
@@ -46,11 +64,11 @@ SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, 
         const int64_t count = std::min(parameter.offset + parameter.numel, (slice + 1) * shard) - begin;
         if (count > 0) pieces.push_back({p, begin, count});
       }
-      most = std::max(most, pieces.size());
       messages.slices.push_back(std::move(pieces));
     }
-    messages.scale_bytes = padded(static_cast<int64_t>(most * sizeof(float)));
-    messages.bytes = messages.scale_bytes + padded(numerics::sign_bytes(shard));
+    const MessageSize size = size_of_message(unit->layout(), group_.size());
+    messages.scale_bytes = size.scales;
+    messages.bytes = size.all;
     allocate(*unit, messages);
     messages_.push_back(std::move(messages));
   }
@@ -155,14 +173,16 @@ void SignExchange::reset() {
   }
 }
 
-int64_t SignExchange::predicted_bytes() const { return forecast(sharding::layouts_of(units_), group_.size()); }
+SignForecast SignExchange::predicted() const { return forecast(sharding::layouts_of(units_), group_.size()); }
 
-int64_t SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks) {
-  int64_t elements = 0;
+SignForecast SignExchange::forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks) {
+  SignForecast bytes;
   for (const sharding::UnitLayout* unit : units) {
-    elements += unit->numel + (num_ranks > 1 ? unit->numel / num_ranks : 0);
+    const int64_t errors = unit->numel + (num_ranks > 1 ? unit->numel / num_ranks : 0);
+    bytes.errors += errors * static_cast<int64_t>(sizeof(float));
+    if (num_ranks > 1) bytes.messages += 2 * num_ranks * size_of_message(*unit, num_ranks).all;
   }
-  return elements * static_cast<int64_t>(sizeof(float));
+  return bytes;
 }
 
 int64_t SignExchange::bytes_per_step() const {

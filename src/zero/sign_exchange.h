@@ -15,6 +15,12 @@
 
 namespace deeptide::zero {
 
+/// Units: bytes.
+struct SignForecast {
+  int64_t errors = 0;    // what signs have left out
+  int64_t messages = 0;  // those sent and received
+};
+
 /// Compressed mean with error feedback on both sides. A *piece* is what one slice of the unit holds of one parameter:
 /// it travels as its signs and one scale, the root of its mean square. Per unit, each rank sends its pieces of slice r
 /// to rank r; rank r adds their mean to its own error, splits that again, and sends it to all. All ranks then hold the
@@ -38,9 +44,8 @@ class SignExchange {
 
   /// Forgets the errors: what they belong to has been replaced.
   void reset();
-  /// Memory of the errors.
-  int64_t predicted_bytes() const;
-  static int64_t forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks);
+  SignForecast predicted() const;
+  static SignForecast forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks);
   /// What a rank sends to the others for one step of all units. Units: bytes.
   int64_t bytes_per_step() const;
 

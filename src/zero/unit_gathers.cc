@@ -3,20 +3,11 @@
 // Keeps a queue of all-gathers.
 #include "zero/unit_gathers.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include "zero/arrivals.h"
 
 namespace deeptide::zero {
 
 using at::Tensor;
-
-int64_t most_bytes_under_way(const std::vector<int64_t>& sizes) {
-  if (sizes.empty()) return 0;
-  const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
-  return std::min(kBytesUnderWay + largest, std::accumulate(sizes.begin(), sizes.end(), int64_t{0}));
-}
 
 UnitGathers::~UnitGathers() {
   for (Flight& flight : flights_) {

@@ -21,9 +21,6 @@ class Arrivals;
 /// rank that computes meanwhile returns before the link idles.
 inline constexpr int64_t kBytesUnderWay = 16 << 20;
 
-/// The most memory that outputs take, beside the one in use: of units of these sizes, in bytes.
-int64_t most_bytes_under_way(const std::vector<int64_t>& sizes);
-
 /// Starts in one order on all ranks, and ends in that order. Used by one thread.
 class UnitGathers {
  public:

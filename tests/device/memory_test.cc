@@ -209,6 +209,69 @@ TEST_F(Pool, TakesWhatItsForecastTakes) {
   }
 }
 
+TEST_F(Pool, MakesWhatIsReservedAtOnceAndServesAnyRequestThatItHolds) {
+  pool_.reserve({100'000, 900'000});
+  EXPECT_EQ(ledger_->current(Role::gathered), 0) << "not before the first request";
+  EXPECT_TRUE(pool_.has(900'000, at::kByte));
+  EXPECT_FALSE(pool_.has(900'001, at::kByte));
+  Tensor small = pool_.take(10, at::kByte), next = pool_.take(20, at::kByte);
+  EXPECT_EQ(ledger_->current(Role::gathered), 1'000'000) << "the second lies in the large one";
+  EXPECT_FALSE(pool_.has(1, at::kByte));
+  const auto large = address(next);
+  pool_.put(std::move(next));
+  EXPECT_EQ(address(pool_.take(800'000, at::kByte)), large);
+}
+
+TEST_F(Pool, KeepsWhatIsReservedBesideWhatElseIsNeeded) {
+  pool_.reserve({500'000});
+  Tensor reserved = pool_.take(500'000, at::kByte);
+  const auto where = address(reserved);
+  Tensor further = pool_.take(600'000, at::kByte);
+  pool_.put(std::move(reserved));
+  pool_.put(std::move(further));
+  const Tensor larger = pool_.take(2'000'000, at::kByte);
+  EXPECT_EQ(ledger_->current(Role::gathered), 2'500'000) << "a large request replaces what was not reserved";
+  EXPECT_EQ(address(pool_.take(500'000, at::kByte)), where);
+}
+
+TEST_F(Pool, MakesWhatIsReservedAnewAfterItWasTrimmed) {
+  pool_.reserve({500'000});
+  pool_.put(pool_.take(1, at::kByte));
+  pool_.trim();
+  EXPECT_EQ(ledger_->current(Role::gathered), 0);
+  EXPECT_TRUE(pool_.has(500'000, at::kByte));
+  pool_.put(pool_.take(1, at::kByte));
+  EXPECT_EQ(ledger_->current(Role::gathered), 500'000);
+}
+
+TEST(BufferPool, PromisesAgainWhatDidNotFit) {
+  const auto ledger = std::make_shared<Ledger>(1'000'000);
+  BufferPool pool(ledger, Role::communication, at::kCPU);
+  pool.reserve({600'000, 600'000});
+  EXPECT_THROW(pool.take(1, at::kByte), c10::OutOfMemoryError);
+  EXPECT_THROW(pool.take(1, at::kByte), c10::OutOfMemoryError) << "not until there is room for all";
+  EXPECT_EQ(ledger->peak(Role::communication), 600'000);
+}
+
+TEST(BufferPool, CountsWhatGoesBeyondItsReserveInARoleOfItsOwn) {
+  const auto ledger = std::make_shared<Ledger>();
+  BufferPool pool(ledger, Role::communication, at::kCPU);
+  pool.reserve({1'000, 1'000});
+  {
+    const Tensor first = pool.take(1'000, at::kByte), second = pool.take(1'000, at::kByte);
+    EXPECT_EQ(ledger->current(Role::late_communication), 0);
+    EXPECT_EQ(ledger->text().find("late"), std::string::npos) << ledger->text();
+    const Tensor third = pool.take(500, at::kByte);
+    EXPECT_EQ(ledger->current(Role::late_communication), 500);
+    EXPECT_NE(ledger->text().find("500 bytes of communication while ranks are late"), std::string::npos)
+        << ledger->text();
+  }
+  EXPECT_EQ(ledger->peak(Role::communication), 2'000);
+  EXPECT_EQ(ledger->current(Role::late_communication), 0);
+  EXPECT_EQ(beyond_reserve(Role::gradients), Role::late_gradients);
+  EXPECT_EQ(beyond_reserve(Role::gathered), Role::gathered);
+}
+
 TEST_F(Pool, TakesNothingForNothing) {
   pool_.put(Tensor());
   Tensor empty = pool_.take(0, at::kFloat);

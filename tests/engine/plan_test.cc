@@ -42,6 +42,50 @@ TEST(Plan, RefusesHostsThatAreNotWhole) {
   EXPECT_THROW(plan(describe(*model), config_of(2), {}, {.size = 0}), c10::ValueError);
 }
 
+TEST(Plan, RecommendsTheFirstSettingThatFitsTheMachine) {
+  TinyModel model = make_tiny();
+  const Config config = config_of(2, 2, /*gas=*/1, /*bf16=*/true, Ranks::apart);
+  const auto recommended = [&](const MachineLimits& machine) -> std::string {
+    for (const PlanChoice& choice : plan_choices(describe(*model), config, machine, {}, {.size = 2})) {
+      EXPECT_EQ(choice.why_not, why_not(choice.plan, machine));
+      if (choice.why_not.empty()) return choice.sections;
+    }
+    return "";
+  };
+  constexpr int64_t kPlenty = int64_t{1} << 40;
+  const auto bytes_of = [&](const std::string& patch) {
+    return plan(describe(*model), config.with(patch), {}, {.size = 2}).host_bytes();
+  };
+  const int64_t whole = bytes_of(R"({"zero_optimization": {"stage": 0}})");
+  EXPECT_EQ(recommended({.memory_bytes = kPlenty, .bound = "a test"}), R"({"zero_optimization":{"stage":0}})");
+  EXPECT_EQ(recommended({.memory_bytes = whole - 1, .bound = "a test"}), R"({"zero_optimization":{"stage":1}})");
+  EXPECT_EQ(recommended({.memory_bytes = 1, .bound = "a test"}), "");
+}
+
+TEST(Plan, SaysWhichDiskLacksRoom) {
+  MemoryPlan plan;
+  plan.world.ranks_per_host = 2;
+  plan.lines.push_back({.role = MemoryRole::optimizer_states, .file_bytes = 50});  // 100 on the host
+  const auto answer = [&](std::vector<FolderSpace> folders) { return why_not(plan, {.folders = std::move(folders)}); };
+  EXPECT_EQ(answer({{"/a", 100, 1}}), "");
+  EXPECT_EQ(answer({{"/a", 99, 1}}), "files take 100 bytes of /a, which has 99 bytes free");
+  EXPECT_EQ(answer({{"/a", 50, 1}, {"/b", 50, 2}}), "") << "striped";
+  EXPECT_EQ(answer({{"/a", 60, 1}, {"/b", 49, 2}}), "files take 50 bytes of /b, which has 49 bytes free");
+  EXPECT_EQ(answer({{"/a", 99, 1}, {"/b", 99, 1}}), "files take 100 bytes of /a, which has 99 bytes free");
+  EXPECT_EQ(answer({}), "no folder for files is known");
+  plan.phases.push_back({"training", 10});
+  EXPECT_EQ(answer({{"/a", 100, 1}}), "the ranks of a host take 20 bytes, and  leaves 0 bytes");
+}
+
+TEST(Plan, KnowsThisMachinesLimits) {
+  const MachineLimits machine = machine_limits({"/tmp/not/there/yet"});
+  EXPECT_GT(machine.memory_bytes, 0);
+  EXPECT_FALSE(machine.bound.empty());
+  ASSERT_EQ(machine.folders.size(), 1U);
+  EXPECT_GT(machine.folders[0].free_bytes, 0);
+  EXPECT_NE(machine.folders[0].device, 0U);
+}
+
 TEST(Plan, GivesEachHostsRanksNoSharedMemoryAcrossHosts) {
   TinyModel model = make_tiny();
   EXPECT_TRUE(plan(describe(*model), config_of(2), {}, {.size = 4}).shares_memory);

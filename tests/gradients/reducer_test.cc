@@ -18,8 +18,8 @@
 #include <thread>
 #include <tuple>
 
+#include "gradients/training.h"
 #include "ranks.h"
-#include "world/failure_board.h"
 
 namespace deeptide::gradients {
 namespace {
@@ -27,90 +27,6 @@ namespace {
 using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
-
-constexpr int64_t kAligned = 16;  // fp32 elements in 64 bytes
-
-sharding::UnitLayout layout_of(const std::string& name, const std::vector<int64_t>& sizes, int world) {
-  sharding::UnitLayout layout;
-  layout.name = name;
-  int64_t end = 0;
-  for (int64_t numel : sizes) {
-    layout.slots.push_back({static_cast<int>(layout.slots.size()), end, numel});
-    end = (end + numel + kAligned - 1) / kAligned * kAligned;
-  }
-  layout.shard = (end / kAligned + world - 1) / world * kAligned;
-  layout.numel = layout.shard * world;
-  return layout;
-}
-
-const std::vector<std::vector<int64_t>> kSizes = {{5, 40}, {1}, {17, 3, 100}, {64}};
-
-sharding::UnitPlacement kept_whole(const World& world) {
-  return {sharding::UnitMemory::whole, comm::Team::whole(world), comm::Team::whole(world)};
-}
-
-/// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
-struct Training {
-  explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
-      : board(std::make_shared<world::FailureBoard>(world, "board")),
-        control(world, comm::Team::whole(world), "control",
-                {.timeout = std::chrono::milliseconds(timeout_ms), .board = board}),
-        group(world, comm::Team::whole(world), "reductions",
-              {.timeout = std::chrono::milliseconds(timeout_ms), .board = board, .clock = clock}) {
-    std::vector<Unit*> all;
-    for (const auto& sizes : kSizes) {
-      const std::string name = "u" + std::to_string(units.size());
-      auto layout = layout_of(name, sizes, world.size);
-      std::vector<Parameter> members;
-      for (const auto& slot : layout.slots) {
-        Parameter p;
-        p.name = name + ".p" + std::to_string(slot.parameter);
-        p.tensors = {at::zeros({slot.numel})};
-        p.offset = slot.offset;
-        p.numel = slot.numel;
-        members.push_back(std::move(p));
-      }
-      const int index = static_cast<int>(units.size());
-      units.push_back(std::make_unique<Unit>(index, std::move(layout), std::move(members), kept_whole(world)));
-      all.push_back(units.back().get());
-    }
-    reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
-  }
-
-  /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
-  void finish() {
-    const Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong), all = at::empty({group.size()}, at::kLong);
-    auto pending = control.all_gather(all, own);
-    control.wait(pending, {});
-    reducer->finish(all.max().item<int64_t>());
-  }
-
-  /// Calls visit(unit, parameter, numel) as backward would reach them: last first.
-  template <typename Visit>
-  void backwards(Visit visit) {
-    for (int u = static_cast<int>(kSizes.size()) - 1; u >= 0; --u) {
-      for (int p = static_cast<int>(kSizes[u].size()) - 1; p >= 0; --p) visit(u, p, kSizes[u][p]);
-    }
-  }
-
-  /// This rank's part of a parameter's sum equals that of `expected` (numel,), bit for bit.
-  void expect_sum(int u, int p, const Tensor& expected) {
-    const Unit& unit = *units[u];
-    const Parameter& parameter = unit.parameters()[p];
-    const auto [first, last] = unit.owned_range(parameter);
-    if (first == last) return;
-    const Tensor mine = reducer->gradient(u).sum().narrow(0, first - unit.shard_begin(), last - first);
-    EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
-  }
-
-  std::shared_ptr<world::FailureBoard> board;
-  std::shared_ptr<comm::Clock> clock = std::make_shared<comm::Clock>();
-  comm::Group control;
-  comm::Group group;
-  std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
-  std::vector<std::unique_ptr<Unit>> units;
-  std::unique_ptr<Reducer> reducer;
-};
 
 /// Every rank can compute every rank's gradient.
 Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
@@ -445,9 +361,11 @@ TEST(Reducer, DoesNotBlockBackwardOnAPeerThatIsElsewhere) {
       }
       // Half a second for the peer to arrive; one wait per unit would take three seconds.
       EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(2500));
+      EXPECT_GT(training.ledger->peak(device::Role::late_communication), 0);
     }
     training.finish();
     training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, 2.0f)); });
+    training.expect_memory_as_predicted();
   });
 }
 
@@ -473,8 +391,7 @@ TEST(Reducer, WaitsForALatePeerWithinTheMemoryThatItPredicts) {
       }
       training.finish();
       training.backwards([&](int u, int p, int64_t n) { training.expect_sum(u, p, at::full({n}, kPasses + 1.0f)); });
-      const auto peak = training.ledger->peak(device::Role::communication);
-      EXPECT_LE(peak, training.reducer->predicted().communication + training.reducer->predicted().late_communication);
+      training.expect_memory_as_predicted();
     });
   }
 }

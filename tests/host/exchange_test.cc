@@ -213,6 +213,26 @@ TEST(HostExchange, TellsWhenAnotherRankIsFarBehind) {
   });
 }
 
+TEST(HostExchange, WaitsForReadersAsLongAsItIsTold) {
+  Meeting meeting(2);
+  run_ranks(2, [&](const World& world) {
+    const auto host = Host::find(world, "host", true);
+    Exchange exchange(host, make_arena(*host));
+    const auto ledger = std::make_shared<Ledger>();
+    const auto offer = exchange.offer(exchange.arena().allocate(ledger, Role::communication, 64));
+    if (world.rank == 0) {
+      exchange.set_read(offer.number);
+      EXPECT_FALSE(exchange.wait_read(offer.number, std::chrono::milliseconds(1)));
+    }
+    meeting.arrive();
+    if (world.rank == 1) {
+      exchange.set_read(offer.number);
+    } else {
+      EXPECT_TRUE(exchange.wait_read(offer.number, kLong));
+    }
+  });
+}
+
 TEST(HostExchange, RefusesRowsBeyondWhatWasOffered) {
   run_ranks(2, [&](const World& world) {
     const auto host = Host::find(world, "host", true);

@@ -257,7 +257,8 @@ def go_backward_often(world, stage, passes, evaluations):
         assert engine.step()
     for line in engine.memory():
         if line.role == "communication":
-            assert line.measured_bytes <= line.predicted_bytes + line.late_bytes, line
+            assert line.measured_bytes <= 1.02 * line.predicted_bytes, line
+            assert line.measured_late_bytes <= line.late_bytes, line
     return edges.final_state(engine)
 
 

@@ -261,7 +261,7 @@ def test_ranks_that_run_out_of_memory_in_step_can_begin_anew(stage):
 
 
 def train_under_cap():
-    """What the engine forecasts, and a twentieth, is enough; half of it is not, and the error says for whom."""
+    """What the engine forecasts is what it takes, and enough; half of it is not, and the error says for whom."""
     controls = begin()
     controls.configure("random")
     for stage, gas in ((0, 1), (1, 2), (2, 1), (3, 2)):
@@ -279,6 +279,8 @@ def train_under_cap():
                     engine.backward(engine(tokens.to(DEVICE), targets.to(DEVICE)))
                     engine.step()
                 assert share > 1, stage
+                for line in engine.memory():
+                    assert line.measured_bytes == pytest.approx(line.predicted_bytes, rel=0.02), (stage, line)
                 engine.destroy()
             except torch.OutOfMemoryError as error:
                 assert share < 1, (stage, error)

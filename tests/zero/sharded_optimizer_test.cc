@@ -141,7 +141,7 @@ TEST_P(Worlds, StepAlikeWhereverStatesLie) {
           }
           expect_same_bits(elsewhere.state(), resident.state());
           const auto* signs = elsewhere.optimizer->signs();
-          EXPECT_EQ(elsewhere.ledger->current(device::Role::optimizer), signs ? signs->predicted_bytes() : 0)
+          EXPECT_EQ(elsewhere.ledger->current(device::Role::optimizer), signs ? signs->predicted().errors : 0)
               << "the placement counts its own";
         }
       });

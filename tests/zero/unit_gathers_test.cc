@@ -45,11 +45,5 @@ TEST(UnitGathers, EndInTheirOrderAndFillTheirRoomOnly) {
   }
 }
 
-TEST(UnitGathers, ForecastTheRoomAndTheUnitThatOverfillsIt) {
-  EXPECT_EQ(most_bytes_under_way({}), 0);
-  EXPECT_EQ(most_bytes_under_way({100, 300, 200}), 600);
-  EXPECT_EQ(most_bytes_under_way({kBytesUnderWay, 3 * kBytesUnderWay, kBytesUnderWay}), 4 * kBytesUnderWay);
-}
-
 }  // namespace
 }  // namespace deeptide::zero

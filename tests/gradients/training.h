@@ -1,0 +1,121 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// A few units and a reducer over them, as one rank of a test has them.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradients/reducer.h"
+#include "ranks.h"
+#include "world/failure_board.h"
+
+namespace deeptide::gradients {
+
+inline constexpr int64_t kAligned = 16;  // fp32 elements in 64 bytes
+
+/// `first`: the index of its first parameter in the model.
+inline sharding::UnitLayout layout_of(const std::string& name, const std::vector<int64_t>& sizes, int world,
+                                      int first = 0) {
+  sharding::UnitLayout layout;
+  layout.name = name;
+  int64_t end = 0;
+  for (int64_t numel : sizes) {
+    layout.slots.push_back({first + static_cast<int>(layout.slots.size()), end, numel});
+    end = (end + numel + kAligned - 1) / kAligned * kAligned;
+  }
+  layout.shard = (end / kAligned + world - 1) / world * kAligned;
+  layout.numel = layout.shard * world;
+  return layout;
+}
+
+inline const std::vector<std::vector<int64_t>> kSizes = {{5, 40}, {1}, {17, 3, 100}, {64}};
+
+inline sharding::UnitPlacement kept_whole(const World& world) {
+  return {sharding::UnitMemory::whole, comm::Team::whole(world), comm::Team::whole(world)};
+}
+
+/// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
+struct Training {
+  explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
+      : board(std::make_shared<world::FailureBoard>(world, "board")),
+        control(world, comm::Team::whole(world), "control",
+                {.timeout = std::chrono::milliseconds(timeout_ms), .board = board}),
+        group(world, comm::Team::whole(world), "reductions",
+              {.timeout = std::chrono::milliseconds(timeout_ms), .board = board, .clock = clock}) {
+    std::vector<sharding::Unit*> all;
+    int num_parameters = 0;
+    for (const auto& sizes : kSizes) {
+      const std::string name = "u" + std::to_string(units.size());
+      auto layout = layout_of(name, sizes, world.size, num_parameters);
+      num_parameters += static_cast<int>(sizes.size());
+      std::vector<sharding::Parameter> members;
+      for (const auto& slot : layout.slots) {
+        sharding::Parameter p;
+        p.name = name + ".p" + std::to_string(members.size());
+        p.tensors = {at::zeros({slot.numel})};
+        p.offset = slot.offset;
+        p.numel = slot.numel;
+        members.push_back(std::move(p));
+      }
+      const int index = static_cast<int>(units.size());
+      units.push_back(
+          std::make_unique<sharding::Unit>(index, std::move(layout), std::move(members), kept_whole(world)));
+      all.push_back(units.back().get());
+    }
+    reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
+  }
+
+  /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
+  void finish() {
+    const at::Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong),
+                     all = at::empty({group.size()}, at::kLong);
+    auto pending = control.all_gather(all, own);
+    control.wait(pending, {});
+    reducer->finish(all.max().item<int64_t>());
+  }
+
+  /// Calls visit(unit, parameter, numel) as backward would reach them: last first.
+  template <typename Visit>
+  void backwards(Visit visit) {
+    for (int u = static_cast<int>(kSizes.size()) - 1; u >= 0; --u) {
+      for (int p = static_cast<int>(kSizes[u].size()) - 1; p >= 0; --p) visit(u, p, kSizes[u][p]);
+    }
+  }
+
+  /// Buffers are those that were reserved; what a late peer adds is counted apart, within its own limit.
+  void expect_memory_as_predicted() {
+    using device::Role;
+    const ReducerForecast predicted = reducer->predicted();
+    EXPECT_EQ(ledger->peak(Role::communication), predicted.communication);
+    EXPECT_LE(ledger->peak(Role::late_communication), predicted.late_communication);
+    EXPECT_LE(ledger->peak(Role::late_gradients), predicted.late_gradients);
+  }
+
+  /// This rank's part of a parameter's sum equals that of `expected` (numel,), bit for bit.
+  void expect_sum(int u, int p, const at::Tensor& expected) {
+    const sharding::Unit& unit = *units[u];
+    const sharding::Parameter& parameter = unit.parameters()[p];
+    const auto [first, last] = unit.owned_range(parameter);
+    if (first == last) return;
+    const at::Tensor mine = reducer->gradient(u).sum().narrow(0, first - unit.shard_begin(), last - first);
+    EXPECT_TRUE(at::equal(mine, expected.narrow(0, first - parameter.offset, last - first))) << parameter.name;
+  }
+
+  std::shared_ptr<world::FailureBoard> board;
+  std::shared_ptr<comm::Clock> clock = std::make_shared<comm::Clock>();
+  comm::Group control;
+  comm::Group group;
+  std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
+  std::vector<std::unique_ptr<sharding::Unit>> units;
+  std::unique_ptr<Reducer> reducer;
+};
+
+}  // namespace deeptide::gradients
