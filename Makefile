@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -109,6 +109,9 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_optimizer_ops
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh optimizer_step.py \
 	  --library $(abspath $(BUILD))/bench/libdeeptide_optimizer_ops.so $(ARGS)
+
+bench-offload: build  ## Steps with states in memory, in files, and in both (ARGS=--folder=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/offload.py $(ARGS)
 
 bench-swap: build  ## Optimizer states between files and memory, beside fio (ARGS=--folder=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench

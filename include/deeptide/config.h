@@ -129,6 +129,7 @@ struct OffloadOptimizerConfig {
   std::vector<std::string> folders;  // "nvme_path"
   int64_t buffer_count = 0;          // blocks of 4 MiB in memory for each kind of state
   double ratio = 0.0;                // share of the states that is offloaded
+  bool measures_ratio = false;       // "auto": instead, what a step hides, measured at the start
 };
 
 /// The section "zero_optimization.offload_param".

@@ -155,6 +155,8 @@ class DEEPTIDE_API Engine {
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(std::optional<bool> boundary);
   int64_t global_steps() const;
+  /// The share of optimizer states in files that "ratio": "auto" has chosen; nothing if the configuration gives one.
+  std::optional<double> offload_ratio() const;
   int64_t skipped_steps() const;
   int64_t micro_steps() const;
   int64_t global_samples() const;

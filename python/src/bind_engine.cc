@@ -135,6 +135,7 @@ void bind_questions(EngineClass& engine) {
   engine.def_property_readonly("closed", &EngineHandle::closed)
       .def("close", &EngineHandle::close, NoGil())
       .def("global_steps", forward_to(&Engine::global_steps), NoGil())
+      .def("offload_ratio", forward_to(&Engine::offload_ratio), NoGil())
       .def("skipped_steps", forward_to(&Engine::skipped_steps), NoGil())
       .def("micro_steps", forward_to(&Engine::micro_steps), NoGil())
       .def("global_samples", forward_to(&Engine::global_samples), NoGil())

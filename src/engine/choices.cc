@@ -230,6 +230,10 @@ void check_offload(const Config& config, const ModelDescription& model, bool tra
   }
 }
 
+bool measures_ratio(const Config& config) {
+  return config.offload_optimizer().measures_ratio && !config.placement().optimizer_states;
+}
+
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes) {
   if (!has_states_in_files(config)) return std::nullopt;  // the host's memory has them
   const OffloadOptimizerConfig& asked = config.offload_optimizer();

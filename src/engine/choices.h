@@ -49,6 +49,9 @@ void check_offload(const Config& config, const ModelDescription& model, bool tra
 /// `total_bytes`: of all states of this rank. Absent: states lie in memory, beside the parameters. Errors: as above.
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes);
 
+/// Whether the share of states in files is "auto": `state_offload` then has the most that there may be.
+bool measures_ratio(const Config& config);
+
 /// `num_elements`: of the model.
 sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements);
 

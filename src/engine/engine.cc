@@ -37,6 +37,10 @@ bool Engine::is_gradient_accumulation_boundary() const { return impl_->stepper->
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) {
   impl_->stepper->set_boundary(boundary);
 }
+std::optional<double> Engine::offload_ratio() const {
+  const double ratio = impl_->progress.offload_ratio;
+  return ratio < 0.0 ? std::nullopt : std::optional(ratio);
+}
 int64_t Engine::global_steps() const { return impl_->progress.global_steps; }
 int64_t Engine::skipped_steps() const { return impl_->progress.skipped_steps; }
 int64_t Engine::micro_steps() const { return impl_->progress.micro_steps; }

@@ -3,6 +3,7 @@
 // Loads a checkpoint: every rank checks everything before any rank changes anything.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <map>
@@ -151,6 +152,19 @@ void tell_of_rounding(const checkpoint::Reader& reader, const std::vector<Piece>
   }
 }
 
+/// What else is other than it was, and changes no number.
+void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>& wanted, const Progress& saved,
+                     const Progress& own) {
+  tell_of_rounding(reader, wanted);
+  if (saved.offload_ratio < 0.0 || saved.offload_ratio == own.offload_ratio) return;
+  const std::string here = own.offload_ratio < 0.0 ? "this run's configuration gives its own"
+                                                   : fmt::format("this run measured {:.2f}", own.offload_ratio);
+  log(LogLevel::info,
+      fmt::format("load_checkpoint: offload_optimizer.ratio, which was \"auto\", was measured as {:.2f} "
+                  "when this was saved; {}",
+                  saved.offload_ratio, here));
+}
+
 /// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
 /// are not wanted, and moments that this engine does not keep.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
@@ -235,7 +249,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     throw CheckpointError("checkpoint " + directory + "/" + tag +
                           " does not fit the model (nothing was changed):" + joined(lines, 20));
   });
-  if (channels.is_first()) tell_of_rounding(*reader, wanted);
+  if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
   boundary->together("reading the checkpoint", [&] { reader->read(wanted); });
   boundary->together("restoring buffers", [&] {

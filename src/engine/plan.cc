@@ -134,7 +134,8 @@ PlanLine optimizer_of(const Facts& facts) {
   const auto offload = engine::state_offload(facts.config, *facts.rule, zero::total_bytes(states));
   tiers::Split split(offload ? offload->ratio : 0.0);
   for (const zero::StateForecast& state : states) split.resident(state.numel, state.dtype);
-  line.memory_bytes += split.bytes_in_memory();
+  // What an engine will measure is not known: as much as there may be in either place.
+  line.memory_bytes += engine::measures_ratio(facts.config) ? zero::total_bytes(states) : split.bytes_in_memory();
   line.file_bytes = split.bytes_in_files();
   if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
     line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size).errors;
@@ -161,7 +162,6 @@ PlanLine gathered_of(const Facts& facts) {
   return line;
 }
 
-/// Gradients, then communication.
 std::vector<std::vector<std::string>> names_of(const Facts& facts, const Layouts& units) {
   std::vector<std::vector<std::string>> names(units.size());
   for (size_t i = 0; i < units.size(); ++i) {
@@ -170,6 +170,7 @@ std::vector<std::vector<std::string>> names_of(const Facts& facts, const Layouts
   return names;
 }
 
+/// Gradients, then communication.
 std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   PlanLine gradients{.role = MemoryRole::gradients}, communication{.role = MemoryRole::communication};
   const bool two_levels = facts.world.ranks_per_host > 1 && facts.world.ranks_per_host < facts.world.size &&

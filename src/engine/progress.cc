@@ -79,6 +79,7 @@ json to_json(const Progress& progress) {
   state["skipped_in_a_row"] = progress.skipped_in_a_row;
   if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
   if (!progress.parameter_numbers.empty()) state["parameter_numbers"] = progress.parameter_numbers;
+  if (progress.offload_ratio >= 0.0) state["offload_ratio"] = progress.offload_ratio;
   const optim::LossScale& loss = progress.loss_scale;
   state["loss_scale"] = {{"scale", loss.scale},
                          {"steps", loss.steps},
@@ -100,6 +101,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
   if (state.contains("parameter_numbers")) state["parameter_numbers"].get_to(progress.parameter_numbers);
+  progress.offload_ratio = state.value("offload_ratio", -1.0);
   progress.optimizer = state.value("optimizer", "");
   progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});
   const std::vector<Hyperparameters>& groups = own.hyperparameters;

@@ -27,6 +27,7 @@ struct Progress {
   std::map<std::string, std::vector<double>> parameter_numbers;  // that the optimizer keeps of each; empty: none
   int64_t schedule_iteration = -1;                               // -1: before the first step
   optim::LossScale loss_scale;
+  double offload_ratio = -1.0;                   // of states in files, where it was measured; -1: it was not
   std::string optimizer;                         // in a checkpoint: whose states it holds; empty: not told
   std::vector<Hyperparameters> hyperparameters;  // live, by parameter group; none without an optimizer
 };

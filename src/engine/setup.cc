@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/log.h"
 #include "deeptide/allocator.h"
 #include "deeptide/errors.h"
@@ -11,6 +13,7 @@
 #include "engine/agreement.h"
 #include "engine/choices.h"
 #include "engine/engine_impl.h"
+#include "engine/offload_ratio.h"
 #include "engine/optimizer_groups.h"
 #include "optim/compressed_rule.h"
 
@@ -39,9 +42,6 @@ bool wants_side_thread(const Config& config, const host::Host& host, const comm:
   return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
 }
 
-/// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
-void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& groups) {
-  const auto peak = optim::peak_of(config.scheduler());
 std::vector<std::vector<std::string>> names_of(const std::vector<sharding::Unit*>& units) {
   std::vector<std::vector<std::string>> names(units.size());
   for (size_t i = 0; i < units.size(); ++i) {
@@ -50,6 +50,9 @@ std::vector<std::vector<std::string>> names_of(const std::vector<sharding::Unit*
   return names;
 }
 
+/// Tells of a learning rate that the program has set and the schedule overrides: one of the two is a mistake.
+void warn_of_rates(const Config& config, const std::vector<ParameterGroup>& groups) {
+  const auto peak = optim::peak_of(config.scheduler());
   for (size_t g = 0; peak && g < groups.size(); ++g) {
     const Hyperparameters& hyper = groups[g].hyperparameters;
     const auto index = hyper.optimizer() ? hyper.optimizer()->find("lr") : std::nullopt;
@@ -125,6 +128,11 @@ zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit
   const auto states = zero::forecast(stepped_units(trainable), *rule, progress.hyperparameters, types);
   auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
   if (!options) return {};
+  if (engine::measures_ratio(config)) {
+    options->ratio = progress.offload_ratio =
+        engine::measure_ratio(*options, *rule, progress.hyperparameters.front(), ledger, channels.control());
+    most_bytes_of_states = std::max(most_bytes_of_states, engine::bytes_to_measure());
+  }
   offloaded = std::make_unique<tiers::Offload>(*options, ledger, device::Role::optimizer, "optimizer states");
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
 }

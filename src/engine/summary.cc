@@ -117,6 +117,10 @@ std::string Engine::Impl::summary() const {
   text += text_of_publishing(*this);
   if (model.offloaded()) text += "\n  parameters: " + model.offloaded()->text();
   if (offloaded) text += "\n  optimizer states: " + offloaded->text();
+  if (progress.offload_ratio >= 0.0) {
+    text += fmt::format("\n  ratio: {:.2f}, the most whose transfers a step hides, as measured now",
+                        progress.offload_ratio);
+  }
   if (reducer && reducer->files()) text += "\n  gradients: " + reducer->files()->text();
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """offload_optimizer: where optimizer states lie changes no number, is counted, and fails with a cure."""
 
+import json
 import re
 
 import models
@@ -79,6 +80,58 @@ def test_the_split_is_exact_to_a_block_counted_and_said(tmp_path, capfd):
         assert abs(in_files - ratio * total) <= 4.1
         assert predicted == pytest.approx(measured, rel=0.02)
         assert measured / MIB <= in_memory + 6 * 4 + 0.1
+
+
+AUTO = {"device": "nvme", "ratio": "auto", "buffer_count": 2}
+
+
+def measured(world, folder, offload):
+    """What "auto" chose, and what the checkpoint of the trained engine and a resumed one say."""
+    engine = start(world, 2, offload, gas=2, bf16=True)
+    ratio, text = engine._core.offload_ratio(), engine._core.summary()
+    memory = {line.role: line.measured_bytes for line in engine.memory()}["optimizer states"]
+    train(engine)
+    state = models.everything(engine)
+    engine.save_checkpoint(folder, tag="saved")
+    engine.destroy()
+    resumed = start(world, 2, {**offload, "ratio": 0.5}, gas=2, bf16=True)
+    resumed.load_checkpoint(folder, tag="saved")
+    assert resumed._core.offload_ratio() is None
+    again = models.everything(resumed)
+    resumed.destroy()
+    return ratio, text, memory, state, again
+
+
+def test_an_automatic_ratio_is_measured_said_recorded_and_changes_no_number(tmp_path, capfd):
+    expected = run_ranks(2, run, 2, None, True)[0]
+    offload = {**AUTO, "nvme_path": str(tmp_path / "swap")}
+    results = run_ranks(2, measured, str(tmp_path), offload)
+    ratio = results[0][0]
+    assert 0.0 <= ratio <= 1.0
+    assert round(100 * ratio) == pytest.approx(100 * ratio)
+    total = 3 * 4 * 3 * (1100 * 1100 + 1100) / 2
+    for own, text, memory, state, again in results:
+        assert own == ratio, "all ranks take the least"
+        assert f"ratio: {ratio:.2f}, the most whose transfers a step hides" in text
+        assert memory == pytest.approx(total * (1 - ratio) + 6 * 4 * MIB, abs=4 * MIB) or memory == 24 * MIB
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+            assert torch.equal(again[name], value), name
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    assert f'"offload_ratio": {ratio}'.replace(" ", "") in json.dumps(manifest).replace(" ", "").replace("\\", "")
+    printed = "".join(capfd.readouterr())
+    said = f"was measured as {ratio:.2f} when this was saved; this run's configuration gives its own"
+    assert said in printed, printed
+
+
+def test_a_plan_has_the_most_that_an_automatic_ratio_may_take(tmp_path):
+    def plan(ratio):
+        zero = {"offload_optimizer": {**AUTO, "nvme_path": str(tmp_path), "ratio": ratio}}
+        return deeptide.plan(models.make_model(kind=models.Wide), models.config(2, zero=zero)).lines["optimizer states"]
+
+    auto, none, all_of_it = plan("auto"), plan(0.001), plan(1.0)
+    assert auto.file_bytes == all_of_it.file_bytes > 0
+    assert auto.memory_bytes == pytest.approx(none.memory_bytes, abs=4 * MIB)
 
 
 def checkpoint(world, folder, save, load):

@@ -214,6 +214,7 @@ class Walk {
     if (key.must_be_given) return;
     std::string became = shown_value(key.fallback);
     if (key.fallback.is(JsonKind::null)) became = key.derived.empty() ? "absent" : key.derived;
+    if (!key.automatic.empty()) became = key.automatic;
     // The table lists sections before those that derive from them, so their values are known here.
     if (values_.has(key.auto_path)) became = shown_value(values_.value(key.auto_path)) + " (" + key.auto_path + ")";
     decisions_.push_back(at.shown + ": \"auto\" became " + became);

@@ -144,6 +144,11 @@ Key Key::derives_from(std::string sibling_name) && {
   return std::move(*this).derives(std::move(sibling_name));
 }
 
+Key Key::auto_means(std::string words) && {
+  automatic = std::move(words);
+  return std::move(*this);
+}
+
 Key Key::auto_from(std::string path) && {
   auto_path = std::move(path);
   return std::move(*this);

@@ -46,6 +46,7 @@ struct Key {
   std::string derived;    // in words: the meaning of an absent value
   std::string sibling;    // when absent, the value of this key of the same section
   std::string auto_path;  // when "auto", the value of the key at this path, if the text has its section
+  std::string automatic;  // in words: the meaning of "auto", where it is not that of an absent value
   std::optional<Binding> binding;
   std::string reader;  // of a key without a field: the code that acts on it
   std::vector<std::string> other_names;
@@ -93,6 +94,7 @@ struct Key {
   Key derives(std::string words) &&;
   Key derives_from(std::string sibling_name) &&;
   Key auto_from(std::string path) &&;
+  Key auto_means(std::string words) &&;
   Key ignoring_case() &&;
   Key not_yet(std::vector<std::string> values) &&;
   Key required() &&;

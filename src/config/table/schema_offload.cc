@@ -59,8 +59,11 @@ Key offload_optimizer_section() {
                  integer("buffer_count", 4, "Blocks of 4 MiB in memory for each kind of state.")
                      .between(2, 1024)
                      .into(&OffloadOptimizerConfig::buffer_count),
-                 number("ratio", 1.0, "Share of the states kept off the device, exact to one block of 4 MiB.")
+                 number("ratio", 1.0,
+                        "Share of the states kept off the device, exact to one block of 4 MiB; \"auto\": as much in "
+                        "files as a step hides, measured at the start.")
                      .between(0, 1)
+                     .auto_means("as much in files as a step hides, measured at the start (device \"nvme\")")
                      .into(&OffloadOptimizerConfig::ratio),
                  pin_memory(),
                  flag("pipeline_read", false, "Read ahead.").either(kAlwaysPipelined),
