@@ -18,6 +18,7 @@ class Generator:
 
     def __init__(self, seed):
         self.seed, self.draw = seed, random.Random(seed)
+        self.states = random.Random(f"states {seed}")  # of what changes no act: other draws stay as they are
         self.tags = []
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
@@ -111,6 +112,18 @@ class Generator:
             "config": config,
             "offload": draw.random() < 0.1,
             "acts": acts,
+            **self._states(),
+        }
+
+    def _states(self):
+        """In how many bits states lie, and where."""
+        draw, shares = self.states, ["0%", "40%", "100%"]
+        kinds = ("optimizer_states", "gradients")
+        placed = {kind: draw.choice(shares) for kind in kinds if draw.random() < 0.5}
+        return {
+            "packed": draw.random() < 0.3,
+            "moments": draw.random() < 0.2,
+            "placement": placed if draw.random() < 0.2 else {},
         }
 
     # -- values by rank -----------------------------------------------------------------------------------------------
@@ -307,6 +320,19 @@ class Generator:
     def _others(self):
         return [{"act": self.draw.choice(["empty_cache", "add_group"])}]
 
+    def _rebuild(self):
+        acts = [{"act": "rebuild"}]
+        return [*acts, *self._train()] if self.draw.random() < 0.7 else acts
+
+    def _away(self):
+        """Moves states out of memory for a while."""
+        between = [acts for _ in range(self.draw.randint(0, 2)) for acts in self._meanwhile()]
+        return [{"act": "offload_states"}, *between, {"act": "reload_states"}]
+
+    def _meanwhile(self):
+        acts = self.draw.choice([self._evaluate, self._look, self._load])()
+        return [act for act in acts if act["act"] not in ("backward", "step")]
+
     def _bare(self):
         """Acts out of their usual order."""
         slot = self.draw.choice("ab")
@@ -318,7 +344,7 @@ MACROS = {
     for name in (
         "train", "losses", "stale", "evaluate", "freeze", "write", "grad", "second_thoughts", "poison", "swap",
         "replace", "raise", "look", "save", "load", "hyper", "join", "no_sync", "boundary", "rebind", "hook",
-        "set_full", "others", "bare",
+        "set_full", "others", "bare", "rebuild", "away",
     )
 }  # fmt: skip
 WEIGHTS = {

@@ -12,7 +12,7 @@ import acts
 import subject
 import torch
 import torch.distributed as dist
-from programs import STATES, Setting, acts_of, most_ranks, pick
+from programs import STATES, Setting, acts_of, is_packed, most_ranks, pick, placement_of
 
 import deeptide
 
@@ -45,6 +45,11 @@ def config_of(program, phase, setting, folder):
     extra = phase["config"]
     files = {"device": "nvme", "nvme_path": folder}
     zero = {"offload_optimizer": files} if phase["offload"] else {}
+    states = {"packed_states": is_packed(phase)}
+    if phase.get("moments"):
+        states["moment_dtype"] = "bf16"
+    if placed := placement_of(phase, setting):
+        states["placement"] = {"nvme_path": folder, **{k: {"cpu": s, "nvme": "rest"} for k, s in placed.items()}}
     if phase["offload"] and setting.stage == 3:
         zero["offload_param"] = files
     return {
@@ -59,7 +64,7 @@ def config_of(program, phase, setting, folder):
             **extra.get("zero", {}),
         },
         "bf16": {"enabled": phase["bf16"]},
-        "deeptide": {"comm_timeout": SLOW, "shared_memory": setting.shared, **extra.get("deeptide", {})},
+        "deeptide": {"comm_timeout": SLOW, "shared_memory": setting.shared, **states, **extra.get("deeptide", {})},
     }
 
 
@@ -196,6 +201,21 @@ def counters(rank, act):
     return rank.counters()
 
 
+def rebuild(rank, act):
+    rank.engine.rebuild()
+    return rank.counters()
+
+
+def offload_states(rank, act):
+    rank.engine.offload_states(device="nvme", nvme_path=rank.folder)
+    return {}
+
+
+def reload_states(rank, act):
+    rank.engine.reload_states()
+    return {}
+
+
 def empty_cache(rank, act):
     rank.engine.empty_partition_cache()
     return {}
@@ -217,7 +237,7 @@ TOGETHER = {
     f.__name__: f
     for f in (
         step, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all, look_gradient,
-        set_full, counters, empty_cache, add_group, diverge,
+        set_full, counters, rebuild, offload_states, reload_states, empty_cache, add_group, diverge,
     )
 }  # fmt: skip
 

@@ -10,12 +10,19 @@ from pathlib import Path
 import torch
 from acts import ACTS, UNCOUNTED, values_for
 from expected import (
+    AWAY,
     DIFFERENT_CALLS,
+    IN_FILES,
+    MOVED_ALREADY,
     NO_NEW_GROUP,
     NO_STATE,
     NO_SYNC,
+    NOT_AWAY,
+    NOT_MOVED,
     NOT_OPTIMIZED,
+    NOT_REBUILT,
     RAW,
+    REBUILD_OF_ANOTHER,
     SAVE_OF_ANOTHER,
     UNSAVED,
     OpenError,
@@ -23,7 +30,7 @@ from expected import (
     UndefinedError,
 )
 from plain import DocumentedError, FailuresError, Life, Noise
-from programs import STATES, acts_of, pick
+from programs import STATES, acts_of, is_packed, pick, placement_of
 
 OPEN = Path(__file__).parent / "open"
 
@@ -50,7 +57,8 @@ def _traits(setting, phase):
     several = phase["world"] > 1
     gated = several and setting.stage == 3 and not setting.shared
     whole = not several or (setting.stage < 3 and not setting.shared)
-    return gated, whole and phase["bf16"], setting.stage >= 2
+    in_files = {kind for kind, share in placement_of(phase, setting).items() if share != "100%"}
+    return gated, whole and phase["bf16"], setting.stage >= 2, phase["offload"] or "optimizer_states" in in_files
 
 
 def _phase(program, phase, setting, common, noise):
@@ -71,11 +79,20 @@ def _perform(life, act, saves, avoid):
     if act["act"] in ACTS:
         _check_defined(life, act, avoid)
         return [_local(life, rank, act) for rank in life.ranks]
+    if life.away and act["act"] not in WHILE_AWAY:
+        raise UndefinedError("what trains while states are away")
     try:
         values = COLLECTIVE[act["act"]](life, act, saves)
     except FailuresError as failures:
         return failures.by_rank
     return values if isinstance(values, list) else [values] * len(life.ranks)
+
+
+# What may happen while states are away from memory.
+WHILE_AWAY = {
+    "counters", "hyper", "save", "load", "state", "export", "snapshot", "look_all", "offload_states", "reload_states",
+    "empty_cache", "rebuild",
+}  # fmt: skip
 
 
 # -- what one rank does alone -----------------------------------------------------------------------------------------
@@ -97,6 +114,10 @@ def _check_defined(life, act, avoid):
     persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
     if life.gated and persists and (act["act"] == "read_raw" or act.get("way") in ("numpy", "share", *UNCOUNTED)):
         raise UndefinedError("which parameters are small enough to be kept whole")
+    if is_packed(life.phase) and act["act"] in ("write", "swap"):
+        raise UndefinedError("how much of a packed master a write leaves: tests/python/test_packed_states.py")
+    if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
+        raise UndefinedError("what trains while states are away")
     if act["act"] == "swap" and act["way"] == "double":
         for rank in life.ranks:
             rank.rehung.add(act["name"])
@@ -280,6 +301,36 @@ def set_full(life, act, saves):
     return {}
 
 
+def rebuild(life, act, saves):
+    """Of a model as it was: others are in tests/python/test_rebuild.py."""
+    if any(rank.rehung or rank.losses or any(life.late(rank)) or rank.put_aside for rank in life.ranks):
+        raise UndefinedError("what a rebuild makes of a model that has changed, and of graphs from before")
+    if life.program["model"]["left_out"] or life.has_frozen_or_thawed():
+        raise UndefinedError("what a rebuild makes of parameters that no group has, or that were frozen since")
+    within = life.micro_steps % life.phase["gas"] and life.override is None
+    if within or any(rank.sums for rank in life.ranks):
+        life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER)
+    life.enter(lambda rank: IN_FILES if life.in_files & {"optimizer_states", "parameters"} or life.away else None)
+    return counters(life, act, saves)
+
+
+def offload_states(life, act, saves):
+    if any(rank.losses or rank.rehung for rank in life.ranks):
+        raise UndefinedError("which gradients there are")
+    unsafe = any(rank.sums for rank in life.ranks)
+    answer = AWAY if life.away else NOT_MOVED if unsafe else MOVED_ALREADY
+    is_refused = life.away or unsafe or "optimizer_states" in life.in_files
+    life.enter(lambda rank: answer if is_refused else None)
+    life.away = True
+    return {}
+
+
+def reload_states(life, act, saves):
+    life.enter(lambda rank: None if life.away else NOT_AWAY)
+    life.away = False
+    return {}
+
+
 def empty_cache(life, act, saves):
     life.enter()
     return {}
@@ -305,6 +356,6 @@ COLLECTIVE = {
     f.__name__: f
     for f in (
         step, counters, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all,
-        look_gradient, set_full, empty_cache, add_group, diverge,
+        look_gradient, set_full, rebuild, offload_states, reload_states, empty_cache, add_group, diverge,
     )
 }  # fmt: skip

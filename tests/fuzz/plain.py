@@ -9,11 +9,12 @@ import subject
 import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
-from programs import STATES
+from programs import STATES, placement_of
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
 EPSILON = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}  # of gradients that are summed and rounded again
+OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
 OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13}  # in bf16 enough for some elements to round elsewhere
 
 
@@ -170,6 +171,11 @@ class Life:
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.override = None
         self.dead = False
+        self.away = False  # states are out of memory
+        self.in_files = {kind for kind, share in placement_of(phase, setting).items() if share != "100%"}
+        if phase["offload"]:
+            self.in_files |= {"optimizer_states", "parameters"} if setting.stage == 3 else {"optimizer_states"}
+        self.required_grad = {name: p.requires_grad for name, p in self.ranks[0].bound.items()}
 
     def _optimizer(self, num_groups):
         given = self.program["optimizer"]
@@ -177,6 +183,9 @@ class Life:
         for group in groups[1:]:
             group["weight_decay"] = 0.0
         return getattr(torch.optim, given["type"])(groups, **given["params"])
+
+    def has_frozen_or_thawed(self):
+        return any(rank.bound[n].requires_grad != then for rank in self.ranks for n, then in self.required_grad.items())
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -285,11 +294,20 @@ class Life:
             if self.noise is not None:
                 moved = OF_MASTERS[torch.bfloat16 if trained.low else torch.float32]
                 trained.master.data.mul_(1 + moved * self.noise.like(trained.master))
+            self._round_moments(trained)
             trained.master.grad = None
             trained.publish()
         for group in (group for rank in self.ranks for group in rank.hyper):
             group["lr"] *= self.program["schedule"] or 1.0
         return {"result": "applied", "norm": norm}
+
+    def _round_moments(self, trained):
+        """With noise, as far as rounding to bf16 may move them."""
+        if self.noise is None:
+            return
+        for key, value in self.optimizer.state[trained.master].items():
+            if self.phase.get("moments") and key != "step" and value is not None:
+                value.mul_(1 + OF_MOMENTS * self.noise.like(value))
 
     # -- what is set from outside -----------------------------------------------------------------------------------
 
@@ -309,6 +327,7 @@ class Life:
             state["step"] = torch.tensor(0.0)
             state[missing] = torch.zeros_like(trained.master).detach()
         state[role].copy_(value)
+        self._round_moments(trained)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -368,6 +387,7 @@ class Life:
         for trained in self.trained:
             trained.master.data.copy_(weights[trained.name])
             self.optimizer.state[trained.master] = _copied(saved["states"][trained.name])
+            self._round_moments(trained)  # fp32 ones may have been saved
             trained.publish()
         for rank in self.ranks:
             buffers = saved["buffers"][rank.rank if rank.rank < len(saved["buffers"]) else 0]

@@ -8,6 +8,7 @@ program = {
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
   "optimizer": a ds_config section, "schedule": what each step multiplies lr by, or None, "clipping": number,
   "phases": [{"world", "bf16", "gas", "shift": added to the stage, "flip": the other memory, "config": {…}, "offload",
+              "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }
 
@@ -62,6 +63,16 @@ FINALE = [
     {"act": "look_all"},
     {"act": "counters"},
 ]
+
+
+def is_packed(phase):
+    """Masters are packed beside bf16 parameters only."""
+    return phase["bf16"] and phase.get("packed", False)
+
+
+def placement_of(phase, setting):
+    """{kind of state: its share in memory}, where the stage can place it and no section offloads already."""
+    return {} if phase["offload"] or setting.stage == 0 else phase.get("placement", {})
 
 
 def acts_of(phase):

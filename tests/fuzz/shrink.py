@@ -20,7 +20,17 @@ SIMPLE_MODEL = {
     "groups": 1,
     "seed_by_rank": False,
 }
-SIMPLE_PHASE = {"bf16": False, "gas": 1, "shift": 0, "flip": False, "config": {}, "offload": False}
+SIMPLE_PHASE = {
+    "bf16": False,
+    "gas": 1,
+    "shift": 0,
+    "flip": False,
+    "config": {},
+    "offload": False,
+    "packed": False,
+    "moments": False,
+    "placement": {},
+}
 SIMPLE_ACT = {
     "on": True,
     "route": [[0]],
