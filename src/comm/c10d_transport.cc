@@ -97,7 +97,7 @@ class PeerOperation : public Operation {
 
 class C10dTransport : public Transport {
  public:
-  explicit C10dTransport(c10::intrusive_ptr<c10d::Backend> backend) : backend_(backend), pairs_(std::move(backend)) {}
+  explicit C10dTransport(Network network) : backend_(network.backend), pairs_(std::move(network)) {}
 
   const char* name() const override { return "c10d"; }
   bool advances_alone() const override { return true; }
@@ -154,8 +154,8 @@ class C10dTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_unique<C10dTransport>(std::move(backend));
+std::unique_ptr<Transport> make_c10d_transport(Network network) {
+  return std::make_unique<C10dTransport>(std::move(network));
 }
 
 }  // namespace deeptide::comm

@@ -15,6 +15,7 @@
 
 #include "base/interrupt.h"
 #include "base/invariant.h"
+#include "base/text.h"
 #include "comm/blocking.h"
 #include "host/host.h"
 #include "world/failure_board.h"
@@ -39,17 +40,30 @@ bool is_local(const World& world) {
          (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_gloo(const World& world, const std::string& name, int rank, int size,
-                                            milliseconds timeout) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout + kTransportGrace);
+/// One for each interface that the variable names, as torch reads it; else the one that reaches the other ranks.
+std::vector<std::shared_ptr<gloo::transport::Device>> make_devices(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  options->devices.push_back(interface         ? Gloo::createDeviceForInterface(interface)
-                             : is_local(world) ? Gloo::createDeviceForHostname("127.0.0.1")
-                                               : Gloo::createDefaultDevice());
+  std::vector<std::shared_ptr<gloo::transport::Device>> devices;
+  if (const char* interfaces = std::getenv("GLOO_SOCKET_IFNAME")) {
+    for (const std::string& name : split(interfaces, ',')) devices.push_back(Gloo::createDeviceForInterface(name));
+  } else {
+    devices.push_back(is_local(world) ? Gloo::createDeviceForHostname("127.0.0.1") : Gloo::createDefaultDevice());
+  }
+  return devices;
+}
+
+/// `ranks`: of the world; this one is at `rank`.
+Network make_gloo(const World& world, const std::string& name, int rank, std::vector<int> ranks,
+                  const ChannelOptions& channel) {
+  auto options = c10d::ProcessGroupGloo::Options::create(channel.timeout + kTransportGrace);
+  options->devices = make_devices(world);
   options->threads = 1;  // a channel's collectives run in order anyway; fewer threads leave the cores to compute
   auto store = c10::make_intrusive<c10d::PrefixStore>("deeptide/" + name, world.store);
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  const int num_devices = static_cast<int>(options->devices.size());
+  return {.backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, static_cast<int>(ranks.size()), options),
+          .ranks = std::move(ranks),
+          .num_devices = num_devices,
+          .links = channel.links};
 }
 
 /// Asserts what every transport assumes: transports only move bytes.
@@ -65,13 +79,16 @@ void check(const Tensor& one, int64_t factor, const Tensor& other) {
 std::unique_ptr<Transport> make_transport(const World& own, const Team& team, const std::string& name,
                                           const ChannelOptions& options) {
   const auto& host = options.host;
-  if (options.on_device && own.make_backend) return make_c10d_transport(own.make_backend(team.ranks(), name));
+  if (options.on_device && own.make_backend) {
+    return make_c10d_transport({.backend = own.make_backend(team.ranks(), name), .ranks = team.ranks()});
+  }
   if (host && host->holds_all()) return make_host_transport(host, options.peers);
   const bool two_levels = host && host->size() > 1 && host->is_uniform() && options.peers == PeerTraffic::no;
-  if (!two_levels) return make_c10d_transport(make_gloo(own, name, team.index(), team.size(), options.timeout));
+  if (!two_levels) return make_c10d_transport(make_gloo(own, name, team.index(), team.ranks(), options));
   const std::string rail = name + "/rail/" + std::to_string(host->index());
-  const int num_hosts = static_cast<int>(host->hosts().size());
-  return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), num_hosts, options.timeout));
+  std::vector<int> peers;
+  for (const auto& ranks : host->hosts()) peers.push_back(team.ranks()[ranks[host->index()]]);
+  return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), std::move(peers), options));
 }
 
 /// Makes the transport on a thread of its own: Gloo connects, or waits for ranks that never come, without a look at
@@ -100,7 +117,22 @@ std::string channel_of(const std::string& name) {
   return name.substr(slash + 1) + (owner == "1" ? "" : " " + owner);
 }
 
+/// Adds its life to what its thread has waited.
+class Waiting {
+ public:
+  Waiting() = default;
+  Waiting(const Waiting&) = delete;
+  ~Waiting() { total_s += std::chrono::duration<double>(steady_clock::now() - begin_).count(); }
+
+  static inline thread_local double total_s = 0.0;
+
+ private:
+  const steady_clock::time_point begin_ = steady_clock::now();
+};
+
 }  // namespace
+
+double waited_by_this_thread() { return Waiting::total_s; }
 
 bool Pending::advance(milliseconds limit) {
   if (operation_ == nullptr) return true;
@@ -133,7 +165,8 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
   throw CommError("rank " + std::to_string(team_.rank()) + " of " + std::to_string(world.size) +
                   " could not connect group '" + name + "' within " + std::to_string(options_.timeout.count()) +
                   " ms: " + failure +
-                  ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the interface).");
+                  ". Check that all ranks run and reach each other (GLOO_SOCKET_IFNAME selects the "
+                  "interface, or several, separated by commas, equally many on each host).");
 }
 
 Group::~Group() = default;
@@ -222,6 +255,7 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   std::string failure;
   bool done = false;
   run_blocking([&] {
+    const Waiting waiting;
     try {
       done = pending.operation_->advance(limit);
     } catch (const TransportError& error) {

@@ -46,6 +46,9 @@ class Pending {
   trace::FlightLog::Ticket ticket_ = 0;
 };
 
+/// How long the calling thread has waited for other ranks so far, in any group. Units: seconds.
+double waited_by_this_thread();
+
 /// What the channels of one engine share.
 struct ChannelOptions {
   std::chrono::milliseconds timeout;
@@ -54,6 +57,7 @@ struct ChannelOptions {
   std::shared_ptr<const Clock> clock;          // null: errors report step 0
   bool on_device = false;                      // carries tensors of the model's device, not the CPU's
   PeerTraffic peers = PeerTraffic::no;
+  std::shared_ptr<LinkTimes> links;  // counts what CPUs exchange over the network; null: nobody counts
 };
 
 /// One channel of collectives over a team. All ranks make calls in the same order, from one thread per rank at a time.

@@ -61,6 +61,15 @@ struct Close {
 /// One rank's part of a round.
 using Word = std::variant<Wishes, Close>;
 
+/// What a rank has seen of its links over the network, and of itself.
+struct LinkFacts {
+  int32_t slow_from = -1;       // the world's rank at the other end of the slowest link towards this rank; -1: none is
+                                // known well enough to be blamed
+  float rate = 0.0f;            // of the slowest link, in bytes/s; 0: none is known
+  float rate_of_others = 0.0f;  // the median of this rank's other links; 0: none is known
+  float computing_s = 0.0f;     // per step: the time in which it did not wait for others
+};
+
 /// What a rank knows about its shards of the gradients.
 struct Verdict {
   double squares = 0.0;          // not finite if any element is not
@@ -69,6 +78,7 @@ struct Verdict {
   int32_t bad_rank = -1;         // the contributor; -1: every contribution was finite, their sum was not
   bool has_seen_all = false;     // this rank's backward reached every trained parameter
   uint64_t hyperparameters = 0;  // a digest of what this rank would step with
+  LinkFacts links;
 };
 
 /// The first rank's name for a save: other saves of the same tag have others.

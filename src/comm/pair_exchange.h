@@ -10,10 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "host/operation.h"
+#include "comm/transport.h"
 
 namespace deeptide::comm {
 
@@ -24,7 +23,7 @@ namespace deeptide::comm {
 /// Gloo's that ends early breaks its connection, and Gloo tells in no other way whether bytes have arrived.
 class PairExchange {
  public:
-  explicit PairExchange(c10::intrusive_ptr<c10d::Backend> backend);
+  explicit PairExchange(Network network) : network_(std::move(network)) {}
   /// Gives up what is under way.
   ~PairExchange();
   PairExchange(const PairExchange&) = delete;
@@ -39,7 +38,8 @@ class PairExchange {
 
   void run();
 
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  Network network_;
+  size_t num_started_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Exchange>> queue_;  // the front is the thread's

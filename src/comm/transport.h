@@ -7,7 +7,9 @@
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
+#include "comm/link_times.h"
 #include "host/operation.h"
 
 namespace deeptide::host {
@@ -47,7 +49,15 @@ enum class PeerTraffic : uint8_t { no, yes };
 /// For a team of one rank: collectives are copies.
 std::unique_ptr<Transport> make_loopback_transport();
 
-std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> backend);
+/// A backend, and where its traffic between CPUs is counted.
+struct Network {
+  c10::intrusive_ptr<c10d::Backend> backend;
+  std::vector<int> ranks;            // of the world, by the backend's rank
+  int num_devices = 1;               // Gloo's: a transfer with tag t takes device t % num_devices
+  std::shared_ptr<LinkTimes> links;  // null: nobody counts
+};
+
+std::unique_ptr<Transport> make_c10d_transport(Network network);
 
 /// Uses slots in shared memory; all ranks are on one host. Errors (on use): a rank's process has ended.
 std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host, PeerTraffic peers = PeerTraffic::no);
@@ -55,7 +65,6 @@ std::unique_ptr<Transport> make_host_transport(std::shared_ptr<host::Host> host,
 /// `rail`: c10d among the ranks of this rank's index on every host, in the order of hosts; shared memory serves each
 /// host. A byte crosses between hosts as often as over c10d alone, and never within one. Needs
 /// host::Host::is_uniform().
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
-                                                    c10::intrusive_ptr<c10d::Backend> rail);
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host, Network rail);
 
 }  // namespace deeptide::comm

@@ -52,7 +52,7 @@ class TwoLevelOperation : public Operation {
 
 class TwoLevelTransport : public Transport {
  public:
-  TwoLevelTransport(std::shared_ptr<host::Host> host, c10::intrusive_ptr<c10d::Backend> rail)
+  TwoLevelTransport(std::shared_ptr<host::Host> host, Network rail)
       : host_(host), rail_(make_c10d_transport(std::move(rail))), channel_(std::move(host)) {
     for (const auto& ranks : host_->hosts()) order_.insert(order_.end(), ranks.begin(), ranks.end());
   }
@@ -143,8 +143,7 @@ class TwoLevelTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host,
-                                                    c10::intrusive_ptr<c10d::Backend> rail) {
+std::unique_ptr<Transport> make_two_level_transport(std::shared_ptr<host::Host> host, Network rail) {
   return std::make_unique<TwoLevelTransport>(std::move(host), std::move(rail));
 }
 

@@ -14,6 +14,13 @@ std::string next_channel_name(const World& world, const char* kind) {
   return std::to_string(world.store->add(key, 1)) + "/" + kind;
 }
 
+/// Of the world, on this host.
+std::vector<int> ranks_of(const host::Host& host, const comm::Team& team) {
+  std::vector<int> ranks;
+  for (const int index : host.ranks()) ranks.push_back(team.ranks()[static_cast<size_t>(index)]);
+  return ranks;
+}
+
 }  // namespace
 
 Channels::Channels(const std::optional<World>& world, const Config& config)
@@ -24,13 +31,20 @@ Channels::Channels(const std::optional<World>& world, const Config& config)
       board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"))),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
                              may_share_memory(config), board_)),
+      between_hosts_(config.runtime().shared_memory && !host_->holds_all()),
+      links_(between_hosts_ ? std::make_shared<comm::LinkTimes>(ranks_of(*host_, data_)) : nullptr),
       control_(world_, data_, next_channel_name(world_, "control"), options(config, /*on_device=*/false)),
       gathers_(world_, data_, next_channel_name(world_, "gathers"), options(config, /*on_device=*/true)),
       reductions_(world_, data_, next_channel_name(world_, "reductions"), options(config, /*on_device=*/true)) {}
 
 comm::ChannelOptions Channels::options(const Config& config, bool on_device) const {
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.runtime().comm_timeout_s * 1000));
-  return {.timeout = timeout, .board = board_, .host = host_, .clock = clock_, .on_device = on_device};
+  return {.timeout = timeout,
+          .board = board_,
+          .host = host_,
+          .clock = clock_,
+          .on_device = on_device,
+          .links = on_device ? links_ : nullptr};  // what waits for the other ranks' small messages is no link
 }
 
 }  // namespace deeptide::engine

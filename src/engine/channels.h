@@ -31,6 +31,10 @@ class Channels {
   const std::shared_ptr<world::FailureBoard>& board() const { return board_; }
   const std::shared_ptr<host::Host>& host() const { return host_; }
   comm::Clock& clock() { return *clock_; }
+  /// Whether the ranks are on several hosts, as far as they may know.
+  bool are_between_hosts() const { return between_hosts_; }
+  /// What gathers and reductions exchange over the network; null: nobody counts, since ranks share a host.
+  const std::shared_ptr<comm::LinkTimes>& links() const { return links_; }
 
   /// Carries small messages, always on the CPU.
   comm::Group& control() { return control_; }
@@ -48,6 +52,8 @@ class Channels {
   std::shared_ptr<comm::Clock> clock_;
   std::shared_ptr<world::FailureBoard> board_;
   std::shared_ptr<host::Host> host_;
+  bool between_hosts_;
+  std::shared_ptr<comm::LinkTimes> links_;
   comm::Group control_;
   comm::Group gathers_;
   comm::Group reductions_;

@@ -18,6 +18,7 @@
 #include "engine/channels.h"
 #include "engine/gradient_intake.h"
 #include "engine/kept_gradients.h"
+#include "engine/link_report.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
 #include "engine/rewind.h"
@@ -79,6 +80,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   const std::vector<ParameterGroup> groups;
   engine::BoundModel model;
   engine::LiveModel live;
+  engine::LinkReport links;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<zero::Arrivals> arrivals;           // null: steps wait for what they publish
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train

@@ -81,7 +81,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       model(agreed(description, groups, config, rule != nullptr, channels.control()), engine::named_groups(groups),
             engine::bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(),
             ledger),
-      live(model, description, options.describe) {
+      live(model, description, options.describe),
+      links(channels) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   auto limits = engine::residency_limits(config, model.num_elements());
@@ -93,7 +94,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
   boundary = std::make_unique<engine::Boundary>(channels, model, *residency, reducer.get(), arrivals.get());
   const engine::StepperParts parts{config,         batch,      policy,        channels,     *boundary,  model,
                                    live,           *residency, reducer.get(), intake.get(), kept.get(), optimizer.get(),
-                                   arrivals.get(), progress,   rewind.get()};
+                                   arrivals.get(), progress,   rewind.get(),  links};
   stepper = std::make_unique<engine::Stepper>(parts, optim::make_schedule(config.scheduler()));
   if (channels.is_first()) log(LogLevel::info, summary());
   if (channels.is_first()) warn_of_rates(config, this->groups);
@@ -107,6 +108,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
 Engine::Impl::~Impl() {
   ledger->set_advice({});
   intake.reset();
+  if (const std::string text = links.text(); channels.is_first() && !text.empty()) log(LogLevel::info, text);
   arrivals.reset();  // before the others learn that this rank ends: they may still receive from it
   channels.board()->report_end("has ended training at step " + std::to_string(progress.global_steps));
   release_idle_cpu_memory();  // the program may not need what this engine's steps needed
@@ -141,8 +143,8 @@ zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit
 /// little is gained.
 bool Engine::Impl::publishes_late() {
   const bool gathers = policy.shard_optimizer && !policy.shard_parameters && !model.arena();
-  const bool between_hosts = config.runtime().shared_memory && !channels.host()->holds_all();
-  const bool wanted = config.runtime().overlap_publish.value_or(between_hosts && model.device().is_cpu());
+  const bool unasked = channels.are_between_hosts() && model.device().is_cpu();
+  const bool wanted = config.runtime().overlap_publish.value_or(unasked);
   return wanted && gathers && channels.data().size() > 1;
 }
 

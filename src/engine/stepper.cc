@@ -239,7 +239,10 @@ std::vector<Verdict> Stepper::judge() {
     verdict.bad_parameter = bad->parameter;
     verdict.bad_rank = bad->rank;
   }
-  return parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
+  verdict.links = parts_.links.own_facts();
+  auto verdicts = parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
+  parts_.links.note(verdicts);
+  return verdicts;
 }
 
 /// All ranks step with the hyper-parameters of the first rank that still trains: shards of one tensor must not move at

@@ -12,6 +12,7 @@
 #include "engine/drift_guard.h"
 #include "engine/gradient_intake.h"
 #include "engine/kept_gradients.h"
+#include "engine/link_report.h"
 #include "engine/live_model.h"
 #include "engine/progress.h"
 #include "engine/rewind.h"
@@ -39,6 +40,7 @@ struct StepperParts {
   zero::Arrivals* arrivals;           // null: the optimizer waits for what it publishes
   Progress& progress;
   Rewind* rewind;  // null: the configuration asks for none
+  LinkReport& links;
 };
 
 class Stepper {

@@ -128,6 +128,7 @@ std::string Engine::Impl::summary() const {
                                                           : "a quarter of the model, or the two largest units; "
                                                             "stage3_max_live_parameters is not given");
   }
+  if (const std::string line = links.text(); !line.empty()) text += "\n  " + line;
   for (const auto& decision : config.decisions()) text += "\n  " + decision;
   return text;
 }

@@ -129,6 +129,14 @@ void FlightLog::enter(int64_t step, std::string_view phase, std::string_view mod
   ring_.last_event_ns.store(now_ns(), std::memory_order_relaxed);
 }
 
+void FlightLog::slow_link(int from, int to, double bytes_per_s, double others) noexcept {
+  FlightLink& link = ring_.slow_link;
+  link.to.store(to, std::memory_order_relaxed);
+  link.bytes_per_s.store(static_cast<int64_t>(bytes_per_s), std::memory_order_relaxed);
+  link.others.store(static_cast<int64_t>(others), std::memory_order_relaxed);
+  link.from.store(from, std::memory_order_release);
+}
+
 FlightLog& flight_log() {
   static const bool answers = answer_stack_signals();
   static_cast<void>(answers);

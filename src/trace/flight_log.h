@@ -42,6 +42,9 @@ class FlightLog {
   /// Records where the rank computes: call it on entry to a unit, in forward and in backward.
   void enter(int64_t step, std::string_view phase, std::string_view module) noexcept;
 
+  /// Records the link over the network that ranks agree is slow; see FlightLink.
+  void slow_link(int from, int to, double bytes_per_s, double others) noexcept;
+
  private:
   FlightEntry* entry_of(Ticket ticket) noexcept;
 

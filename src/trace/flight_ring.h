@@ -13,7 +13,7 @@ namespace deeptide::trace {
 /// The launcher makes a memfd of sizeof(FlightRing) per rank, writes kFlightMagic, and passes its number to the rank.
 inline constexpr const char* kFlightVariable = "DEEPTIDE_FLIGHT_FD";
 inline constexpr const char* kStacksVariable = "DEEPTIDE_STACKS_FD";  // the file that a signal handler writes stacks to
-inline constexpr uint64_t kFlightMagic = 0x31'54'48'47'4c'46'54'44;   // "DTFLGHT1"; another layout gets another digit
+inline constexpr uint64_t kFlightMagic = 0x32'54'48'47'4c'46'54'44;   // "DTFLGHT2"; another layout gets another digit
 inline constexpr int kFlightEntries = 256;
 
 /// Signals on which a rank writes its Python stacks, or the receiving thread's native stack, to the stacks' file. They
@@ -47,6 +47,14 @@ struct FlightPlace {
   char module[64] = {};
 };
 
+/// The link over the network that is slow, as all ranks agreed in the last step.
+struct FlightLink {
+  std::atomic<int32_t> from{-1};  // rank; -1: no link is slow
+  std::atomic<int32_t> to{-1};
+  std::atomic<int64_t> bytes_per_s{0};
+  std::atomic<int64_t> others{0};  // the median of the other links, in bytes/s
+};
+
 struct FlightRing {
   std::atomic<uint64_t> magic{0};
   std::atomic<int32_t> pid{0};            // the writing process; 0: none yet
@@ -54,6 +62,7 @@ struct FlightRing {
   std::atomic<uint64_t> last_number{0};   // number of the newest entry; entry n is entries[(n - 1) % kFlightEntries]
   std::atomic<int64_t> last_event_ns{0};  // time of the last write
   FlightPlace place;
+  FlightLink slow_link;
   FlightEntry entries[kFlightEntries];
 };
 

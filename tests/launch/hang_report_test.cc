@@ -99,6 +99,23 @@ TEST(HangReport, NamesTheHostsOfAGroup) {
   EXPECT_TRUE(has(hang_report(states), "ranks 0-5 on 6 hosts waiting for")) << hang_report(states);
 }
 
+TEST(HangReport, NamesTheSlowLinkWhereverItIsKnown) {
+  std::vector<RankState> states;
+  for (int rank = 0; rank < 6; ++rank) {
+    states.push_back(rank_at(rank, 314, true));
+    states.back().host = "worker-" + std::to_string(1 + rank / 2);
+  }
+  EXPECT_FALSE(has(hang_report(states), "slow link"));
+  states[4].slow_link = {.from = 5, .to = 1, .bytes_per_s = 6 << 20, .others = 12 << 20};
+  const std::string line =
+      "slow link so far: from rank 5 on worker-3 to rank 1 on worker-1, 6.0 MiB/s (others 12.0 MiB/s)\n";
+  EXPECT_TRUE(has(hang_report(states), line)) << hang_report(states);
+  auto arrived = decode<StateAnswer>(encode(StateAnswer{7, states})).states;  // all in one place
+  ASSERT_EQ(arrived.size(), 6U);
+  for (RankState& state : arrived) state.host = "worker-" + std::to_string(1 + state.rank / 2);
+  EXPECT_TRUE(has(hang_report(arrived), line)) << hang_report(arrived);
+}
+
 TEST(HangReport, BlamesAStoppedRankThatHasIssuedAll) {
   std::vector<RankState> states{rank_at(0, 314, true), rank_at(1, 314, true)};
   states[1].process = 'T';

@@ -79,6 +79,17 @@ TEST_F(Log, NotesWhereTheRankIs) {
   EXPECT_STREQ(ring_->place.module, "h.12.mlp");
 }
 
+TEST_F(Log, NotesTheSlowLink) {
+  EXPECT_EQ(ring_->slow_link.from, -1);
+  log_.slow_link(5, 1, 6e6, 1.2e7);
+  EXPECT_EQ(ring_->slow_link.from, 5);
+  EXPECT_EQ(ring_->slow_link.to, 1);
+  EXPECT_EQ(ring_->slow_link.bytes_per_s, 6'000'000);
+  EXPECT_EQ(ring_->slow_link.others, 12'000'000);
+  log_.slow_link(-1, -1, 0.0, 0.0);  // links are even again
+  EXPECT_EQ(ring_->slow_link.from, -1);
+}
+
 TEST_F(Log, CountsEveryEntryOfManyThreads) {
   constexpr int kThreads = 4, kEach = 20'000;
   std::vector<std::thread> threads;

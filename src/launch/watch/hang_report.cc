@@ -175,6 +175,21 @@ std::string line_of(const Group& group) {
          since_text(group) + "\n";
 }
 
+std::string rank_on_host(const std::vector<RankState>& states, int rank) {
+  const auto found = std::find_if(states.begin(), states.end(), [&](const auto& state) { return state.rank == rank; });
+  const bool known = found != states.end() && !found->host.empty();
+  return "rank " + std::to_string(rank) + (known ? " on " + found->host : "");
+}
+
+/// Returns the line about the slow link over the network; empty if none is.
+std::string link_line(const std::vector<RankState>& states) {
+  const auto found = std::find_if(states.begin(), states.end(), [](const auto& state) { return state.slow_link; });
+  if (found == states.end()) return "";
+  const LinkState& link = *found->slow_link;
+  return "slow link so far: from " + rank_on_host(states, link.from) + " to " + rank_on_host(states, link.to) + ", " +
+         bytes_text(link.bytes_per_s) + "/s (others " + bytes_text(link.others) + "/s)\n";
+}
+
 std::string indented(const std::string& text) {
   std::string result = "    ";
   for (size_t i = 0; i < text.size(); ++i) {
@@ -220,7 +235,7 @@ std::string hang_report(const std::vector<RankState>& states, bool complete) {
   if (complete && longest_waiting(states) != nullptr && !groups.front().late()) {
     report += "every rank has issued the awaited collective: the transport between the ranks makes no progress\n";
   }
-  return report;
+  return report + link_line(states);
 }
 
 std::string rank_list(std::vector<int> ranks) {

@@ -21,7 +21,8 @@ std::vector<int> ranks_to_show(const std::vector<RankState>& states);
 /// Returns the report, one line per group: late ranks first, then waiting ranks, with the stacks in their states.
 /// "rank 5 on worker-2 is in backward of h.12.mlp at step 7; its last in 'reductions' is reduce-scatter 310; the others
 /// are at 314". A rank is late if it has not issued the collective with the longest wait, or is stopped. If a late
-/// rank waits itself, the ranks that it waits for are late too. `complete`: `states` holds all ranks of the job.
+/// rank waits itself, the ranks that it waits for are late too. Last comes the link over the network that is slower
+/// than the others, if one is. `complete`: `states` holds all ranks of the job.
 std::string hang_report(const std::vector<RankState>& states, bool complete = true);
 
 /// Returns "0-4, 6".

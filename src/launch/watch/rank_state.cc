@@ -84,6 +84,15 @@ void read_collectives(const FlightRing& ring, RankState& state) {
   }
 }
 
+std::optional<LinkState> read_slow_link(const FlightRing& ring) {
+  const auto& link = ring.slow_link;
+  const LinkState read{.from = link.from.load(std::memory_order_acquire),
+                       .to = link.to.load(std::memory_order_relaxed),
+                       .bytes_per_s = link.bytes_per_s.load(std::memory_order_relaxed),
+                       .others = link.others.load(std::memory_order_relaxed)};
+  return read.from < 0 ? std::nullopt : std::optional(read);
+}
+
 }  // namespace
 
 RankState read_state(int rank, pid_t pid, const FlightFiles& files) {
@@ -94,6 +103,7 @@ RankState read_state(int rank, pid_t pid, const FlightFiles& files) {
   state.process = process_state(state.pid);
   read_place(files.ring(), state);
   read_collectives(files.ring(), state);
+  state.slow_link = read_slow_link(files.ring());
   state.silent_s = seconds_since(files.ring().last_event_ns.load());
   return state;
 }

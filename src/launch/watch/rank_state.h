@@ -27,6 +27,14 @@ struct Issued {
   std::string operation;
 };
 
+/// A link over the network that is slower than the others, from rank to rank.
+struct LinkState {
+  int from = -1;
+  int to = -1;
+  int64_t bytes_per_s = 0;
+  int64_t others = 0;  // their median, in bytes/s
+};
+
 struct RankState {
   int rank = 0;
   std::string host;    // empty: this machine
@@ -37,6 +45,7 @@ struct RankState {
   std::optional<CollectiveState> waiting;  // the collective with the longest wait
   std::map<std::string, Issued> newest;    // by channel: the last one issued
   double silent_s = 0.0;                   // since it last issued or completed a collective, or entered a module
+  std::optional<LinkState> slow_link;      // of the job, as its ranks agreed in their last step
   std::string stacks;                      // empty: not requested
 };
 

@@ -15,6 +15,7 @@ using nlohmann::json;
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CollectiveState, operation, channel, phase, unit, parameter, step, bytes, sequence,
                                    waited_s)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Issued, sequence, operation)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(LinkState, from, to, bytes_per_s, others)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateQuestion, id, stacks_of)
 
 namespace {
@@ -30,6 +31,7 @@ void to_json(json& to, const Place& place) {
   to = {{"ranks", place.ranks},   {"process", state.process}, {"step", state.step},      {"phase", state.phase},
         {"module", state.module}, {"newest", state.newest},   {"silent", state.silent_s}};
   if (state.waiting) to["waiting"] = *state.waiting;
+  if (state.slow_link) to["slow_link"] = *state.slow_link;
   if (!state.stacks.empty()) to["stacks"] = state.stacks;
   if (place.ranks.size() == 1) to["pid"] = state.pid;
 }
@@ -44,13 +46,15 @@ void from_json(const json& from, Place& place) {
   state.newest = from.at("newest").get<std::map<std::string, Issued>>();
   state.silent_s = from.at("silent");
   if (from.contains("waiting")) state.waiting = from.at("waiting").get<CollectiveState>();
+  if (from.contains("slow_link")) state.slow_link = from.at("slow_link").get<LinkState>();
   state.stacks = from.value("stacks", "");
   state.pid = from.value("pid", 0);
 }
 
-// Gives equal keys to ranks that differ only in rank, process and duration.
+// Gives equal keys to ranks that differ only in rank, process, duration and the slow link.
 std::string key_of(const RankState& state) {
   Place place{{}, state};
+  place.state.slow_link.reset();
   place.state.silent_s = 0.0;
   if (place.state.waiting) place.state.waiting->waited_s = 0.0;
   return pack(place);
@@ -65,6 +69,7 @@ std::vector<Place> places_of(const std::vector<RankState>& states) {
     Place& place = places[found->second];
     place.ranks.push_back(state.rank);
     place.state.silent_s = std::max(place.state.silent_s, state.silent_s);
+    if (!place.state.slow_link) place.state.slow_link = state.slow_link;
     if (state.waiting) place.state.waiting->waited_s = std::max(place.state.waiting->waited_s, state.waiting->waited_s);
   }
   return places;

@@ -1,0 +1,112 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What an engine sends between hosts, in which type, and what it says of its links.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "engine/models.h"
+#include "on_hosts.h"
+
+namespace deeptide::between_hosts_test {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kMicro = 2;
+constexpr int kSteps = 3;
+constexpr const char* kBf16 = R"({"communication_data_type": "bf16"})";
+
+struct Trained {
+  std::vector<Tensor> seen;  // losses, norms, parameters
+  int64_t sent_bytes = 0;    // in the last step
+  std::string summary;
+};
+
+Trained train(const World& world, int stage, const std::string& patch) {
+  TinyModel model = make_tiny();
+  Engine engine = engine_of(*model, world, config_of(stage, kMicro).with(patch));
+  Trained trained;
+  for (int step = 0; step < kSteps; ++step) {
+    const auto [tokens, targets] = batch_of(step, kMicro * world.size);
+    const Tensor loss =
+        model(tokens.narrow(0, world.rank * kMicro, kMicro), targets.narrow(0, world.rank * kMicro, kMicro));
+    engine.backward(loss);
+    const StepOutcome outcome = engine.step();
+    trained.seen.push_back(loss.detach());
+    trained.seen.push_back(torch::tensor(outcome.grad_norm));
+    trained.sent_bytes = outcome.sent_bytes;
+  }
+  for (const Tensor& p : model->parameters()) trained.seen.push_back(p.detach().clone());
+  trained.summary = engine.summary();
+  return trained;
+}
+
+bool equal(const std::vector<Tensor>& one, const std::vector<Tensor>& other) {
+  return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                    [](const Tensor& a, const Tensor& b) { return torch::equal(a, b); });
+}
+
+TEST(BetweenHosts, Bf16TransportHalvesWhatGradientsSendAtEveryStage) {
+  for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}, {0, 0, 1, 1}}) {
+    run_on_hosts(hosts, [&](const World& world) {
+      std::vector<Trained> whole, half;
+      for (int stage = 0; stage < 4; ++stage) {
+        whole.push_back(train(world, stage, "{}"));
+        half.push_back(train(world, stage, kBf16));
+      }
+      // Stage 1 sends gradients, and parameters of as many bytes.
+      const int64_t gradients = whole[1].sent_bytes / 2;
+      for (int stage = 0; stage < 4; ++stage) {
+        EXPECT_EQ(whole[stage].sent_bytes - half[stage].sent_bytes, gradients / 2) << "stage " << stage;
+        EXPECT_TRUE(equal(half[stage].seen, half[0].seen)) << "stage " << stage << " computes other numbers";
+        EXPECT_FALSE(equal(half[stage].seen, whole[stage].seen)) << "nothing was rounded";
+      }
+      EXPECT_EQ(half[3].sent_bytes, gradients / 2) << "at stage 3 nothing else is sent in a step";
+    });
+  }
+}
+
+TEST(BetweenHosts, Bf16TransportSumsInFp32) {
+  run_on_hosts({0, 1, 2}, [&](const World& world) {
+    torch::nn::Linear model(torch::nn::LinearOptions(64, 1).bias(false));
+    const char* text = R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 3.0}},
+                           "gradient_clipping": 0.0, "communication_data_type": "bf16",
+                           "zero_optimization": {"stage": 2}})";
+    Engine engine = engine_of(*model, world, Config::from_text(text));
+    const Tensor before = model->weight.detach().clone();
+    // 256 + 1 + 1 is no number of bf16, whose neighbours there are 256 and 258, and each rounding down would give 256.
+    const float own = world.rank == 0 ? 256.0f : 1.0f;
+    engine.backward((model->weight * own).sum());
+    EXPECT_TRUE(engine.step().applied());
+    EXPECT_TRUE(torch::allclose(before - model->weight.detach(), torch::full({1, 64}, 258.0f), 1e-6, 1e-4));
+  });
+}
+
+TEST(BetweenHosts, TellsWhatLinksHaveCarried) {
+  const std::map<std::vector<int>, std::string> expected{
+      {{0, 1}, " KiB to rank 1"}, {{0, 1, 2}, " KiB to rank 2"}, {{0, 0, 1, 1}, " KiB to rank 2"}, {{0, 0}, ""}};
+  for (const auto& [hosts, peers] : expected) {
+    for (const int stage : {2, 3}) {
+      run_on_hosts(hosts, [&, names = peers](const World& world) {
+        const std::string text = train(world, stage, "{}").summary;
+        const size_t links = text.find("links: rank ");
+        if (names.empty()) {
+          EXPECT_EQ(links, std::string::npos) << text;
+          return;
+        }
+        ASSERT_NE(links, std::string::npos) << text;
+        if (world.rank == 0) {
+          EXPECT_NE(text.find("links: rank 0 has sent "), std::string::npos) << text;
+          EXPECT_NE(text.find(names, links), std::string::npos) << text;
+        }
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace deeptide::between_hosts_test
