@@ -46,6 +46,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
   follow_loss_scale();
   follow_schedule();
   follow_boundary();
+  sent_bytes_ = bytes_sent_for_steps();  // what initialize made equal on all ranks
 }
 
 void Stepper::follow_loss_scale() {
@@ -220,8 +221,12 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
   return outcome;
 }
 
+/// Not what `arrivals` leaves to the channel of gathers: when that starts depends on time.
 int64_t Stepper::bytes_sent_for_steps() {
-  return parts_.channels.reductions().sent_bytes() + (parts_.arrivals ? parts_.arrivals->sent_bytes() : 0);
+  int64_t sent = parts_.channels.reductions().sent_bytes();
+  if (parts_.arrivals) sent += parts_.arrivals->sent_bytes();
+  if (parts_.policy.shard_parameters) sent += parts_.channels.gathers().sent_bytes();
+  return sent;
 }
 
 /// Exchanges what each rank knows about its gradient shards: their squares, and the first bad parameter if any.

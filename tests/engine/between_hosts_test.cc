@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <map>
+#include <regex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/models.h"
@@ -25,6 +29,18 @@ struct Trained {
   int64_t sent_bytes = 0;    // in the last step
   std::string summary;
 };
+
+/// What the summary says has gone over all links, in bytes; KiB have one decimal there.
+double volume_of(const std::string& summary) {
+  static const std::regex link("([0-9.]+) (B|KiB|MiB) to rank [0-9]+");
+  const size_t begin = summary.find("links: rank ");
+  const std::string line = begin == std::string::npos ? "" : summary.substr(begin, summary.find('\n', begin) - begin);
+  double bytes = 0.0;
+  for (std::sregex_iterator at(line.begin(), line.end(), link), end; at != end; ++at) {
+    bytes += std::stod((*at)[1]) * ((*at)[2] == "B" ? 1.0 : (*at)[2] == "KiB" ? 1024.0 : 1024.0 * 1024.0);
+  }
+  return bytes;
+}
 
 Trained train(const World& world, int stage, const std::string& patch) {
   TinyModel model = make_tiny();
@@ -65,7 +81,9 @@ TEST(BetweenHosts, Bf16TransportHalvesWhatGradientsSendAtEveryStage) {
         EXPECT_TRUE(equal(half[stage].seen, half[0].seen)) << "stage " << stage << " computes other numbers";
         EXPECT_FALSE(equal(half[stage].seen, whole[stage].seen)) << "nothing was rounded";
       }
-      EXPECT_EQ(half[3].sent_bytes, gradients / 2) << "at stage 3 nothing else is sent in a step";
+      // Each unit comes in for forward and for backward, but for the last, which stays between them.
+      EXPECT_GT(whole[3].sent_bytes, 2 * gradients);
+      EXPECT_LE(whole[3].sent_bytes, 3 * gradients);
     });
   }
 }
@@ -84,6 +102,34 @@ TEST(BetweenHosts, Bf16TransportSumsInFp32) {
     EXPECT_TRUE(engine.step().applied());
     EXPECT_TRUE(torch::allclose(before - model->weight.detach(), torch::full({1, 64}, 258.0f), 1e-6, 1e-4));
   });
+}
+
+/// At stage 3 gathers that run ahead may still be under way when a step ends: they land by themselves.
+TEST(BetweenHosts, StepsCountWhatTheirLinksCarryAtEveryStage) {
+  for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 1, 2}}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      run_on_hosts(hosts, [&](const World& world) {
+        TinyModel model = make_tiny();
+        Engine engine = engine_of(*model, world, config_of(stage, kMicro));
+        double sent = 0.0;
+        for (int step = 0; step < kSteps; ++step) {
+          const auto [tokens, targets] = batch_of(step, kMicro * world.size);
+          engine.backward(
+              model(tokens.narrow(0, world.rank * kMicro, kMicro), targets.narrow(0, world.rank * kMicro, kMicro)));
+          sent += static_cast<double>(engine.step().sent_bytes);
+        }
+        const double rounding = 128.0 * static_cast<double>(world.size - 1);
+        double shown = 0.0;
+        for (int attempt = 0; attempt < 1000; ++attempt) {
+          shown = volume_of(engine.summary());
+          if (std::abs(shown - sent) < rounding) break;
+          std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        EXPECT_GT(sent, 10'000.0);
+        EXPECT_NEAR(shown, sent, rounding) << "stage " << stage;
+      });
+    }
+  }
 }
 
 TEST(BetweenHosts, TellsWhatLinksHaveCarried) {
