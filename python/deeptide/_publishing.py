@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import weakref
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from deeptide import _C
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
-_COMPILER = "torch._inductor.compile_fx"  # imported as it compiles the first graph
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -26,14 +24,6 @@ def follow(engine: Engine) -> None:
         return
     _watch_forks()
     _engines.add(engine)
-
-
-def settle(engine: Engine) -> None:
-    """Ends a step. Kernels that torch has compiled read parameters by address: then all must have arrived."""
-    if engine not in _engines or _COMPILER not in sys.modules:
-        return
-    engine._say_once("publishing: within step() from now on: kernels of torch.compile read parameters by address")
-    _wait_for(engine)
 
 
 def _wait_for(engine: Engine) -> None:

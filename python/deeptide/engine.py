@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, _offload_states, _publishing, schedule, utils
+from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._answers import Answers
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._compiled import compile_model
@@ -129,7 +129,6 @@ class Engine(Answers):
         if outcome is None:
             return outcome
         self._outcome = outcome
-        _publishing.settle(self)
         if at_boundary:
             self._norm = outcome.grad_norm
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):

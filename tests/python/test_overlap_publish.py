@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """overlap_publish: step() returns while parameters are on their way, and a program never sees a mixture."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -377,10 +378,11 @@ def train_compiled(overlap):
     losses = []
     for _ in range(STEPS):
         loss = model(tokens, targets)
+        assert not is_under_way(engine)
         losses.append(loss.item())
         engine.backward(loss)
         assert engine.step().applied
-        assert not is_under_way(engine)
+        assert is_under_way(engine) == overlap
     print(json.dumps(losses))
 
 
@@ -390,18 +392,28 @@ def test_compiled_kernels_compute_with_the_new_values(monkeypatch, tmp_path):
     found = [run_processes(2, train_compiled, on, timeout=500) for on in (False, True)]
     lines = [[done.stdout.splitlines()[-1] for done in each] for each in found]
     assert lines[0] == lines[1] and len(json.loads(lines[1][0])) == STEPS
-    assert "publishing: within step() from now on: kernels of torch.compile" in found[1][0].stderr
 
 
-def use_the_compiler(overlap):
+def use_one_unit_compiled(in_training):
+    """A graph of the first block, right after each step."""
     deeptide.init_distributed()
-    engine = start(None, overlap=overlap)
-    step(engine)
-    sys.modules["torch._inductor.compile_fx"] = sys  # as the first compiled graph leaves it
-    step(engine, 1)
-    assert not is_under_way(engine)
+    torch.set_num_threads(1)
+    engine = start(None)
+    block = torch.compile(engine.module.h[0])
+    x = torch.linspace(-1, 1, 2 * 8 * 20).view(2, 8, 20)
+    for number in range(STEPS):
+        step(engine, number)
+        assert is_under_way(engine)
+        with contextlib.nullcontext() if in_training else torch.no_grad():
+            found = block(x)
+        assert is_under_way(engine), "a graph of one unit waited for all"
+        torch.testing.assert_close(found, engine.module.h[0](x), rtol=1e-5, atol=1e-6)
     print("went on")
 
 
-def test_steps_wait_once_kernels_have_been_compiled():
-    assert [done.stdout for done in run_processes(2, use_the_compiler, True)] == ["went on\n"] * 2
+@pytest.mark.slow
+@pytest.mark.parametrize("in_training", [False, True])
+def test_a_compiled_graph_waits_for_its_own_units_alone(in_training, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    done = run_processes(2, use_one_unit_compiled, in_training, timeout=500)
+    assert [each.stdout for each in done] == ["went on\n"] * 2
