@@ -54,6 +54,42 @@ std::string text_of_types(const Engine::Impl& impl, const std::string& parameter
                      short_name(engine::accumulate_type(config)), master, moments);
 }
 
+std::string text_of_precision(const Engine::Impl& impl) {
+  std::string text;
+  if (const PrecisionConfig& precision = impl.config.precision(); precision.scales_loss()) {
+    const std::string how =
+        precision.loss_scale > 0
+            ? "fixed"
+            : fmt::format("doubled after {} good steps, halved after {} overflows, at least {}",
+                          precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
+    text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
+  }
+  if (impl.model.buffers_cast() + impl.model.buffers_kept() > 0) {
+    text += fmt::format(
+        "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "
+        "norms that keep them, and rotary frequencies)",
+        impl.model.buffers_cast(), impl.model.buffers_kept());
+  }
+  if (impl.config.precision().autocast) {
+    const bool half = impl.config.precision().autocast_dtype == DataType::fp16;
+    text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
+                        half ? "fp16" : "bf16");
+  }
+  return text;
+}
+
+std::string text_of_placement(const Engine::Impl& impl) {
+  std::string text;
+  if (impl.model.offloaded()) text += "\n  parameters: " + impl.model.offloaded()->text();
+  if (impl.offloaded) text += "\n  optimizer states: " + impl.offloaded->text();
+  if (impl.progress.offload_ratio >= 0.0) {
+    text += fmt::format("\n  ratio: {:.2f}, the most whose transfers a step hides, as measured now",
+                        impl.progress.offload_ratio);
+  }
+  if (impl.reducer && impl.reducer->files()) text += "\n  gradients: " + impl.reducer->files()->text();
+  return text;
+}
+
 int64_t bytes_of_transport(const Engine::Impl& impl) {
   const host::Host& host = *impl.channels.host();
   const bool two_levels = host.size() > 1 && host.is_uniform() && !host.holds_all();
@@ -88,25 +124,7 @@ std::string Engine::Impl::summary() const {
   text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
                       millions(model.num_trainable()), model.units().size(), millions(sharded));
   text += text_of_types(*this, parameter_types);
-  if (const PrecisionConfig& precision = config.precision(); precision.scales_loss()) {
-    const std::string how =
-        precision.loss_scale > 0
-            ? "fixed"
-            : fmt::format("doubled after {} good steps, halved after {} overflows, at least {}",
-                          precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
-    text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
-  }
-  if (model.buffers_cast() + model.buffers_kept() > 0) {
-    text += fmt::format(
-        "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "
-        "norms that keep them, and rotary frequencies)",
-        model.buffers_cast(), model.buffers_kept());
-  }
-  if (config.precision().autocast) {
-    const bool half = config.precision().autocast_dtype == DataType::fp16;
-    text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
-                        half ? "fp16" : "bf16");
-  }
+  text += text_of_precision(*this);
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
                       batch.micro, batch.accumulation, num_ranks, rule ? rule->name() : "no optimizer",
                       config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
@@ -115,13 +133,7 @@ std::string Engine::Impl::summary() const {
                         optimizer->signs()->bytes_per_step());
   }
   text += text_of_publishing(*this);
-  if (model.offloaded()) text += "\n  parameters: " + model.offloaded()->text();
-  if (offloaded) text += "\n  optimizer states: " + offloaded->text();
-  if (progress.offload_ratio >= 0.0) {
-    text += fmt::format("\n  ratio: {:.2f}, the most whose transfers a step hides, as measured now",
-                        progress.offload_ratio);
-  }
-  if (reducer && reducer->files()) text += "\n  gradients: " + reducer->files()->text();
+  text += text_of_placement(*this);
   if (sharded > 0) {
     text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
                         config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
