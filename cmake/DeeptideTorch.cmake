@@ -26,9 +26,10 @@ if(_accelerator AND NOT TARGET torch)
   set(TORCH_INCLUDE_DIRS "${_torch}/include" "${_torch}/include/torch/csrc/api/include")
   add_library(torch INTERFACE IMPORTED GLOBAL)
   set_target_properties(torch PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "${TORCH_INCLUDE_DIRS}")
-  # libtorch.so brings the accelerator's libraries, whose own dependencies the loader finds by their run paths.
-  target_link_libraries(torch INTERFACE -Wl,--push-state,--no-as-needed
-    "${_torch}/lib/libtorch.so" "${_torch}/lib/libtorch_cpu.so" "${_torch}/lib/libc10.so" -Wl,--pop-state)
+  # libtorch.so brings the accelerator's libraries, whose own dependencies the loader finds by their run paths. It also
+  # exports a part of an older libstdc++: without the whole one before it, std::filesystem::remove_all calls address 0.
+  target_link_libraries(torch INTERFACE -Wl,--push-state,--no-as-needed stdc++
+    "${_torch}/lib/libtorch_cpu.so" "${_torch}/lib/libc10.so" "${_torch}/lib/libtorch.so" -Wl,--pop-state)
   target_link_options(torch INTERFACE -Wl,--allow-shlib-undefined)
   message(STATUS "Found torch ${Torch_VERSION} in ${_torch}: an accelerator's build")
 elseif(NOT TARGET torch)
