@@ -117,9 +117,9 @@ Engine::Impl::~Impl() {
 std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sharding::Unit*>& trainable) const {
   std::vector<zero::UnitForecast> units;
   for (const sharding::Unit* unit : trainable) {
-    std::set<int> groups;
-    for (const sharding::Parameter& p : unit->parameters()) groups.insert(p.group);
-    units.push_back(engine::stepped_unit(unit->layout(), std::move(groups), policy));
+    std::set<int> unit_groups;
+    for (const sharding::Parameter& p : unit->parameters()) unit_groups.insert(p.group);
+    units.push_back(engine::stepped_unit(unit->layout(), std::move(unit_groups), policy));
   }
   return units;
 }
