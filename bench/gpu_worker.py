@@ -34,8 +34,9 @@ def _by_engine(framework, model, stage):
         engine.step()
         return loss
 
-    memory = getattr(engine, "memory", None)
-    return step, sum(line.predicted_bytes for line in memory()) if framework == "deeptide" else None
+    if framework != "deeptide":
+        return step, None
+    return step, sum(line.predicted_bytes for line in engine.memory())
 
 
 def _by_torch(model, optimizer):

@@ -49,9 +49,9 @@ class TinyModel(nn.Module):
 class Wide(nn.Module):
     """Three blocks of 1.2 M parameters: states of several blocks of 4 MiB, and ends that are no whole block."""
 
-    def __init__(self, width=1100):
+    def __init__(self, width=1100, layers=3):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:

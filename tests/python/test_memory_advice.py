@@ -8,7 +8,6 @@ import models
 import pytest
 import torch
 from conftest import run_ranks
-from torch import nn
 
 import deeptide
 
@@ -18,20 +17,9 @@ BLOCKS = 4
 NUMEL = BLOCKS * (WIDTH * WIDTH + WIDTH)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.h = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-
-    def forward(self, x):
-        for layer in self.h:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
 def advice(world, config):
     """{setting: MiB that it frees}, of an engine that has no room for its first bucket."""
-    model = models.make_model(kind=Net)
+    model = models.make_model(kind=models.Wide, width=WIDTH, layers=BLOCKS)
     kept = sum(line.memory_bytes for line in deeptide.plan(model, config, world_size=world.size).lines.values())
     config["deeptide"]["device_memory_cap"] = kept - 1
     engine = deeptide.initialize(model=model, config=config, world=world)[0]
