@@ -7,9 +7,10 @@
 #include <chrono>
 #include <cmath>
 #include <map>
-#include <regex>
+#include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/models.h"
@@ -30,14 +31,15 @@ struct Trained {
   std::string summary;
 };
 
-/// What the summary says has gone over all links, in bytes; KiB have one decimal there.
+/// What the summary says has gone over all links, in bytes ("2.1 MiB to rank 1, …"); KiB have one decimal there.
 double volume_of(const std::string& summary) {
-  static const std::regex link("([0-9.]+) (B|KiB|MiB) to rank [0-9]+");
+  static const std::map<std::string, double> units{{"B", 1.0}, {"KiB", 1024.0}, {"MiB", 1024.0 * 1024.0}};
   const size_t begin = summary.find("links: rank ");
-  const std::string line = begin == std::string::npos ? "" : summary.substr(begin, summary.find('\n', begin) - begin);
+  std::istringstream line(begin == std::string::npos ? "" : summary.substr(begin, summary.find('\n', begin) - begin));
   double bytes = 0.0;
-  for (std::sregex_iterator at(line.begin(), line.end(), link), end; at != end; ++at) {
-    bytes += std::stod((*at)[1]) * ((*at)[2] == "B" ? 1.0 : (*at)[2] == "KiB" ? 1024.0 : 1024.0 * 1024.0);
+  std::string number, unit;
+  for (std::string word; line >> word; number = std::exchange(unit, word)) {
+    if (word == "to" && units.contains(unit)) bytes += std::stod(number) * units.at(unit);
   }
   return bytes;
 }
