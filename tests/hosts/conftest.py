@@ -22,6 +22,18 @@ NUM_WORKERS = 8
 MPIRUNS = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich", "impi": f"{sys.prefix}/impi/bin/mpirun"}
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: left out unless THOROUGH=1, or where a test is named by itself")
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("THOROUGH") == "1" or any("::" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(scope="session")
 def network():
     reason = missing_reason() or (None if DEEPTIDE else "no `deeptide` in PATH")

@@ -77,7 +77,10 @@ SLOW = re.compile(r"slow from rank (\d+) on \S+ to rank (\d+) on [^;]*")
 LATE = re.compile(r"late: rank (\d+) on \S+ computes for ([0-9.]+) s per step")
 
 
-@pytest.mark.parametrize(("count", "stage", "slow"), [(2, 2, 0), (2, 3, 1), (3, 2, 2), (3, 3, 1), (4, 2, 3)])
+@pytest.mark.parametrize(
+    ("count", "stage", "slow"),
+    [(2, 3, 1), (3, 2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2, 0), (3, 3, 1), (4, 2, 3)))],
+)
 def test_the_host_whose_link_has_half_the_bandwidth_is_named(hosts, count, stage, slow):
     for rank, worker in enumerate(hosts.workers[:count]):
         shape(worker, 50 if rank == slow else 100)
@@ -87,7 +90,7 @@ def test_the_host_whose_link_has_half_the_bandwidth_is_named(hosts, count, stage
     assert int(line[1]) == slow, line[0]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 4))])
 def test_no_link_is_named_where_all_are_even(hosts, count):
     for worker in hosts.workers[:count]:
         shape(worker)
@@ -121,19 +124,20 @@ def test_the_hang_report_names_the_slow_link(hosts):
 BF16_TRANSPORT = '{"communication_data_type": "bf16"}'
 
 
-def test_bf16_transport_sends_half_of_the_gradients_bytes_at_every_stage(hosts):
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
+def test_bf16_transport_sends_half_of_the_gradients_bytes(hosts, stages):
     jobs = {}
-    for stage in range(4):
+    for stage in stages:
         for config in ("{}", BF16_TRANSPORT):
             jobs[stage, config] = facts(finish(hosts, train(hosts, (1, 1), stage, config)))
     elements = 6 * (256 * 256 + 256)
-    for stage in range(4):
+    for stage in stages:
         (_, whole), (_, half) = jobs[stage, "{}"], jobs[stage, BF16_TRANSPORT]
         for rank in range(2):
             saved = {a - b for a, b in zip(whole[rank], half[rank], strict=True)}
             assert saved == {2 * elements // 2}, f"stage {stage}: {saved}"  # half of the model goes to the other rank
-        assert jobs[stage, BF16_TRANSPORT][0] == jobs[0, BF16_TRANSPORT][0], f"stage {stage} computes other numbers"
-    assert jobs[0, BF16_TRANSPORT][0] != jobs[0, "{}"][0], "nothing was rounded"
+        assert jobs[stage, BF16_TRANSPORT][0] == jobs[stages[0], BF16_TRANSPORT][0], f"stage {stage} computes other numbers"
+    assert jobs[stages[0], BF16_TRANSPORT][0] != jobs[stages[0], "{}"][0], "nothing was rounded"
 
 
 def test_what_each_link_has_carried_is_shown(hosts):

@@ -78,11 +78,16 @@ def train(request, hosts, launcher, slots):
     return hosts.run_mpi(launcher, *words, slots=slots, timeout=400, more=env)
 
 
-EVERY_WAY = [(launcher, (2, 2)) for launcher in ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm")]
-EVERY_WAY += [(launcher, (1, 1, 1)) for launcher in ("ssh", "pdsh", "openmpi")]
+def way(launcher, slots, marks=()):
+    return pytest.param(launcher, slots, marks=marks, id=f"{launcher}-{len(slots)}x{slots[0]}")
 
 
-@pytest.mark.parametrize(("launcher", "slots"), EVERY_WAY, ids=[f"{name}-{len(s)}x{s[0]}" for name, s in EVERY_WAY])
+EVERY_WAY = [way(launcher, (2, 2)) for launcher in ("ssh", "pdsh", "openmpi", "mpich", "impi", "slurm")]
+EVERY_WAY += [way("ssh", (1, 1, 1))]
+EVERY_WAY += [way(launcher, (1, 1, 1), pytest.mark.slow) for launcher in ("pdsh", "openmpi")]
+
+
+@pytest.mark.parametrize(("launcher", "slots"), EVERY_WAY)
 def test_losses_are_those_of_one_machine(request, hosts, one_machine, launcher, slots):
     if launcher == "pdsh" and not shutil.which("pdsh"):
         pytest.skip("pdsh is not installed")

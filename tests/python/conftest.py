@@ -265,6 +265,14 @@ def _few_threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def kernels(monkeypatch, tmp_path_factory):
+    """Inductor's kernels are kept for the tests of one run: most of a compilation is torch's headers, the same each time."""
+    folder = tmp_path_factory.getbasetemp()
+    workers = "PYTEST_XDIST_WORKER" in os.environ
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str((folder.parent if workers else folder) / "inductor"))
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
     config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")

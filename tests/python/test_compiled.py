@@ -169,11 +169,6 @@ def by_inductor(world, when, kind, bf16):
     assert (gathered > 0) == (world > 1)
 
 
-@pytest.fixture
-def kernels(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.mark.apart
 @pytest.mark.slow
 @pytest.mark.parametrize(

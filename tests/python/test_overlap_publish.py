@@ -387,8 +387,7 @@ def train_compiled(overlap):
 
 
 @pytest.mark.slow
-def test_compiled_kernels_compute_with_the_new_values(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_compiled_kernels_compute_with_the_new_values(kernels):
     found = [run_processes(2, train_compiled, on, timeout=500) for on in (False, True)]
     lines = [[done.stdout.splitlines()[-1] for done in each] for each in found]
     assert lines[0] == lines[1] and len(json.loads(lines[1][0])) == STEPS
@@ -413,7 +412,6 @@ def use_one_unit_compiled(in_training):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_training", [False, True])
-def test_a_compiled_graph_waits_for_its_own_units_alone(in_training, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_a_compiled_graph_waits_for_its_own_units_alone(kernels, in_training):
     done = run_processes(2, use_one_unit_compiled, in_training, timeout=500)
     assert [each.stdout for each in done] == ["went on\n"] * 2
