@@ -42,6 +42,7 @@ def test_cpp_and_python_print_the_same_losses(config, tmp_path):
     assert cpp == pytest.approx(python, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_quickstart_trains(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(build_folder() / "python"), "OMP_NUM_THREADS": "1"}
     launcher = build_folder() / "bin" / "deeptide"
@@ -54,6 +55,7 @@ def test_quickstart_trains(tmp_path):
         assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_cnn_learns_to_tell_shapes_apart():
     environment = {**os.environ, "PYTHONPATH": str(build_folder() / "python"), "OMP_NUM_THREADS": "1"}
     command = [build_folder() / "bin" / "deeptide", "--quiet", "--num_ranks", "2", "--python", sys.executable]

@@ -451,7 +451,7 @@ def train_with_states_of_16_bits(type, params, moments):
     ("type", "params", "moments"),
     [
         ("AdamW", {"lr": 1e-2, "eps": 1e-5}, "bf16"),
-        ("SGD", {"lr": 1e-2, "momentum": 0.9}, "bf16"),
+        pytest.param("SGD", {"lr": 1e-2, "momentum": 0.9}, "bf16", marks=pytest.mark.slow),
         pytest.param("Lamb", {"lr": 1e-2}, "fp32", marks=pytest.mark.slow),  # leases masters as fp32
     ],
 )

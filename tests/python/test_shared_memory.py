@@ -161,7 +161,11 @@ def both_ways_in_processes(cases):
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (2, [[stage, gas, bf16] for stage in range(4) for gas in (1, 3) for bf16 in (False, True)]),
+        pytest.param(
+            2,
+            [[stage, gas, bf16] for stage in range(4) for gas in (1, 3) for bf16 in (False, True)],
+            marks=pytest.mark.slow,
+        ),
         (4, [[0, 1, True], [3, 3, False]]),
     ],
 )
