@@ -267,7 +267,7 @@ def _few_threads():
 
 @pytest.fixture
 def kernels(monkeypatch, tmp_path_factory):
-    """Inductor's kernels are kept for the tests of one run: most of a compilation is torch's headers, the same each time."""
+    """One run's tests share inductor's cache: most of a compilation is torch's headers, the same each time."""
     folder = tmp_path_factory.getbasetemp()
     workers = "PYTEST_XDIST_WORKER" in os.environ
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str((folder.parent if workers else folder) / "inductor"))
