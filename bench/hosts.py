@@ -30,7 +30,9 @@ of a step, on all threads of one rank, the busiest.
 
 Ideal: max(c, b / r) + 2 u / r, where c is plain torch's step (forward, backward, update; no communication), r is the
 link's rate, b what a host must send in a step, (H - 1) / H of the gradients and as much of the parameters, and
-u = (H - 1) / H of the first unit, which is reduced after backward and gathered before forward: nothing hides it."""
+u = (H - 1) / H of the first unit, which is reduced after backward and gathered before forward: nothing hides it.
+At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the parameters more, since a quarter may
+stay gathered (stage3_max_live_parameters is not given)."""
 
 
 def bits_per_second(rate):
@@ -91,13 +93,14 @@ def run_rounds(options):
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def ideal_seconds(options, rate, compute):
+def ideal_seconds(options, rate, compute, stage=2):
     size, spread = SIZES[options.model], (options.hosts - 1) / options.hosts
     seconds_per_element = (4 if options.precision == "fp32" else 2) * 8 / bits_per_second(rate) * spread
     per_layer = 12 * size.width**2 + 13 * size.width
     first_unit = (size.vocabulary + size.context) * size.width
     elements = size.layers * per_layer + first_unit + 2 * size.width + size.vocabulary * size.width
-    return max(compute, 2 * elements * seconds_per_element) + 2 * first_unit * seconds_per_element
+    times = 2.75 if stage == 3 else 2
+    return max(compute, times * elements * seconds_per_element) + 2 * first_unit * seconds_per_element
 
 
 def rows_of(options, rate, jobs):
@@ -106,15 +109,18 @@ def rows_of(options, rate, jobs):
         if "ranks" in job and job["rate"] == rate:
             done.setdefault(job["contender"], {})[job["round"]] = job
     seconds = {name: {number: round_seconds(job) for number, job in of.items()} for name, of in done.items()}
-    ideal = None
+    ideals = {}  # by whether parameters are sharded
     if "torch" in seconds:
-        ideal = ideal_seconds(options, rate, min(seconds["torch"].values()))
-        yield ["ideal, stages 0 to 2", f"{ideal * 1e3:.0f}", "", "", "", ""]
+        compute = min(seconds["torch"].values())
+        ideals = {False: ideal_seconds(options, rate, compute), True: ideal_seconds(options, rate, compute, stage=3)}
+        yield ["ideal, stages 0 to 2", f"{ideals[False] * 1e3:.0f}", "", "", "", ""]
+        yield ["ideal, stage 3", f"{ideals[True] * 1e3:.0f}", "", "", "", ""]
     for name in options.only:
         if name not in seconds:
             yield [name, "none ended", "", "", "", ""]
             continue
         own, ddp = seconds[name], seconds.get("ddp", {})
+        ideal = ideals.get(name == "fsdp2" or "-3" in name)
         ratios = [own[number] / ddp[number] for number in own if number in ddp]
         processor = median(max(rank["processor_seconds"] for rank in job["ranks"]) for job in done[name].values())
         yield [
