@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moves optimizer states between files and memory as a step does, without the step: three buffers, block by block, each
 // next block announced. bench/swap.py runs it beside fio and reads the JSON that it prints.
-#include <ATen/ops/empty.h>
+#include <ATen/ops/rand.h>
 
 #include <array>
 #include <chrono>
@@ -30,13 +30,15 @@ tiers::Access access_of(const std::string& pattern) {
   return Access::update;
 }
 
-/// One pass over all buffers; ends when every changed block is in its file.
-void pass(const std::array<tiers::Buffer, kKinds>& buffers, Access access) {
+/// One pass over all buffers; ends when every changed block is in its file. `content`: undefined, or what each block
+/// is set to.
+void pass(const std::array<tiers::Buffer, kKinds>& buffers, Access access, const at::Tensor& content = {}) {
   for_each_block(buffers[0], {0, buffers[0].numel()}, [&](Block block) {
     const int64_t next = block.begin + block.count;
     std::array<tiers::Lease, kKinds> leases;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       leases[kind] = buffers[kind].lease(block, access);
+      if (content.defined()) leases[kind].tensor().copy_(content.narrow(0, 0, block.count));
       if (access != Access::write && next < buffers[kind].numel()) buffers[kind].prefetch({next, 1});
     }
   });
@@ -53,7 +55,8 @@ int run(const std::string& folder, double gib, int slots, const std::string& pat
     tiers::Offload files({{folder}, 1.0, slots}, ledger, device::Role::optimizer, "the benchmark");
     std::array<tiers::Buffer, kKinds> buffers;
     for (auto& buffer : buffers) buffer = files.place(numel, at::kFloat);
-    if (access != Access::write) pass(buffers, Access::write);  // a hole is not read from the drive
+    // A hole is not read from the drive, and a drive may compress zeros: files and memory get random bits, as fio's have.
+    pass(buffers, Access::write, at::rand({buffers[0].block_numel()}));
     const auto began = steady_clock::now();
     pass(buffers, access);
     // To read the first blocks again waits for the last writes: they had the slots.
