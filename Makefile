@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -112,6 +112,9 @@ bench-optimizer: build  ## The optimizer step beside DeepSpeedCPUAdam, torch and
 
 bench-offload: build  ## Steps with states in memory, in files, and in both (ARGS=--folder=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/offload.py $(ARGS)
+
+bench-largest: build  ## The largest model that trains in 20 GiB, beside DeepSpeed, as root (ARGS=…)
+	@PYTHON=$(abspath $(PYTHON)) bench/run.sh largest.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
 bench-swap: build  ## Optimizer states between files and memory, beside fio (ARGS=--folder=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench

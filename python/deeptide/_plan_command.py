@@ -101,7 +101,7 @@ def _build(options: argparse.Namespace) -> nn.Module:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deeptide plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="deeptide plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE", help="the ds_config.json")
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model-file", metavar="FILE.py:FUNCTION", help="a function that returns the model")
