@@ -11,6 +11,10 @@ using c10::impl::VirtualGuardImpl;
 
 bool Mark::passed() const { return event_ == nullptr || event_->query(); }
 
+void Mark::wait() const {
+  if (event_ != nullptr) event_->synchronize();
+}
+
 Lane Lane::current(c10::Device device) {
   if (device.is_cpu()) return {device, std::nullopt};
   return {device, VirtualGuardImpl(device.type()).getStream(device)};

@@ -17,6 +17,8 @@ class Mark {
  public:
   Mark() = default;
   bool passed() const;
+  /// Returns once it is passed: the host waits.
+  void wait() const;
 
  private:
   friend class Lane;

@@ -87,7 +87,8 @@ const char* role_name(Role role) {
                                            "gathered",
                                            "communication",
                                            "gradients while ranks are late",
-                                           "communication while ranks are late"};
+                                           "communication while ranks are late",
+                                           "optimizer states in the host's memory"};
   return kNames[static_cast<int>(role)];
 }
 
@@ -104,9 +105,10 @@ void Ledger::add(Role role, int64_t bytes) {
 }
 
 void Ledger::check_room(Role role, int64_t bytes) const {
-  if (cap_ == 0) return;
+  if (cap_ == 0 || role == Role::host_optimizer) return;
   int64_t total = bytes;
-  for (int i = 0; i < kNumRoles; ++i) total += current(static_cast<Role>(i));
+  for (int i = 0; i < kNumRoles; ++i)
+    total += static_cast<Role>(i) == Role::host_optimizer ? 0 : current(static_cast<Role>(i));
   TORCH_CHECK_WITH(OutOfMemoryError, total <= cap_, "deeptide: cannot allocate ", bytes, " bytes for ", role_name(role),
                    ": the engine would take ", total, " bytes, and \"deeptide\": {\"device_memory_cap\"} is ", cap_,
                    ". ", text());

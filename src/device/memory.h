@@ -31,8 +31,9 @@ enum class Role : uint8_t {
   communication,
   late_gradients,      // beyond what was reserved, mostly because another rank is late
   late_communication,  // likewise
+  host_optimizer,      // of a device's engine, in the host's memory: no cap of the device's memory counts it
 };
-inline constexpr int kNumRoles = 7;
+inline constexpr int kNumRoles = 8;
 const char* role_name(Role role);
 /// The role of what a pool takes beyond its reserve.
 Role beyond_reserve(Role role);
@@ -40,7 +41,7 @@ Role beyond_reserve(Role role);
 /// Counts allocated bytes, current and peak. Thread-safe; outlives every buffer counted in it.
 class Ledger {
  public:
-  /// `cap`: the most bytes of all roles together; 0: no limit.
+  /// `cap`: the most bytes of all roles together, but for host_optimizer; 0: no limit.
   explicit Ledger(int64_t cap = 0) : cap_(cap) {}
   void add(Role role, int64_t bytes);
   int64_t current(Role role) const;

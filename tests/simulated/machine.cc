@@ -56,6 +56,11 @@ std::vector<std::string> Machine::host_waits() {
   return std::exchange(host_waits_, {});
 }
 
+void Machine::host_works(double seconds) {
+  Lock lock(mutex_);
+  timeline_.host_wait(timeline_.host() + seconds);
+}
+
 double Machine::host_time_s() {
   Lock lock(mutex_);
   return timeline_.host();

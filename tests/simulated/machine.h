@@ -82,6 +82,8 @@ class Machine {
   /// The tasks and calls for which the host has waited, since the last call of this.
   std::vector<std::string> host_waits();
   double host_time_s();
+  /// The host computes for so long: what it issues later begins later.
+  void host_works(double seconds);
 
   /// Errors: OutOfMemory beyond the cap, after waiting for freed memory.
   BlockRef allocate(Kind kind, size_t bytes, int stream);
