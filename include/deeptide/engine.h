@@ -98,6 +98,8 @@ struct MemoryLine {
   int64_t measured_bytes = 0;       // allocated by the engine, at its peak, without `measured_late_bytes`
   int64_t late_bytes = 0;           // at most so many more while another rank is late, or this one runs backward twice
   int64_t measured_late_bytes = 0;  // allocated for that, at their peak
+  int64_t off_device_bytes = 0;     // predicted, in the host's memory, beside an accelerator's
+  int64_t measured_off_device_bytes = 0;
 };
 
 /// A loaded checkpoint: its folder, and its `client_state` as JSON text.

@@ -24,6 +24,7 @@ struct PlanLine {
   int64_t memory_bytes = 0;  // as MemoryLine::predicted_bytes; of what ranks of a host share, its part
   int64_t late_bytes = 0;    // at most so many more while another rank is late
   int64_t file_bytes = 0;
+  int64_t off_device_bytes = 0;  // in the host's memory, beside an accelerator's
 };
 
 /// The memory of one rank in a phase: "initialize", "first forward", or "training": from the first backward on, for
@@ -46,7 +47,7 @@ struct DEEPTIDE_API MemoryPlan {
 
   /// Of one rank, in its largest phase. Units: bytes, as below.
   int64_t peak_bytes() const;
-  /// Of a host with all its ranks: memory, and files.
+  /// Of a host with all its ranks and their devices: memory, and files.
   int64_t host_bytes() const;
   int64_t host_file_bytes() const;
 };

@@ -41,8 +41,9 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of the memory of a host, with all its ranks."""
-        return self.peak_bytes * self.core.ranks_per_host
+        """Of the memory of a host, with all its ranks and their devices."""
+        off_device = sum(line.off_device_bytes for line in self.core.lines)
+        return (self.peak_bytes + off_device) * self.core.ranks_per_host
 
     @property
     def host_file_bytes(self) -> int:
@@ -60,6 +61,8 @@ class MemoryPlan:
             f"{'per rank':<20}{'memory':>12}{'files':>12}",
         ]
         rows += [f"{line.role:<20}{_size(line.memory_bytes):>12}{_size(line.file_bytes):>12}" for line in core.lines]
+        off_device = sum(line.off_device_bytes for line in core.lines)
+        rows += [f"{'in the host, beside':<20}{_size(off_device):>12}"] if off_device else []
         rows += ["", f"{'in phase':<20}{'memory':>12}"]
         rows += [f"{name:<20}{_size(count):>12}" for name, count in self.phases.items()]
         rows += [

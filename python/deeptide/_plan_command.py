@@ -119,7 +119,12 @@ def _parser() -> argparse.ArgumentParser:
 def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
     made = plan(model, options.config, options.num_ranks, options.ranks_per_host)
     lines = {
-        line.role: {"memory": line.memory_bytes, "late": line.late_bytes, "files": line.file_bytes}
+        line.role: {
+            "memory": line.memory_bytes,
+            "late": line.late_bytes,
+            "files": line.file_bytes,
+            "off_device": line.off_device_bytes,
+        }
         for line in made.core.lines
     }
     return json.dumps({"per_rank": lines, "phases": made.phases, "host": made.host_bytes, "disk": made.host_file_bytes})

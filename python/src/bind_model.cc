@@ -66,6 +66,10 @@ std::string memory_repr(const MemoryLine& line) {
     repr += ", while a rank was late " + std::to_string(line.measured_late_bytes) + " B of at most " +
             std::to_string(line.late_bytes) + " B";
   }
+  if (line.off_device_bytes > 0) {
+    repr += ", in the host's memory predicted " + std::to_string(line.off_device_bytes) + " B, measured " +
+            std::to_string(line.measured_off_device_bytes) + " B";
+  }
   return repr;
 }
 
@@ -96,6 +100,8 @@ void bind_results(py::module_& module) {
       .def_readonly("measured_bytes", &MemoryLine::measured_bytes)
       .def_readonly("late_bytes", &MemoryLine::late_bytes)
       .def_readonly("measured_late_bytes", &MemoryLine::measured_late_bytes)
+      .def_readonly("off_device_bytes", &MemoryLine::off_device_bytes)
+      .def_readonly("measured_off_device_bytes", &MemoryLine::measured_off_device_bytes)
       .def("__repr__", &memory_repr);
 }
 

@@ -60,7 +60,8 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("role", [](const PlanLine& line) { return text(line.role); })
       .def_readonly("memory_bytes", &PlanLine::memory_bytes)
       .def_readonly("late_bytes", &PlanLine::late_bytes)
-      .def_readonly("file_bytes", &PlanLine::file_bytes);
+      .def_readonly("file_bytes", &PlanLine::file_bytes)
+      .def_readonly("off_device_bytes", &PlanLine::off_device_bytes);
   py::class_<PlanPhase>(module, "PlanPhase", "The memory of one rank while it is in a phase.")
       .def_readonly("name", &PlanPhase::name)
       .def_readonly("memory_bytes", &PlanPhase::memory_bytes);

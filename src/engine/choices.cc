@@ -110,6 +110,36 @@ std::optional<tiers::OffloadOptions> gradient_offload(const Config& config, cons
 /// Each rank steps whole parameters with states of its own.
 bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const optim::CompressedRule*>(rule) != nullptr; }
 
+/// Errors: ConfigError naming what keeps the host from stepping a device's parameters.
+void check_host_steps(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
+                      at::Device device) {
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  const PrecisionConfig& precision = config.precision();
+  const bool takes_matrices = std::any_of(groups.begin(), groups.end(), [&](const ParameterGroup& group) {
+    return rule.reach(group.hyperparameters) == optim::Reach::whole_parameter;
+  });
+  const std::string optimizer = "the optimizer " + rule.name();
+  const std::tuple<bool, std::string, const char*> obstacles[] = {
+      {asked.measures_ratio || asked.ratio < 1.0, "a ratio below 1", "leave ratio out"},
+      {precision.rounds_masters(), fmt::format("{}_master_weights_and_grads", precision.fp16 ? "fp16" : "bf16"),
+       "set it to false: masters of fp32 take no memory of the device then"},
+      {config.runtime().packed_states, "deeptide.packed_states",
+       "leave it out: masters take no memory of the device then"},
+      {takes_matrices, optimizer + ", which makes products of whole matrices",
+       "choose an optimizer of elements or LAMB"},
+      {keeps_whole_states(&rule), optimizer + ", whose ranks exchange signs", "choose another one"},
+      {dynamic_cast<const optim::CustomRule*>(&rule) != nullptr, optimizer + ", your own",
+       "name an optimizer in the configuration"},
+  };
+  for (const auto& [is_met, what, cure] : obstacles) {
+    if (!is_met) continue;
+    throw ConfigError(
+        fmt::format("{}: zero_optimization.offload_optimizer on {} does not go with {} yet; {}, or set "
+                    "the section's device to \"none\"",
+                    config.origin(), device.str(), what, cure));
+  }
+}
+
 /// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
 /// most its shard, and all rows of a shard take at most the memory of their sum.
 bool keeps_rows(const Config& config, const BatchSizes& batch, int num_ranks, const zero::StagePolicy& policy) {
@@ -152,7 +182,13 @@ at::ScalarType accumulate_type(const Config& config) {
   return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
 }
 
-zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups) {
+bool steps_on_host(const Config& config, at::Device device) {
+  return !device.is_cpu() && config.offload_optimizer().device != OffloadDevice::none;
+}
+
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
+                             at::Device device) {
+  if (steps_on_host(config, device)) check_host_steps(config, rule, groups, device);
   const PrecisionConfig& precision = config.precision();
   const RuntimeConfig& runtime = config.runtime();
   const bool elementwise =
@@ -165,6 +201,7 @@ zero::StateTypes state_types(const Config& config, const optim::Rule& rule, cons
       "RMSprop; " +
       rule.name();
   zero::StateTypes types{.rounded_masters = precision.rounds_masters(), .rounded_moments = precision.rounds_moments()};
+  types.on_host = steps_on_host(config, device);
   if (types.rounded_masters && !elementwise) {
     refuse(precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads",
            elements + " needs fp32 masters. Set it to false, or choose one of them");
@@ -211,13 +248,11 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
   return options;
 }
 
-void check_offload(const Config& config, const ModelDescription& model, bool trains) {
+void check_offload(const Config& config, const ModelDescription& model) {
   const PlacementConfig& placement = config.placement();
-  const bool offloads_states = trains && config.offload_optimizer().device != OffloadDevice::none;
   const std::tuple<bool, const char*, const char*> asked[] = {
       {config.offload_param().device != OffloadDevice::none, "zero_optimization.offload_param",
        "set its device to \"none\""},
-      {offloads_states, "zero_optimization.offload_optimizer", "set its device to \"none\""},
       {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
       {wants_files(placement.optimizer_states), "deeptide.placement.optimizer_states", "leave it out"},
       {wants_files(placement.gradients), "deeptide.placement.gradients", "leave it out"},

@@ -35,8 +35,12 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
 at::ScalarType reduce_type(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);
-/// Errors: ConfigError where the rule under one of the groups' hyper-parameters needs fp32.
-zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups);
+/// Whether the host steps the parameters of such a device, with states that lie off it.
+bool steps_on_host(const Config& config, at::Device device);
+/// `device`: of the parameters. Errors: ConfigError where the rule under one of the groups' hyper-parameters needs
+/// fp32, or cannot step on the host.
+zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
+                             at::Device device);
 
 /// Whether ranks of one host may have one copy of the parameters.
 bool may_share_memory(const Config& config);
@@ -44,8 +48,8 @@ bool may_share_memory(const Config& config);
 /// Errors: ConfigError naming a key that does not go with the others.
 BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
-/// Errors: ConfigError where the configuration offloads from, or packs states on, a device that is no CPU.
-void check_offload(const Config& config, const ModelDescription& model, bool trains);
+/// Errors: ConfigError where the configuration keeps in files what lies in memory on a device that is no CPU.
+void check_offload(const Config& config, const ModelDescription& model);
 /// `total_bytes`: of all states of this rank. Absent: states lie in memory, beside the parameters. Errors: as above.
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes);
 

@@ -4,6 +4,7 @@
 #include "engine/drift_guard.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -104,7 +105,9 @@ std::string DriftGuard::check(int64_t step) {
 
 void DriftGuard::make_equal(const std::vector<Copy>& copies, const std::vector<size_t>& differing) {
   for (const size_t i : differing) {
-    Tensor values = copies[i].values().clone();  // a view of a unit may begin at any element
+    // In memory of its own, for a view of a unit may begin at any element; on the device, where the channel is.
+    Tensor values = at::empty({copies[i].range.count}, copies[i].values().options().device(model_.device()));
+    values.copy_(copies[i].values());
     auto pending = channels_.gathers().broadcast(values, 0);
     channels_.gathers().wait(pending, {"step", "making " + copies[i].name + " equal on all ranks"});
     copies[i].flat.copy_from(values, copies[i].range.begin);

@@ -67,7 +67,7 @@ void advise_stage(const Engine::Impl& impl, int64_t accumulation, Advice& advice
 void advise_state_types(const Engine::Impl& impl, Advice& advice) {
   const auto allows = [&](const char* patch) {
     try {
-      engine::state_types(impl.config.with(patch), *impl.rule, impl.groups);
+      engine::state_types(impl.config.with(patch), *impl.rule, impl.groups, impl.model.device());
       return true;
     } catch (const ConfigError&) {
       return false;
@@ -89,6 +89,17 @@ void advise_state_types(const Engine::Impl& impl, Advice& advice) {
   }
   if (moments > 0 && allows(R"({"deeptide": {"moment_dtype": "bf16"}})")) {
     advice.add("\"deeptide\": {\"moment_dtype\": \"bf16\"}", moments, role);
+  }
+}
+
+/// What a device would no longer keep. Only where the host can step it: the configuration's own check decides.
+void advise_host(const Engine::Impl& impl, Advice& advice) {
+  try {
+    const Config other = impl.config.with(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
+    engine::state_types(other, *impl.rule, impl.groups, impl.model.device());
+    advice.add("\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"cpu\"}}",
+               impl.ledger->current(device::Role::optimizer), role_name(device::Role::optimizer));
+  } catch (const ConfigError&) {
   }
 }
 
@@ -129,6 +140,7 @@ std::string Engine::Impl::memory_advice() const {
                  role_name(device::Role::optimizer));
     }
   }
+  if (optimizer && !model.device().is_cpu()) advise_host(*this, advice);
   if (optimizer && model.device().is_cpu() && !custom) {
     advise_state_types(*this, advice);
     advise_files(*this, advice);

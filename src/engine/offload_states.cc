@@ -45,10 +45,12 @@ void Engine::Impl::check_offloading(const OffloadStates& what) const {
 zero::StatePlacement Engine::Impl::place_away(const OffloadStates& what) {
   if (what.to == OffloadDevice::nvme) {
     const tiers::OffloadOptions options{folders_of(what, config), 1.0, kBlocksUnderWay};
-    away = std::make_unique<tiers::Offload>(options, ledger, device::Role::optimizer, "optimizer states");
+    const bool on_host = optimizer->states().are_on_host();
+    const auto role = on_host ? device::Role::host_optimizer : device::Role::optimizer;
+    away = std::make_unique<tiers::Offload>(options, ledger, role, "optimizer states");
     return [states = away.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
   }
-  if (model.device().is_cpu()) return {};
+  if (model.device().is_cpu() || optimizer->states().are_on_host()) return {};
   return [](int64_t numel, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
 }
 

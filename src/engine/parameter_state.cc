@@ -105,7 +105,7 @@ std::pair<int64_t, Tensor> Engine::Impl::unit_state(const StatePlace& place, con
   const zero::OptimizerStates& states = optimizer->states();
   for (const auto& state : states.buffers(place.unit)) {
     if (state.role != role || !states.has(*place.parameter, role)) continue;
-    return {states.begin(place.unit), state.data.copy().to(at::kFloat)};
+    return {states.begin(place.unit), state.data.copy().to(model.device(), at::kFloat)};
   }
   const Tensor customs = custom_state(place, role);
   return {states.begin(place.unit), customs};

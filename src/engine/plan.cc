@@ -15,6 +15,7 @@
 #include "optim/custom_rule.h"
 #include "sharding/residency.h"
 #include "tiers/offload.h"
+#include "zero/host_exchange.h"
 #include "zero/offloaded_parameters.h"
 #include "zero/optimizer_states.h"
 #include "zero/sign_exchange.h"
@@ -76,11 +77,12 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
                     world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
   Facts facts{.config = config, .world = world, .rule = rule, .policy = engine::policy_of(config, rule)};
   facts.groups = engine::optimizer_groups(model, config, options);
-  if (rule) facts.types = engine::state_types(config, *rule, facts.groups);
   facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
   facts.parameters = engine::distinct_parameters(model.parameters);
   facts.modules = model.modules;
-  facts.on_cpu = engine::common_device(facts.parameters).is_cpu();
+  const at::Device device = engine::common_device(facts.parameters);
+  facts.on_cpu = device.is_cpu();
+  if (rule) facts.types = engine::state_types(config, *rule, facts.groups, device);
   facts.layouts = engine::cut_into_units(facts.parameters, model.modules, engine::named_groups(facts.groups),
                                          facts.bind, world.size);
   facts.is_sharded = engine::choose_sharded(facts.layouts, facts.bind, world.size);
@@ -148,6 +150,11 @@ PlanLine optimizer_of(const Facts& facts) {
       // A copy of a master that is the parameter, or whose upper half is.
       if (facts.types.aliases(unit->dtype) || facts.types.packs(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
     }
+  }
+  if (facts.types.on_host) {
+    int64_t largest = 0;
+    for (const zero::UnitForecast& unit : stepped_units(facts)) largest = std::max(largest, unit.numel);
+    line.off_device_bytes = std::exchange(line.memory_bytes, 0) + zero::HostExchange::forecast(largest);
   }
   return line;
 }
@@ -223,7 +230,7 @@ MemoryPlan plan(const ModelDescription& model, const Config& config, const InitO
   const deferred::Pause pause(deferred::kKey);
   const auto custom = engine::custom_rule_of(options);
   const optim::Rule* rule = custom ? custom.get() : engine::rule_of(config, options);
-  engine::check_offload(config, model, rule != nullptr);
+  engine::check_offload(config, model);
   const Facts facts = facts_of(model, config, rule, options, world);
   MemoryPlan plan{.stage = static_cast<int>(config.zero().stage), .world = facts.world};
   for (const UnitLayout& layout : facts.layouts) {

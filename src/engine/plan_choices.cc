@@ -81,7 +81,11 @@ int64_t MemoryPlan::peak_bytes() const {
   return peak;
 }
 
-int64_t MemoryPlan::host_bytes() const { return peak_bytes() * world.ranks_per_host; }
+int64_t MemoryPlan::host_bytes() const {
+  int64_t bytes = peak_bytes();
+  for (const PlanLine& line : lines) bytes += line.off_device_bytes;
+  return bytes * world.ranks_per_host;
+}
 
 int64_t MemoryPlan::host_file_bytes() const {
   int64_t bytes = 0;

@@ -91,8 +91,10 @@ std::vector<std::string> origins(const ModelDescription& model, const engine::Bo
 }
 
 /// Collective. The whole state of a parameter from the slices that the ranks have carried.
-Tensor whole_state(const CarriedParameter& p, const Tensor& own, const std::string& role, comm::Group& gathers) {
-  if (gathers.size() == 1) return own;
+Tensor whole_state(const CarriedParameter& p, const Tensor& carried, const std::string& role, comm::Group& gathers,
+                   at::Device device) {
+  if (gathers.size() == 1) return carried;
+  const Tensor own = carried.to(device);
   int64_t most = 0;
   for (int rank = 0; rank < gathers.size(); ++rank) {
     const auto [first, last] = p.slice_of(rank);
@@ -185,7 +187,7 @@ void Engine::Impl::adopt_state(const CarriedState& carried) {
         const auto found = before->states.find(state.role);
         if (found == before->states.end() || !states.has(p, state.role)) continue;
         write_held(p, states.begin(unit), state.data,
-                   whole_state(*before, found->second, state.role, channels.gathers()));
+                   whole_state(*before, found->second, state.role, channels.gathers(), model.device()));
       }
     }
   }

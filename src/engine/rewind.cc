@@ -41,8 +41,10 @@ void Rewind::copy_states() {
       const auto is_this = [&](const State& known) { return known.role == state.role; };
       auto found = std::find_if(kept.begin(), kept.end(), is_this);
       if (found == kept.end()) {
-        const auto role = device::Role::optimizer;
-        Tensor copy = device::allocate_flat(ledger_, role, state.data.numel(), state.data.dtype(), model_.device());
+        // A copy lies where the states do.
+        const auto role = states.are_on_host() ? device::Role::host_optimizer : device::Role::optimizer;
+        const at::Device device = states.are_on_host() ? at::Device(at::kCPU) : model_.device();
+        Tensor copy = device::allocate_flat(ledger_, role, state.data.numel(), state.data.dtype(), device);
         found = kept.insert(kept.end(), {state.role, std::move(copy)});
       }
       state.data.copy_to(found->values);

@@ -19,12 +19,14 @@
 
 namespace deeptide {
 
+using device::Role;
+
 namespace {
 
 /// Collective. Returns `model` if all ranks have the same model, groups and configuration.
 const ModelDescription& agreed(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
-                               const Config& config, bool trains, comm::Group& control) {
-  engine::check_offload(config, model, trains);
+                               const Config& config, comm::Group& control) {
+  engine::check_offload(config, model);
   engine::check_agreement(control, engine::terms_of(model, groups, config),
                           {"start", "comparing model and configuration with the other ranks"},
                           "Build the same model, groups and configuration on every rank");
@@ -78,7 +80,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       rule(custom_rule ? custom_rule.get() : engine::rule_of(config, options)),
       policy(engine::policy_of(config, rule)),
       groups(engine::optimizer_groups(description, config, options)),
-      model(agreed(description, groups, config, rule != nullptr, channels.control()), engine::named_groups(groups),
+      model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
             engine::bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(),
             ledger),
       live(model, description, options.describe),
@@ -124,18 +126,25 @@ std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sh
   return units;
 }
 
-/// Absent: states lie in memory, beside the parameters.
+/// Absent: states lie in memory, beside the parameters. The host's memory is not page-locked for them: what crosses to
+/// a device passes through blocks that are.
 zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit*>& trainable,
                                                 const zero::StateTypes& types) {
   const auto states = zero::forecast(stepped_units(trainable), *rule, progress.hyperparameters, types);
   auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
-  if (!options) return {};
+  if (!options && !types.on_host) return {};
+  const Role role = types.on_host ? Role::host_optimizer : Role::optimizer;
+  if (!options) {
+    return [counted = ledger, role](int64_t numel, at::ScalarType dtype) {
+      return tiers::Buffer::resident(device::allocate_flat(counted, role, numel, dtype, at::kCPU));
+    };
+  }
   if (engine::measures_ratio(config)) {
     options->ratio = progress.offload_ratio =
         engine::measure_ratio(*options, *rule, progress.hyperparameters.front(), ledger, channels.control());
     most_bytes_of_states = std::max(most_bytes_of_states, engine::bytes_to_measure());
   }
-  offloaded = std::make_unique<tiers::Offload>(*options, ledger, device::Role::optimizer, "optimizer states");
+  offloaded = std::make_unique<tiers::Offload>(*options, ledger, role, "optimizer states");
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
 }
 
@@ -163,7 +172,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
     progress.hyperparameters.push_back(group.hyperparameters);
   }
   const auto trainable = model.trainable();
-  const zero::StateTypes types = engine::state_types(config, *rule, groups);
+  const zero::StateTypes types = engine::state_types(config, *rule, groups, model.device());
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,

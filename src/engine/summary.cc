@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
+#include "base/text.h"
 #include "engine/choices.h"
 #include "engine/engine_impl.h"
 
@@ -44,7 +46,8 @@ std::string text_of_publishing(const Engine::Impl& impl) {
 
 std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
   const Config& config = impl.config;
-  const zero::StateTypes states = impl.rule ? engine::state_types(config, *impl.rule, impl.groups) : zero::StateTypes();
+  const zero::StateTypes states =
+      impl.rule ? engine::state_types(config, *impl.rule, impl.groups, impl.model.device()) : zero::StateTypes();
   std::string master = states.rounded_masters ? parameters : "fp32";
   if (states.packed_masters) master += ", packed beside parameters";
   std::string moments = states.rounded_moments ? parameters : "fp32";
@@ -81,7 +84,17 @@ std::string text_of_precision(const Engine::Impl& impl) {
 std::string text_of_placement(const Engine::Impl& impl) {
   std::string text;
   if (impl.model.offloaded()) text += "\n  parameters: " + impl.model.offloaded()->text();
-  if (impl.offloaded) text += "\n  optimizer states: " + impl.offloaded->text();
+  const bool on_host = impl.optimizer && impl.optimizer->states().are_on_host();
+  if (impl.offloaded) {
+    text += "\n  optimizer states: " + impl.offloaded->text();
+  } else if (on_host) {
+    text +=
+        fmt::format("\n  optimizer states: in the host's memory ({})", bytes_text(impl.optimizer->predicted_bytes()));
+  }
+  if (on_host) {
+    text += fmt::format("; stepped by the host, through {} of page-locked memory",
+                        bytes_text(impl.optimizer->page_locked_bytes()));
+  }
   if (impl.progress.offload_ratio >= 0.0) {
     text += fmt::format("\n  ratio: {:.2f}, the most whose transfers a step hides, as measured now",
                         impl.progress.offload_ratio);
@@ -163,16 +176,22 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
                       .late_bytes = late,
                       .measured_late_bytes = beyond == role ? 0 : ledger->peak(beyond)};
   };
-  return {line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
-          line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
-               reduced.late_gradients),
-          line(MemoryRole::optimizer_states, Role::optimizer,
-               std::max(most_bytes_of_states, (optimizer ? optimizer->predicted_bytes() : 0) +
-                                                  (rewind ? rewind->predicted_bytes() : 0) +
-                                                  (offloaded ? offloaded->staging_bytes() : 0))),
-          line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
-          line(MemoryRole::communication, Role::communication, reduced.communication + exchanged,
-               reduced.late_communication, transport)};
+  const int64_t states = (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
+                         (offloaded ? offloaded->staging_bytes() : 0);
+  std::vector<MemoryLine> lines{
+      line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
+      line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
+           reduced.late_gradients),
+      line(MemoryRole::optimizer_states, Role::optimizer, std::max(most_bytes_of_states, states)),
+      line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
+      line(MemoryRole::communication, Role::communication, reduced.communication + exchanged,
+           reduced.late_communication, transport)};
+  if (optimizer && optimizer->states().are_on_host()) {
+    MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
+    moved.off_device_bytes = std::exchange(moved.predicted_bytes, 0) + optimizer->page_locked_bytes();
+    moved.measured_off_device_bytes = ledger->peak(Role::host_optimizer);
+  }
+  return lines;
 }
 
 }  // namespace deeptide

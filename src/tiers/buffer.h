@@ -112,12 +112,12 @@ class Buffer {
   int64_t block_numel_ = 0;
 };
 
-/// Calls `visit(block)` for the range, cut where a block of any of the buffers ends. All have one numel; undefined ones
-/// are skipped.
+/// Calls `visit(block)` for the range, cut where a block of any of the buffers ends, and at multiples of `most`. All
+/// have one numel; undefined ones are skipped.
 template <typename Visit>
-void for_each_block(std::span<const Buffer* const> buffers, Block range, Visit visit) {
+void for_each_block(std::span<const Buffer* const> buffers, Block range, Visit visit, int64_t most = INT64_MAX) {
   for (int64_t begin = range.begin; begin < range.begin + range.count;) {
-    int64_t end = range.begin + range.count;
+    int64_t end = std::min(range.begin + range.count, most == INT64_MAX ? most : (begin / most + 1) * most);
     for (const Buffer* buffer : buffers) {
       if (buffer->defined()) end = std::min(end, (begin / buffer->block_numel() + 1) * buffer->block_numel());
     }

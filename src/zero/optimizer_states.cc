@@ -122,6 +122,12 @@ Buffer OptimizerStates::parameters(int unit) const {
   return policy_.shard_optimizer ? units_[unit]->shard() : Buffer::resident(units_[unit]->whole());
 }
 
+int64_t OptimizerStates::largest_numel() const {
+  int64_t largest = 0;
+  for (const UnitState& state : units_states_) largest = std::max(largest, state.master.numel());
+  return largest;
+}
+
 int64_t OptimizerStates::begin(int unit) const { return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0; }
 
 std::vector<UnitStateBuffer> OptimizerStates::buffers(int unit) const {
@@ -226,7 +232,8 @@ void OptimizerStates::refresh_masters(int unit) {
     const Buffer* const both[] = {&buffer, &values};
     for_each_block(both, range, [&](Block block) {
       const auto lease = buffer.lease(block, Access::update), source = values.lease(block, Access::read);
-      const Tensor &master = lease.tensor(), &written = source.tensor();
+      const Tensor& master = lease.tensor();
+      const Tensor written = source.tensor().to(master.device());
       master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
     });
   }

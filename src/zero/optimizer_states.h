@@ -37,8 +37,9 @@ struct StateTypes {
   bool rounded_moments = false;  // states have their unit's type; needs rounded masters
   bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
   std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
+  bool on_host = false;  // masters and states of a device's parameters lie off it: units of fp32 have masters as well
 
-  bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
+  bool aliases(at::ScalarType unit) const { return !on_host && (unit == at::kFloat || rounded_masters); }
   bool packs(at::ScalarType unit) const { return unit == at::kBFloat16 && packed_masters; }
   at::ScalarType of_states(at::ScalarType unit) const {
     if (moments_seed) return at::kBFloat16;
@@ -99,10 +100,14 @@ class OptimizerStates {
 
   /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
   tiers::Buffer parameters(int unit) const;
+  /// The most elements that this rank steps of a unit.
+  int64_t largest_numel() const;
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
+  /// Whether masters and states are stepped on the host, the parameters being a device's.
+  bool are_on_host() const { return types_.on_host; }
   /// Whether the master is the parameters' own memory, as in fp32 and where masters are rounded.
   bool is_aliased(int unit) const { return units_states_[unit].aliased; }
   /// What a packed master keeps beside the parameters; null: the master is not packed.

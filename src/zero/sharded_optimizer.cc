@@ -53,6 +53,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
       device_(device),
       pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
+  if (types.on_host) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_numel());
   const bool whole = !policy_.shard_optimizer || group_.size() == 1;  // elsewhere the engine refuses such rules
   if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
     signs_ = std::make_unique<SignExchange>(units_, group_, std::move(ledger), device);
@@ -92,6 +93,9 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
     states_.refresh_masters(i);
     runs.push_back(states_.count_step(i, active, groups));
   }
+  std::optional<HostExchange::Step> copies;
+  if (exchange_) copies.emplace(*exchange_);
+  if (copies && !gathers_gradients()) announce_gradients(reducer, runs, *copies);
   UnitGathers gathers(group_, "gathering gradients of");
   int next = 0;  // to gather
   for (int i = 0; i < states_.num_units(); ++i) {
@@ -99,14 +103,16 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
       for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
         if (!runs[next].empty()) start_gathering(next, reducer, gathers);
       }
-      UnitPass pass{i, {}, gradient_scale, groups};
+      UnitPass pass{i, {}, gradient_scale, groups, nullptr, copies ? &*copies : nullptr};
       if (gathers_gradients()) {
         pass.gradient = gathers.wait_first();
+        if (copies) copies->announce(i, pass.gradient.rows.rows[0]);
       } else {
         pass.gradient = reducer.gradient(i);
         pass.reducer = &reducer;
       }
       first_pass(pass, runs[i], norms.get());
+      if (copies) copies->join();
       if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows.rows[0]));
     }
     if (!norms) publish(i, publication);
@@ -114,8 +120,17 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   if (!norms) return;
   if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
   for (int i = 0; i < states_.num_units(); ++i) {
-    apply_ratios({i, {}, gradient_scale, groups}, runs[i], *norms);
+    apply_ratios({i, {}, gradient_scale, groups, nullptr, copies ? &*copies : nullptr}, runs[i], *norms);
+    if (copies) copies->join();
     publish(i, publication);
+  }
+}
+
+/// Units in the order in which they are stepped. On a device, sums lie in memory and in one type.
+void ShardedOptimizer::announce_gradients(const gradients::Reducer& reducer, const std::vector<std::vector<Run>>& runs,
+                                          HostExchange::Step& copies) const {
+  for (int i = 0; i < states_.num_units(); ++i) {
+    if (!runs[i].empty()) copies.announce(i, reducer.gradient(i).rows.rows.at(0));
   }
 }
 
@@ -233,12 +248,13 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
   const size_t num_roles = rule().roles().size();
   // A pass that leaves the masters alone leaves the parameters alone.
   const bool narrows = states_.has_own_master(pass.unit) && access.master != Access::read;
-  const Buffer parameters = narrows || packed ? states_.parameters(pass.unit) : Buffer();
+  const bool returns = narrows && pass.copies;
+  const Buffer parameters = (narrows && !returns) || packed ? states_.parameters(pass.unit) : Buffer();
   std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
   for (size_t role = 0; role < num_roles; ++role) {
     if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
   }
-  for_each_block(std::span<const Buffer* const>(buffers), range, [&](Block block) {
+  const auto visit_block = [&](Block block) {
     const auto lease = master.lease(block, access.master);
     std::vector<tiers::Lease> leases(num_roles);
     Segment segment{.master = lease.tensor(),
@@ -254,15 +270,31 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
     }
     prefetch_after(pass, block);
     tiers::Lease narrowed, summed;
-    if (pass.gradient.defined()) segment.gradient = pass.gradient.part(block, summed);
+    if (pass.gradient.defined()) {
+      segment.gradient = pass.copies ? pass.copies->gradient(pass.unit, block) : pass.gradient.part(block, summed);
+    }
     if (parameters.defined()) narrowed = parameters.lease(block, packed ? access.master : Access::write);
     segment.param = narrowed.tensor();
     if (packed) {
       segment.low = std::exchange(segment.master, std::exchange(segment.param, Tensor()));
       segment.halfway = packed->halfway.get();
     }
+    if (returns) return step_and_return(pass, block, segment, visit);
     visit(block, segment);
-  });
+  };
+  const int64_t most = pass.copies ? kHostBlockNumel : INT64_MAX;
+  for_each_block(std::span<const Buffer* const>(buffers), range, visit_block, most);
+}
+
+/// The host steps the segment of a device's parameters, which follow from it.
+void ShardedOptimizer::step_and_return(const UnitPass& pass, Block block, Segment& segment, const Visit& visit) const {
+  const Tensor target = part_of(states_.parameters(pass.unit).in_place(), block);
+  const Tensor values = pass.copies->parameters(block.count, target.scalar_type());
+  const bool narrow = target.scalar_type() != at::kFloat;
+  if (narrow) segment.param = values;
+  visit(block, segment);
+  if (!narrow) values.copy_(segment.master);  // where the next step may not reach it before it is copied
+  pass.copies->send(values, target);
 }
 
 /// Announces what the step reads next: the blocks behind `block`, or the first ones of the next unit.

@@ -18,6 +18,7 @@
 #include "tiers/buffer.h"
 #include "zero/arrivals.h"
 #include "zero/custom_steps.h"
+#include "zero/host_exchange.h"
 #include "zero/optimizer_states.h"
 #include "zero/parameter_norms.h"
 #include "zero/policy.h"
@@ -53,6 +54,8 @@ class ShardedOptimizer {
   const optim::Rule& rule() const { return states_.rule(); }
   /// Memory of masters, states, and the errors of signs.
   int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0); }
+  /// Page-locked memory through which a device's gradients and parameters pass while the host steps; 0: it does not.
+  int64_t page_locked_bytes() const { return exchange_ ? exchange_->nbytes() : 0; }
   /// Null: every step needs the gradients' mean.
   SignExchange* signs() { return signs_.get(); }
   const SignExchange* signs() const { return signs_.get(); }
@@ -74,6 +77,7 @@ class ShardedOptimizer {
     double gradient_scale;
     const std::vector<Hyperparameters>& groups;
     const gradients::Reducer* reducer = nullptr;  // whose gradients this pass reads, unit after unit
+    HostExchange::Step* copies = nullptr;         // between device and host, if the host steps
 
     optim::StepTerms terms(const Run& run) const { return {run.steps, gradient_scale}; }
   };
@@ -87,7 +91,10 @@ class ShardedOptimizer {
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
+  void announce_gradients(const gradients::Reducer& reducer, const std::vector<std::vector<Run>>& runs,
+                          HostExchange::Step& copies) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
+  void step_and_return(const UnitPass& pass, tiers::Block block, optim::Segment& segment, const Visit& visit) const;
   void prefetch_after(const UnitPass& pass, tiers::Block block);
   void step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
@@ -112,6 +119,7 @@ class ShardedOptimizer {
   OptimizerStates states_;
   std::unique_ptr<CustomSteps> custom_;
   std::unique_ptr<SignExchange> signs_;
+  std::unique_ptr<HostExchange> exchange_;  // null: states are stepped where parameters are
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;

@@ -13,7 +13,7 @@ Key device() {
   return choice<OffloadDevice>(
       "device", OffloadDevice::none,
       {{"none", OffloadDevice::none}, {"cpu", OffloadDevice::cpu}, {"nvme", OffloadDevice::nvme}},
-      "Where to: \"cpu\" is where a CPU engine keeps them anyway; \"nvme\": files.");
+      "Where to: \"cpu\", the host's memory, is where a CPU engine keeps them anyway; \"nvme\": files.");
 }
 
 Key nvme_path() {
@@ -23,7 +23,8 @@ Key nvme_path() {
 }
 
 Key pin_memory() {
-  return flag("pin_memory", true, "Page-locked buffers.").either("there is no accelerator to copy to");
+  return flag("pin_memory", true, "Page-locked buffers.")
+      .either("what crosses between an accelerator and its host passes through page-locked blocks");
 }
 
 }  // namespace
@@ -61,7 +62,7 @@ Key offload_optimizer_section() {
                      .into(&OffloadOptimizerConfig::buffer_count),
                  number("ratio", 1.0,
                         "Share of the states kept off the device, exact to one block of 4 MiB; \"auto\": as much in "
-                        "files as a step hides, measured at the start.")
+                        "files as a step hides, measured at the start. On an accelerator: 1.")
                      .between(0, 1)
                      .auto_means("as much in files as a step hides, measured at the start (device \"nvme\")")
                      .into(&OffloadOptimizerConfig::ratio),

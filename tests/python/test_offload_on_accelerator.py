@@ -1,0 +1,372 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""offload_optimizer on an accelerator: the host steps what the device trains, with a CPU engine's bits."""
+
+import re
+
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from accelerated import DEVICE, ON_GPU, begin, simulated_only
+from test_on_accelerator import check_order, far, on_host, run, unequal
+
+import deeptide
+from deeptide import utils
+
+STEPS, WIDTH = 2, 1100  # a unit's shard is several blocks, the last one not whole, at a world of 1
+TO_HOST = {"offload_optimizer": {"device": "cpu"}}
+OPTIMIZERS = {
+    "AdamW": {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.1},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Lamb": {"lr": 1e-2},
+}
+
+
+class Model(torch.nn.Module):
+    """One unit of 1.2 M elements, and small ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Linear(WIDTH, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 24) for _ in range(2))
+
+    def forward(self, x):
+        x = torch.tanh(self.wide(x))
+        return sum(layer(x) for layer in self.layers).float().square().mean()
+
+
+def make_engine(device, stage, bf16=False, gas=1, zero=None, kind=Model, **extra):
+    model = models.to_device(models.make_model(kind=kind), device)
+    cfg = models.config(stage, gas=gas, bf16=bf16, zero=zero or {}, **extra)
+    return deeptide.initialize(model=model, config=cfg)[0]
+
+
+def batch(device, engine, seed):
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    dtype = next(engine.module.parameters()).dtype
+    return torch.randn(2, WIDTH, generator=generator).to(dtype).to(device)
+
+
+def train(engine, device, gas=1, steps=STEPS, first=0):
+    """Losses and norms, on the CPU."""
+    results = []
+    for step in range(first, first + steps):
+        for micro in range(gas):
+            loss = engine(batch(device, engine, step * gas + micro))
+            engine.backward(loss)
+            outcome = engine.step()
+            results.append(loss.detach().cpu())
+        assert outcome.applied
+        results.append(torch.tensor(outcome.grad_norm))
+    return results
+
+
+def results_of(device, stage, gas=1, **settings):
+    engine = make_engine(device, stage, gas=gas, **settings)
+    results = train(engine, device, gas)
+    results += on_host(models.everything(engine)).values()
+    engine.destroy()
+    return results
+
+
+def place(folder):
+    """In the host's memory, or in files."""
+    return {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if folder else TO_HOST
+
+
+def compare_with_cpu(stages, gas, bf16, type, clipping, folder=None):
+    """Page-locked memory is guarded: the host's access to a block that is still copied would end the process."""
+    controls = begin()
+    settings = {
+        "gas": gas,
+        "bf16": bf16,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": type, "params": OPTIMIZERS[type]},
+    }
+    for stage in stages:
+        expected = results_of("cpu", stage, **settings)
+        for schedule in ("late_default", "late_others", "random"):
+            controls.configure(schedule, max_delay_us=300, guard_pinned=True)
+            got = results_of(DEVICE, stage, zero=place(folder), **settings)
+            check_order(controls)
+            if ON_GPU:
+                assert far(expected, got, 2e-2 if bf16 else 1e-4) == [], (stage, schedule)
+            else:
+                assert unequal(expected, got) == [], (stage, schedule)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world", "gas", "bf16", "type", "clipping"),
+    [
+        (1, 1, False, "AdamW", 1.0),
+        (1, 2, True, "SGD", 0.01),
+        (2, 2, False, "Lamb", 0.01),
+        (2, 1, True, "AdamW", 0.01),
+        (2, 2, True, "Lamb", 1.0),
+        (2, 1, False, "SGD", 0.0),
+    ],
+)
+def test_the_host_steps_as_a_cpu_engine_does_bit_for_bit(world, gas, bf16, type, clipping):
+    run(world, compare_with_cpu, [0, 1, 2, 3], gas, bf16, type, clipping)
+
+
+@pytest.mark.parametrize(
+    ("world", "gas", "bf16", "type", "clipping"), [(1, 2, True, "AdamW", 0.01), (2, 1, False, "Lamb", 1.0)]
+)
+def test_the_host_steps_states_in_files_bit_for_bit(world, gas, bf16, type, clipping, tmp_path):
+    run(world, compare_with_cpu, [0, 1, 2, 3], gas, bf16, type, clipping, str(tmp_path))
+
+
+def cross_placements(stage, bf16, folder):
+    """A run goes on bit for bit where its states lie elsewhere, and on a CPU."""
+    controls = begin()
+    controls.configure("random")
+    before = None
+    nvme = place(folder + "/blocks")
+    order = [
+        ("cpu", {}),
+        (DEVICE, TO_HOST),
+        (DEVICE, {}),
+        (DEVICE, nvme),
+        (DEVICE, TO_HOST),
+        ("cpu", {}),
+        (DEVICE, nvme),
+    ]
+    for device, zero in order:
+        engine = make_engine(device, stage, bf16=bf16, zero=zero)
+        if before:
+            engine.load_checkpoint(folder)
+            models.assert_same(before, on_host(models.everything(engine)))
+        train(engine, device, steps=1, first=5)
+        engine.save_checkpoint(folder)
+        before = on_host(models.everything(engine))
+        engine.destroy()
+    check_order(controls)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (3, False)])
+def test_checkpoints_cross_placements(stage, bf16, tmp_path):
+    run(2, cross_placements, stage, bf16, str(tmp_path))
+
+
+def act_between_steps(stage, bf16):
+    """What programs do with states and parameters has the same effect as with a CPU engine."""
+    controls = begin()
+    controls.configure("late", guard_pinned=True)
+    results = []
+    for device, zero in (("cpu", {}), (DEVICE, TO_HOST)):
+        engine = make_engine(device, stage, bf16=bf16, zero=zero, deeptide={"drift_interval": 1})
+        train(engine, device, steps=1)
+        weight = engine.module.wide.weight
+        engine._core.set_full_state("wide.weight", "master", torch.full(weight.shape, 0.01))
+        train(engine, device, steps=1, first=1)
+        first = engine.module.layers[0].weight
+        utils.safe_set_full_optimizer_state(first, torch.full(first.shape, 0.02), "exp_avg")
+        with torch.no_grad():
+            engine.module.layers[1].bias.add_(1)  # its master follows
+        train(engine, device, steps=1, first=2)
+        engine.offload_states(device="cpu")
+        engine.reload_states()
+        train(engine, device, steps=1, first=3)
+        if dist.get_world_size() == 1:  # the simulated accelerator has no barrier between ranks
+            engine.rebuild()
+            train(engine, device, steps=1, first=4)
+        results.append(on_host(models.everything(engine)))
+        engine.destroy()
+    check_order(controls)
+    if ON_GPU:
+        assert far(results[0].values(), results[1].values(), 2e-2 if bf16 else 1e-4) == []
+    else:
+        models.assert_same(*results)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "bf16"), [(2, 0, True), (2, 1, True), (1, 2, False), (2, 2, False), (2, 3, False), (1, 3, True)]
+)
+def test_programs_reach_states_on_the_host(world, stage, bf16):
+    run(world, act_between_steps, stage, bf16)
+
+
+def skip_and_rewind():
+    """A skipped step moves nothing; a rewind returns to a copy on the host."""
+    controls = begin()
+    controls.configure("random", guard_pinned=True)
+    own = {"on_skipped": "rewind", "skipped_limit": 1, "rewind_interval": 1}
+    engine = make_engine(DEVICE, 2, bf16=True, zero=TO_HOST, deeptide=own)
+    train(engine, DEVICE, steps=1)
+    kept = on_host(models.everything(engine))
+    line = {line.role: line for line in engine.memory()}["optimizer states"]
+    assert line.measured_bytes == line.predicted_bytes == 0
+    train(engine, DEVICE, steps=1, first=1)
+    before = on_host(models.everything(engine))
+    engine.backward(engine(batch(DEVICE, engine, 2) * float("nan")))
+    outcome = engine.step()
+    assert not outcome.applied and outcome.rewound_to == 1, outcome
+    after = on_host(models.everything(engine))
+    models.assert_same(kept, after)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    line = {line.role: line for line in engine.memory()}["optimizer states"]
+    assert line.measured_bytes == 0
+    assert line.measured_off_device_bytes == line.off_device_bytes
+    engine.destroy()
+    check_order(controls)
+    dist.destroy_process_group()
+
+
+def test_a_rewind_returns_to_states_on_the_host():
+    run(2, skip_and_rewind)
+
+
+def compare_memory(stage, bf16, folder):
+    """The device has less by the bytes of the states, as planned; the host's memory is forecast as well."""
+    controls = begin()
+    controls.configure("random")
+    peaks, kept, states = {}, {}, 0
+    for name, zero in (("device", {}), ("host", TO_HOST), ("files", place(folder))):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        held = torch.accelerator.memory_allocated()
+        engine = make_engine(DEVICE, stage, bf16=bf16, zero=zero)
+        train(engine, DEVICE)
+        torch.accelerator.synchronize()
+        peaks[name] = torch.accelerator.max_memory_allocated() - held
+        kept[name] = torch.accelerator.memory_allocated() - held
+        planned = deeptide.plan(
+            models.to_device(models.make_model(kind=Model), DEVICE),
+            models.config(stage, bf16=bf16, zero=zero),
+            world_size=dist.get_world_size(),
+        )
+        for line in engine.memory():
+            assert line.measured_bytes == pytest.approx(line.predicted_bytes, rel=0.02), line
+            assert line.measured_off_device_bytes == line.off_device_bytes, line
+            assert planned.lines[line.role].memory_bytes == line.predicted_bytes, line
+            assert planned.lines[line.role].off_device_bytes == line.off_device_bytes, line
+            if line.role == "optimizer states":
+                states += line.predicted_bytes if name == "device" else 0
+                assert (line.off_device_bytes > 0) == (name != "device")
+        assert (f"{'in the host, beside':<20}" in str(planned)) == (name != "device")
+        engine.destroy()
+        del engine
+    assert states > 0
+    for name in ("host", "files"):
+        assert kept["device"] - kept[name] == pytest.approx(states, rel=0.02), (name, kept, states)
+        # A step there has temporary tensors, too.
+        assert peaks["device"] - peaks[name] >= 0.98 * states, (name, peaks, states)
+    check_order(controls)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 2, True), (2, 1, False), (2, 3, True)])
+def test_the_device_holds_no_states(world, stage, bf16, tmp_path):
+    run(world, compare_memory, stage, bf16, str(tmp_path))
+
+
+def count_copies():
+    """Each way once a step: gradients in fp32 out, parameters in; a cap of the device's memory counts no state."""
+    controls = begin()
+    rate = 1e9
+    numel = sum(p.numel() for p in Model().parameters())
+    for bf16, item in ((False, 4), (True, 2)):
+        engine = make_engine(DEVICE, 2, bf16=bf16, zero=TO_HOST, deeptide={"device_memory_cap": 6 * 4 * numel})
+        for to_host, to_device, expected in ((rate, 0, 4 * numel), (0, rate, item * numel)):
+            controls.configure("late", to_host=to_host, to_device=to_device)
+            engine.backward(engine(batch(DEVICE, engine, 0)))
+            torch.accelerator.synchronize()
+            start = controls.host_time_s()
+            assert engine.step()
+            torch.accelerator.synchronize()
+            assert (controls.host_time_s() - start) * rate == pytest.approx(expected, rel=0.01)
+        # Both ways at once: the longer one, and a block to begin with.
+        controls.configure("late", to_host=rate, to_device=rate * item / 4)
+        engine.backward(engine(batch(DEVICE, engine, 0)))
+        torch.accelerator.synchronize()
+        start = controls.host_time_s()
+        assert engine.step()
+        torch.accelerator.synchronize()
+        block = 4 * 2**20
+        assert (controls.host_time_s() - start) * rate <= 1.01 * (4 * numel + block)
+        engine.destroy()
+    check_order(controls)
+    dist.destroy_process_group()
+
+
+@simulated_only
+def test_both_directions_copy_at_once():
+    run(1, count_copies)
+
+
+def seconds_of_step(controls, zero, compute, copies):
+    """Simulated, of forward, backward and step, after others."""
+    controls.configure("late", compute=compute, to_host=copies, to_device=copies)
+    engine = make_engine(DEVICE, 2, bf16=True, zero=zero)
+    inputs = batch(DEVICE, engine, 0)
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        start = controls.host_time_s()
+        engine.backward(engine(inputs))
+        assert engine.step()
+        torch.accelerator.synchronize()
+        seconds = controls.host_time_s() - start
+    engine.destroy()
+    return seconds
+
+
+def compare_with_steps_on_the_device():
+    """Where computation is long enough; what the host's own work adds is in tests/simulated/host_exchange_test.cc."""
+    controls = begin()
+    compute = 1e8
+    without, offloaded = (seconds_of_step(controls, zero, compute, compute) for zero in ({}, TO_HOST))
+    print(f"without {without}, offloaded {offloaded}: {offloaded / without:.3f}")
+    check_order(controls)
+    assert offloaded <= 1.05 * without
+    dist.destroy_process_group()
+
+
+@simulated_only
+def test_offloading_costs_no_more_than_a_twentieth_where_computation_is_long():
+    run(1, compare_with_steps_on_the_device)
+
+
+def refuse(config, error):
+    begin()
+    with pytest.raises(deeptide.ConfigError, match=re.escape(error)):
+        deeptide.initialize(model=models.to_device(models.make_model(kind=Model), DEVICE), config=config)
+    dist.destroy_process_group()
+
+
+REFUSED = [
+    ({"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "a ratio below 1 yet; leave ratio out"),
+    ({"deeptide": {"packed_states": True}, "bf16": True}, "does not go with deeptide.packed_states yet"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, "the optimizer Muon, which makes products"),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2}}, "stage": 0}, "whose ranks exchange signs"),
+    (
+        {"zero": {"offload_param": {"device": "cpu"}}, "stage": 3},
+        "zero_optimization.offload_param is not supported yet",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "error"), REFUSED)
+def test_what_the_host_cannot_step_is_named(settings, error):
+    settings = dict(settings)
+    zero = {**TO_HOST, **settings.pop("zero", {})}
+    run(1, refuse, models.config(settings.pop("stage", 2), zero=zero, **settings), error)
+
+
+def refuse_an_own_optimizer():
+    begin()
+    model = models.to_device(models.make_model(kind=Model), DEVICE)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+    config = models.config(2, zero=TO_HOST)
+    del config["optimizer"]
+    with pytest.raises(deeptide.ConfigError, match=r"does not go with the optimizer .*NAdam, your own"):
+        deeptide.initialize(model=model, config=config, optimizer=optimizer)
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_of_the_programs_own_is_refused():
+    run(1, refuse_an_own_optimizer)
