@@ -55,7 +55,8 @@ int run(const std::string& folder, double gib, int slots, const std::string& pat
     tiers::Offload files({{folder}, 1.0, slots}, ledger, device::Role::optimizer, "the benchmark");
     std::array<tiers::Buffer, kKinds> buffers;
     for (auto& buffer : buffers) buffer = files.place(numel, at::kFloat);
-    // A hole is not read from the drive, and a drive may compress zeros: files and memory get random bits, as fio's have.
+    // A hole is not read from the drive, and a drive may compress zeros: files and memory get random bits, as fio's
+    // have.
     pass(buffers, Access::write, at::rand({buffers[0].block_numel()}));
     const auto began = steady_clock::now();
     pass(buffers, access);
