@@ -114,15 +114,16 @@ def test_padding_is_small():
         assert 0 <= excess <= 16 * (2 * BLOCKS + 2) + 16 * world * (BLOCKS + 2)
 
 
-def resident():
-    """Bytes of this process in memory.
+def resident(*lines):
+    """Bytes of this process in memory, by lines of its status.
 
-    What malloc and the tensors' allocator keep for the next operators belongs to no tensor and is released first.
+    By default without pages of files: the kernel drops those of libraries, and brings them back, as it likes. What
+    malloc and the tensors' allocator keep for the next operators belongs to no tensor and is released first.
     """
     ctypes.CDLL(None).malloc_trim(0)
     deeptide._C.release_idle_cpu_memory()
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Rss:"))
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(lines or ("RssAnon:", "RssShmem:")))
 
 
 def step_and_weigh(stage, bf16):
@@ -160,7 +161,7 @@ def test_resident_memory_is_what_the_engine_counts(stage, bf16):
 
 def peak_growth(call):
     """Bytes by which this process's memory grows at most while `call` runs."""
-    before = resident()
+    before = resident("VmRSS:")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins anew
     result = call()
