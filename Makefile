@@ -69,7 +69,7 @@ demo-large: build  ## Train a GPT of 1 B parameters with all of its state in fil
 	@PYTHONPATH=$(abspath $(BUILD))/python LAUNCHER=$(abspath $(BUILD))/bin/deeptide PYTHON=$(abspath $(PYTHON)) \
 	  SIZE=$(SIZE) STEPS=$(STEPS) FILES="$(FILES)" RANKS=$(RANKS) sh examples/demo_large.sh
 
-test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: all cases; test-hosts: the rest)
+test: test-cpp test-python  ## Build what is needed and run the tests that one machine can (THOROUGH=1: as CI, 2: all cases; test-hosts: the rest)
 
 test-cpp: build-all
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -LE python -j $(PROGRAMS)
@@ -169,11 +169,11 @@ bundle: setup-test  ## Write dist/deeptide.tar.xz: builds and tests itself where
 	@tools/bundle.sh dist/deeptide.tar.xz
 
 asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
-	@$(CTEST) --preset asan -j $(JOBS)
-	@$(CTEST) --preset asan-ranks -j $(JOBS)
+	@$(CTEST) --preset asan -j $(WORKERS)
+	@$(CTEST) --preset asan-ranks -j $(WORKERS)
 
 tsan: sanitize-tsan  ## Run ranks as threads under the thread sanitizer
-	@$(CTEST) --preset tsan -j $(JOBS)
+	@$(CTEST) --preset tsan -j $(WORKERS)
 
 .PHONY: sanitize-asan sanitize-tsan
 sanitize-asan: setup-clang

@@ -28,11 +28,13 @@ token bucket). A round's step is the median over its steps of the slowest rank's
 round, and the median of the ratios to DDP within a round. Processor: the processor time
 of a step, on all threads of one rank, the busiest.
 
-Ideal: max(c, b / r) + 2 u / r, where c is plain torch's step (forward, backward, update; no communication), r is the
-link's rate, b what a host must send in a step, (H - 1) / H of the gradients and as much of the parameters, and
-u = (H - 1) / H of the first unit, which is reduced after backward and gathered before forward: nothing hides it.
-At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the parameters more, since a quarter may
-stay gathered (stage3_max_live_parameters is not given)."""
+Ideal at stages 1 and 2: max(c, b / r) + 2 u / r, where c is plain torch's step (forward, backward, update; no
+communication), r is the link's rate, b what a host must send in a step, (H - 1) / H of the gradients and as much of the
+parameters, and u = (H - 1) / H of the first unit, which is reduced after backward and gathered before forward: nothing
+hides it. At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the parameters more, since a
+quarter may stay gathered (stage3_max_live_parameters is not given). At stage 0 and in DDP every rank steps all, so
+gradients go out and their sums, in fp32, come back, between forward and the update: f + max(c - f, b / r) + u / r for
+each of the two, where f = c / 3 is forward."""
 
 
 def bits_per_second(rate):
@@ -93,14 +95,23 @@ def run_rounds(options):
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def ideal_seconds(options, rate, compute, stage=2):
+def ideal_seconds(options, rate, compute, stage):
     size, spread = SIZES[options.model], (options.hosts - 1) / options.hosts
-    seconds_per_element = (4 if options.precision == "fp32" else 2) * 8 / bits_per_second(rate) * spread
+    item = 4 if options.precision == "fp32" else 2
     per_layer = 12 * size.width**2 + 13 * size.width
     first_unit = (size.vocabulary + size.context) * size.width
     elements = size.layers * per_layer + first_unit + 2 * size.width + size.vocabulary * size.width
-    times = 2.75 if stage == 3 else 2
-    return max(compute, times * elements * seconds_per_element) + 2 * first_unit * seconds_per_element
+    bytes_each = {0: item + 4, 2: 2 * item, 3: 2.75 * item}[stage]
+    forward = compute / 3 if stage == 0 else 0
+    per_second = bits_per_second(rate) / 8 / spread
+    nothing_hides = first_unit * (item + 4 if stage == 0 else 2 * item) / per_second
+    return forward + max(compute - forward, elements * bytes_each / per_second) + nothing_hides
+
+
+def stage_of(name):
+    if name == "fsdp2" or name.endswith("-3"):
+        return 3
+    return 0 if name in ("ddp", "deeptide-0") else 2
 
 
 def rows_of(options, rate, jobs):
@@ -109,18 +120,18 @@ def rows_of(options, rate, jobs):
         if "ranks" in job and job["rate"] == rate:
             done.setdefault(job["contender"], {})[job["round"]] = job
     seconds = {name: {number: round_seconds(job) for number, job in of.items()} for name, of in done.items()}
-    ideals = {}  # by whether parameters are sharded
+    ideals = {}  # by stage
     if "torch" in seconds:
         compute = min(seconds["torch"].values())
-        ideals = {False: ideal_seconds(options, rate, compute), True: ideal_seconds(options, rate, compute, stage=3)}
-        yield ["ideal, stages 0 to 2", f"{ideals[False] * 1e3:.0f}", "", "", "", ""]
-        yield ["ideal, stage 3", f"{ideals[True] * 1e3:.0f}", "", "", "", ""]
+        for stage, title in ((0, "stage 0"), (2, "stages 1 and 2"), (3, "stage 3")):
+            ideals[stage] = ideal_seconds(options, rate, compute, stage)
+            yield [f"ideal, {title}", f"{ideals[stage] * 1e3:.0f}", "", "", "", ""]
     for name in options.only:
         if name not in seconds:
             yield [name, "none ended", "", "", "", ""]
             continue
         own, ddp = seconds[name], seconds.get("ddp", {})
-        ideal = ideals.get(name == "fsdp2" or "-3" in name)
+        ideal = ideals.get(stage_of(name))
         ratios = [own[number] / ddp[number] for number in own if number in ddp]
         processor = median(max(rank["processor_seconds"] for rank in job["ranks"]) for job in done[name].values())
         yield [

@@ -50,18 +50,22 @@ def _check_expected_errors():
 _check_expected_errors()
 
 
-def _combinations(item):
-    """What a test of a grid shows: each two of its parameters with their values; if it is costly, each one alone."""
+def _combinations(item, thorough):
+    """What a test of a grid shows: each two of its parameters with their values, or each one alone.
+
+    All tests of a grid of which nothing is to be left out show nothing.
+    """
     params = getattr(getattr(item, "callspec", None), "params", {})
     values = sorted((name, repr(value)) for name, value in params.items())  # the same object in all its cases
-    if item.get_closest_marker("costly"):
+    costly = item.get_closest_marker("costly")
+    if costly and not thorough:
         return set(itertools.combinations(values, 1))
-    return set(itertools.combinations(values, 2)) if len(values) > 2 else set()
+    return set(itertools.combinations(values, 2)) if len(values) > 2 and (costly or not thorough) else set()
 
 
-def _cover(grid):
+def _cover(grid, thorough):
     """Few tests of a grid that show all its combinations: again and again the one that shows most of those left."""
-    left = {item: _combinations(item) for item in grid}
+    left = {item: _combinations(item, thorough) for item in grid}
     if not all(left.values()):
         return grid
     kept = []
@@ -73,14 +77,18 @@ def _cover(grid):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests and most cases of large grids; THOROUGH=1, or a test named by itself: all run."""
-    if os.environ.get("THOROUGH") == "1" or any("::" in argument for argument in config.args):
+    """Leaves out slow tests and most cases of large grids.
+
+    THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
+    """
+    level = os.environ.get("THOROUGH", "0")
+    if level == "2" or any("::" in argument for argument in config.args):
         return
     grids = {}
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if level == "1" or not item.get_closest_marker("slow"):
             grids.setdefault(item.nodeid.split("[")[0], []).append(item)
-    kept = {item for grid in grids.values() for item in _cover(grid)}
+    kept = {item for grid in grids.values() for item in _cover(grid, level == "1")}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -277,7 +285,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "apart: ranks share no memory, as if each were on a host of its own")
     config.addinivalue_line("markers", "both_ways: once with memory that the ranks share, once `apart`")
     config.addinivalue_line("markers", "slow: left out unless THOROUGH=1")
-    config.addinivalue_line("markers", "costly: unless THOROUGH=1 only as many cases as show each value of its grid")
+    config.addinivalue_line("markers", "costly: cases that show each value of a grid; THOROUGH=1: each two together")
 
 
 def pytest_generate_tests(metafunc):
