@@ -102,19 +102,24 @@ class C10dTransport : public Transport {
   const char* name() const override { return "c10d"; }
   bool advances_alone() const override { return true; }
 
-  OperationPtr all_gather(Tensor output, Tensor input) override {
+  OperationPtr all_gather(Tensor output, Tensor input, OwnRow own) override {
     if (!input.is_cpu()) return follow(backend_->_allgather_base(output, input), {output, input});
     const device::Unseen unseen;
-    return pairs_.start(std::vector<Tensor>(num_ranks(), input), rows_of(output, num_ranks()));
+    std::vector<Tensor> from = rows_of(output, num_ranks());
+    if (own == OwnRow::left) from[backend_->getRank()] = input;
+    return pairs_.start(std::vector<Tensor>(num_ranks(), input), from);
   }
 
-  OperationPtr all_to_all(Tensor output, Tensor input) override {
+  OperationPtr all_to_all(Tensor output, Tensor input, OwnRow own) override {
     if (!input.is_cpu()) {
       std::vector<int64_t> equal_splits;
       return follow(backend_->alltoall_base(output, input, equal_splits, equal_splits), {output, input});
     }
     const device::Unseen unseen;
-    return pairs_.start(rows_of(input, num_ranks()), rows_of(output, num_ranks()));
+    const std::vector<Tensor> to = rows_of(input, num_ranks());
+    std::vector<Tensor> from = rows_of(output, num_ranks());
+    if (own == OwnRow::left) from[backend_->getRank()] = to[backend_->getRank()];
+    return pairs_.start(to, from);
   }
 
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {

@@ -190,18 +190,18 @@ Pending Group::logged(OperationPtr under_way, const char* operation, int64_t byt
   return pending;
 }
 
-Pending Group::all_gather(Tensor output, Tensor input) {
+Pending Group::all_gather(Tensor output, Tensor input, OwnRow own) {
   check(input, size(), output);
   const auto bytes = static_cast<int64_t>(output.nbytes());
-  return track(transport_->all_gather(std::move(output), std::move(input)), "all-gather", bytes);
+  return track(transport_->all_gather(std::move(output), std::move(input), own), "all-gather", bytes);
 }
 
-Pending Group::all_to_all(Tensor output, Tensor input) {
+Pending Group::all_to_all(Tensor output, Tensor input, OwnRow own) {
   check(input, 1, output);
   DEEPTIDE_INVARIANT(input.numel() % size() == 0, "all_to_all of ", input.numel(), " elements among ", size(),
                      " ranks");
   const auto bytes = static_cast<int64_t>(input.nbytes());
-  return track(transport_->all_to_all(std::move(output), std::move(input)), "all-to-all", bytes);
+  return track(transport_->all_to_all(std::move(output), std::move(input), own), "all-to-all", bytes);
 }
 
 Pending Group::reduce_scatter(Tensor output, Tensor input) {

@@ -84,9 +84,9 @@ class Group {
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 
   /// Shapes: input (N,), output (W * N,), contiguous, equal type and device. N may be 0, for all methods.
-  Pending all_gather(at::Tensor output, at::Tensor input);
+  Pending all_gather(at::Tensor output, at::Tensor input, OwnRow own = OwnRow::copied);
   /// Sends row r of the input to rank r; output row r is rank r's. Shapes: (W * N,) both.
-  Pending all_to_all(at::Tensor output, at::Tensor input);
+  Pending all_to_all(at::Tensor output, at::Tensor input, OwnRow own = OwnRow::copied);
   /// Sums in an order that the transport chooses. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);

@@ -27,7 +27,7 @@ class HostTransport : public Transport {
   const char* name() const override { return "shared memory"; }
   bool crosses_hosts() const override { return false; }
 
-  OperationPtr all_gather(Tensor output, Tensor input) override {
+  OperationPtr all_gather(Tensor output, Tensor input, OwnRow /*own*/) override {
     const int64_t row = static_cast<int64_t>(input.nbytes());
     auto take = [to = host::Destination(output), row](const host::Pieces& pieces) {
       for (size_t peer = 0; peer < pieces.data.size(); ++peer) {
@@ -37,7 +37,7 @@ class HostTransport : public Transport {
     return channel_.start({{output, input}, host::readable(input), row, take});
   }
 
-  OperationPtr all_to_all(Tensor output, Tensor input) override {
+  OperationPtr all_to_all(Tensor output, Tensor input, OwnRow /*own*/) override {
     const int64_t row = static_cast<int64_t>(input.nbytes()) / channel_.size();
     auto take = [to = host::Destination(output), row](const host::Pieces& mine, int64_t at) {
       for (size_t peer = 0; peer < mine.data.size(); ++peer) {

@@ -14,8 +14,8 @@ class LoopbackTransport : public Transport {
  public:
   const char* name() const override { return "none"; }
 
-  OperationPtr all_gather(Tensor output, Tensor input) override { return copy(output, input); }
-  OperationPtr all_to_all(Tensor output, Tensor input) override { return copy(output, input); }
+  OperationPtr all_gather(Tensor output, Tensor input, OwnRow /*own*/) override { return copy(output, input); }
+  OperationPtr all_to_all(Tensor output, Tensor input, OwnRow /*own*/) override { return copy(output, input); }
   OperationPtr reduce_scatter(Tensor output, Tensor input) override { return copy(output, input); }
   OperationPtr broadcast(Tensor, int) override { return nullptr; }
   OperationPtr send(Tensor, int) override { return refuse(); }

@@ -26,8 +26,9 @@ void add_rows_in_order(at::TensorList rows, at::Tensor output) {
 
 OperationPtr reduce_scatter_in_order(Transport& transport, int64_t num_ranks, at::Tensor output, at::Tensor input) {
   at::Tensor rows = at::empty_like(input);
-  return host::then(transport.all_to_all(rows, input), [by_rank = rows.view({num_ranks, output.numel()}).unbind(0),
-                                                        output] { add_rows_in_order(by_rank, output); });
+  return host::then(
+      transport.all_to_all(rows, input, OwnRow::copied),
+      [by_rank = rows.view({num_ranks, output.numel()}).unbind(0), output] { add_rows_in_order(by_rank, output); });
 }
 
 }  // namespace deeptide::comm

@@ -22,6 +22,10 @@ using host::Operation;
 using host::OperationPtr;
 using host::TransportError;
 
+/// Whether an exchange copies what a rank keeps from its input to its output, too. `left`: those elements of the output
+/// hold anything afterwards, and the caller uses the input's.
+enum class OwnRow : uint8_t { copied, left };
+
 /// Shapes and meaning: as in Group. All ranks make calls in the same order; operations of one transport end in the
 /// order in which they were started.
 class Transport {
@@ -33,8 +37,9 @@ class Transport {
   virtual bool advances_alone() const { return false; }
   /// Whether bytes travel over a network, where they may be under way for long after their sender has ended.
   virtual bool crosses_hosts() const { return true; }
-  virtual OperationPtr all_gather(at::Tensor output, at::Tensor input) = 0;
-  virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
+  /// `own`: an offer, which a transport may ignore; likewise below.
+  virtual OperationPtr all_gather(at::Tensor output, at::Tensor input, OwnRow own) = 0;
+  virtual OperationPtr all_to_all(at::Tensor output, at::Tensor input, OwnRow own) = 0;
   virtual OperationPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
   virtual OperationPtr broadcast(at::Tensor tensor, int root) = 0;
   /// Sends one contiguous tensor to index `to`, which receives as many bytes. Transfers between two ranks in one

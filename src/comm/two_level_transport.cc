@@ -59,7 +59,7 @@ class TwoLevelTransport : public Transport {
 
   const char* name() const override { return "two levels"; }
 
-  OperationPtr all_gather(Tensor output, Tensor input) override {
+  OperationPtr all_gather(Tensor output, Tensor input, OwnRow /*own*/) override {
     const int64_t hosts = num_hosts(), row = static_cast<int64_t>(input.nbytes());
     Tensor column = at::empty({hosts * input.numel()}, input.options());  // this index's rows, host by host
     auto place = [this, output, row, to = host::Destination(output)](const host::Pieces& pieces) {
@@ -67,10 +67,11 @@ class TwoLevelTransport : public Transport {
         to.write(host_->hosts()[host][peer] * row + offset, data, bytes);
       });
     };
-    return then_local(rail_->all_gather(column, input), {{output, column}, host::readable(column), hosts * row, place});
+    return then_local(rail_->all_gather(column, input, OwnRow::copied),
+                      {{output, column}, host::readable(column), hosts * row, place});
   }
 
-  OperationPtr all_to_all(Tensor output, Tensor input) override {
+  OperationPtr all_to_all(Tensor output, Tensor input, OwnRow /*own*/) override {
     const int64_t local = channel_.size(), row = static_cast<int64_t>(input.nbytes()) / num_ranks();
     const Tensor sent = by_host(input);
     Tensor received = at::empty_like(sent);  // (hosts, local, row): rows from this index of each host for this host
@@ -80,7 +81,7 @@ class TwoLevelTransport : public Transport {
         to.write(host_->hosts()[at / local][peer] * row + offset, data, bytes);
       });
     };
-    return then_local(rail_->all_to_all(received, sent),
+    return then_local(rail_->all_to_all(received, sent, OwnRow::copied),
                       {{output, received}, host::readable(received), static_cast<int64_t>(received.nbytes()), place});
   }
 

@@ -156,7 +156,9 @@ void Flights::send(Flight& flight) {
     flight.offer = offer.number;
   } else if (group_.size() > 1 && options_.ordered) {
     flight.received = receive_pool_.take(received_numel(flight.unit), options_.reduce_dtype);
-    flight.pending = group_.all_to_all(flight.received, flight.sent);
+    flight.own_row_stays = !options_.keep_rows;  // kept rows leave the bucket to others
+    flight.pending = group_.all_to_all(flight.received, flight.sent,
+                                       flight.own_row_stays ? comm::OwnRow::left : comm::OwnRow::copied);
   } else if (group_.size() > 1) {
     flight.received = receive_pool_.take(received_numel(flight.unit), options_.reduce_dtype);
     flight.pending = group_.reduce_scatter(flight.received, flight.sent);
@@ -270,7 +272,9 @@ void Flights::retire_front(const std::function<void()>& meanwhile) {
 
 /// Consumes an arrived reduction. A second reduction of a unit in one step adds to the first, so the sum is needed now.
 void Flights::sum(Flight& flight) {
-  if (flight.received.defined()) buckets_.put(std::exchange(flight.sent, Tensor()));  // it may be refilled meanwhile
+  if (flight.received.defined() && !flight.own_row_stays) {
+    buckets_.put(std::exchange(flight.sent, Tensor()));  // it may be refilled meanwhile
+  }
   if (options_.keep_rows && !accumulated_[flight.unit]) return keep(flight);
   accumulate_kept();
   add(flight);
@@ -340,7 +344,10 @@ Contributions Flights::contributions(const Flight& flight) const {
   if (exchange_) return {exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype), options_.scale};
   const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
   std::vector<Tensor> rows;
-  for (int64_t begin = 0; begin < flat.numel(); begin += shard) rows.push_back(flat.narrow(0, begin, shard));
+  for (int64_t begin = 0; begin < flat.numel(); begin += shard) {
+    const bool own = flight.own_row_stays && begin == u.shard_begin();
+    rows.push_back((own ? flight.sent : flat).narrow(0, begin, shard));
+  }
   if (rows.empty()) rows.push_back(flat);
   return {std::move(rows), options_.scale};
 }

@@ -112,7 +112,8 @@ class Flights {
     int unit;
     at::Tensor sent;
     at::Tensor received;  // (world * shard,), or (shard,) from the transport's own reduction; none in shared memory
-    device::Mark filled;  // of the lane that filled the bucket
+    bool own_row_stays = false;  // in `sent`
+    device::Mark filled;         // of the lane that filled the bucket
     comm::Pending pending;
     uint32_t offer = 0;  // in shared memory
   };

@@ -51,6 +51,23 @@ TEST_P(Collectives, MoveEveryRowToItsPlace) {
   });
 }
 
+TEST_P(Collectives, MayLeaveTheOwnRowWhereItIs) {
+  const int size = GetParam();
+  run_ranks(size, [&](const World& world) {
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
+    const int64_t r = world.rank, n = 5;
+    const Tensor gathered = at::full({size * n}, -1.0f), exchanged = at::full({size * n}, -1.0f);
+    auto a = group.all_gather(gathered, iota(100 * r, n), OwnRow::left);
+    auto b = group.all_to_all(exchanged, iota(1000 * r, size * n), OwnRow::left);
+    for (auto* pending : {&a, &b}) group.wait(*pending, kHere);
+    for (int64_t peer = 0; peer < size; ++peer) {
+      if (peer == r) continue;
+      EXPECT_TRUE(at::equal(gathered.narrow(0, peer * n, n), iota(100 * peer, n)));
+      EXPECT_TRUE(at::equal(exchanged.narrow(0, peer * n, n), iota(1000 * peer + r * n, n)));
+    }
+  });
+}
+
 TEST_P(Collectives, DoNotWaitForAnotherChannels) {
   const int size = GetParam();
   run_ranks(size, [&](const World& world) {
