@@ -3,7 +3,7 @@
 # torch's own package is used where it is a CPU build. That of a CUDA or ROCm build wants the whole toolkit it was built
 # with, which machines that only train lack; we link its libraries and compile against its headers without it.
 # In: Torch_DIR, or Python3_EXECUTABLE, whose torch it is then. Out: Torch_DIR, Torch_VERSION, TORCH_INCLUDE_DIRS,
-# TORCH_INSTALL_PREFIX.
+# TORCH_INSTALL_PREFIX, TORCH_ACCELERATOR: cuda, hip or empty.
 if(NOT Torch_DIR AND Python3_EXECUTABLE)
   execute_process(COMMAND ${Python3_EXECUTABLE} -c "import torch; print(torch.utils.cmake_prefix_path)"
     OUTPUT_VARIABLE _prefix OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
@@ -19,6 +19,7 @@ if(Torch_DIR AND EXISTS "${_torch}/version.py")
   file(STRINGS "${_torch}/version.py" _accelerator REGEX "^(cuda|hip)[^=]*= *'")
   file(STRINGS "${_torch}/version.py" _version REGEX "^__version__ = ")
 endif()
+string(REGEX MATCH "^(cuda|hip)" TORCH_ACCELERATOR "${_accelerator}")
 
 if(_accelerator AND NOT TARGET torch)
   string(REGEX REPLACE "^[^']*'([0-9.]+).*" "\\1" Torch_VERSION "${_version}")

@@ -36,6 +36,8 @@ void Lane::wait_for(const Mark& mark) const {
   if (stream_ && mark.event_) mark.event_->block(*stream_);
 }
 
+void* Lane::handle() const { return stream_ ? stream_->native_handle() : nullptr; }
+
 Lane::Scope::Scope(const Lane& lane) {
   if (lane.stream_) before_ = VirtualGuardImpl(lane.device_.type()).exchangeStream(*lane.stream_);
 }

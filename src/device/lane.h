@@ -42,6 +42,8 @@ class Lane {
   Mark mark() const;
   /// Makes work issued to this lane later run after `mark`. The host does not wait.
   void wait_for(const Mark& mark) const;
+  /// The stream as its device's own interface has it, a cudaStream_t for one; null on a CPU.
+  void* handle() const;
 
   /// While it lives, this thread's operators go to the lane.
   class Scope {

@@ -76,7 +76,9 @@ void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accum
                  Squares squares) {
   check_sum("ordered_sum", rows, accumulator);
   check_squares("ordered_sum", sum_of_squares, accumulator.device());
-  const auto implementation = accumulator.is_cpu() ? detail::ordered_sum_cpu : detail::ordered_sum_reference;
+  const auto implementation = accumulator.is_cpu()           ? detail::ordered_sum_cpu
+                              : detail::has_sum_kernel(rows) ? detail::ordered_sum_kernel
+                                                             : detail::ordered_sum_reference;
   if (squares == Squares::begin) sum_of_squares.zero_();
   implementation(rows, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
 }
@@ -85,9 +87,13 @@ void ordered_squares(const Contributions& contributions, Tensor sum_of_squares, 
   const at::TensorList rows = contributions.rows;
   check_rows("ordered_squares", rows, rows.empty() ? Tensor() : rows[0], "the first row");
   check_squares("ordered_squares", sum_of_squares, rows[0].device());
+  const auto scale = static_cast<float>(contributions.scale);
   if (rows[0].is_cpu()) {
     if (squares == Squares::begin) sum_of_squares.zero_();
-    detail::ordered_squares_cpu(rows, static_cast<float>(contributions.scale), sum_of_squares);
+    detail::ordered_squares_cpu(rows, scale, sum_of_squares);
+  } else if (detail::has_sum_kernel(rows)) {
+    if (squares == Squares::begin) sum_of_squares.zero_();
+    detail::ordered_sum_kernel(rows, scale, /*overwrite=*/true, /*accumulator=*/{}, sum_of_squares);
   } else {
     const Tensor sum = at::empty(rows[0].sizes(), rows[0].options().dtype(at::kFloat));
     ordered_sum(rows, contributions.scale, /*overwrite=*/true, sum, sum_of_squares, squares);

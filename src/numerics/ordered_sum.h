@@ -46,12 +46,13 @@ class SumReader {
 };
 
 /// Whether a sum of squares begins anew, or goes on from what is there: parts that begin at multiples of
-/// SumReader::kBlock, in their order, give the bits of the whole.
+/// SumReader::kBlock, in their order, give the bits of the whole; on a CPU, elsewhere nearly.
 enum class Squares : uint8_t { begin, go_on };
 
 /// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order
 /// in fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The
-/// sum of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads.
+/// sum of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads. GPUs
+/// with kernels add the blocks in another fixed order.
 /// An accumulator of 16 bits is added to in fp32 and rounded once; the squares are of what it holds then.
 /// Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32|bf16|fp16; sum_of_squares (1,) fp64, same
 /// device. N may be 0.

@@ -9,6 +9,7 @@
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/adagrad.cc"
@@ -17,32 +18,9 @@
 // After foreach_target.h, as Highway asks.
 #include "optim/elementwise-inl.h"
 
-#ifndef DEEPTIDE_OPTIM_ADAGRAD_ONCE
-#define DEEPTIDE_OPTIM_ADAGRAD_ONCE
-namespace deeptide::optim {
-
-struct AdagradScalars {
-  float step_size;  // lr / (1 + (t - 1) * lr_decay)
-  float l2_decay;
-  float eps;
-};
-
-}  // namespace deeptide::optim
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-struct AdagradUpdate {
-  HWY_INLINE V operator()(V p, V g, V& sum) const {
-    const D d;
-    if (s.l2_decay != 0.0f) g = hn::MulAdd(hn::Set(d, s.l2_decay), p, g);
-    sum = hn::MulAdd(g, g, sum);
-    const V denominator = hn::Add(hn::Sqrt(sum), hn::Set(d, s.eps));
-    return hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.step_size), g), denominator));
-  }
-  AdagradScalars s;
-};
+#include "optim/adagrad_update.inl"
 
 void adagrad_kernel(const Streams& io, size_t count, const AdagradScalars& s) {
   step_streams<1>(io, count, AdagradUpdate{s});
@@ -62,6 +40,10 @@ HWY_EXPORT(adagrad_kernel);
 class Adagrad final : public Rule {
  public:
   explicit Adagrad(const OptimizerInfo& info) : Rule(info, {{"sum"}}) {}
+
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {
+    return scalars(hyper, terms);
+  }
 
  private:
   AdagradScalars scalars(const Hyperparameters& hyper, const StepTerms& terms) const {

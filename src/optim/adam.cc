@@ -14,6 +14,7 @@
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/adam.cc"
@@ -22,44 +23,9 @@
 // After foreach_target.h, as Highway asks.
 #include "optim/elementwise-inl.h"
 
-#ifndef DEEPTIDE_OPTIM_ADAM_ONCE
-#define DEEPTIDE_OPTIM_ADAM_ONCE
-namespace deeptide::optim {
-
-/// Computed in double, rounded to float once, so that both implementations use the same numbers.
-struct AdamScalars {
-  float l2_decay;       // 0 when decoupled
-  float keep;           // 1 - lr * weight_decay when decoupled, else 1
-  float first_weight;   // 1 - beta1
-  float second_weight;  // 1 - beta2
-  float second_keep;    // beta2
-  float step_size;      // lr / (1 - beta1^t)
-  float root_scale;     // sqrt(1 - beta2^t)
-  float eps;
-};
-
-}  // namespace deeptide::optim
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-template <bool kL2>
-struct AdamUpdate {
-  HWY_INLINE V operator()(V p, V g, V& m, V& v) const {
-    const D d;
-    if constexpr (kL2) g = hn::MulAdd(hn::Set(d, s.l2_decay), p, g);
-    p = hn::Mul(p, hn::Set(d, s.keep));
-
-    m = lerp(m, g, s.first_weight);
-    const V decayed = hn::Mul(v, hn::Set(d, s.second_keep));
-    v = hn::MulAdd(hn::Mul(g, hn::Set(d, s.second_weight)), g, decayed);
-
-    const V denominator = hn::Add(hn::Div(hn::Sqrt(v), hn::Set(d, s.root_scale)), hn::Set(d, s.eps));
-    return hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.step_size), m), denominator));
-  }
-  AdamScalars s;
-};
+#include "optim/adam_update.inl"
 
 void adam_kernel(const Streams& io, size_t count, const AdamScalars& s) {
   s.l2_decay != 0.0f ? step_streams<2>(io, count, AdamUpdate<true>{s})
@@ -77,25 +43,13 @@ using at::Tensor;
 
 HWY_EXPORT(adam_kernel);
 
-AdamScalars adam_scalars(const AdamNumbers& n, int64_t step) {
-  const double t = static_cast<double>(step);
-  const double correction1 = n.bias_correction ? 1.0 - std::pow(n.beta1, t) : 1.0;
-  const double correction2 = n.bias_correction ? 1.0 - std::pow(n.beta2, t) : 1.0;
-  return {
-      .l2_decay = static_cast<float>(n.decoupled ? 0.0 : n.weight_decay),
-      .keep = static_cast<float>(n.decoupled ? 1.0 - n.lr * n.weight_decay : 1.0),
-      .first_weight = static_cast<float>(1.0 - n.beta1),
-      .second_weight = static_cast<float>(1.0 - n.beta2),
-      .second_keep = static_cast<float>(n.beta2),
-      .step_size = static_cast<float>(n.lr / correction1),
-      .root_scale = static_cast<float>(std::sqrt(correction2)),
-      .eps = static_cast<float>(n.eps),
-  };
-}
-
 class Adam final : public Rule {
  public:
   explicit Adam(const OptimizerInfo& info) : Rule(info, {{"exp_avg"}, {"exp_avg_sq"}}) {}
+
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {
+    return detail::adam_scalars(numbers(hyper), terms.step);
+  }
 
  private:
   AdamNumbers numbers(const Hyperparameters& hyper) const {
@@ -128,6 +82,22 @@ const Registration kAdam("Adam", &make_rule<Adam>);
 }  // namespace
 
 namespace detail {
+
+AdamScalars adam_scalars(const AdamNumbers& n, int64_t step) {
+  const double t = static_cast<double>(step);
+  const double correction1 = n.bias_correction ? 1.0 - std::pow(n.beta1, t) : 1.0;
+  const double correction2 = n.bias_correction ? 1.0 - std::pow(n.beta2, t) : 1.0;
+  return {
+      .l2_decay = static_cast<float>(n.decoupled ? 0.0 : n.weight_decay),
+      .keep = static_cast<float>(n.decoupled ? 1.0 - n.lr * n.weight_decay : 1.0),
+      .first_weight = static_cast<float>(1.0 - n.beta1),
+      .second_weight = static_cast<float>(1.0 - n.beta2),
+      .second_keep = static_cast<float>(n.beta2),
+      .step_size = static_cast<float>(n.lr / correction1),
+      .root_scale = static_cast<float>(std::sqrt(correction2)),
+      .eps = static_cast<float>(n.eps),
+  };
+}
 
 void adam_cpu(const Segment& segment, const AdamNumbers& numbers, const StepTerms& terms) {
   const AdamScalars s = adam_scalars(numbers, terms.step);

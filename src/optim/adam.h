@@ -4,6 +4,7 @@
 #pragma once
 
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 namespace deeptide::optim {
 
@@ -14,6 +15,9 @@ struct AdamNumbers {
 };
 
 namespace detail {
+
+/// The numbers of step `step`.
+AdamScalars adam_scalars(const AdamNumbers& numbers, int64_t step);
 
 /// One step of a segment whose states are exp_avg and exp_avg_sq, on a CPU, or in ATen operators; the latter leaves
 /// `param` to the caller.

@@ -18,6 +18,10 @@
 #include "numerics/stochastic_rounding-inl.h"
 #include "optim/elementwise.h"
 
+/// What marks the arithmetic that kernels share.
+#undef DEEPTIDE_HOST_DEVICE
+#define DEEPTIDE_HOST_DEVICE HWY_INLINE
+
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
 using namespace numerics::HWY_NAMESPACE;
@@ -26,12 +30,7 @@ using detail::Output;
 using detail::Source;
 using detail::Streams;
 
-/// torch's lerp: from the nearer end, so that weights 0 and 1 are exact.
-HWY_INLINE V lerp(V from, V to, float weight) {
-  const bool near_from = weight < 0.5f;
-  const V factor = hn::Set(D(), near_from ? weight : weight - 1.0f);
-  return hn::MulAdd(factor, hn::Sub(to, from), near_from ? from : to);
-}
+#include "optim/lerp.inl"
 
 template <Source kSource, typename InMemory>
 HWY_INLINE V load_gradient(InMemory part, const detail::GradientStreams& gradient, size_t i) {

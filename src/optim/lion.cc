@@ -10,6 +10,7 @@
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/lion.cc"
@@ -18,35 +19,9 @@
 // After foreach_target.h, as Highway asks.
 #include "optim/elementwise-inl.h"
 
-#ifndef DEEPTIDE_OPTIM_LION_ONCE
-#define DEEPTIDE_OPTIM_LION_ONCE
-namespace deeptide::optim {
-
-struct LionScalars {
-  float lr;
-  float keep;                          // 1 - lr * weight_decay
-  float direction_keep, direction_in;  // beta1, 1 - beta1
-  float momentum_keep, momentum_in;    // beta2, 1 - beta2
-};
-
-}  // namespace deeptide::optim
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-struct LionUpdate {
-  HWY_INLINE V operator()(V p, V g, V& m) const {
-    const D d;
-    // Not fused, so that every instruction set gives the same sign.
-    const V c = hn::Add(hn::Mul(m, hn::Set(d, s.direction_keep)), hn::Mul(g, hn::Set(d, s.direction_in)));
-    m = hn::Add(hn::Mul(m, hn::Set(d, s.momentum_keep)), hn::Mul(g, hn::Set(d, s.momentum_in)));
-    const auto has_sign = hn::Gt(hn::Abs(c), hn::Zero(d));
-    const V move = hn::IfThenElse(has_sign, hn::CopySign(hn::Set(d, s.lr), c), c);  // c itself where it is 0 or NaN
-    return hn::Sub(hn::Mul(p, hn::Set(d, s.keep)), move);
-  }
-  LionScalars s;
-};
+#include "optim/lion_update.inl"
 
 void lion_kernel(const Streams& io, size_t count, const LionScalars& s) { step_streams<1>(io, count, LionUpdate{s}); }
 
@@ -64,6 +39,10 @@ HWY_EXPORT(lion_kernel);
 class Lion final : public Rule {
  public:
   explicit Lion(const OptimizerInfo& info) : Rule(info, {{"exp_avg"}}) {}
+
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& /*terms*/) const override {
+    return scalars(hyper);
+  }
 
  private:
   LionScalars scalars(const Hyperparameters& hyper) const {

@@ -64,6 +64,11 @@ std::vector<StateRole> roles_of_adam() { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
 /// What the two have in common: all but their steps with gradients.
 class AdamBySigns : public CompressedElementRule {
+ public:
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {
+    return detail::adam_scalars(warm_up(hyper), terms.step);
+  }
+
  private:
   float momentum_weight(const Hyperparameters& hyper) const override { return static_cast<float>(1.0 - hyper[beta1_]); }
 

@@ -12,6 +12,7 @@
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/rmsprop.cc"
@@ -24,15 +25,6 @@
 #define DEEPTIDE_OPTIM_RMSPROP_ONCE
 namespace deeptide::optim {
 
-struct RmspropScalars {
-  float lr;
-  float l2_decay;
-  float keep;    // alpha
-  float weight;  // 1 - alpha
-  float eps;
-  float momentum;  // 0: no state
-};
-
 /// Places of the states.
 enum : size_t { kSquareAvg, kGradAvg, kMomentumBuffer };
 
@@ -41,48 +33,7 @@ enum : size_t { kSquareAvg, kGradAvg, kMomentumBuffer };
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-struct RmspropUpdate {
-  HWY_INLINE V decayed(V p, V g) const { return s.l2_decay != 0.0f ? hn::MulAdd(hn::Set(D(), s.l2_decay), p, g) : g; }
-  HWY_INLINE void square(V g, V& squares) const {
-    const V kept = hn::Mul(squares, hn::Set(D(), s.keep));
-    squares = hn::MulAdd(hn::Mul(g, hn::Set(D(), s.weight)), g, kept);
-  }
-  HWY_INLINE void average(V g, V& mean) const { mean = lerp(mean, g, s.weight); }
-  HWY_INLINE V divided(V g, V variance) const { return hn::Div(g, hn::Add(hn::Sqrt(variance), hn::Set(D(), s.eps))); }
-  HWY_INLINE V moved(V p, V step) const { return hn::NegMulAdd(hn::Set(D(), s.lr), step, p); }
-  HWY_INLINE V with_momentum(V p, V step, V& buffer) const {
-    buffer = hn::Add(hn::Mul(buffer, hn::Set(D(), s.momentum)), step);
-    return moved(p, buffer);
-  }
-
-  RmspropScalars s;
-};
-
-struct RmspropPlain : RmspropUpdate {
-  HWY_INLINE V operator()(V p, V g, V& squares) const {
-    g = decayed(p, g);
-    square(g, squares);
-    return moved(p, divided(g, squares));
-  }
-  HWY_INLINE V operator()(V p, V g, V& squares, V& buffer) const {
-    g = decayed(p, g);
-    square(g, squares);
-    return with_momentum(p, divided(g, squares), buffer);
-  }
-};
-
-struct RmspropCentered : RmspropUpdate {
-  HWY_INLINE V step(V g, V& squares, V& mean) const {
-    square(g, squares);
-    average(g, mean);
-    return divided(g, hn::NegMulAdd(mean, mean, squares));
-  }
-  HWY_INLINE V operator()(V p, V g, V& squares, V& mean) const { return moved(p, step(decayed(p, g), squares, mean)); }
-  HWY_INLINE V operator()(V p, V g, V& squares, V& mean, V& buffer) const {
-    return with_momentum(p, step(decayed(p, g), squares, mean), buffer);
-  }
-};
+#include "optim/rmsprop_update.inl"
 
 void rmsprop_kernel(const Streams& all, size_t count, const RmspropScalars& s) {
   Streams io = all;
@@ -118,6 +69,10 @@ class Rmsprop final : public Rule {
     return hyper[centered_] == 0.0 ? ""
                                    : "with \"centered\" it takes the root of square_avg - grad_avg^2, which rounding "
                                      "makes negative; set centered to false";
+  }
+
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& /*terms*/) const override {
+    return scalars(hyper);
   }
 
  private:

@@ -13,6 +13,7 @@
 #include "deeptide/errors.h"
 #include "numerics/rounding.h"
 #include "numerics/stochastic_rounding.h"
+#include "optim/step_device.h"
 
 using at::Tensor;
 
@@ -193,7 +194,12 @@ void Rule::check(const Segment& segment, const Hyperparameters& hyper, const Ste
 }
 
 void Rule::step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const {
-  if (!segment.master.defined() || !segment.master.is_cpu()) return step_reference(segment, hyper, terms);
+  if (!segment.master.defined() || !segment.master.is_cpu()) {
+    const auto update = detail::has_step_kernel(segment) ? kernel_update(hyper, terms) : std::nullopt;
+    if (!update) return step_reference(segment, hyper, terms);
+    check(segment, hyper, terms);
+    return detail::step_by_kernel(segment, terms, *update);
+  }
   check(segment, hyper, terms);
   step_cpu(segment, hyper, terms);
 }

@@ -16,6 +16,7 @@
 #include "deeptide/hyperparameters.h"
 #include "numerics/ordered_sum.h"
 #include "numerics/packed.h"
+#include "optim/update_scalars.h"
 
 namespace deeptide::optim {
 
@@ -87,10 +88,15 @@ class Rule {
 
   /// One step over a segment; for a rule that reaches beyond elements the segment is one whole parameter. An
   /// elementwise rule gives the same bits however a shard is cut. The kernels give the same bits on any number of
-  /// threads; the products of matrices are torch's.
+  /// threads, and those for GPUs the bits of a CPU's that fuses multiply-adds; the products of matrices are torch's.
   /// Errors: ValueError on tensors that do not fit, hyper-parameters of another rule, or a step below 1.
   void step(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
-  /// The same in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
+  /// The numbers of a step that a kernel for GPUs does; absent: the rule has no kernel.
+  virtual std::optional<UpdateScalars> kernel_update(const Hyperparameters& /*hyper*/,
+                                                     const StepTerms& /*terms*/) const {
+    return std::nullopt;
+  }
+  /// The same as `step` in ATen operators: the tests' oracle, and what devices without a kernel of their own run.
   void step_reference(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms) const;
 
  protected:

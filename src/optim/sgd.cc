@@ -5,6 +5,7 @@
 
 #include "optim/elementwise.h"
 #include "optim/rule.h"
+#include "optim/update_scalars.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "optim/sgd.cc"
@@ -13,39 +14,9 @@
 // After foreach_target.h, as Highway asks.
 #include "optim/elementwise-inl.h"
 
-#ifndef DEEPTIDE_OPTIM_SGD_ONCE
-#define DEEPTIDE_OPTIM_SGD_ONCE
-namespace deeptide::optim {
-
-struct SgdScalars {
-  float l2_decay;
-  float lr;
-  float momentum;       // 0: no state
-  float gradient_keep;  // 1 - dampening; 1 in the first step, so that a momentum of zeros becomes the gradient
-  bool nesterov;
-};
-
-}  // namespace deeptide::optim
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
-
-HWY_INLINE V decayed(V p, V g, const SgdScalars& s) {
-  return s.l2_decay != 0.0f ? hn::MulAdd(hn::Set(D(), s.l2_decay), p, g) : g;
-}
-
-struct SgdUpdate {
-  HWY_INLINE V operator()(V p, V g) const { return hn::NegMulAdd(hn::Set(D(), s.lr), decayed(p, g, s), p); }
-  HWY_INLINE V operator()(V p, V g, V& momentum) const {
-    const D d;
-    g = decayed(p, g, s);
-    momentum = hn::MulAdd(hn::Set(d, s.gradient_keep), g, hn::Mul(momentum, hn::Set(d, s.momentum)));
-    const V update = s.nesterov ? hn::MulAdd(hn::Set(d, s.momentum), momentum, g) : momentum;
-    return hn::NegMulAdd(hn::Set(d, s.lr), update, p);
-  }
-  SgdScalars s;
-};
+#include "optim/sgd_update.inl"
 
 void sgd_kernel(const Streams& io, size_t count, const SgdScalars& s) {
   io.keeps(0) ? step_streams<1>(io, count, SgdUpdate{s}) : step_streams<0>(io, count, SgdUpdate{s});
@@ -65,6 +36,10 @@ HWY_EXPORT(sgd_kernel);
 class Sgd final : public Rule {
  public:
   explicit Sgd(const OptimizerInfo& info) : Rule(info, {{.name = "momentum", .unless_zero = "momentum"}}) {}
+
+  std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {
+    return scalars(hyper, terms);
+  }
 
  private:
   SgdScalars scalars(const Hyperparameters& hyper, const StepTerms& terms) const {

@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "device/torch_versions.h"
+#include "numerics/copies.h"
 
 namespace deeptide::sharding {
 
@@ -115,7 +116,12 @@ Unit::~Unit() {
 
 void Unit::pack(Tensor whole) const {
   whole.zero_();
-  for (const Parameter& p : parameters_) p.view_of(whole).copy_(p.tensors.front().detach());
+  std::vector<Tensor> from, to;
+  for (const Parameter& p : parameters_) {
+    from.push_back(p.tensors.front().detach());
+    to.push_back(p.view_of(whole));
+  }
+  numerics::copy_all(from, to);
 }
 
 void Unit::point_into(const Tensor& whole) {

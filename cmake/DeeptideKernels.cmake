@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# Kernels for GPUs, one `<name>_kernel.cu` each, compiled by nvcc, or by hipcc after torch's hipify. They include nothing
+# of torch's. Where they are not built, `no_<name>_kernel.cc` takes their place, and ATen's operators do the work.
+set(DEEPTIDE_KERNELS AUTO CACHE STRING "Kernels for GPUs: CUDA, HIP, OFF, or AUTO: as torch, where the compiler is found")
+set_property(CACHE DEEPTIDE_KERNELS PROPERTY STRINGS AUTO CUDA HIP OFF)
+set(DEEPTIDE_CUDA_ARCHITECTURES "80;90;100" CACHE STRING "What nvcc compiles for; the newest also as PTX, for those to come")
+set(DEEPTIDE_HIP_ARCHITECTURES "gfx90a;gfx942;gfx1100" CACHE STRING "What hipcc compiles for")
+set(DEEPTIDE_KERNEL_COMPILER "")
+set(DEEPTIDE_KERNEL_COMPILER_WORKS FALSE)
+set(DEEPTIDE_KERNEL_FLAGS "")
+set(DEEPTIDE_KERNEL_LIBRARIES "")
+
+# Whether a compiler makes an object of nothing.
+function(deeptide_probe command variable)
+  execute_process(COMMAND ${command} -c /dev/null -o ${PROJECT_BINARY_DIR}/kernel_probe.o
+    RESULT_VARIABLE code OUTPUT_QUIET ERROR_QUIET)
+  set(${variable} FALSE PARENT_SCOPE)
+  if(code EQUAL 0)
+    set(${variable} TRUE PARENT_SCOPE)
+  endif()
+endfunction()
+
+# Sets DEEPTIDE_KERNEL_FLAGS, _LIBRARIES and _COMPILER_WORKS. Numbers round as on a CPU: no contraction but what is written.
+function(deeptide_use_nvcc)
+  execute_process(COMMAND ${DEEPTIDE_NVCC} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+  set(flags -O3 -std=c++20 --fmad=false -Xcompiler=-fPIC,-fvisibility=hidden)
+  set(newest "")
+  foreach(number IN LISTS DEEPTIDE_CUDA_ARCHITECTURES)
+    if(known MATCHES "compute_${number}(\n|$)")
+      list(APPEND flags "-gencode=arch=compute_${number},code=sm_${number}")
+      set(newest ${number})
+    endif()
+  endforeach()
+  list(APPEND flags "-gencode=arch=compute_${newest},code=compute_${newest}")
+  deeptide_probe("${DEEPTIDE_NVCC};${flags};-x;cu" works)
+  execute_process(COMMAND ${DEEPTIDE_NVCC} --dryrun -E x.cu ERROR_VARIABLE said OUTPUT_QUIET)
+  string(REGEX MATCH "_HERE_=([^\n]*)" _ "${said}")
+  find_library(DEEPTIDE_CUDART cudart_static HINTS "${CMAKE_MATCH_1}/.." PATH_SUFFIXES lib64 lib)
+  set(DEEPTIDE_KERNEL_COMPILER_WORKS ${works} PARENT_SCOPE)
+  set(DEEPTIDE_KERNEL_FLAGS ${flags} PARENT_SCOPE)
+  # Within the library: it shares the device with torch's own, whatever that is, and a wheel needs nothing beside it.
+  set(DEEPTIDE_KERNEL_LIBRARIES ${DEEPTIDE_CUDART} ${CMAKE_DL_LIBS} rt PARENT_SCOPE)
+endfunction()
+
+function(deeptide_use_hipcc)
+  set(flags -O3 -std=c++20 -ffp-contract=off -fPIC -fvisibility=hidden -Wno-unused-result)
+  foreach(name IN LISTS DEEPTIDE_HIP_ARCHITECTURES)
+    # An older compiler, or its device libraries, lack the newest.
+    deeptide_probe("${CMAKE_COMMAND};-E;env;HIP_PLATFORM=amd;${DEEPTIDE_HIPCC};${flags};--offload-arch=${name};-x;hip" works)
+    if(works)
+      list(APPEND flags --offload-arch=${name})
+      set(DEEPTIDE_KERNEL_COMPILER_WORKS TRUE PARENT_SCOPE)
+    endif()
+  endforeach()
+  find_library(DEEPTIDE_HIP_LIBRARY amdhip64 HINTS /opt/rocm/lib)
+  set(DEEPTIDE_KERNEL_FLAGS ${flags} PARENT_SCOPE)
+  set(DEEPTIDE_KERNEL_LIBRARIES ${DEEPTIDE_HIP_LIBRARY} PARENT_SCOPE)
+endfunction()
+
+string(TOUPPER "${TORCH_ACCELERATOR}" _language)
+if(NOT DEEPTIDE_KERNELS STREQUAL "AUTO")
+  set(_language "${DEEPTIDE_KERNELS}")
+endif()
+if(_language STREQUAL "CUDA")
+  find_program(DEEPTIDE_NVCC nvcc HINTS "$ENV{CUDA_HOME}/bin" /usr/local/cuda/bin)
+  set(DEEPTIDE_KERNEL_COMPILER "${DEEPTIDE_NVCC}")
+elseif(_language STREQUAL "HIP")
+  find_program(DEEPTIDE_HIPCC hipcc HINTS /opt/rocm/bin)
+  set(DEEPTIDE_KERNEL_COMPILER "${DEEPTIDE_HIPCC}")
+endif()
+if(DEEPTIDE_KERNEL_COMPILER AND _language STREQUAL "HIP")
+  deeptide_use_hipcc()
+elseif(DEEPTIDE_KERNEL_COMPILER)
+  deeptide_use_nvcc()
+endif()
+if(DEEPTIDE_KERNEL_COMPILER_WORKS AND NOT DEEPTIDE_KERNEL_LIBRARIES MATCHES "NOTFOUND")
+  message(STATUS "Kernels for GPUs: by ${DEEPTIDE_KERNEL_COMPILER}")
+elseif(DEEPTIDE_KERNELS MATCHES "CUDA|HIP")
+  message(FATAL_ERROR "DEEPTIDE_KERNELS is ${DEEPTIDE_KERNELS}, but its compiler (nvcc, hipcc) or runtime library is "
+    "missing or does not work: ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_LIBRARIES}")
+else()
+  if(TORCH_ACCELERATOR AND NOT DEEPTIDE_KERNELS STREQUAL "OFF")
+    message(STATUS "No kernels for GPUs: nvcc or hipcc, or its runtime library, is missing or does not work")
+  endif()
+  set(DEEPTIDE_KERNEL_COMPILER "")
+  set(DEEPTIDE_KERNEL_LIBRARIES "")
+endif()
+
+# deeptide_add_kernels(<layer> <name>_kernel …): adds the objects of these to the layer's, or what stands in for them.
+function(deeptide_add_kernels layer)
+  set(objects "")
+  foreach(name ${ARGN})
+    if(NOT DEEPTIDE_KERNEL_COMPILER)
+      target_sources(deeptide_${layer} PRIVATE no_${name}.cc)
+      continue()
+    endif()
+    set(source ${CMAKE_CURRENT_SOURCE_DIR}/${name}.cu)
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
+    if(DEEPTIDE_KERNEL_COMPILER STREQUAL "${DEEPTIDE_HIPCC}")
+      set(folder ${CMAKE_CURRENT_BINARY_DIR}/${name}_hip)
+      add_custom_command(OUTPUT ${object} DEPENDS ${source} DEPFILE ${object}.d VERBATIM
+        COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/hipify.py
+          ${PROJECT_SOURCE_DIR}/src ${layer}/${name}.cu ${folder} ${object}
+        COMMAND ${CMAKE_COMMAND} -E env HIP_PLATFORM=amd
+          ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_FLAGS} -I${folder} -c -o ${object} ${folder}/${layer}/${name}.hip
+        COMMENT "Compiling ${layer}/${name}.cu for AMD's GPUs")
+    else()
+      add_custom_command(OUTPUT ${object} DEPENDS ${source} DEPFILE ${object}.d VERBATIM
+        COMMAND ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_FLAGS} -I${PROJECT_SOURCE_DIR}/src
+          -MD -MF ${object}.d -c -o ${object} ${source}
+        COMMENT "Compiling ${layer}/${name}.cu for NVIDIA's GPUs")
+    endif()
+    list(APPEND objects ${object})
+  endforeach()
+  if(objects)
+    add_custom_target(deeptide_${layer}_kernels DEPENDS ${objects})
+    add_dependencies(deeptide_${layer} deeptide_${layer}_kernels)
+    set_property(GLOBAL APPEND PROPERTY DEEPTIDE_OBJECTS ${objects})
+    set_property(GLOBAL APPEND PROPERTY DEEPTIDE_LAYER_LIBRARIES ${DEEPTIDE_KERNEL_LIBRARIES})
+  endif()
+endfunction()
