@@ -33,7 +33,7 @@ void fill(const Values& values, Config::Sections& sections) {
   config::read_placement(values, std::get<PlacementConfig>(sections));
   auto& offload = std::get<OffloadOptimizerConfig>(sections);
   offload.measures_ratio =
-      offload.device == OffloadDevice::nvme && values.at("zero_optimization.offload_optimizer.ratio").automatic;
+      offload.device != OffloadDevice::none && values.at("zero_optimization.offload_optimizer.ratio").automatic;
   auto& elasticity = std::get<ElasticityConfig>(sections);
   elasticity.sizes_given =
       values.given("elasticity.max_train_batch_size") && values.given("elasticity.micro_batch_sizes");

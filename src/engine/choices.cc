@@ -113,14 +113,12 @@ bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const opt
 /// Errors: ConfigError naming what keeps the host from stepping a device's parameters.
 void check_host_steps(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
                       at::Device device) {
-  const OffloadOptimizerConfig& asked = config.offload_optimizer();
   const PrecisionConfig& precision = config.precision();
   const bool takes_matrices = std::any_of(groups.begin(), groups.end(), [&](const ParameterGroup& group) {
     return rule.reach(group.hyperparameters) == optim::Reach::whole_parameter;
   });
   const std::string optimizer = "the optimizer " + rule.name();
   const std::tuple<bool, std::string, const char*> obstacles[] = {
-      {asked.measures_ratio || asked.ratio < 1.0, "a ratio below 1", "leave ratio out"},
       {precision.rounds_masters(), fmt::format("{}_master_weights_and_grads", precision.fp16 ? "fp16" : "bf16"),
        "set it to false: masters of fp32 take no memory of the device then"},
       {config.runtime().packed_states, "deeptide.packed_states",
@@ -182,13 +180,15 @@ at::ScalarType accumulate_type(const Config& config) {
   return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
 }
 
-bool steps_on_host(const Config& config, at::Device device) {
-  return !device.is_cpu() && config.offload_optimizer().device != OffloadDevice::none;
+double share_on_host(const Config& config, at::Device device) {
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  return device.is_cpu() || asked.device == OffloadDevice::none ? 0.0 : asked.ratio;
 }
 
 zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
                              at::Device device) {
-  if (steps_on_host(config, device)) check_host_steps(config, rule, groups, device);
+  const double on_host = share_on_host(config, device);
+  if (on_host > 0.0) check_host_steps(config, rule, groups, device);
   const PrecisionConfig& precision = config.precision();
   const RuntimeConfig& runtime = config.runtime();
   const bool elementwise =
@@ -201,7 +201,7 @@ zero::StateTypes state_types(const Config& config, const optim::Rule& rule, cons
       "RMSprop; " +
       rule.name();
   zero::StateTypes types{.rounded_masters = precision.rounds_masters(), .rounded_moments = precision.rounds_moments()};
-  types.on_host = steps_on_host(config, device);
+  types.host_share = on_host;
   if (types.rounded_masters && !elementwise) {
     refuse(precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads",
            elements + " needs fp32 masters. Set it to false, or choose one of them");
@@ -269,7 +269,8 @@ bool measures_ratio(const Config& config) {
   return config.offload_optimizer().measures_ratio && !config.placement().optimizer_states;
 }
 
-std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes) {
+std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, at::Device device,
+                                                   int64_t total_bytes) {
   if (!has_states_in_files(config)) return std::nullopt;  // the host's memory has them
   const OffloadOptimizerConfig& asked = config.offload_optimizer();
   const int blocks = (1 + static_cast<int>(rule.roles().size())) * static_cast<int>(asked.buffer_count);
@@ -283,7 +284,7 @@ std::optional<tiers::OffloadOptions> state_offload(const Config& config, const o
                       ": zero_optimization.offload_optimizer.device \"nvme\" needs nvme_path: a folder "
                       "on the drive, or a list of folders");
   }
-  return tiers::OffloadOptions{asked.folders, asked.ratio, blocks};
+  return tiers::OffloadOptions{asked.folders, device.is_cpu() ? asked.ratio : 1.0, blocks};
 }
 
 sharding::ResidencyLimits residency_limits(const Config& config, int64_t num_elements) {

@@ -35,8 +35,9 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
 at::ScalarType reduce_type(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);
-/// Whether the host steps the parameters of such a device, with states that lie off it.
-bool steps_on_host(const Config& config, at::Device device);
+/// Of the elements of such a device, the share whose states lie off it and that the host steps; at most, if it is
+/// measured.
+double share_on_host(const Config& config, at::Device device);
 /// `device`: of the parameters. Errors: ConfigError where the rule under one of the groups' hyper-parameters needs
 /// fp32, or cannot step on the host.
 zero::StateTypes state_types(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
@@ -50,10 +51,13 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
 /// Errors: ConfigError where the configuration keeps in files what lies in memory on a device that is no CPU.
 void check_offload(const Config& config, const ModelDescription& model);
-/// `total_bytes`: of all states of this rank. Absent: states lie in memory, beside the parameters. Errors: as above.
-std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, int64_t total_bytes);
+/// `device`: of the parameters. `total_bytes`: of this rank's states that do not lie on such a device. Absent: they lie
+/// in memory. Errors: as above.
+std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, at::Device device,
+                                                   int64_t total_bytes);
 
-/// Whether the share of states in files is "auto": `state_offload` then has the most that there may be.
+/// Whether the share of states in files, or off a device, is "auto": `state_offload` and `share_on_host` then have the
+/// most that there may be.
 bool measures_ratio(const Config& config);
 
 /// `num_elements`: of the model.

@@ -101,7 +101,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void make_trainer(const ModelDescription& description);
   bool publishes_late();
   std::vector<zero::UnitForecast> stepped_units(const std::vector<sharding::Unit*>& trainable) const;
-  zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, const zero::StateTypes& types);
+  zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, zero::StateTypes& types);
   void check_no_gradients(const char* method) const;
   void check_between_steps(const char* method) const;
   void check_offloading(const OffloadStates& what) const;

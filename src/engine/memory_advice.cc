@@ -94,11 +94,12 @@ void advise_state_types(const Engine::Impl& impl, Advice& advice) {
 
 /// What a device would no longer keep. Only where the host can step it: the configuration's own check decides.
 void advise_host(const Engine::Impl& impl, Advice& advice) {
+  const bool splits = impl.optimizer->states().use_host();
+  const char* const setting = splits ? R"("zero_optimization": {"offload_optimizer": {"ratio": 1}})"
+                                     : R"("zero_optimization": {"offload_optimizer": {"device": "cpu"}})";
   try {
-    const Config other = impl.config.with(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})");
-    engine::state_types(other, *impl.rule, impl.groups, impl.model.device());
-    advice.add("\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"cpu\"}}",
-               impl.ledger->current(device::Role::optimizer), role_name(device::Role::optimizer));
+    engine::state_types(impl.config.with(fmt::format("{{{}}}", setting)), *impl.rule, impl.groups, impl.model.device());
+    advice.add(setting, impl.ledger->current(device::Role::optimizer), role_name(device::Role::optimizer));
   } catch (const ConfigError&) {
   }
 }

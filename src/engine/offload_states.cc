@@ -45,12 +45,11 @@ void Engine::Impl::check_offloading(const OffloadStates& what) const {
 zero::StatePlacement Engine::Impl::place_away(const OffloadStates& what) {
   if (what.to == OffloadDevice::nvme) {
     const tiers::OffloadOptions options{folders_of(what, config), 1.0, kBlocksUnderWay};
-    const bool on_host = optimizer->states().are_on_host();
-    const auto role = on_host ? device::Role::host_optimizer : device::Role::optimizer;
+    const auto role = optimizer->states().use_host() ? device::Role::host_optimizer : device::Role::optimizer;
     away = std::make_unique<tiers::Offload>(options, ledger, role, "optimizer states");
     return [states = away.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
   }
-  if (model.device().is_cpu() || optimizer->states().are_on_host()) return {};
+  if (model.device().is_cpu()) return {};
   return [](int64_t numel, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
 }
 
@@ -63,11 +62,13 @@ void Engine::Impl::offload_states(const OffloadStates& what) {
   zero::OptimizerStates& states = optimizer->states();
   states.refresh_masters();
   const int64_t before = optimizer->predicted_bytes();
+  const int64_t counted = states.use_host() ? states.host_bytes() : before;
   try {
     boundary->together("moving states to files", [&] {
       const zero::StatePlacement place = place_away(what);
-      if (place && what.masters) states.move_masters(place);
-      if (place && what.moments) states.move_moments(place);
+      const bool from_host = what.to == OffloadDevice::nvme;
+      if (place && what.masters) states.move_masters(place, from_host);
+      if (place && what.moments) states.move_moments(place, from_host);
     });
   } catch (const CheckpointError& error) {
     states.bring_back();
@@ -77,7 +78,7 @@ void Engine::Impl::offload_states(const OffloadStates& what) {
   if (what.gradients) reducer->release_memory();
   release_idle_cpu_memory();
   states.set_away(true);
-  most_bytes_of_states = std::max(most_bytes_of_states, before + (away ? away->staging_bytes() : 0));
+  most_bytes_of_states = std::max(most_bytes_of_states, counted + (away ? away->staging_bytes() : 0));
   if (!channels.is_first()) return;
   const std::string left = fmt::format("{} of {} of optimizer states stay in memory on this rank",
                                        bytes_text(optimizer->predicted_bytes()), bytes_text(before));

@@ -38,6 +38,7 @@ struct Facts {
   const PlannedWorld world;
   const optim::Rule* rule;  // null: no optimizer
   zero::StagePolicy policy;
+  at::Device device = at::kCPU;
   zero::StateTypes types;
   engine::BindOptions bind;
   std::vector<ParameterGroup> groups;
@@ -81,6 +82,7 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   facts.parameters = engine::distinct_parameters(model.parameters);
   facts.modules = model.modules;
   const at::Device device = engine::common_device(facts.parameters);
+  facts.device = device;
   facts.on_cpu = device.is_cpu();
   if (rule) facts.types = engine::state_types(config, *rule, facts.groups, device);
   facts.layouts = engine::cut_into_units(facts.parameters, model.modules, engine::named_groups(facts.groups),
@@ -123,21 +125,26 @@ std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
 }
 
 /// The states of trained units, in the order in which they are placed.
-std::vector<zero::StateForecast> states_of(const Facts& facts) {
+std::vector<zero::StateForecast> states_of(const Facts& facts, const zero::StateTypes& types) {
   std::vector<Hyperparameters> hyper;
   for (const ParameterGroup& group : facts.groups) hyper.push_back(group.hyperparameters);
-  return zero::forecast(stepped_units(facts), *facts.rule, hyper, facts.types);
+  return zero::forecast(stepped_units(facts), *facts.rule, hyper, types);
 }
 
 PlanLine optimizer_of(const Facts& facts) {
   PlanLine line{.role = MemoryRole::optimizer_states};
   if (facts.rule == nullptr) return line;
-  const std::vector<zero::StateForecast> states = states_of(facts);
-  const auto offload = engine::state_offload(facts.config, *facts.rule, zero::total_bytes(states));
+  const std::vector<zero::StateForecast> states = states_of(facts, facts.types);
+  const bool on_host = facts.types.uses_host();  // a share of them
+  const auto offload =
+      engine::state_offload(facts.config, *facts.rule, facts.device, zero::total_bytes(states, on_host));
   tiers::Split split(offload ? offload->ratio : 0.0);
-  for (const zero::StateForecast& state : states) split.resident(state.numel, state.dtype);
+  for (const zero::StateForecast& state : states) {
+    if (state.on_host == on_host) split.resident(state.numel, state.dtype);
+  }
   // What an engine will measure is not known: as much as there may be in either place.
-  line.memory_bytes += engine::measures_ratio(facts.config) ? zero::total_bytes(states) : split.bytes_in_memory();
+  const bool measures = engine::measures_ratio(facts.config) && (offload || on_host);
+  line.memory_bytes += measures && !on_host ? zero::total_bytes(states) : split.bytes_in_memory();
   line.file_bytes = split.bytes_in_files();
   if (dynamic_cast<const optim::CompressedRule*>(facts.rule)) {
     line.memory_bytes += zero::SignExchange::forecast(facts.trainable(), facts.world.size).errors;
@@ -145,16 +152,19 @@ PlanLine optimizer_of(const Facts& facts) {
   if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
   if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
     line.memory_bytes += zero::total_bytes(states);
+    zero::HostSplit split_units(facts.types.host_share);
     for (const UnitLayout* unit : facts.trainable()) {
-      const int64_t numel = facts.policy.shard_optimizer ? unit->shard : unit->numel;
+      const int64_t numel = split_units.on_device(facts.policy.shard_optimizer ? unit->shard : unit->numel);
       // A copy of a master that is the parameter, or whose upper half is.
       if (facts.types.aliases(unit->dtype) || facts.types.packs(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
     }
   }
-  if (facts.types.on_host) {
-    int64_t largest = 0;
-    for (const zero::UnitForecast& unit : stepped_units(facts)) largest = std::max(largest, unit.numel);
+  if (on_host) {
+    const int64_t largest = zero::largest_on_host(stepped_units(facts), facts.types.host_share);
     line.off_device_bytes = std::exchange(line.memory_bytes, 0) + zero::HostExchange::forecast(largest);
+    zero::StateTypes types = facts.types;
+    if (measures) types.host_share = 0.0;
+    line.memory_bytes = zero::total_bytes(states_of(facts, types), false);
   }
   return line;
 }

@@ -62,8 +62,11 @@ void carry_unit(const zero::OptimizerStates& states, int index, CarriedState& ca
     for (const auto& state : states.buffers(index)) {
       const bool is_parameter = state.role == "master" && states.is_aliased(index);
       if (is_parameter || !states.has(p, state.role)) continue;
-      const Tensor in_place = state.data.in_place();
-      const Tensor flat = in_place.defined() ? in_place : state.data.copy();
+      Tensor flat = state.data.in_place();
+      if (!flat.defined()) {  // in files, or in two places
+        flat = at::empty({state.data.numel()}, state.data.dtype());
+        state.data.copy_to(flat);
+      }
       own.states[state.role] = flat.narrow(0, first < last ? first - states.begin(index) : 0, last - first);
     }
   }

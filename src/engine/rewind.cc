@@ -41,9 +41,9 @@ void Rewind::copy_states() {
       const auto is_this = [&](const State& known) { return known.role == state.role; };
       auto found = std::find_if(kept.begin(), kept.end(), is_this);
       if (found == kept.end()) {
-        // A copy lies where the states do.
-        const auto role = states.are_on_host() ? device::Role::host_optimizer : device::Role::optimizer;
-        const at::Device device = states.are_on_host() ? at::Device(at::kCPU) : model_.device();
+        // A copy lies where the states do, or, of those in two places, on the host.
+        const auto role = states.use_host() ? device::Role::host_optimizer : device::Role::optimizer;
+        const at::Device device = states.use_host() ? at::Device(at::kCPU) : model_.device();
         Tensor copy = device::allocate_flat(ledger_, role, state.data.numel(), state.data.dtype(), device);
         found = kept.insert(kept.end(), {state.role, std::move(copy)});
       }
@@ -77,7 +77,8 @@ int64_t Rewind::restore(Progress& progress) {
       const auto found = std::find_if(states_[i].begin(), states_[i].end(),
                                       [&](const State& known) { return known.role == state.role; });
       if (found == states_[i].end()) {
-        state.data.in_place().zero_();
+        for_each_block(state.data, {0, state.data.numel()},
+                       [&](tiers::Block block) { state.data.lease(block, tiers::Access::write).tensor().zero_(); });
       } else {
         state.data.copy_from(found->values);
       }

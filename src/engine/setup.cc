@@ -129,20 +129,24 @@ std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sh
 /// Absent: states lie in memory, beside the parameters. The host's memory is not page-locked for them: what crosses to
 /// a device passes through blocks that are.
 zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit*>& trainable,
-                                                const zero::StateTypes& types) {
+                                                zero::StateTypes& types) {
+  const bool on_host = types.uses_host();
   const auto states = zero::forecast(stepped_units(trainable), *rule, progress.hyperparameters, types);
-  auto options = engine::state_offload(config, *rule, zero::total_bytes(states));
-  if (!options && !types.on_host) return {};
-  const Role role = types.on_host ? Role::host_optimizer : Role::optimizer;
+  auto options = engine::state_offload(config, *rule, model.device(), zero::total_bytes(states, on_host));
+  if (!options && !on_host) return {};
+  const Role role = on_host ? Role::host_optimizer : Role::optimizer;
+  if (engine::measures_ratio(config)) {
+    const engine::RatioTrial trial{*rule, progress.hyperparameters.front(), ledger, role, options};
+    const double ratio = on_host ? engine::measure_host_share(trial, model.device(), channels.control())
+                                 : engine::measure_ratio(trial, channels.control());
+    (on_host ? types.host_share : options->ratio) = progress.offload_ratio = ratio;
+    if (on_host && !types.uses_host()) return {};
+    most_bytes_of_states = std::max(most_bytes_of_states, options ? engine::bytes_to_measure() : 0);
+  }
   if (!options) {
     return [counted = ledger, role](int64_t numel, at::ScalarType dtype) {
       return tiers::Buffer::resident(device::allocate_flat(counted, role, numel, dtype, at::kCPU));
     };
-  }
-  if (engine::measures_ratio(config)) {
-    options->ratio = progress.offload_ratio =
-        engine::measure_ratio(*options, *rule, progress.hyperparameters.front(), ledger, channels.control());
-    most_bytes_of_states = std::max(most_bytes_of_states, engine::bytes_to_measure());
   }
   offloaded = std::make_unique<tiers::Offload>(*options, ledger, role, "optimizer states");
   return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
@@ -172,7 +176,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
     progress.hyperparameters.push_back(group.hyperparameters);
   }
   const auto trainable = model.trainable();
-  const zero::StateTypes types = engine::state_types(config, *rule, groups, model.device());
+  zero::StateTypes types = engine::state_types(config, *rule, groups, model.device());
   engine::check_matrices(trainable, *rule, progress.hyperparameters);
   const bool on_cpu = model.device().is_cpu();
   auto how = engine::reducer_options(config, batch, channels.data().size(), policy,
@@ -189,9 +193,10 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   if (!on_cpu) residency->follow([this] { return reducer ? reducer->progress() : sharding::ReductionProgress(); });
+  zero::StatePlacement place = place_states(trainable, types);
   optimizer =
       std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger, reductions,
-                                               model.device(), place_states(trainable, types), custom.get(), types);
+                                               model.device(), std::move(place), custom.get(), types);
   optimizer->tell(*residency);
   if (config.runtime().on_skipped == OnSkipped::rewind) {
     if (offloaded) {

@@ -81,23 +81,33 @@ std::string text_of_precision(const Engine::Impl& impl) {
   return text;
 }
 
+/// The actual split.
+std::string text_of_host_states(const Engine::Impl& impl) {
+  const zero::OptimizerStates& states = impl.optimizer->states();
+  const double share = 100.0 * static_cast<double>(states.numel_on_host()) / static_cast<double>(states.numel());
+  std::string text = "\n  optimizer states: ";
+  if (states.numel_on_host() < states.numel()) {
+    text += fmt::format("of {:.1f} % of the elements on {} ({}), of {:.1f} % off it, ", 100.0 - share,
+                        impl.model.device().str(), bytes_text(states.predicted_bytes() - states.host_bytes()), share);
+  }
+  text += impl.offloaded ? impl.offloaded->text()
+                         : fmt::format("in the host's memory ({})", bytes_text(states.host_bytes()));
+  return text + fmt::format("; stepped by the host, through {} of page-locked memory",
+                            bytes_text(impl.optimizer->page_locked_bytes()));
+}
+
 std::string text_of_placement(const Engine::Impl& impl) {
   std::string text;
   if (impl.model.offloaded()) text += "\n  parameters: " + impl.model.offloaded()->text();
-  const bool on_host = impl.optimizer && impl.optimizer->states().are_on_host();
-  if (impl.offloaded) {
+  if (impl.optimizer && impl.optimizer->states().use_host()) {
+    text += text_of_host_states(impl);
+  } else if (impl.offloaded) {
     text += "\n  optimizer states: " + impl.offloaded->text();
-  } else if (on_host) {
-    text +=
-        fmt::format("\n  optimizer states: in the host's memory ({})", bytes_text(impl.optimizer->predicted_bytes()));
-  }
-  if (on_host) {
-    text += fmt::format("; stepped by the host, through {} of page-locked memory",
-                        bytes_text(impl.optimizer->page_locked_bytes()));
   }
   if (impl.progress.offload_ratio >= 0.0) {
-    text += fmt::format("\n  ratio: {:.2f}, the most whose transfers a step hides, as measured now",
-                        impl.progress.offload_ratio);
+    text += fmt::format("\n  ratio: {:.2f}, {}, as measured now", impl.progress.offload_ratio,
+                        impl.model.device().is_cpu() ? "the most whose transfers a step hides"
+                                                     : "at which host and device step equally long");
   }
   if (impl.reducer && impl.reducer->files()) text += "\n  gradients: " + impl.reducer->files()->text();
   return text;
@@ -176,8 +186,11 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
                       .late_bytes = late,
                       .measured_late_bytes = beyond == role ? 0 : ledger->peak(beyond)};
   };
-  const int64_t states = (optimizer ? optimizer->predicted_bytes() : 0) + (rewind ? rewind->predicted_bytes() : 0) +
-                         (offloaded ? offloaded->staging_bytes() : 0);
+  const bool use_host = optimizer && optimizer->states().use_host();
+  const int64_t beside = use_host ? optimizer->predicted_bytes() - optimizer->states().host_bytes() : 0;
+  // On a device's host, or, where there is none, all.
+  const int64_t states = (optimizer ? optimizer->predicted_bytes() : 0) - beside +
+                         (rewind ? rewind->predicted_bytes() : 0) + (offloaded ? offloaded->staging_bytes() : 0);
   std::vector<MemoryLine> lines{
       line(MemoryRole::parameters, Role::parameters, model.predicted_bytes()),
       line(MemoryRole::gradients, Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
@@ -186,9 +199,9 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
       line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
       line(MemoryRole::communication, Role::communication, reduced.communication + exchanged,
            reduced.late_communication, transport)};
-  if (optimizer && optimizer->states().are_on_host()) {
+  if (use_host) {
     MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
-    moved.off_device_bytes = std::exchange(moved.predicted_bytes, 0) + optimizer->page_locked_bytes();
+    moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->page_locked_bytes();
     moved.measured_off_device_bytes = ledger->peak(Role::host_optimizer);
   }
   return lines;

@@ -63,7 +63,7 @@ void PieceSquares::add(int64_t begin, const float* values, int64_t count) {
 void PieceSquares::add(int64_t begin, const at::Tensor& values) {
   if (values.numel() == 0) return;
   if (!values.is_cpu()) {
-    blocks_.at(begin / kBlock)[0] += at::square(values.to(at::kDouble)).sum().item<double>();
+    on_device_.push_back(at::square(values.to(at::kDouble)).sum());
     return;
   }
   const float* data = values.const_data_ptr<float>();
@@ -80,6 +80,7 @@ double PieceSquares::total() const {
   for (const auto& lanes : blocks_) {
     for (const double lane : lanes) total += lane;
   }
+  for (const at::Tensor& sum : on_device_) total += sum.item<double>();
   return total;
 }
 

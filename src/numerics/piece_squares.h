@@ -23,7 +23,7 @@ class PieceSquares {
   /// Elements [begin, begin + count), which lie within one block. On the CPU.
   void add(int64_t begin, const float* values, int64_t count);
   /// The same for a tensor (count,) fp32, of any blocks and on any device. Elsewhere than on a CPU the device's own
-  /// sum is taken, and depends on the cuts.
+  /// sum is taken, and depends on the cuts; `total` waits for it.
   void add(int64_t begin, const at::Tensor& values);
   double total() const;
 
@@ -31,6 +31,7 @@ class PieceSquares {
   static constexpr int64_t kLanes = 16;
 
   std::vector<std::array<double, kLanes>> blocks_;
+  std::vector<at::Tensor> on_device_;  // sums () fp64
 };
 
 }  // namespace deeptide::numerics

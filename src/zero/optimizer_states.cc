@@ -10,6 +10,9 @@
 
 #include <algorithm>
 
+#include "base/invariant.h"
+#include "tiers/joined.h"
+
 namespace deeptide::zero {
 
 using at::Tensor;
@@ -35,9 +38,9 @@ std::shared_ptr<numerics::HalfwayBits> halfway_bits_of(const Buffer& parameters)
   return std::make_shared<numerics::HalfwayBits>(at::zeros({(numel + 7) / 8}, memory.options().dtype(at::kByte)));
 }
 
-/// A copy of the buffer where `place` puts it.
-Buffer moved(const Buffer& from, const StatePlacement& place) {
-  Buffer to = place(from.numel(), from.dtype());
+/// A copy of the buffer in `to`, or, if that is undefined, the buffer.
+Buffer moved(const Buffer& from, Buffer to) {
+  if (!to.defined()) return from;
   const Buffer* const both[] = {&from, &to};
   for_each_block(both, {0, from.numel()}, [&](Block block) {
     const auto source = from.lease(block, Access::read);
@@ -47,56 +50,101 @@ Buffer moved(const Buffer& from, const StatePlacement& place) {
   return to;
 }
 
+/// Elements of a unit's parameters. Those of two parts lie in memory.
+Buffer part_of_buffer(const Buffer& whole, Block range) {
+  if (range.count == whole.numel()) return whole;
+  const Tensor flat = whole.in_place();
+  DEEPTIDE_INVARIANT(flat.defined(), "parameters whose states lie in two places are not in memory");
+  return Buffer::resident(flat.narrow(0, range.begin, range.count));
+}
+
 }  // namespace
 
 OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
                                  const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                                 StatePlacement place, StateTypes types)
+                                 StatePlacement place, StateTypes types, StatePlacement beside)
     : units_(std::move(units)),
       rule_(rule),
       policy_(policy),
       place_(std::move(place)),
+      beside_(std::move(beside)),
       types_(types),
+      split_(types.host_share),
       kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
   at::NoGradGuard no_grad;
   int64_t first = 0;
   for (int i = 0; i < num_units(); ++i) {
-    UnitState state;
-    place_master(state, parameters(i));
+    UnitState& state = units_states_.emplace_back();
+    place_masters(i);
     state.first = first;
     first += extent_of(units_[i]->layout());
-    state.states.resize(rule_.roles().size());
     state.steps.assign(units_[i]->parameters().size(), 0);
     state.numbers.assign(units_[i]->parameters().size(), rule_.parameter_numbers());
-    units_states_.push_back(std::move(state));
   }
   keep(groups);
 }
 
+Buffer OptimizerStates::place(const StatePart& part, int64_t numel, at::ScalarType dtype) const {
+  return types_.uses_host() && !part.on_host ? beside_(numel, dtype) : place_(numel, dtype);
+}
+
 /// The low halves of a packed master begin as zeros: it is the parameter.
-void OptimizerStates::place_master(UnitState& state, const Buffer& values) {
-  state.aliased = types_.aliases(values.dtype());
-  if (state.aliased) {
-    state.master = values;
-  } else if (types_.packs(values.dtype())) {
-    state.packed = {place_(values.numel(), at::kShort), halfway_bits_of(values)};
-    state.master = packed_buffer(values, *state.packed);
-  } else {
-    state.master = place_(values.numel(), at::kFloat);
-    const Buffer* const both[] = {&state.master, &values};
-    for_each_block(both, {0, values.numel()}, [&](Block block) {
-      const auto master = state.master.lease(block, Access::write);
-      master.tensor().copy_(values.lease(block, Access::read).tensor());
-    });
+void OptimizerStates::place_masters(int unit) {
+  UnitState& state = units_states_[unit];
+  const Buffer values = parameters(unit);
+  const int64_t numel = values.numel(), on_device = split_.on_device(numel);
+  for (const Block range : {Block{0, on_device}, Block{on_device, numel - on_device}}) {
+    if (range.count == 0 && !(numel == 0 && state.parts.empty())) continue;
+    StatePart& part = state.parts.emplace_back();
+    part.begin = range.begin;
+    part.on_host = range.begin >= on_device && types_.uses_host();
+    part.aliased = !part.on_host && types_.aliases(values.dtype());
+    part.states.resize(rule_.roles().size());
+    const Buffer own = part_of_buffer(values, range);
+    if (part.aliased) {
+      part.master = own;
+    } else if (types_.packs(values.dtype())) {
+      state.packed = {place(part, range.count, at::kShort), halfway_bits_of(own)};
+      part.master = packed_buffer(own, *state.packed);
+    } else {
+      part.master = place(part, range.count, at::kFloat);
+      const Buffer* const both[] = {&part.master, &own};
+      for_each_block(both, {0, range.count}, [&](Block block) {
+        const auto master = part.master.lease(block, Access::write);
+        master.tensor().copy_(own.lease(block, Access::read).tensor());
+      });
+    }
+  }
+  join(state);
+}
+
+/// After a buffer of a part has changed.
+void OptimizerStates::join(UnitState& state) {
+  const StatePart& first = state.parts.front();
+  state.master = first.master;
+  state.states = first.states;
+  if (state.parts.size() == 1) return;
+  const StatePart& second = state.parts.back();
+  state.master = tiers::joined(first.master, second.master, kSplitNumel);
+  for (size_t role = 0; role < first.states.size(); ++role) {
+    if (!first.states[role].defined()) continue;
+    state.states[role] = tiers::joined(first.states[role], second.states[role], kSplitNumel);
   }
 }
 
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types) {
   std::vector<StateForecast> states;
+  const auto add = [&](int64_t numel, at::ScalarType dtype, bool on_host) {
+    if (numel > 0) states.push_back({numel, dtype, on_host});
+  };
+  HostSplit split(types.host_share);
+  std::vector<int64_t> on_device;
   for (const UnitForecast& unit : units) {
     const auto master = types.packs(unit.dtype) ? at::kShort : at::kFloat;
-    if (!types.aliases(unit.dtype)) states.push_back({unit.numel, master});
+    on_device.push_back(split.on_device(unit.numel));
+    if (!types.aliases(unit.dtype)) add(on_device.back(), master, false);
+    add(unit.numel - on_device.back(), master, true);
   }
   std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
   for (size_t group = 0; group < groups.size(); ++group) {
@@ -105,7 +153,8 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
       for (size_t i = 0; i < units.size(); ++i) {
         if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
         placed[i][role] = true;
-        states.push_back({units[i].numel, types.of_states(units[i].dtype)});
+        add(on_device[i], types.of_states(units[i].dtype), false);
+        add(units[i].numel - on_device[i], types.of_states(units[i].dtype), true);
       }
     }
   }
@@ -113,19 +162,46 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
 }
 
 int64_t total_bytes(const std::vector<StateForecast>& states) {
+  return total_bytes(states, false) + total_bytes(states, true);
+}
+
+int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host) {
   int64_t bytes = 0;
-  for (const StateForecast& state : states) bytes += state.nbytes();
+  for (const StateForecast& state : states) bytes += state.on_host == on_host ? state.nbytes() : 0;
   return bytes;
+}
+
+int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share) {
+  HostSplit split(host_share);
+  int64_t largest = 0;
+  for (const UnitForecast& unit : units) largest = std::max(largest, unit.numel - split.on_device(unit.numel));
+  return largest;
 }
 
 Buffer OptimizerStates::parameters(int unit) const {
   return policy_.shard_optimizer ? units_[unit]->shard() : Buffer::resident(units_[unit]->whole());
 }
 
-int64_t OptimizerStates::largest_numel() const {
+Buffer OptimizerStates::parameters(int unit, const StatePart& part) const {
+  return part_of_buffer(parameters(unit), {part.begin, part.numel()});
+}
+
+const StatePart* OptimizerStates::part_on_host(int unit) const {
+  const StatePart& last = units_states_[unit].parts.back();
+  return last.on_host ? &last : nullptr;
+}
+
+int64_t OptimizerStates::largest_on_host() const {
   int64_t largest = 0;
-  for (const UnitState& state : units_states_) largest = std::max(largest, state.master.numel());
+  for (int i = 0; i < num_units(); ++i) {
+    if (const StatePart* part = part_on_host(i)) largest = std::max(largest, part->numel());
+  }
   return largest;
+}
+
+bool OptimizerStates::is_aliased(int unit) const {
+  const auto& parts = units_states_[unit].parts;
+  return std::all_of(parts.begin(), parts.end(), [](const StatePart& part) { return part.aliased; });
 }
 
 int64_t OptimizerStates::begin(int unit) const { return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0; }
@@ -142,13 +218,27 @@ std::vector<UnitStateBuffer> OptimizerStates::buffers(int unit) const {
 int64_t OptimizerStates::predicted_bytes() const {
   int64_t bytes = 0;
   for (const UnitState& state : units_states_) {
-    if (state.packed) {
-      bytes += state.packed->low.resident_bytes();
-    } else if (!state.aliased) {
-      bytes += state.master.resident_bytes();
-    }
-    for (const Buffer& buffer : state.states) bytes += buffer.defined() ? buffer.resident_bytes() : 0;
+    for (const StatePart& part : state.parts) bytes += bytes_of(state, part);
   }
+  return bytes;
+}
+
+int64_t OptimizerStates::host_bytes() const {
+  int64_t bytes = 0;
+  for (int i = 0; i < num_units(); ++i) {
+    if (const StatePart* part = part_on_host(i)) bytes += bytes_of(units_states_[i], *part);
+  }
+  return bytes;
+}
+
+int64_t OptimizerStates::bytes_of(const UnitState& state, const StatePart& part) {
+  int64_t bytes = 0;
+  if (state.packed) {
+    bytes += state.packed->low.resident_bytes();
+  } else if (!part.aliased) {
+    bytes += part.master.resident_bytes();
+  }
+  for (const Buffer& buffer : part.states) bytes += buffer.defined() ? buffer.resident_bytes() : 0;
   return bytes;
 }
 
@@ -162,13 +252,15 @@ void OptimizerStates::keep(const std::vector<Hyperparameters>& groups) {
   for (const auto& [group, role] : needed) {
     kept_[group][role] = true;
     for (int i = 0; i < num_units(); ++i) {
-      Buffer& buffer = units_states_[i].states[role];
+      UnitState& state = units_states_[i];
       const auto& members = units_[i]->parameters();
       const bool has_member =
           std::any_of(members.begin(), members.end(), [&, g = group](const auto& p) { return p.group == g; });
-      if (has_member && !buffer.defined()) {
-        buffer = place_(units_states_[i].master.numel(), types_.of_states(units_[i]->layout().dtype));
+      if (!has_member || state.states[role].defined()) continue;
+      for (StatePart& part : state.parts) {
+        part.states[role] = place(part, part.numel(), types_.of_states(units_[i]->layout().dtype));
       }
+      join(state);
     }
   }
 }
@@ -218,7 +310,7 @@ std::optional<optim::StochasticRounding> OptimizerStates::rounding(int unit, int
 void OptimizerStates::refresh_masters(int unit) {
   const Buffer values = parameters(unit);
   for (sharding::Parameter& p : units_[unit]->parameters()) {
-    if (!std::exchange(p.rewritten, false) || units_states_[unit].aliased) continue;
+    if (!std::exchange(p.rewritten, false)) continue;
     const int64_t first = std::max(p.offset, begin(unit));
     const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
     if (count <= 0) continue;
@@ -228,15 +320,20 @@ void OptimizerStates::refresh_masters(int unit) {
                      [&](Block block) { packed->low.lease(block, Access::write).tensor().zero_(); });
       continue;
     }
-    const Buffer& buffer = units_states_[unit].master;
-    const Buffer* const both[] = {&buffer, &values};
-    for_each_block(both, range, [&](Block block) {
-      const auto lease = buffer.lease(block, Access::update), source = values.lease(block, Access::read);
-      const Tensor& master = lease.tensor();
-      const Tensor written = source.tensor().to(master.device());
-      master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
-    });
+    for (const StatePart& part : parts(unit)) {
+      if (!part.aliased) refresh(part, part.within(range), part_of_buffer(values, {part.begin, part.numel()}));
+    }
   }
+}
+
+void OptimizerStates::refresh(const StatePart& part, Block range, const Buffer& values) const {
+  const Buffer* const both[] = {&part.master, &values};
+  for_each_block(both, range, [&](Block block) {
+    const auto lease = part.master.lease(block, Access::update), source = values.lease(block, Access::read);
+    const Tensor& master = lease.tensor();
+    const Tensor written = source.tensor().to(master.device());
+    master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
+  });
 }
 
 void OptimizerStates::refresh_masters() {
@@ -244,31 +341,55 @@ void OptimizerStates::refresh_masters() {
   for (int i = 0; i < num_units(); ++i) refresh_masters(i);
 }
 
-void OptimizerStates::move_masters(const StatePlacement& place) {
+void OptimizerStates::move_masters(const StatePlacement& place, bool from_host) {
   moved_masters_ = true;
+  moved_from_host_ = from_host;
+  move_masters_to([&](const StatePart& part, int64_t numel, at::ScalarType dtype) {
+    return part.on_host && !from_host ? Buffer() : place(numel, dtype);
+  });
+}
+
+void OptimizerStates::move_moments(const StatePlacement& place, bool from_host) {
+  moved_moments_ = true;
+  moved_from_host_ = from_host;
+  move_moments_to([&](const StatePart& part, int64_t numel, at::ScalarType dtype) {
+    return part.on_host && !from_host ? Buffer() : place(numel, dtype);
+  });
+}
+
+void OptimizerStates::move_masters_to(const PartPlacement& place) {
   for (int i = 0; i < num_units(); ++i) {
     UnitState& state = units_states_[i];
-    if (state.packed) {
-      state.packed->low = moved(state.packed->low, place);
-      state.master = packed_buffer(parameters(i), *state.packed);
-    } else if (!state.aliased) {
-      state.master = moved(state.master, place);
+    for (StatePart& part : state.parts) {
+      if (state.packed) {
+        Buffer& low = state.packed->low;
+        low = moved(low, place(part, low.numel(), low.dtype()));
+        part.master = packed_buffer(parameters(i), *state.packed);
+      } else if (!part.aliased) {
+        part.master = moved(part.master, place(part, part.numel(), part.master.dtype()));
+      }
     }
+    join(state);
   }
 }
 
-void OptimizerStates::move_moments(const StatePlacement& place) {
-  moved_moments_ = true;
+void OptimizerStates::move_moments_to(const PartPlacement& place) {
   for (UnitState& state : units_states_) {
-    for (Buffer& buffer : state.states) {
-      if (buffer.defined()) buffer = moved(buffer, place);
+    for (StatePart& part : state.parts) {
+      for (Buffer& buffer : part.states) {
+        if (buffer.defined()) buffer = moved(buffer, place(part, buffer.numel(), buffer.dtype()));
+      }
     }
+    join(state);
   }
 }
 
 void OptimizerStates::bring_back() {
-  if (moved_masters_) move_masters(place_);
-  if (moved_moments_) move_moments(place_);
+  const PartPlacement back = [this](const StatePart& part, int64_t numel, at::ScalarType dtype) {
+    return part.on_host && !moved_from_host_ ? Buffer() : place(part, numel, dtype);
+  };
+  if (moved_masters_) move_masters_to(back);
+  if (moved_moments_) move_moments_to(back);
   moved_masters_ = moved_moments_ = false;
 }
 

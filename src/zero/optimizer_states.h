@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <optional>
@@ -17,6 +18,7 @@
 #include "optim/rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
+#include "zero/host_split.h"
 #include "zero/packed_master.h"
 #include "zero/policy.h"
 
@@ -37,9 +39,13 @@ struct StateTypes {
   bool rounded_moments = false;  // states have their unit's type; needs rounded masters
   bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
   std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
-  bool on_host = false;  // masters and states of a device's parameters lie off it: units of fp32 have masters as well
+  // Of a device's elements, those whose masters and states lie off it, where the host steps them: in fp32, too, these
+  // have masters of their own.
+  double host_share = 0.0;
 
-  bool aliases(at::ScalarType unit) const { return !on_host && (unit == at::kFloat || rounded_masters); }
+  bool uses_host() const { return host_share > 0.0; }
+  /// Of what is stepped beside the parameters.
+  bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
   bool packs(at::ScalarType unit) const { return unit == at::kBFloat16 && packed_masters; }
   at::ScalarType of_states(at::ScalarType unit) const {
     if (moments_seed) return at::kBFloat16;
@@ -76,6 +82,7 @@ struct UnitForecast {
 struct StateForecast {
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
+  bool on_host = false;  // of a device
 
   int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
@@ -83,6 +90,27 @@ struct StateForecast {
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types);
 int64_t total_bytes(const std::vector<StateForecast>& states);
+/// Of these, those that lie on the host, or those that lie beside the parameters.
+int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host);
+/// The most elements of a unit that the host steps.
+int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share);
+
+/// Consecutive elements of a unit's states, which lie in one place and are stepped there. If the host steps a share of
+/// a device's elements, a unit has up to two parts, and the device's comes first.
+struct StatePart {
+  int64_t begin = 0;  // of the unit's states
+  bool on_host = false;
+  bool aliased = false;               // the master is the parameters' own memory
+  tiers::Buffer master;               // (numel,)
+  std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
+
+  int64_t numel() const { return master.numel(); }
+  /// Of elements of the unit's states, those in this part, counted from its beginning.
+  tiers::Block within(tiers::Block range) const {
+    const int64_t first = std::clamp<int64_t>(range.begin - begin, 0, numel());
+    return {first, std::clamp<int64_t>(range.begin + range.count - begin, first, numel()) - first};
+  }
+};
 
 /// A state of one parameter: its name, and the role.
 using StateName = std::pair<std::string, std::string>;
@@ -90,9 +118,10 @@ using StateName = std::pair<std::string, std::string>;
 class OptimizerStates {
  public:
   /// Masters of what is not fp32 start as the parameters' values. Rounded ones need a rule of elementwise reach.
+  /// `beside`: places what a device keeps if `place` has a share of its states on the host.
   OptimizerStates(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                   const std::vector<Hyperparameters>& groups, const StagePolicy& policy, StatePlacement place,
-                  StateTypes types = {});
+                  StateTypes types = {}, StatePlacement beside = {});
 
   int num_units() const { return static_cast<int>(units_.size()); }
   sharding::Unit& unit(int unit) const { return *units_[unit]; }
@@ -100,16 +129,24 @@ class OptimizerStates {
 
   /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
   tiers::Buffer parameters(int unit) const;
-  /// The most elements that this rank steps of a unit.
-  int64_t largest_numel() const;
+  /// The part of them that has these states.
+  tiers::Buffer parameters(int unit, const StatePart& part) const;
+  const std::vector<StatePart>& parts(int unit) const { return units_states_[unit].parts; }
+  /// What the host steps of a unit; null: nothing.
+  const StatePart* part_on_host(int unit) const;
+  /// The most elements of a unit that the host steps.
+  int64_t largest_on_host() const;
+  /// Elements whose states lie in this rank's memory or files, and those of them that the host steps for a device.
+  int64_t numel() const { return split_.numel(); }
+  int64_t numel_on_host() const { return split_.numel_on_host(); }
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
-  /// Whether masters and states are stepped on the host, the parameters being a device's.
-  bool are_on_host() const { return types_.on_host; }
-  /// Whether the master is the parameters' own memory, as in fp32 and where masters are rounded.
-  bool is_aliased(int unit) const { return units_states_[unit].aliased; }
+  /// Whether a share of them is stepped on the host, the parameters being a device's.
+  bool use_host() const { return types_.uses_host(); }
+  /// Whether all of the master is the parameters' own memory, as in fp32 and where masters are rounded.
+  bool is_aliased(int unit) const;
   /// What a packed master keeps beside the parameters; null: the master is not packed.
   const PackedMaster* packed(int unit) const {
     return units_states_[unit].packed ? &*units_states_[unit].packed : nullptr;
@@ -124,6 +161,8 @@ class OptimizerStates {
   std::vector<UnitStateBuffer> buffers(int unit) const;
   /// What all of them take on this rank.
   int64_t predicted_bytes() const;
+  /// Of that, what the host has for a device.
+  int64_t host_bytes() const;
 
   /// Allocates, as zeros, the states that these groups need and have not needed yet.
   void keep(const std::vector<Hyperparameters>& groups);
@@ -139,9 +178,10 @@ class OptimizerStates {
   void refresh_masters();
 
   /// Move all masters that are memory of their own, or all other states, to buffers that `place` makes. Each is
-  /// complete wherever it lies if this fails midway. Errors: as `place`.
-  void move_masters(const StatePlacement& place);
-  void move_moments(const StatePlacement& place);
+  /// complete wherever it lies if this fails midway. `from_host`: also what lies on a device's host. Errors: as
+  /// `place`.
+  void move_masters(const StatePlacement& place, bool from_host = true);
+  void move_moments(const StatePlacement& place, bool from_host = true);
   /// Moves back what was moved.
   void bring_back();
   /// Whether a step has to wait for bring_back: someone has announced that memory is needed for something else.
@@ -165,26 +205,35 @@ class OptimizerStates {
 
  private:
   struct UnitState {
-    tiers::Buffer master;               // may alias the parameters' memory
-    std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
-    bool aliased = false;
+    std::vector<StatePart> parts;
+    tiers::Buffer master;                      // of all parts
+    std::vector<tiers::Buffer> states;         // likewise, by the rule's roles; undefined: not kept
     std::optional<PackedMaster> packed;        // what `master` consists of, beside the parameters
     int64_t first = 0;                         // of the unit, among all elements that are trained, at any world
     std::vector<int64_t> steps;                // by parameter: the steps that moved it
     std::vector<std::vector<double>> numbers;  // by parameter
   };
 
-  void place_master(UnitState& state, const tiers::Buffer& values);
+  void place_masters(int unit);
+  tiers::Buffer place(const StatePart& part, int64_t numel, at::ScalarType dtype) const;
+  void refresh(const StatePart& part, tiers::Block range, const tiers::Buffer& values) const;
+  static void join(UnitState& state);
+  static int64_t bytes_of(const UnitState& state, const StatePart& part);
+  /// Makes the buffer of a part; an undefined one: the part stays where it is.
+  using PartPlacement = std::function<tiers::Buffer(const StatePart& part, int64_t numel, at::ScalarType dtype)>;
+  void move_masters_to(const PartPlacement& place);
+  void move_moments_to(const PartPlacement& place);
 
   std::vector<sharding::Unit*> units_;
   const optim::Rule& rule_;
   StagePolicy policy_;
-  StatePlacement place_;
+  StatePlacement place_, beside_;
   StateTypes types_;
+  HostSplit split_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
   std::vector<UnitState> units_states_;
   int64_t steps_ = 0;
-  bool moved_masters_ = false, moved_moments_ = false, away_ = false;
+  bool moved_masters_ = false, moved_moments_ = false, moved_from_host_ = false, away_ = false;
 };
 
 }  // namespace deeptide::zero

@@ -18,10 +18,19 @@ ParameterNorms::ParameterNorms(const std::vector<sharding::Unit*>& units, int nu
   squares_ = at::zeros({num_slices_, num_parameters_, 2}, at::kDouble);
 }
 
-void ParameterNorms::set(int slice, int unit, int parameter, const optim::NormSquares& squares) {
-  double* place = squares_.mutable_data_ptr<double>() + 2 * (slice * num_parameters_ + first_[unit] + parameter);
-  place[0] = squares.param;
-  place[1] = squares.update;
+optim::NormSums& ParameterNorms::sums(int slice, int unit, int parameter, int64_t numel) {
+  return open_.try_emplace({slice, unit, parameter}, numel).first->second;
+}
+
+void ParameterNorms::settle() {
+  for (const auto& [key, sums] : open_) {
+    const auto [slice, unit, parameter] = key;
+    const optim::NormSquares squares = sums.totals();
+    double* place = squares_.mutable_data_ptr<double>() + 2 * (slice * num_parameters_ + first_[unit] + parameter);
+    place[0] = squares.param;
+    place[1] = squares.update;
+  }
+  open_.clear();
 }
 
 void ParameterNorms::exchange(comm::Group& group, at::Device device) {

@@ -5,6 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <map>
+#include <tuple>
 #include <vector>
 
 #include "comm/group.h"
@@ -19,7 +21,10 @@ class ParameterNorms {
  public:
   explicit ParameterNorms(const std::vector<sharding::Unit*>& units, int num_slices);
 
-  void set(int slice, int unit, int parameter, const optim::NormSquares& squares);
+  /// The sums over `numel` elements of a slice of a parameter, begun anew unless they are open; until `settle`.
+  optim::NormSums& sums(int slice, int unit, int parameter, int64_t numel);
+  /// Closes all open sums: waits for those that a device has made.
+  void settle();
   /// Collective. Fetches the slices of the other ranks of `group`, of which this rank has set its own.
   void exchange(comm::Group& group, at::Device device);
   optim::NormSquares whole(int unit, int parameter) const;
@@ -28,7 +33,8 @@ class ParameterNorms {
   std::vector<int64_t> first_;  // of each unit, among all parameters
   int64_t num_parameters_ = 0;
   int64_t num_slices_;
-  at::Tensor squares_;  // (slices, parameters, 2) fp64, on the CPU
+  std::map<std::tuple<int, int, int>, optim::NormSums> open_;  // by slice, unit and parameter
+  at::Tensor squares_;                                         // (slices, parameters, 2) fp64, on the CPU
 };
 
 }  // namespace deeptide::zero

@@ -37,6 +37,17 @@ StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::De
 
 Tensor part_of(const Tensor& flat, Block block) { return flat.narrow(0, block.begin, block.count); }
 
+/// Sums of a device lie in its memory, in one type.
+const Tensor& sum_on_device(const gradients::UnitGradient& gradient) { return gradient.rows.rows.at(0); }
+
+/// Visits the units of which some parameter moves.
+template <typename Visit>
+void each_moving(const std::vector<std::vector<Run>>& runs, Visit visit) {
+  for (size_t unit = 0; unit < runs.size(); ++unit) {
+    if (!runs[unit].empty()) visit(static_cast<int>(unit));
+  }
+}
+
 bool reaches(const std::vector<Run>& runs, Reach reach) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
 }
@@ -47,13 +58,14 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
                                    StatePlacement place, CustomOptimizer* custom, StateTypes types)
-    : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device), types),
+    : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device), types,
+              resident_on(ledger, device)),
       policy_(policy),
       group_(group),
       device_(device),
       pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
-  if (types.on_host) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_numel());
+  if (types.uses_host()) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host());
   const bool whole = !policy_.shard_optimizer || group_.size() == 1;  // elsewhere the engine refuses such rules
   if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
     signs_ = std::make_unique<SignExchange>(units_, group_, std::move(ledger), device);
@@ -95,7 +107,15 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   }
   std::optional<HostExchange::Step> copies;
   if (exchange_) copies.emplace(*exchange_);
-  if (copies && !gathers_gradients()) announce_gradients(reducer, runs, *copies);
+  const auto pass_over = [&](int unit, gradients::UnitGradient gradient, Side side) {
+    UnitPass pass{unit, std::move(gradient), gradient_scale, groups, nullptr, copies ? &*copies : nullptr, side};
+    if (!gathers_gradients()) pass.reducer = &reducer;
+    first_pass(pass, runs[unit], norms.get());
+  };
+  if (copies && !gathers_gradients()) {
+    each_moving(runs, [&](int unit) { announce(unit, sum_on_device(reducer.gradient(unit)), *copies); });
+    each_moving(runs, [&](int unit) { pass_over(unit, reducer.gradient(unit), Side::device); });
+  }
   UnitGathers gathers(group_, "gathering gradients of");
   int next = 0;  // to gather
   for (int i = 0; i < states_.num_units(); ++i) {
@@ -103,35 +123,49 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
       for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
         if (!runs[next].empty()) start_gathering(next, reducer, gathers);
       }
-      UnitPass pass{i, {}, gradient_scale, groups, nullptr, copies ? &*copies : nullptr};
-      if (gathers_gradients()) {
-        pass.gradient = gathers.wait_first();
-        if (copies) copies->announce(i, pass.gradient.rows.rows[0]);
-      } else {
-        pass.gradient = reducer.gradient(i);
-        pass.reducer = &reducer;
+      gradients::UnitGradient gradient = gathers_gradients() ? gathers.wait_first() : reducer.gradient(i);
+      if (copies && gathers_gradients()) {
+        announce(i, sum_on_device(gradient), *copies);
+        pass_over(i, gradient, Side::device);
       }
-      first_pass(pass, runs[i], norms.get());
+      pass_over(i, gradient, copies ? Side::host : Side::both);
       if (copies) copies->join();
-      if (gathers_gradients()) pool_.put(std::move(pass.gradient.rows.rows[0]));
+      if (gathers_gradients()) pool_.put(std::move(gradient.rows.rows[0]));
     }
     if (!norms) publish(i, publication);
   }
-  if (!norms) return;
-  if (policy_.shard_optimizer && group_.size() > 1) norms->exchange(group_, device_);
+  if (norms) step_by_norms(*norms, runs, gradient_scale, groups, copies ? &*copies : nullptr, publication);
+}
+
+/// The second pass of a rule of norms.
+void ShardedOptimizer::step_by_norms(ParameterNorms& norms, const std::vector<std::vector<Run>>& runs,
+                                     double gradient_scale, const std::vector<Hyperparameters>& groups,
+                                     HostExchange::Step* copies, Publication& publication) {
+  norms.settle();
+  if (policy_.shard_optimizer && group_.size() > 1) norms.exchange(group_, device_);
+  const auto& norm_rule = dynamic_cast<const NormRule&>(rule());
+  std::vector<std::vector<double>> ratios(runs.size());
   for (int i = 0; i < states_.num_units(); ++i) {
-    apply_ratios({i, {}, gradient_scale, groups, nullptr, copies ? &*copies : nullptr}, runs[i], *norms);
+    for (const Run& run : runs[i]) {
+      const std::span<double> numbers = states_.numbers(i, run.parameter);
+      ratios[i].push_back(norm_rule.next_ratio(norms.whole(i, run.parameter), groups.at(run.group), numbers));
+    }
+  }
+  const auto pass_over = [&](int unit, Side side) {
+    apply_ratios({unit, {}, gradient_scale, groups, nullptr, copies, side}, runs[unit], ratios[unit]);
+  };
+  if (copies) each_moving(runs, [&](int unit) { pass_over(unit, Side::device); });
+  for (int i = 0; i < states_.num_units(); ++i) {
+    pass_over(i, copies ? Side::host : Side::both);
     if (copies) copies->join();
     publish(i, publication);
   }
 }
 
-/// Units in the order in which they are stepped. On a device, sums lie in memory and in one type.
-void ShardedOptimizer::announce_gradients(const gradients::Reducer& reducer, const std::vector<std::vector<Run>>& runs,
-                                          HostExchange::Step& copies) const {
-  for (int i = 0; i < states_.num_units(); ++i) {
-    if (!runs[i].empty()) copies.announce(i, reducer.gradient(i).rows.rows.at(0));
-  }
+/// Announced in the order of the host's steps.
+void ShardedOptimizer::announce(int unit, const Tensor& gradient, HostExchange::Step& copies) const {
+  const StatePart* part = states_.part_on_host(unit);
+  if (part) copies.announce(unit, gradient.narrow(0, part->begin, part->numel()));
 }
 
 /// Ranks hold their own gradients: what travels is the signs of what each makes of them.
@@ -213,15 +247,18 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
   }
 }
 
-/// Parameters of 16 bits follow from their masters.
+/// Parameters follow from masters that are memory of their own.
 void ShardedOptimizer::narrow_master(int unit) {
-  if (!states_.has_own_master(unit)) return;
-  const Buffer &buffer = states_.master(unit), parameters = states_.parameters(unit);
-  const Buffer* const both[] = {&buffer, &parameters};
-  for_each_block(both, {0, buffer.numel()}, [&](Block block) {
-    const auto master = buffer.lease(block, Access::read);
-    parameters.lease(block, Access::write).tensor().copy_(master.tensor());
-  });
+  if (states_.packed(unit)) return;
+  for (const StatePart& part : states_.parts(unit)) {
+    if (part.aliased) continue;
+    const Buffer parameters = states_.parameters(unit, part);
+    const Buffer* const both[] = {&part.master, &parameters};
+    for_each_block(both, {0, part.numel()}, [&](Block block) {
+      const auto master = part.master.lease(block, Access::read);
+      parameters.lease(block, Access::write).tensor().copy_(master.tensor());
+    });
+  }
 }
 
 void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers) {
@@ -242,36 +279,47 @@ Block ShardedOptimizer::own_part(int unit, int64_t begin, int64_t end) const {
 /// Visits segments of `range`, block by block, wherever the states lie: what is resident is one block.
 void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block range, SegmentAccess access,
                                     const Visit& visit) {
+  for (const StatePart& part : states_.parts(pass.unit)) {
+    const bool is_passed = pass.side != Side::both && part.on_host != (pass.side == Side::host);
+    const Block own = part.within(range);
+    if (!is_passed && own.count > 0) each_segment(pass, run, part, own, access, visit);
+  }
+}
+
+/// `range`: of the part. What lies beside the parameters begins where they do, so its blocks are theirs.
+void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const StatePart& part, Block range,
+                                    SegmentAccess access, const Visit& visit) {
   const Hyperparameters& hyper = pass.groups.at(run.group);
   const PackedMaster* packed = access.takes_packed ? states_.packed(pass.unit) : nullptr;
-  const Buffer& master = packed ? packed->low : states_.master(pass.unit);
+  const Buffer& master = packed ? packed->low : part.master;
   const size_t num_roles = rule().roles().size();
   // A pass that leaves the masters alone leaves the parameters alone.
-  const bool narrows = states_.has_own_master(pass.unit) && access.master != Access::read;
-  const bool returns = narrows && pass.copies;
+  const bool narrows = !part.aliased && !states_.packed(pass.unit) && access.master != Access::read;
+  const bool returns = narrows && part.on_host;
   const Buffer parameters = (narrows && !returns) || packed ? states_.parameters(pass.unit) : Buffer();
   std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
   for (size_t role = 0; role < num_roles; ++role) {
-    if (rule().keeps(role, hyper)) buffers.push_back(&states_.state(pass.unit, role));
+    if (rule().keeps(role, hyper)) buffers.push_back(&part.states[role]);
   }
   const auto visit_block = [&](Block block) {
+    const Block of_unit{part.begin + block.begin, block.count};
     const auto lease = master.lease(block, access.master);
     std::vector<tiers::Lease> leases(num_roles);
     Segment segment{.master = lease.tensor(),
                     .states = std::vector<Tensor>(num_roles),
                     .gradient = {},
                     .param = {},
-                    .first = block.begin,
-                    .rounding = states_.rounding(pass.unit, block.begin)};
+                    .first = of_unit.begin,
+                    .rounding = states_.rounding(pass.unit, of_unit.begin)};
     for (size_t role = 0; role < num_roles; ++role) {
       if (!rule().keeps(role, hyper)) continue;
-      leases[role] = states_.state(pass.unit, role).lease(block, access.states);
+      leases[role] = part.states[role].lease(block, access.states);
       segment.states[role] = leases[role].tensor();
     }
-    prefetch_after(pass, block);
+    prefetch_after(pass, part, block);
     tiers::Lease narrowed, summed;
     if (pass.gradient.defined()) {
-      segment.gradient = pass.copies ? pass.copies->gradient(pass.unit, block) : pass.gradient.part(block, summed);
+      segment.gradient = part.on_host ? pass.copies->gradient(pass.unit, block) : pass.gradient.part(block, summed);
     }
     if (parameters.defined()) narrowed = parameters.lease(block, packed ? access.master : Access::write);
     segment.param = narrowed.tensor();
@@ -279,10 +327,10 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block 
       segment.low = std::exchange(segment.master, std::exchange(segment.param, Tensor()));
       segment.halfway = packed->halfway.get();
     }
-    if (returns) return step_and_return(pass, block, segment, visit);
-    visit(block, segment);
+    if (returns) return step_and_return(pass, of_unit, segment, visit);
+    visit(of_unit, segment);
   };
-  const int64_t most = pass.copies ? kHostBlockNumel : INT64_MAX;
+  const int64_t most = part.on_host ? kHostBlockNumel : INT64_MAX;
   for_each_block(std::span<const Buffer* const>(buffers), range, visit_block, most);
 }
 
@@ -298,22 +346,24 @@ void ShardedOptimizer::step_and_return(const UnitPass& pass, Block block, Segmen
 }
 
 /// Announces what the step reads next: the blocks behind `block`, or the first ones of the next unit.
-void ShardedOptimizer::prefetch_after(const UnitPass& pass, Block block) {
+void ShardedOptimizer::prefetch_after(const UnitPass& pass, const StatePart& part, Block block) {
+  if (pass.side == Side::device) return;  // what it steps is there
   int unit = pass.unit;
   int64_t next = block.begin + block.count;
-  if (next >= states_.master(unit).numel()) {
+  const StatePart* holds_next = &part;
+  if (next >= part.numel()) {
     next = 0;
     if (++unit == states_.num_units()) return;
+    holds_next = &states_.parts(unit).back();
   }
   const auto announce = [&](const Buffer& buffer) {
     if (buffer.defined() && next < buffer.numel()) buffer.prefetch({next, 1});
   };
-  const Buffer& master = states_.master(unit);
-  announce(master);
-  if (pass.reducer) pass.reducer->prefetch(unit, next);
+  announce(holds_next->master);
+  if (pass.reducer) pass.reducer->prefetch(unit, holds_next->begin + next);
   // A block of 16 bits takes as many bytes as one of states, so a step writes it in parts, which keep the rest.
-  if (!states_.is_aliased(unit) && !master.in_place().defined()) announce(states_.parameters(unit));
-  for (size_t role = 0; role < rule().roles().size(); ++role) announce(states_.state(unit, role));
+  if (!holds_next->aliased && !holds_next->master.in_place().defined()) announce(states_.parameters(unit));
+  for (const Buffer& state : holds_next->states) announce(state);
 }
 
 /// All of an elementwise step; of others what precedes the exchange over whole parameters. Matrices are exchanged here,
@@ -342,23 +392,23 @@ void ShardedOptimizer::measure(const UnitPass& pass, const Run& run, ParameterNo
     const int64_t begin = std::max(run.begin, slice * shard), end = std::min(run.end, (slice + 1) * shard);
     const Block range = begin < end ? own_part(pass.unit, begin, end) : Block();
     if (range.count == 0) continue;
-    optim::NormSums sums(range.count);
+    optim::NormSums& sums = norms.sums(slice, pass.unit, run.parameter, range.count);
     each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
       norm_rule.measure(segment, pass.groups.at(run.group), pass.terms(run), block.begin - range.begin, sums);
     });
-    norms.set(slice, pass.unit, run.parameter, sums.totals());
+    if (pass.side == Side::both) norms.settle();  // else the host would wait for the device within its own steps
   }
 }
 
-void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>& runs, const ParameterNorms& norms) {
+void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>& runs,
+                                    const std::vector<double>& ratios) {
   const auto& norm_rule = dynamic_cast<const NormRule&>(rule());
-  for (const Run& run : runs) {
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const Run& run = runs[i];
     const Hyperparameters& hyper = pass.groups.at(run.group);
-    const std::span<double> numbers = states_.numbers(pass.unit, run.parameter);
-    const double ratio = norm_rule.next_ratio(norms.whole(pass.unit, run.parameter), hyper, numbers);
     const Block range = own_part(pass.unit, run.begin, run.end);
     each_segment(pass, run, range, {Access::update, Access::read},
-                 [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratio); });
+                 [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratios[i]); });
   }
 }
 

@@ -30,8 +30,9 @@ namespace deeptide::zero {
 /// Steps trainable units by a rule. Each step brings the groups' hyper-parameters.
 class ShardedOptimizer {
  public:
-  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`. `custom`: steps in the place
-  /// of the rule, which is its CustomRule, and outlives this. Errors: as CustomSteps.
+  /// `place`: absent: states are resident beside the parameters, and counted in `ledger`; so are those that the host
+  /// does not step, where it steps others. `custom`: steps in the place of the rule, which is its CustomRule, and
+  /// outlives this. Errors: as CustomSteps.
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
                    std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
@@ -70,6 +71,8 @@ class ShardedOptimizer {
   void publish_parameter(int unit, int parameter, comm::Group& over);
 
  private:
+  /// Which parts of units a pass goes over. The device's work is issued before the host begins with its own.
+  enum class Side : uint8_t { both, device, host };
   /// What the passes over one unit share.
   struct UnitPass {
     int unit;
@@ -78,6 +81,7 @@ class ShardedOptimizer {
     const std::vector<Hyperparameters>& groups;
     const gradients::Reducer* reducer = nullptr;  // whose gradients this pass reads, unit after unit
     HostExchange::Step* copies = nullptr;         // between device and host, if the host steps
+    Side side = Side::both;
 
     optim::StepTerms terms(const Run& run) const { return {run.steps, gradient_scale}; }
   };
@@ -91,11 +95,12 @@ class ShardedOptimizer {
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
   void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
-  void announce_gradients(const gradients::Reducer& reducer, const std::vector<std::vector<Run>>& runs,
-                          HostExchange::Step& copies) const;
+  void announce(int unit, const at::Tensor& gradient, HostExchange::Step& copies) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
+  void each_segment(const UnitPass& pass, const Run& run, const StatePart& part, tiers::Block range,
+                    SegmentAccess access, const Visit& visit);
   void step_and_return(const UnitPass& pass, tiers::Block block, optim::Segment& segment, const Visit& visit) const;
-  void prefetch_after(const UnitPass& pass, tiers::Block block);
+  void prefetch_after(const UnitPass& pass, const StatePart& part, tiers::Block block);
   void step_by_rule(const gradients::Reducer& reducer, double gradient_scale,
                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
                     Publication& publication);
@@ -107,9 +112,11 @@ class ShardedOptimizer {
                      const ActiveParameters& active);
   void narrow_master(int unit);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);
+  void step_by_norms(ParameterNorms& norms, const std::vector<std::vector<Run>>& runs, double gradient_scale,
+                     const std::vector<Hyperparameters>& groups, HostExchange::Step* copies, Publication& publication);
   void step_elements(const UnitPass& pass, const Run& run);
   void measure(const UnitPass& pass, const Run& run, ParameterNorms& norms);
-  void apply_ratios(const UnitPass& pass, const std::vector<Run>& runs, const ParameterNorms& norms);
+  void apply_ratios(const UnitPass& pass, const std::vector<Run>& runs, const std::vector<double>& ratios);
   void step_matrices(const UnitPass& pass, const std::vector<Run>& runs);
   at::Tensor whole_direction(int unit, at::Tensor own);
   void apply_update(const UnitPass& pass, const Run& run, const at::Tensor& direction);

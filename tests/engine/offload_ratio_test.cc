@@ -15,11 +15,19 @@ TEST(OffloadRatio, LetsTransfersTakeAsLongAsTheStep) {
   EXPECT_EQ(balanced_ratio({.step_seconds = 0.001, .transfer_seconds = 2.0}), 0.0);
 }
 
+TEST(OffloadRatio, LetsHostAndDeviceStepEquallyLong) {
+  EXPECT_EQ(balanced_host_share({.device_seconds = 1.0, .host_seconds = 3.0}), 0.25);
+  EXPECT_EQ(balanced_host_share({.device_seconds = 1.0, .host_seconds = 2.0}), 0.33);
+  EXPECT_EQ(balanced_host_share({.device_seconds = 0.001, .host_seconds = 2.0}), 0.0);
+  EXPECT_EQ(balanced_host_share({.device_seconds = 1.0, .host_seconds = 0.0}), 1.0);
+}
+
 TEST(OffloadRatio, TimesStepsOfEveryKindAndTransfersOfAFolder) {
   const tiers::OffloadOptions options{.folders = {testing::TempDir()}};
   for (const char* type : {"AdamW", "SGD", "LAMB"}) {
     const auto ledger = std::make_shared<device::Ledger>();
-    const BlockTimes times = time_blocks(options, optim::find_rule(type), Hyperparameters(type), ledger);
+    const Hyperparameters hyper(type);
+    const BlockTimes times = time_blocks({optim::find_rule(type), hyper, ledger, device::Role::optimizer, options});
     EXPECT_GT(times.step_seconds, 0.0);
     EXPECT_GT(times.transfer_seconds, 0.0);
     EXPECT_EQ(ledger->current(device::Role::optimizer), 0);
@@ -30,7 +38,9 @@ TEST(OffloadRatio, TimesStepsOfEveryKindAndTransfersOfAFolder) {
 TEST(OffloadRatio, NamesAFolderThatCannotBeUsed) {
   const tiers::OffloadOptions options{.folders = {"/proc/none"}};
   try {
-    time_blocks(options, optim::find_rule("Adam"), Hyperparameters("Adam"), std::make_shared<device::Ledger>());
+    const Hyperparameters hyper("Adam");
+    const auto ledger = std::make_shared<device::Ledger>();
+    time_blocks({optim::find_rule("Adam"), hyper, ledger, device::Role::optimizer, options});
     FAIL() << "no error";
   } catch (const std::runtime_error& error) {
     EXPECT_NE(std::string(error.what()).find("/proc/none"), std::string::npos) << error.what();

@@ -339,7 +339,6 @@ def refuse(config, error):
 
 
 REFUSED = [
-    ({"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "a ratio below 1 yet; leave ratio out"),
     ({"deeptide": {"packed_states": True}, "bf16": True}, "does not go with deeptide.packed_states yet"),
     ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, "the optimizer Muon, which makes products"),
     ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2}}, "stage": 0}, "whose ranks exchange signs"),

@@ -61,10 +61,13 @@ Key offload_optimizer_section() {
                      .between(2, 1024)
                      .into(&OffloadOptimizerConfig::buffer_count),
                  number("ratio", 1.0,
-                        "Share of the states kept off the device, exact to one block of 4 MiB; \"auto\": as much in "
-                        "files as a step hides, measured at the start. On an accelerator: 1.")
+                        "Share of the states kept off the device, exact to one block of at most 4 MiB. On an "
+                        "accelerator the host steps it while the device steps the rest. \"auto\", measured at the "
+                        "start: as much in files as a step hides; on an accelerator, as much as lets both step "
+                        "equally long.")
                      .between(0, 1)
-                     .auto_means("as much in files as a step hides, measured at the start (device \"nvme\")")
+                     .auto_means("measured at the start: as much in files as a step hides (device \"nvme\"); on an "
+                                 "accelerator, as much as lets host and device step equally long")
                      .into(&OffloadOptimizerConfig::ratio),
                  pin_memory(),
                  flag("pipeline_read", false, "Read ahead.").either(kAlwaysPipelined),
