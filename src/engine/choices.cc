@@ -113,14 +113,11 @@ bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const opt
 /// Errors: ConfigError naming what keeps the host from stepping a device's parameters.
 void check_host_steps(const Config& config, const optim::Rule& rule, const std::vector<ParameterGroup>& groups,
                       at::Device device) {
-  const PrecisionConfig& precision = config.precision();
   const bool takes_matrices = std::any_of(groups.begin(), groups.end(), [&](const ParameterGroup& group) {
     return rule.reach(group.hyperparameters) == optim::Reach::whole_parameter;
   });
   const std::string optimizer = "the optimizer " + rule.name();
   const std::tuple<bool, std::string, const char*> obstacles[] = {
-      {precision.rounds_masters(), fmt::format("{}_master_weights_and_grads", precision.fp16 ? "fp16" : "bf16"),
-       "set it to false: masters of fp32 take no memory of the device then"},
       {config.runtime().packed_states, "deeptide.packed_states",
        "leave it out: masters take no memory of the device then"},
       {takes_matrices, optimizer + ", which makes products of whole matrices",

@@ -107,7 +107,7 @@ void OptimizerStates::place_masters(int unit) {
       state.packed = {place(part, range.count, at::kShort), halfway_bits_of(own)};
       part.master = packed_buffer(own, *state.packed);
     } else {
-      part.master = place(part, range.count, at::kFloat);
+      part.master = place(part, range.count, types_.of_masters(values.dtype()));
       const Buffer* const both[] = {&part.master, &own};
       for_each_block(both, {0, range.count}, [&](Block block) {
         const auto master = part.master.lease(block, Access::write);
@@ -141,7 +141,7 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
   HostSplit split(types.host_share);
   std::vector<int64_t> on_device;
   for (const UnitForecast& unit : units) {
-    const auto master = types.packs(unit.dtype) ? at::kShort : at::kFloat;
+    const auto master = types.packs(unit.dtype) ? at::kShort : types.of_masters(unit.dtype);
     on_device.push_back(split.on_device(unit.numel));
     if (!types.aliases(unit.dtype)) add(on_device.back(), master, false);
     add(unit.numel - on_device.back(), master, true);
@@ -332,7 +332,8 @@ void OptimizerStates::refresh(const StatePart& part, Block range, const Buffer& 
     const auto lease = part.master.lease(block, Access::update), source = values.lease(block, Access::read);
     const Tensor& master = lease.tensor();
     const Tensor written = source.tensor().to(master.device());
-    master.copy_(at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(at::kFloat)));
+    master.copy_(
+        at::where(at::eq(master.to(written.scalar_type()), written), master, written.to(master.scalar_type())));
   });
 }
 

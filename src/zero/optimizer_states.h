@@ -46,6 +46,8 @@ struct StateTypes {
   bool uses_host() const { return host_share > 0.0; }
   /// Of what is stepped beside the parameters.
   bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
+  /// Of those in memory of their own.
+  at::ScalarType of_masters(at::ScalarType unit) const { return rounded_masters ? unit : at::kFloat; }
   bool packs(at::ScalarType unit) const { return unit == at::kBFloat16 && packed_masters; }
   at::ScalarType of_states(at::ScalarType unit) const {
     if (moments_seed) return at::kBFloat16;

@@ -338,7 +338,7 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
 void ShardedOptimizer::step_and_return(const UnitPass& pass, Block block, Segment& segment, const Visit& visit) const {
   const Tensor target = part_of(states_.parameters(pass.unit).in_place(), block);
   const Tensor values = pass.copies->parameters(block.count, target.scalar_type());
-  const bool narrow = target.scalar_type() != at::kFloat;
+  const bool narrow = target.scalar_type() != segment.master.scalar_type();
   if (narrow) segment.param = values;
   visit(block, segment);
   if (!narrow) values.copy_(segment.master);  // where the next step may not reach it before it is copied

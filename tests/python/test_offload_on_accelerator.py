@@ -119,6 +119,39 @@ def test_the_host_steps_states_in_files_bit_for_bit(world, gas, bf16, type, clip
     run(world, compare_with_cpu, [0, 1, 2, 3], gas, bf16, type, clipping, str(tmp_path))
 
 
+def compare_rounded_masters(stage, moments):
+    """Masters of 16 bits, on the host as on a CPU."""
+    controls = begin()
+    results = []
+    for device, zero in (("cpu", {}), (DEVICE, TO_HOST)):
+        controls.configure("random", guard_pinned=True)
+        cfg = models.config(stage, gas=2, bf16=True, zero=zero, gradient_clipping=0.01)
+        cfg["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": moments}
+        model = models.to_device(models.make_model(kind=Model), device)
+        engine = deeptide.initialize(model=model, config=cfg)[0]
+        train(engine, device, gas=2, steps=1)
+        with torch.no_grad():
+            engine.module.layers[1].bias.add_(1)  # its master follows
+        train(engine, device, gas=2, steps=1, first=1)
+        results.append(on_host(models.everything(engine)))
+        if device != "cpu":
+            line = {line.role: line for line in engine.memory()}["optimizer states"]
+            assert line.measured_bytes == line.predicted_bytes == 0
+            assert line.measured_off_device_bytes == line.off_device_bytes
+        engine.destroy()
+    check_order(controls)
+    if ON_GPU:
+        assert far(results[0].values(), results[1].values(), 2e-2) == []
+    else:
+        models.assert_same(*results)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world", "stage", "moments"), [(1, 2, False), (2, 1, True), (2, 3, True), (2, 0, False)])
+def test_the_host_steps_masters_of_16_bits(world, stage, moments):
+    run(world, compare_rounded_masters, stage, moments)
+
+
 def cross_placements(stage, bf16, folder):
     """A run goes on bit for bit where its states lie elsewhere, and on a CPU."""
     controls = begin()
