@@ -116,6 +116,10 @@ void check_host_steps(const Config& config, const optim::Rule& rule, const std::
   const bool takes_matrices = std::any_of(groups.begin(), groups.end(), [&](const ParameterGroup& group) {
     return rule.reach(group.hyperparameters) == optim::Reach::whole_parameter;
   });
+  const bool placed = config.placement().optimizer_states.has_value();
+  const char* const asked =
+      placed ? "deeptide.placement.optimizer_states off the device" : "zero_optimization.offload_optimizer";
+  const char* const other_cure = placed ? "give the device \"100%\"" : "set the section's device to \"none\"";
   const std::string optimizer = "the optimizer " + rule.name();
   const std::tuple<bool, std::string, const char*> obstacles[] = {
       {config.runtime().packed_states, "deeptide.packed_states",
@@ -128,10 +132,8 @@ void check_host_steps(const Config& config, const optim::Rule& rule, const std::
   };
   for (const auto& [is_met, what, cure] : obstacles) {
     if (!is_met) continue;
-    throw ConfigError(
-        fmt::format("{}: zero_optimization.offload_optimizer on {} does not go with {} yet; {}, or set "
-                    "the section's device to \"none\"",
-                    config.origin(), device.str(), what, cure));
+    throw ConfigError(fmt::format("{}: {} on {} does not go with {} yet; {}, or {}", config.origin(), asked,
+                                  device.str(), what, cure, other_cure));
   }
 }
 
@@ -179,6 +181,9 @@ at::ScalarType accumulate_type(const Config& config) {
 
 double share_on_host(const Config& config, at::Device device) {
   const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  if (config.placement().optimizer_states) {
+    return device.is_cpu() || !config.placement().optimizer_states_on_device ? 0.0 : 1.0;
+  }
   return device.is_cpu() || asked.device == OffloadDevice::none ? 0.0 : asked.ratio;
 }
 
@@ -251,8 +256,8 @@ void check_offload(const Config& config, const ModelDescription& model) {
       {config.offload_param().device != OffloadDevice::none, "zero_optimization.offload_param",
        "set its device to \"none\""},
       {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
-      {wants_files(placement.optimizer_states), "deeptide.placement.optimizer_states", "leave it out"},
-      {wants_files(placement.gradients), "deeptide.placement.gradients", "leave it out"},
+      {wants_files(placement.gradients) || placement.gradients_on_device, "deeptide.placement.gradients",
+       "leave it out, or give the device \"100%\""},
   };
   for (const auto& [is_asked, key, cure] : asked) {
     if (!is_asked) continue;
@@ -266,15 +271,48 @@ bool measures_ratio(const Config& config) {
   return config.offload_optimizer().measures_ratio && !config.placement().optimizer_states;
 }
 
+void choose_host_share(const Config& config, const optim::Rule& rule, const std::vector<Hyperparameters>& groups,
+                       const std::vector<zero::UnitForecast>& units, zero::StateTypes& types) {
+  const auto& memory = config.placement().optimizer_states_on_device;
+  if (!types.uses_host() || !memory) return;
+  zero::StateTypes beside = types;
+  beside.host_share = 0.0;
+  const int64_t total = zero::total_bytes(zero::forecast(units, rule, groups, beside)), allowed = memory->of(total);
+  int64_t numel = 0;
+  for (const zero::UnitForecast& unit : units) numel += unit.numel;
+  if (memory->bytes == 0 || total == 0) {
+    types.host_share = 1.0 - memory->fraction;
+  } else {
+    const int64_t half_block = zero::kSplitNumel / 2 * (total / numel + 1);  // a split is exact to it
+    const int64_t safe = allowed == total ? total : std::max<int64_t>(0, allowed - half_block);
+    types.host_share = 1.0 - static_cast<double>(safe) / static_cast<double>(total);
+  }
+}
+
+/// Which share of what lies off a device goes to files.
+double share_in_files_off_device(const PlacementConfig& placement, const std::vector<zero::StateForecast>& states) {
+  const MemoryShare& memory = *placement.optimizer_states;
+  const MemoryShare& device = *placement.optimizer_states_on_device;
+  const int64_t total = zero::total_bytes(states), off = zero::total_bytes(states, /*on_host=*/true);
+  const MemoryShare on_host{memory.fraction - device.fraction, memory.bytes - device.bytes};
+  const int64_t allowed = on_host.of(total);
+  if (allowed >= off) return 0.0;
+  const int64_t safe = on_host.bytes == 0 ? allowed : std::max<int64_t>(0, allowed - tiers::kSwapBlockBytes / 2);
+  return 1.0 - static_cast<double>(safe) / static_cast<double>(off);
+}
+
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, at::Device device,
-                                                   int64_t total_bytes) {
+                                                   const std::vector<zero::StateForecast>& states) {
   if (!has_states_in_files(config)) return std::nullopt;  // the host's memory has them
   const OffloadOptimizerConfig& asked = config.offload_optimizer();
   const int blocks = (1 + static_cast<int>(rule.roles().size())) * static_cast<int>(asked.buffer_count);
   if (const auto& memory = config.placement().optimizer_states; wants_files(memory)) {
-    const double share = share_in_files(*memory, total_bytes);
+    const PlacementConfig& placement = config.placement();
+    const bool splits = !device.is_cpu() && placement.optimizer_states_on_device;
+    const double share =
+        splits ? share_in_files_off_device(placement, states) : share_in_files(*memory, zero::total_bytes(states));
     if (share == 0.0) return std::nullopt;
-    return tiers::OffloadOptions{config.placement().folders, share, blocks};
+    return tiers::OffloadOptions{placement.folders, share, blocks};
   }
   if (asked.folders.empty()) {
     throw ConfigError(config.origin() +

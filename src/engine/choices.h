@@ -51,10 +51,13 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
                          const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
 /// Errors: ConfigError where the configuration keeps in files what lies in memory on a device that is no CPU.
 void check_offload(const Config& config, const ModelDescription& model);
-/// `device`: of the parameters. `total_bytes`: of this rank's states that do not lie on such a device. Absent: they lie
-/// in memory. Errors: as above.
+/// Where the configuration places states by sizes and shares: sets the host's share, to forecast with.
+void choose_host_share(const Config& config, const optim::Rule& rule, const std::vector<Hyperparameters>& groups,
+                       const std::vector<zero::UnitForecast>& units, zero::StateTypes& types);
+/// `device`: of the parameters. `states`: of this rank. Absent: what does not lie on such a device lies in memory.
+/// Errors: as above.
 std::optional<tiers::OffloadOptions> state_offload(const Config& config, const optim::Rule& rule, at::Device device,
-                                                   int64_t total_bytes);
+                                                   const std::vector<zero::StateForecast>& states);
 
 /// Whether the share of states in files, or off a device, is "auto": `state_offload` and `share_on_host` then have the
 /// most that there may be.

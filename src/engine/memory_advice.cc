@@ -94,6 +94,7 @@ void advise_state_types(const Engine::Impl& impl, Advice& advice) {
 
 /// What a device would no longer keep. Only where the host can step it: the configuration's own check decides.
 void advise_host(const Engine::Impl& impl, Advice& advice) {
+  if (impl.config.placement().optimizer_states) return;  // it decides, not that section
   const bool splits = impl.optimizer->states().use_host();
   const char* const setting = splits ? R"("zero_optimization": {"offload_optimizer": {"ratio": 1}})"
                                      : R"("zero_optimization": {"offload_optimizer": {"device": "cpu"}})";

@@ -71,6 +71,22 @@ struct Facts {
   }
 };
 
+std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
+  std::vector<zero::UnitForecast> units;
+  for (const UnitLayout* layout : facts.trainable()) {
+    std::set<int> groups;
+    for (const sharding::Slot& slot : layout->slots) groups.insert(facts.parameters[slot.parameter].group);
+    units.push_back(engine::stepped_unit(*layout, std::move(groups), facts.policy));
+  }
+  return units;
+}
+
+std::vector<Hyperparameters> hyperparameters_of(const std::vector<ParameterGroup>& groups) {
+  std::vector<Hyperparameters> hyper;
+  for (const ParameterGroup& group : groups) hyper.push_back(group.hyperparameters);
+  return hyper;
+}
+
 Facts facts_of(const ModelDescription& model, const Config& config, const optim::Rule* rule, const InitOptions& options,
                PlannedWorld world) {
   if (world.ranks_per_host == 0) world.ranks_per_host = world.size;
@@ -91,6 +107,9 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   facts.one_host = world.size == 1 || (world.ranks_per_host == world.size && engine::may_share_memory(config));
   facts.shared = facts.bind.share_memory && facts.on_cpu && world.size > 1 && facts.one_host;
   if (facts.shared) facts.policy = zero::on_one_host(facts.policy);
+  if (rule) {
+    engine::choose_host_share(config, *rule, hyperparameters_of(facts.groups), stepped_units(facts), facts.types);
+  }
   return facts;
 }
 
@@ -114,21 +133,9 @@ PlanLine parameters_of(const Facts& facts) {
   return line;
 }
 
-std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
-  std::vector<zero::UnitForecast> units;
-  for (const UnitLayout* layout : facts.trainable()) {
-    std::set<int> groups;
-    for (const sharding::Slot& slot : layout->slots) groups.insert(facts.parameters[slot.parameter].group);
-    units.push_back(engine::stepped_unit(*layout, std::move(groups), facts.policy));
-  }
-  return units;
-}
-
 /// The states of trained units, in the order in which they are placed.
 std::vector<zero::StateForecast> states_of(const Facts& facts, const zero::StateTypes& types) {
-  std::vector<Hyperparameters> hyper;
-  for (const ParameterGroup& group : facts.groups) hyper.push_back(group.hyperparameters);
-  return zero::forecast(stepped_units(facts), *facts.rule, hyper, types);
+  return zero::forecast(stepped_units(facts), *facts.rule, hyperparameters_of(facts.groups), types);
 }
 
 PlanLine optimizer_of(const Facts& facts) {
@@ -136,8 +143,7 @@ PlanLine optimizer_of(const Facts& facts) {
   if (facts.rule == nullptr) return line;
   const std::vector<zero::StateForecast> states = states_of(facts, facts.types);
   const bool on_host = facts.types.uses_host();  // a share of them
-  const auto offload =
-      engine::state_offload(facts.config, *facts.rule, facts.device, zero::total_bytes(states, on_host));
+  const auto offload = engine::state_offload(facts.config, *facts.rule, facts.device, states);
   tiers::Split split(offload ? offload->ratio : 0.0);
   for (const zero::StateForecast& state : states) {
     if (state.on_host == on_host) split.resident(state.numel, state.dtype);

@@ -130,9 +130,11 @@ std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sh
 /// a device passes through blocks that are.
 zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit*>& trainable,
                                                 zero::StateTypes& types) {
+  const auto units = stepped_units(trainable);
+  engine::choose_host_share(config, *rule, progress.hyperparameters, units, types);
   const bool on_host = types.uses_host();
-  const auto states = zero::forecast(stepped_units(trainable), *rule, progress.hyperparameters, types);
-  auto options = engine::state_offload(config, *rule, model.device(), zero::total_bytes(states, on_host));
+  const auto states = zero::forecast(units, *rule, progress.hyperparameters, types);
+  auto options = engine::state_offload(config, *rule, model.device(), states);
   if (!options && !on_host) return {};
   const Role role = on_host ? Role::host_optimizer : Role::optimizer;
   if (engine::measures_ratio(config)) {

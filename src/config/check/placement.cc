@@ -51,6 +51,7 @@ std::optional<TierShare> parse_share(const std::string& text) {
 
 /// The tiers of one kind: those that lie in memory, and files.
 struct Shares {
+  std::optional<TierShare> device;  // one of those in memory
   std::vector<TierShare> memory;
   std::optional<TierShare> files;
 };
@@ -73,6 +74,7 @@ bool read_shares(const Values& values, const std::string& kind, Shares& shares, 
       shares.files = share;
     } else {
       shares.memory.push_back(*share);
+      if (tier == "device") shares.device = share;
     }
   }
   return given;
@@ -105,6 +107,18 @@ MemoryShare solve(const Shares& shares) {
   if (rest) return {1.0 - (shares.files ? shares.files->fraction : 0.0), -(shares.files ? shares.files->bytes : 0)};
   if (!shares.files) return {};
   return memory;
+}
+
+/// What an accelerator has of it.
+MemoryShare solve_device(const Shares& shares) {
+  if (!shares.device) return {0.0, 0};
+  if (!shares.device->rest) return {shares.device->fraction, shares.device->bytes};
+  MemoryShare left = solve(shares);  // of the tiers in memory, those that do not take the rest
+  for (const TierShare& share : shares.memory) {
+    left.fraction -= share.fraction;
+    left.bytes -= share.bytes;
+  }
+  return left;
 }
 
 /// Returns how another section places this kind in files, or an empty text.
@@ -154,6 +168,8 @@ void check_placement(const Values& values, Problems& problems) {
 }
 
 void read_placement(const Values& values, PlacementConfig& placement) {
+  placement.optimizer_states_on_device.reset();
+  placement.gradients_on_device.reset();
   const std::pair<const char*, std::optional<MemoryShare>&> fields[] = {
       {"optimizer_states", placement.optimizer_states},
       {"parameters", placement.parameters},
@@ -162,6 +178,9 @@ void read_placement(const Values& values, PlacementConfig& placement) {
     Shares shares;
     field.reset();
     if (read_shares(values, kind, shares, nullptr)) field = solve(shares);
+    if (!field || solve_device(shares).is_all()) continue;
+    if (kind == std::string_view("optimizer_states")) placement.optimizer_states_on_device = solve_device(shares);
+    if (kind == std::string_view("gradients")) placement.gradients_on_device = solve_device(shares);
   }
 }
 
