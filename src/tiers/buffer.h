@@ -25,6 +25,8 @@ enum class Access : uint8_t {
 struct Block {
   int64_t begin = 0;
   int64_t count = 0;
+
+  int64_t end() const { return begin + count; }
 };
 
 /// Loads blocks and takes them back. A buffer asks for whole blocks or parts of one, each by one lease at a time.

@@ -14,11 +14,11 @@
 namespace deeptide::zero {
 
 using at::Tensor;
+using comm::OwnRow;
 using device::Role;
 using optim::CompressedElementRule;
 using optim::CompressedNormRule;
 using optim::CompressedRule;
-using optim::MatrixRule;
 using optim::NormRule;
 using optim::Reach;
 using optim::Segment;
@@ -50,6 +50,10 @@ void each_moving(const std::vector<std::vector<Run>>& runs, Visit visit) {
 
 bool reaches(const std::vector<Run>& runs, Reach reach) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
+}
+
+bool are_elementwise(const std::vector<Run>& runs) {
+  return std::all_of(runs.begin(), runs.end(), [](const Run& run) { return run.reach == Reach::elementwise; });
 }
 
 }  // namespace
@@ -107,10 +111,13 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   }
   std::optional<HostExchange::Step> copies;
   if (exchange_) copies.emplace(*exchange_);
-  const auto pass_over = [&](int unit, gradients::UnitGradient gradient, Side side) {
+  const auto pass_of = [&](int unit, gradients::UnitGradient gradient, Side side) {
     UnitPass pass{unit, std::move(gradient), gradient_scale, groups, nullptr, copies ? &*copies : nullptr, side};
     if (!gathers_gradients()) pass.reducer = &reducer;
-    first_pass(pass, runs[unit], norms.get());
+    return pass;
+  };
+  const auto pass_over = [&](int unit, gradients::UnitGradient gradient, Side side) {
+    first_pass(pass_of(unit, std::move(gradient), side), runs[unit], norms.get());
   };
   if (copies && !gathers_gradients()) {
     each_moving(runs, [&](int unit) { announce(unit, sum_on_device(reducer.gradient(unit)), *copies); });
@@ -121,7 +128,13 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
   for (int i = 0; i < states_.num_units(); ++i) {
     if (!runs[i].empty()) {
       for (; gathers_gradients() && next < states_.num_units() && (next <= i || gathers.has_room()); ++next) {
-        if (!runs[next].empty()) start_gathering(next, reducer, gathers);
+        const OwnRow own = copies || !are_elementwise(runs[next]) ? OwnRow::copied : OwnRow::left;
+        if (!runs[next].empty()) start_gathering(next, reducer, gathers, own);
+      }
+      if (gathers_gradients() && !copies && are_elementwise(runs[i])) {
+        step_own_first(pass_of(i, {}, Side::both), reducer.gradient(i), runs[i], gathers);
+        publish(i, publication);
+        continue;
       }
       gradients::UnitGradient gradient = gathers_gradients() ? gathers.wait_first() : reducer.gradient(i);
       if (copies && gathers_gradients()) {
@@ -261,10 +274,11 @@ void ShardedOptimizer::narrow_master(int unit) {
   }
 }
 
-void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers) {
+void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers,
+                                       OwnRow own_row) {
   const std::string& name = units_[unit]->layout().name;
   Tensor whole = pool_.take(units_[unit]->numel(), at::kFloat), own = reducer.gradient(unit).sum();
-  if (!reducer.is_mostly_zero(unit)) return gathers.start(name, std::move(whole), std::move(own));
+  if (!reducer.is_mostly_zero(unit)) return gathers.start(name, std::move(whole), std::move(own), own_row);
   comm::all_gather_nonzero(group_, whole, own, pool_, {"step", "gathering gradients of unit '" + name + "'"});
   gathers.add_done(std::move(whole));
 }
@@ -319,7 +333,8 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
     prefetch_after(pass, part, block);
     tiers::Lease narrowed, summed;
     if (pass.gradient.defined()) {
-      segment.gradient = part.on_host ? pass.copies->gradient(pass.unit, block) : pass.gradient.part(block, summed);
+      segment.gradient = part.on_host ? pass.copies->gradient(pass.unit, block)
+                                      : pass.gradient.part({block.begin - pass.gradient_begin, block.count}, summed);
     }
     if (parameters.defined()) narrowed = parameters.lease(block, packed ? access.master : Access::write);
     segment.param = narrowed.tensor();
@@ -366,6 +381,25 @@ void ShardedOptimizer::prefetch_after(const UnitPass& pass, const StatePart& par
   for (const Buffer& state : holds_next->states) announce(state);
 }
 
+/// An elementwise step where each rank steps all: this rank's own shard while the others' sums are on their way.
+void ShardedOptimizer::step_own_first(UnitPass pass, gradients::UnitGradient own, const std::vector<Run>& runs,
+                                      UnitGathers& gathers) {
+  const sharding::Unit& unit = *units_[pass.unit];
+  const Block shard{unit.shard_begin(), unit.layout().shard};
+  const auto step_part = [&](Block elements) {
+    pass.elements = elements;
+    for (const Run& run : runs) step_elements(pass, run);
+  };
+  pass.gradient = std::move(own);
+  pass.gradient_begin = shard.begin;
+  step_part(shard);
+  pass.gradient = gathers.wait_first();
+  pass.gradient_begin = 0;
+  step_part({0, shard.begin});
+  step_part({shard.end(), unit.numel() - shard.end()});
+  pool_.put(std::move(pass.gradient.rows.rows[0]));
+}
+
 /// All of an elementwise step; of others what precedes the exchange over whole parameters. Matrices are exchanged here,
 /// unit by unit; norms once for the model.
 void ShardedOptimizer::first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms) {
@@ -377,7 +411,8 @@ void ShardedOptimizer::first_pass(const UnitPass& pass, const std::vector<Run>& 
 }
 
 void ShardedOptimizer::step_elements(const UnitPass& pass, const Run& run) {
-  const Block range = own_part(pass.unit, run.begin, run.end);
+  const int64_t begin = std::max(run.begin, pass.elements.begin), end = std::min(run.end, pass.elements.end());
+  const Block range = begin < end ? own_part(pass.unit, begin, end) : Block();
   const SegmentAccess access{Access::update, Access::update, /*takes_packed=*/true};
   each_segment(pass, run, range, access, [&](Block, const Segment& segment) {
     rule().step(segment, pass.groups.at(run.group), pass.terms(run));
@@ -410,54 +445,6 @@ void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>
     each_segment(pass, run, range, {Access::update, Access::read},
                  [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratios[i]); });
   }
-}
-
-/// Each rank makes its slice of the unit's directions, then the updates of the matrices in which its slice lies.
-void ShardedOptimizer::step_matrices(const UnitPass& pass, const std::vector<Run>& runs) {
-  const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
-  Tensor own = pool_.take(states_.master(pass.unit).numel(), at::kBFloat16);
-  for (const Run& run : runs) {
-    if (run.reach != Reach::whole_parameter) continue;
-    const Block range = own_part(pass.unit, run.begin, run.end);
-    each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
-      matrix_rule.direct(segment, pass.groups.at(run.group), pass.terms(run), own.narrow(0, block.begin, block.count));
-    });
-  }
-  Tensor whole = whole_direction(pass.unit, std::move(own));
-  for (const Run& run : runs) {
-    if (run.reach == Reach::whole_parameter) apply_update(pass, run, whole);
-  }
-  pool_.put(std::move(whole));
-}
-
-Tensor ShardedOptimizer::whole_direction(int unit, Tensor own) {
-  if (own.numel() == units_[unit]->numel()) return own;
-  Tensor whole = pool_.take(units_[unit]->numel(), at::kBFloat16);
-  auto pending = group_.all_gather(whole, own);
-  group_.wait(pending, {"step", "gathering the matrices of unit '" + units_[unit]->layout().name + "'"});
-  pool_.put(std::move(own));
-  return whole;
-}
-
-void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const Tensor& direction) {
-  const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
-  const Block range = own_part(pass.unit, run.begin, run.end);
-  if (range.count == 0) return;
-  const sharding::Parameter& p = units_[pass.unit]->parameters()[run.parameter];
-  const int64_t rows = p.tensors.front().dim() > 0 ? p.tensors.front().size(0) : 1;
-  const optim::MatrixSizes sizes{rows, p.numel / rows};
-  const Hyperparameters& hyper = pass.groups.at(run.group);
-  const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
-  const Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
-  const Buffer& buffer = states_.master(pass.unit);
-  const Buffer parameters = states_.has_own_master(pass.unit) ? states_.parameters(pass.unit) : Buffer();
-  const Buffer* const both[] = {&buffer, &parameters};
-  for_each_block(both, range, [&](Block block) {
-    const auto master = buffer.lease(block, Access::update);
-    const auto narrowed = parameters.defined() ? parameters.lease(block, Access::write) : tiers::Lease();
-    const int64_t first = states_.begin(pass.unit) + block.begin - p.offset;
-    matrix_rule.apply(master.tensor(), narrowed.tensor(), hyper, sizes, update.narrow(0, first, block.count));
-  });
 }
 
 /// Where each rank steps all, all have the new values.

@@ -82,6 +82,8 @@ class ShardedOptimizer {
     const gradients::Reducer* reducer = nullptr;  // whose gradients this pass reads, unit after unit
     HostExchange::Step* copies = nullptr;         // between device and host, if the host steps
     Side side = Side::both;
+    tiers::Block elements{0, INT64_MAX};  // of the unit: what an elementwise step moves
+    int64_t gradient_begin = 0;           // of the states' elements: the first of `gradient`
 
     optim::StepTerms terms(const Run& run) const { return {run.steps, gradient_scale}; }
   };
@@ -93,7 +95,8 @@ class ShardedOptimizer {
 
   /// Each rank steps all: it needs the sums of all ranks.
   bool gathers_gradients() const { return !policy_.shard_optimizer && group_.size() > 1; }
-  void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers);
+  void start_gathering(int unit, const gradients::Reducer& reducer, UnitGathers& gathers,
+                       comm::OwnRow own = comm::OwnRow::copied);
   tiers::Block own_part(int unit, int64_t begin, int64_t end) const;
   void announce(int unit, const at::Tensor& gradient, HostExchange::Step& copies) const;
   void each_segment(const UnitPass& pass, const Run& run, tiers::Block range, SegmentAccess access, const Visit& visit);
@@ -111,6 +114,7 @@ class ShardedOptimizer {
   void step_by_signs(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
                      const ActiveParameters& active);
   void narrow_master(int unit);
+  void step_own_first(UnitPass pass, gradients::UnitGradient own, const std::vector<Run>& runs, UnitGathers& gathers);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);
   void step_by_norms(ParameterNorms& norms, const std::vector<std::vector<Run>>& runs, double gradient_scale,
                      const std::vector<Hyperparameters>& groups, HostExchange::Step* copies, Publication& publication);

@@ -19,8 +19,8 @@ UnitGathers::~UnitGathers() {
   }
 }
 
-void UnitGathers::start(const std::string& unit, Tensor output, Tensor input) {
-  auto pending = group_.all_gather(output, input);
+void UnitGathers::start(const std::string& unit, Tensor output, Tensor input, comm::OwnRow own) {
+  auto pending = group_.all_gather(output, input, own);
   bytes_ += static_cast<int64_t>(output.nbytes());
   flights_.push_back({unit, std::move(output), std::move(input), std::move(pending)});
 }

@@ -33,7 +33,7 @@ class UnitGathers {
 
   bool has_room() const { return bytes_ < kBytesUnderWay; }
   /// `unit`: its name, for errors. Shapes: input (N,), output (W * N,).
-  void start(const std::string& unit, at::Tensor output, at::Tensor input);
+  void start(const std::string& unit, at::Tensor output, at::Tensor input, comm::OwnRow own = comm::OwnRow::copied);
   /// Queues an output that is there already.
   void add_done(at::Tensor output);
   /// Waits for the first that is under way, and returns its output. Errors: CommError.
