@@ -139,4 +139,4 @@ def _share_of(value: Any, parameter: torch.Tensor, begin: int, part: torch.Tenso
         return value
     if value.shape != parameter.shape:
         return value.clone()
-    return value.detach().reshape(-1)[begin : begin + part.numel()].clone().view(part.shape)
+    return value.detach().reshape(-1)[begin : begin + part.numel()].clone().to(part.device).view(part.shape)

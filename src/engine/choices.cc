@@ -120,6 +120,7 @@ void check_host_steps(const Config& config, const optim::Rule& rule, const std::
   const char* const asked =
       placed ? "deeptide.placement.optimizer_states off the device" : "zero_optimization.offload_optimizer";
   const char* const other_cure = placed ? "give the device \"100%\"" : "set the section's device to \"none\"";
+  const bool in_two_places = placed || measures_ratio(config) || config.offload_optimizer().ratio < 1.0;
   const std::string optimizer = "the optimizer " + rule.name();
   const std::tuple<bool, std::string, const char*> obstacles[] = {
       {config.runtime().packed_states, "deeptide.packed_states",
@@ -127,8 +128,8 @@ void check_host_steps(const Config& config, const optim::Rule& rule, const std::
       {takes_matrices, optimizer + ", which makes products of whole matrices",
        "choose an optimizer of elements or LAMB"},
       {keeps_whole_states(&rule), optimizer + ", whose ranks exchange signs", "choose another one"},
-      {dynamic_cast<const optim::CustomRule*>(&rule) != nullptr, optimizer + ", your own",
-       "name an optimizer in the configuration"},
+      {in_two_places && dynamic_cast<const optim::CustomRule*>(&rule) != nullptr,
+       optimizer + ", your own, which steps states in one place", "set its ratio to 1, with no placement"},
   };
   for (const auto& [is_met, what, cure] : obstacles) {
     if (!is_met) continue;

@@ -108,7 +108,7 @@ std::pair<int64_t, Tensor> Engine::Impl::unit_state(const StatePlace& place, con
     return {states.begin(place.unit), state.data.copy().to(model.device(), at::kFloat)};
   }
   const Tensor customs = custom_state(place, role);
-  return {states.begin(place.unit), customs};
+  return {states.begin(place.unit), customs.defined() ? customs.to(model.device()) : customs};
 }
 
 /// Collective. Returns a state of the whole unit (numel,), or nothing if there is none.

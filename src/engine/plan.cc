@@ -138,6 +138,17 @@ std::vector<zero::StateForecast> states_of(const Facts& facts, const zero::State
   return zero::forecast(stepped_units(facts), *facts.rule, hyperparameters_of(facts.groups), types);
 }
 
+/// What gradients and parameters pass through where the host steps: blocks, or, for the caller's own optimizer, all.
+int64_t bytes_passing(const Facts& facts) {
+  const auto units = stepped_units(facts);
+  if (!dynamic_cast<const optim::CustomRule*>(facts.rule)) {
+    return zero::HostExchange::forecast(zero::largest_on_host(units, facts.types.host_share));
+  }
+  int64_t numel = 0;
+  for (const zero::UnitForecast& unit : units) numel += unit.numel;
+  return numel * static_cast<int64_t>(sizeof(float));
+}
+
 PlanLine optimizer_of(const Facts& facts) {
   PlanLine line{.role = MemoryRole::optimizer_states};
   if (facts.rule == nullptr) return line;
@@ -166,8 +177,7 @@ PlanLine optimizer_of(const Facts& facts) {
     }
   }
   if (on_host) {
-    const int64_t largest = zero::largest_on_host(stepped_units(facts), facts.types.host_share);
-    line.off_device_bytes = std::exchange(line.memory_bytes, 0) + zero::HostExchange::forecast(largest);
+    line.off_device_bytes = std::exchange(line.memory_bytes, 0) + bytes_passing(facts);
     zero::StateTypes types = facts.types;
     if (measures) types.host_share = 0.0;
     line.memory_bytes = zero::total_bytes(states_of(facts, types), false);

@@ -92,8 +92,9 @@ std::string text_of_host_states(const Engine::Impl& impl) {
   }
   text += impl.offloaded ? impl.offloaded->text()
                          : fmt::format("in the host's memory ({})", bytes_text(states.host_bytes()));
-  return text + fmt::format("; stepped by the host, through {} of page-locked memory",
-                            bytes_text(impl.optimizer->page_locked_bytes()));
+  return text + fmt::format("; stepped by the host, {} {}", impl.custom ? "gradients copied to" : "through",
+                            bytes_text(impl.optimizer->passing_bytes()) +
+                                (impl.custom ? " of its memory" : " of page-locked memory"));
 }
 
 std::string text_of_placement(const Engine::Impl& impl) {
@@ -201,7 +202,7 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
            reduced.late_communication, transport)};
   if (use_host) {
     MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
-    moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->page_locked_bytes();
+    moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->passing_bytes();
     moved.measured_off_device_bytes = ledger->peak(Role::host_optimizer);
   }
   return lines;

@@ -14,7 +14,8 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
-CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer)
+CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer,
+                         const std::shared_ptr<device::Ledger>& ledger)
     : states_(states), optimizer_(optimizer) {
   const std::string why_whole = optimizer.needs_whole();
   bool has_all = true;
@@ -45,6 +46,20 @@ CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimiz
     }
   }
   optimizer_.adopt(std::move(handed));
+  for (int u = 0; states.use_host() && u < states.num_units(); ++u) {
+    const int64_t numel = states.master(u).numel();
+    host_gradients_.push_back(device::allocate_flat(ledger, device::Role::host_optimizer, numel, at::kFloat, at::kCPU));
+  }
+}
+
+Tensor CustomSteps::beside_master(int unit, const Tensor& gradient) const {
+  return host_gradients_.empty() ? gradient : host_gradients_[unit].copy_(gradient);
+}
+
+int64_t CustomSteps::host_gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const Tensor& gradient : host_gradients_) bytes += static_cast<int64_t>(gradient.nbytes());
+  return bytes;
 }
 
 const Parameter& CustomSteps::parameter(const Part& part) const {

@@ -6,11 +6,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "deeptide/custom_optimizer.h"
+#include "device/memory.h"
 #include "zero/optimizer_states.h"
 
 namespace deeptide::zero {
@@ -28,12 +30,16 @@ class CustomSteps {
   /// Hands the parts over. Parts end where shards end, also where a rank has all: what torch's kernels make of an
   /// element may depend on its distance from the tensor's end, and stages must agree.
   /// Errors: ValueError if the optimizer needs whole parameters and this rank has shards, or if masters do not lie in
-  /// memory.
-  CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer);
+  /// memory. `ledger`: counts memory for gradients where the host steps what a device trains.
+  CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer, const std::shared_ptr<device::Ledger>& ledger);
 
   /// `gradients`: by unit, over its states, scaled; undefined for a unit without an active parameter.
   void step(const std::vector<at::Tensor>& gradients, const std::vector<Hyperparameters>& groups,
             const ActiveParameters& active);
+
+  /// A unit's gradient where its master lies, on the host in memory that the next one overwrites: to hand to `step`.
+  at::Tensor beside_master(int unit, const at::Tensor& gradient) const;
+  int64_t host_gradient_bytes() const;
 
   CustomOptimizer& optimizer() const { return optimizer_; }
   const std::vector<Part>& parts() const { return parts_; }
@@ -54,6 +60,7 @@ class CustomSteps {
   CustomOptimizer& optimizer_;
   bool whole_ = false;
   std::vector<Part> parts_;
+  std::vector<at::Tensor> host_gradients_;  // by unit; none unless masters lie on a device's host
 };
 
 }  // namespace deeptide::zero

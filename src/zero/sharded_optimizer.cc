@@ -69,12 +69,13 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
       device_(device),
       pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
-  if (types.uses_host()) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host());
+  const bool passes = types.uses_host() && !custom;
+  if (passes) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host());
   const bool whole = !policy_.shard_optimizer || group_.size() == 1;  // elsewhere the engine refuses such rules
   if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
-    signs_ = std::make_unique<SignExchange>(units_, group_, std::move(ledger), device);
+    signs_ = std::make_unique<SignExchange>(units_, group_, ledger, device);
   }
-  if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom);
+  if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom, std::move(ledger));
 }
 
 void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
@@ -238,7 +239,7 @@ void ShardedOptimizer::take_mean(const UnitPass& pass, const Run& run, const Ten
 void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double gradient_scale,
                                       const std::vector<Hyperparameters>& groups, const ActiveParameters& active,
                                       Publication& publication) {
-  std::vector<Tensor> gradients;
+  std::vector<Tensor> gradients, for_caller;
   UnitGathers gathers(group_, "gathering gradients of");
   for (int i = 0; i < states_.num_units(); ++i) {
     states_.refresh_masters(i);
@@ -250,9 +251,10 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
       gradient = gathers.wait_first();
     }
     if (moves && gradient_scale != 1.0) gradient.mul_(gradient_scale);
+    for_caller.push_back(gradient.defined() ? custom_->beside_master(i, gradient) : gradient);
     gradients.push_back(std::move(gradient));
   }
-  custom_->step(gradients, groups, active);
+  custom_->step(for_caller, groups, active);
   for (int i = 0; i < states_.num_units(); ++i) {
     narrow_master(i);
     if (gathers_gradients() && gradients[i].defined()) pool_.put(std::move(gradients[i]));

@@ -55,8 +55,11 @@ class ShardedOptimizer {
   const optim::Rule& rule() const { return states_.rule(); }
   /// Memory of masters, states, and the errors of signs.
   int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0); }
-  /// Page-locked memory through which a device's gradients and parameters pass while the host steps; 0: it does not.
-  int64_t page_locked_bytes() const { return exchange_ ? exchange_->nbytes() : 0; }
+  /// Where the host steps what a device trains: page-locked memory, through which gradients and parameters pass, or
+  /// that of gradients for the caller's own optimizer. Else 0.
+  int64_t passing_bytes() const {
+    return custom_ ? custom_->host_gradient_bytes() : exchange_ ? exchange_->nbytes() : 0;
+  }
   /// Null: every step needs the gradients' mean.
   SignExchange* signs() { return signs_.get(); }
   const SignExchange* signs() const { return signs_.get(); }

@@ -389,16 +389,66 @@ def test_what_the_host_cannot_step_is_named(settings, error):
     run(1, refuse, models.config(settings.pop("stage", 2), zero=zero, **settings), error)
 
 
-def refuse_an_own_optimizer():
-    begin()
-    model = models.to_device(models.make_model(kind=Model), DEVICE)
-    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
-    config = models.config(2, zero=TO_HOST)
+def make_own(device, stage, bf16, zero):
+    model = models.to_device(models.make_model(kind=Model), device)
+    config = models.config(stage, bf16=bf16, zero=zero, gradient_clipping=0.01)
     del config["optimizer"]
-    with pytest.raises(deeptide.ConfigError, match=r"does not go with the optimizer .*NAdam, your own"):
-        deeptide.initialize(model=model, config=config, optimizer=optimizer)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2, eps=1e-5)
+    return deeptide.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
+def state_of_own(engine):
+    roles = ("master", "exp_avg", "exp_avg_sq")
+    names = [name for name, _ in engine.module.named_parameters()]
+    state = {f"{name}/{role}": engine._core.full_state(name, role) for name in names for role in roles}
+    return on_host({**state, **engine.module_state_dict()})
+
+
+def step_by_an_own_optimizer(stage, bf16, folder):
+    """An optimizer of the program's own steps tensors of the host, as on a CPU."""
+    controls = begin()
+    results = []
+    for device, zero in (("cpu", {}), (DEVICE, TO_HOST)):
+        controls.configure("random", guard_pinned=True)
+        engine = make_own(device, stage, bf16, zero)
+        train(engine, device)
+        weight = engine.module.wide.weight
+        engine._core.set_full_state("wide.weight", "exp_avg", torch.full(weight.shape, 0.01))
+        train(engine, device, steps=1, first=STEPS)
+        results.append(state_of_own(engine))
+        if device != "cpu":
+            line = {line.role: line for line in engine.memory()}["optimizer states"]
+            assert line.measured_bytes == line.predicted_bytes == 0
+            assert line.measured_off_device_bytes == line.off_device_bytes > 0
+            engine.save_checkpoint(folder)
+        engine.destroy()
+    if ON_GPU:
+        assert far(results[0].values(), results[1].values(), 2e-2 if bf16 else 1e-4) == []
+    else:
+        models.assert_same(*results)
+    for device, zero in ((DEVICE, {}), (DEVICE, TO_HOST), ("cpu", {})):
+        engine = make_own(device, stage, bf16, zero)
+        engine.load_checkpoint(folder)
+        models.assert_same(results[1], state_of_own(engine))
+        engine.destroy()
+    check_order(controls)
     dist.destroy_process_group()
 
 
-def test_an_optimizer_of_the_programs_own_is_refused():
+@pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 2, True), (2, 0, True), (2, 1, False), (2, 3, False)])
+def test_an_optimizer_of_the_programs_own_steps_on_the_host(world, stage, bf16, tmp_path):
+    run(world, step_by_an_own_optimizer, stage, bf16, str(tmp_path))
+
+
+def refuse_an_own_optimizer():
+    begin()
+    for zero in ({"offload_optimizer": {"device": "cpu", "ratio": ratio}} for ratio in (0.5, "auto")):
+        with pytest.raises(
+            deeptide.ConfigError, match=r"NAdam, your own, which steps states in one place yet; set its"
+        ):
+            make_own(DEVICE, 2, False, zero)
+    dist.destroy_process_group()
+
+
+def test_an_optimizer_of_the_programs_own_steps_no_share():
     run(1, refuse_an_own_optimizer)
