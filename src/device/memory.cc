@@ -88,7 +88,8 @@ const char* role_name(Role role) {
                                            "communication",
                                            "gradients while ranks are late",
                                            "communication while ranks are late",
-                                           "optimizer states in the host's memory"};
+                                           "optimizer states in the host's memory",
+                                           "parameters in the host's memory"};
   return kNames[static_cast<int>(role)];
 }
 
@@ -105,10 +106,9 @@ void Ledger::add(Role role, int64_t bytes) {
 }
 
 void Ledger::check_room(Role role, int64_t bytes) const {
-  if (cap_ == 0 || role == Role::host_optimizer) return;
+  if (cap_ == 0 || is_off_device(role)) return;
   int64_t total = bytes;
-  for (int i = 0; i < kNumRoles; ++i)
-    total += static_cast<Role>(i) == Role::host_optimizer ? 0 : current(static_cast<Role>(i));
+  for (int i = 0; i < kNumRoles; ++i) total += is_off_device(static_cast<Role>(i)) ? 0 : current(static_cast<Role>(i));
   TORCH_CHECK_WITH(OutOfMemoryError, total <= cap_, "deeptide: cannot allocate ", bytes, " bytes for ", role_name(role),
                    ": the engine would take ", total, " bytes, and \"deeptide\": {\"device_memory_cap\"} is ", cap_,
                    ". ", text());

@@ -32,16 +32,19 @@ enum class Role : uint8_t {
   late_gradients,      // beyond what was reserved, mostly because another rank is late
   late_communication,  // likewise
   host_optimizer,      // of a device's engine, in the host's memory: no cap of the device's memory counts it
+  host_parameters,     // likewise
 };
-inline constexpr int kNumRoles = 8;
+inline constexpr int kNumRoles = 9;
 const char* role_name(Role role);
+/// Whether it counts memory of the host beside a device's.
+inline bool is_off_device(Role role) { return role == Role::host_optimizer || role == Role::host_parameters; }
 /// The role of what a pool takes beyond its reserve.
 Role beyond_reserve(Role role);
 
 /// Counts allocated bytes, current and peak. Thread-safe; outlives every buffer counted in it.
 class Ledger {
  public:
-  /// `cap`: the most bytes of all roles together, but for host_optimizer; 0: no limit.
+  /// `cap`: the most bytes of all roles together, but for those off the device; 0: no limit.
   explicit Ledger(int64_t cap = 0) : cap_(cap) {}
   void add(Role role, int64_t bytes);
   int64_t current(Role role) const;

@@ -272,9 +272,7 @@ void Unit::write_back(Parameter& p, const Tensor& kept) {
   if (first == last) return;
   const Tensor slice = kept.defined() ? kept : whole_.narrow(0, shard_begin(), layout_.shard);
   const int64_t begin = first - shard_begin();
-  for_each_block(shard_, {begin, last - first}, [&](tiers::Block block) {
-    shard_.lease(block, tiers::Access::write).tensor().copy_(slice.narrow(0, block.begin, block.count));
-  });
+  shard_.copy_from(slice.narrow(0, begin, last - first), begin);
 }
 
 std::vector<const UnitLayout*> layouts_of(const std::vector<Unit*>& units) {

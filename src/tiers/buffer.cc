@@ -80,15 +80,18 @@ Tensor Buffer::copy(Block range) const {
 
 void Buffer::copy_to(const Tensor& target) const {
   for_each_block(*this, {0, numel_}, [&](Block block) {
-    const Lease part = lease(block, Access::read);
+    const Tensor part = target.narrow(0, block.begin, block.count);
+    const bool starts = store_->start_read(block, part);
+    const Lease source = starts ? Lease() : lease(block, Access::read);
     if (const int64_t next = block.begin + block.count; next < numel_) prefetch({next, 1});
-    target.narrow(0, block.begin, block.count).copy_(part.tensor());
+    if (!starts) part.copy_(source.tensor());
   });
 }
 
 void Buffer::copy_from(const Tensor& source, int64_t begin) const {
   for_each_block(*this, {begin, source.numel()}, [&](Block block) {
-    lease(block, Access::write).tensor().copy_(source.narrow(0, block.begin - begin, block.count));
+    const Tensor part = source.narrow(0, block.begin - begin, block.count);
+    if (!store_->start_write(block, part)) lease(block, Access::write).tensor().copy_(part);
   });
 }
 

@@ -45,6 +45,11 @@ class Store {
   virtual int64_t resident_numel(int64_t numel) const { return numel; }
   /// All elements (numel,) where they lie for good; undefined for a store that moves them.
   virtual at::Tensor in_place() const { return {}; }
+  /// Starts to copy the elements to `target` (count,), a device's, in the order of its current lane's work. False: it
+  /// did nothing, and the caller copies through a lease.
+  virtual bool start_read(Block, const at::Tensor& /*target*/) { return false; }
+  /// Starts to overwrite the elements by `source` (count,), likewise.
+  virtual bool start_write(Block, const at::Tensor& /*source*/) { return false; }
 };
 
 /// The right to a part of a buffer while the lease lives. Movable.
@@ -100,12 +105,13 @@ class Buffer {
   /// The elements in memory of their own (count,).
   at::Tensor copy(Block range) const;
   at::Tensor copy() const { return copy({0, numel_}); }
-  /// Copies all elements to `target` (numel,).
+  /// Copies all elements to `target` (numel,): on a device in the order of its current lane's work.
   void copy_to(const at::Tensor& target) const;
   /// Overwrites the elements from `begin` on by `source` (count,).
   void copy_from(const at::Tensor& source, int64_t begin = 0) const;
   void prefetch(Block range) const { store_->prefetch(range); }
   void write_behind() const { store_->write_behind(); }
+  const std::shared_ptr<Store>& store() const { return store_; }
 
  private:
   std::shared_ptr<Store> store_;

@@ -27,8 +27,14 @@ bool is_cut_off(const DiskPlace& place) {
 }  // namespace
 
 Staging::Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
-                 device::Role role)
+                 device::Role role, bool page_locked)
     : queue_(std::move(queue)), slots_(static_cast<size_t>(num_slots)) {
+  if (page_locked) {
+    const std::vector<int64_t> sizes(slots_.size(), kSwapBlockBytes);
+    locked_ = std::make_unique<device::PageLocked>(ledger, role, sizes);
+    for (Slot& slot : slots_) slot.memory = locked_->take(kSwapBlockBytes, at::kByte);
+    return;
+  }
   arena_ = device::allocate_flat(ledger, role, num_slots * kSwapBlockBytes, at::kByte, at::kCPU);
   DEEPTIDE_INVARIANT(reinterpret_cast<uintptr_t>(arena_.data_ptr()) % io::kAlignment == 0,
                      "memory for transfers that begins within a page");

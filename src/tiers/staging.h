@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "device/memory.h"
+#include "device/page_locked.h"
 #include "io/queue.h"
 #include "tiers/swap_file.h"
 
@@ -23,7 +24,7 @@ namespace deeptide::tiers {
 class Staging {
  public:
   Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
-          device::Role role);
+          device::Role role, bool page_locked = false);
   /// Ends transfers under way.
   ~Staging();
   Staging(const Staging&) = delete;
@@ -75,7 +76,8 @@ class Staging {
 
   std::mutex mutex_;
   std::unique_ptr<io::Queue> queue_;
-  at::Tensor arena_;
+  std::unique_ptr<device::PageLocked> locked_;  // what slots lie in, if that is page-locked
+  at::Tensor arena_;                            // or else
   std::vector<Slot> slots_;
   uint64_t clock_ = 0;
 };
