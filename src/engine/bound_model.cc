@@ -66,15 +66,16 @@ void make_values(const std::vector<NamedTensor>& buffers) {
   }
 }
 
-std::unique_ptr<zero::OffloadedParameters> make_room_in_files(const zero::ParameterOffload& options,
-                                                              const std::vector<UnitLayout>& layouts,
-                                                              const std::vector<bool>& is_sharded,
-                                                              const std::shared_ptr<device::Ledger>& ledger) {
+std::unique_ptr<zero::OffloadedParameters> make_room_off_device(const zero::ParameterOffload& options,
+                                                                const std::vector<UnitLayout>& layouts,
+                                                                const std::vector<bool>& is_sharded,
+                                                                const std::shared_ptr<device::Ledger>& ledger,
+                                                                at::Device device) {
   std::vector<const UnitLayout*> placed;
   for (size_t i = 0; i < layouts.size(); ++i) {
     if (is_sharded[i]) placed.push_back(&layouts[i]);
   }
-  return std::make_unique<zero::OffloadedParameters>(options, placed, ledger);
+  return std::make_unique<zero::OffloadedParameters>(options, placed, ledger, device);
 }
 
 /// A unit at a time: what was built under zero.Init is never whole at once.
@@ -128,7 +129,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   if (options.share_memory && device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
   const auto is_sharded = choose_sharded(layouts, options, team.size());
-  if (options.offload) offloaded_ = make_room_in_files(*options.offload, layouts, is_sharded, ledger);
+  if (options.offload) offloaded_ = make_room_off_device(*options.offload, layouts, is_sharded, ledger, device_);
   for (UnitLayout& layout : layouts) {
     std::vector<Parameter> members;
     for (const auto& slot : layout.slots) {
@@ -274,9 +275,15 @@ int64_t BoundModel::num_elements() const {
 
 int64_t BoundModel::predicted_bytes() const {
   int64_t bytes = 0;
-  for (const auto& unit : units_) bytes += unit->resident_bytes();
-  return bytes + (offloaded_ ? offloaded_->staging_bytes() : 0);
+  const bool is_off_device = off_device_bytes() > 0;
+  for (const auto& unit : units_) {
+    if (is_off_device && unit->memory() == UnitMemory::sharded) continue;
+    bytes += unit->resident_bytes();
+  }
+  return bytes + (offloaded_ && !is_off_device ? offloaded_->staging_bytes() : 0);
 }
+
+int64_t BoundModel::off_device_bytes() const { return offloaded_ ? offloaded_->off_device_bytes() : 0; }
 
 int64_t BoundModel::num_trainable() const {
   int64_t total = 0;

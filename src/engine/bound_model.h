@@ -22,7 +22,7 @@ struct BindOptions {
   at::ScalarType compute_dtype = at::kFloat;
   bool shard_parameters = false;
   bool share_memory = true;                       // between the ranks of one host
-  std::optional<zero::ParameterOffload> offload;  // of the shards; absent: they are in memory
+  std::optional<zero::ParameterOffload> offload;  // of the shards; absent: they are in the device's memory
   int64_t persistence_threshold = 0;              // units of at most this many elements stay whole
   int64_t model_persistence_threshold = 0;        // total elements of such units, at most
   int64_t max_unit_numel = 0;
@@ -58,7 +58,7 @@ class BoundModel {
   BoundModel(const ModelDescription& model, const std::vector<ParameterGroup>& groups, const BindOptions& options,
              host::Host& host, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
 
-  /// Null: shards are in memory.
+  /// Null: shards are in the device's memory.
   const zero::OffloadedParameters* offloaded() const { return offloaded_.get(); }
   /// Null if the ranks share no memory.
   const std::shared_ptr<host::Arena>& arena() const { return arena_; }
@@ -76,8 +76,10 @@ class BoundModel {
   BoundName find(const at::Tensor& tensor) const;
   at::Device device() const { return device_; }
   int64_t num_elements() const;
-  /// Memory that parameters keep on this rank.
+  /// Memory that parameters keep on this rank, a device's where they are on one.
   int64_t predicted_bytes() const;
+  /// Memory of the host that they keep beside it.
+  int64_t off_device_bytes() const;
   int64_t num_trainable() const;
   /// Buffers in fp32 that took the type in which the model computes, and those that keep theirs.
   int buffers_cast() const { return buffers_cast_; }

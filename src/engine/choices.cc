@@ -60,17 +60,52 @@ double share_in_files(const MemoryShare& memory, int64_t total) {
   return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
 }
 
-/// Absent: shards lie in memory.
-std::optional<zero::ParameterOffload> parameter_offload(const Config& config) {
-  if (!has_parameters_in_files(config)) return std::nullopt;
+/// Errors: ConfigError where a device steps some parameters, which would have to leave it then, or steps them in a way
+/// that is not tried with parameters of the host.
+void check_host_steps_its_parameters(const Config& config, const optim::Rule* rule, at::Device device) {
+  if (device.is_cpu() || rule == nullptr) return;
+  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+  const bool placed = config.placement().optimizer_states.has_value();
+  if (!placed && asked.device == OffloadDevice::none) {
+    throw ConfigError(fmt::format(
+        "{}: zero_optimization.offload_param on {} needs offload_optimizer, \"cpu\" or \"nvme\": the host, which has the "
+        "parameters, steps them. Add it, or set the device of offload_param to \"none\"",
+        config.origin(), device.str()));
+  }
+  const std::tuple<bool, std::string, const char*> obstacles[] = {
+      {placed, "deeptide.placement.optimizer_states", "leave it out"},
+      {asked.measures_ratio || asked.ratio < 1.0, "a ratio of offload_optimizer below 1", "leave ratio out"},
+      {config.precision().rounds_masters(),
+       fmt::format("{}_master_weights_and_grads", config.precision().fp16 ? "fp16" : "bf16"), "set it to false"},
+      {dynamic_cast<const optim::CustomRule*>(rule) != nullptr, "an optimizer of your own",
+       "name one in the configuration"},
+  };
+  for (const auto& [is_met, what, cure] : obstacles) {
+    if (!is_met) continue;
+    throw ConfigError(
+        fmt::format("{}: zero_optimization.offload_param on {} does not go with {} yet; {}, or set the device of "
+                    "offload_param to \"none\"",
+                    config.origin(), device.str(), what, cure));
+  }
+}
+
+/// Absent: shards lie in the device's memory.
+std::optional<zero::ParameterOffload> parameter_offload(const Config& config, const optim::Rule* rule,
+                                                        at::Device device) {
   const OffloadParamConfig& asked = config.offload_param();
+  const bool in_files = has_parameters_in_files(config);
+  if (!in_files && (device.is_cpu() || asked.device == OffloadDevice::none)) return std::nullopt;
   const bool placed = wants_files(config.placement().parameters);
-  const std::string subject = config.origin() + (placed ? ": deeptide.placement.parameters in files "
-                                                        : ": zero_optimization.offload_param.device \"nvme\" ");
+  const std::string subject =
+      config.origin() +
+      (placed ? ": deeptide.placement.parameters in files "
+              : fmt::format(": zero_optimization.offload_param.device \"{}\" ", in_files ? "nvme" : "cpu"));
   if (!placed && config.zero().stage != 3) {
     throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
                       std::to_string(config.zero().stage));
   }
+  check_host_steps_its_parameters(config, rule, device);
+  if (!in_files) return zero::ParameterOffload{.folders = {}, .max_in_memory = INT64_MAX};
   if (!placed && asked.folders.empty()) {
     throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
   }
@@ -232,12 +267,12 @@ bool may_share_memory(const Config& config) {
 }
 
 BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
-                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups) {
+                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups, at::Device device) {
   BindOptions options;
   // Ranks that share parameters each step a part of them.
   const bool steps_parts = policy.shard_optimizer || !custom || custom->needs_whole().empty();
   options.share_memory = steps_parts && !keeps_whole_states(rule);
-  options.offload = parameter_offload(config);
+  options.offload = parameter_offload(config, rule, device);
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
   options.shard_parameters = policy.shard_parameters;
@@ -251,11 +286,13 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
   return options;
 }
 
+at::Device device_of(const ModelDescription& model) {
+  return model.parameters.empty() ? at::Device(at::kCPU) : model.parameters.front().tensor.device();
+}
+
 void check_offload(const Config& config, const ModelDescription& model) {
   const PlacementConfig& placement = config.placement();
   const std::tuple<bool, const char*, const char*> asked[] = {
-      {config.offload_param().device != OffloadDevice::none, "zero_optimization.offload_param",
-       "set its device to \"none\""},
       {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
       {wants_files(placement.gradients) || placement.gradients_on_device, "deeptide.placement.gradients",
        "leave it out, or give the device \"100%\""},

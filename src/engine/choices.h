@@ -48,7 +48,9 @@ bool may_share_memory(const Config& config);
 
 /// Errors: ConfigError naming a key that does not go with the others.
 BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, const optim::Rule* rule,
-                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups);
+                         const CustomOptimizer* custom, const std::vector<ParameterGroup>& groups, at::Device device);
+/// The device of the first parameter, which is that of all where a model can be bound.
+at::Device device_of(const ModelDescription& model);
 /// Errors: ConfigError where the configuration keeps in files what lies in memory on a device that is no CPU.
 void check_offload(const Config& config, const ModelDescription& model);
 /// Where the configuration places states by sizes and shares: sets the host's share, to forecast with.

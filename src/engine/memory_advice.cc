@@ -105,6 +105,14 @@ void advise_host(const Engine::Impl& impl, Advice& advice) {
   }
 }
 
+/// Shards of parameters, where the host steps them, or nobody does.
+void advise_host_parameters(const Engine::Impl& impl, Advice& advice) {
+  const bool steps = impl.optimizer && !impl.optimizer->states().are_on_host();
+  if (impl.config.zero().stage != 3 || impl.model.offloaded() || steps) return;
+  advice.add("\"zero_optimization\": {\"offload_param\": {\"device\": \"cpu\"}}",
+             impl.ledger->current(device::Role::parameters), role_name(device::Role::parameters));
+}
+
 /// What could lie in files, beside optimizer states.
 void advise_files(const Engine::Impl& impl, Advice& advice) {
   const int64_t sums = impl.ledger->current(device::Role::gradients);
@@ -143,6 +151,7 @@ std::string Engine::Impl::memory_advice() const {
     }
   }
   if (optimizer && !model.device().is_cpu()) advise_host(*this, advice);
+  if (!model.device().is_cpu()) advise_host_parameters(*this, advice);
   if (optimizer && model.device().is_cpu() && !custom) {
     advise_state_types(*this, advice);
     advise_files(*this, advice);

@@ -94,11 +94,11 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
                     world.size, " ranks, ", world.ranks_per_host, " on each host; expected a whole number of hosts");
   Facts facts{.config = config, .world = world, .rule = rule, .policy = engine::policy_of(config, rule)};
   facts.groups = engine::optimizer_groups(model, config, options);
-  facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups);
   facts.parameters = engine::distinct_parameters(model.parameters);
-  facts.modules = model.modules;
   const at::Device device = engine::common_device(facts.parameters);
   facts.device = device;
+  facts.bind = engine::bind_options(config, facts.policy, rule, options.custom.get(), facts.groups, device);
+  facts.modules = model.modules;
   facts.on_cpu = device.is_cpu();
   if (rule) facts.types = engine::state_types(config, *rule, facts.groups, device);
   facts.layouts = engine::cut_into_units(facts.parameters, model.modules, engine::named_groups(facts.groups),
@@ -126,8 +126,8 @@ PlanLine parameters_of(const Facts& facts) {
     }
   }
   if (facts.bind.offload) {
-    const auto split = zero::forecast(*facts.bind.offload, facts.sharded());
-    line.memory_bytes += split.memory_bytes + split.staging_bytes;
+    const auto split = zero::forecast(*facts.bind.offload, facts.sharded(), facts.on_cpu);
+    (facts.on_cpu ? line.memory_bytes : line.off_device_bytes) += split.memory_bytes + split.staging_bytes;
     line.file_bytes += split.file_bytes;
   }
   return line;

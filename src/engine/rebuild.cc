@@ -133,7 +133,7 @@ void Engine::Impl::check_rebuilding() const {
                     "load_module_strict=False");
   TORCH_CHECK_VALUE(!optimizer || !optimizer->states().are_away(),
                     "rebuild while states are offloaded: call reload_states() first");
-  TORCH_CHECK_VALUE(!offloaded && !model.offloaded(),
+  TORCH_CHECK_VALUE(!offloaded && !(model.offloaded() && model.offloaded()->uses_files()),
                     "rebuild: states or parameters lie in files, which are not read into memory for it. Save a "
                     "checkpoint, call initialize again, and load it with load_module_strict=False");
 }

@@ -81,15 +81,16 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       policy(engine::policy_of(config, rule)),
       groups(engine::optimizer_groups(description, config, options)),
       model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
-            engine::bind_options(config, policy, rule, custom.get(), groups), *channels.host(), channels.gathers(),
-            ledger),
+            engine::bind_options(config, policy, rule, custom.get(), groups, engine::device_of(description)),
+            *channels.host(), channels.gathers(), ledger),
       live(model, description, options.describe),
       links(channels) {
   if (model.arena()) policy = zero::on_one_host(policy);
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
   auto limits = engine::residency_limits(config, model.num_elements());
   // One block stays free for the shard that is being gathered.
-  if (model.offloaded()) limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
+  if (model.offloaded() && model.offloaded()->uses_files())
+    limits.read_ahead_bytes = model.offloaded()->staging_bytes() - tiers::kSwapBlockBytes;
   residency = std::make_unique<sharding::Residency>(model.sharded(), channels.gathers(), channels.control(), ledger,
                                                     model.device(), limits);
   if (rule) make_trainer(description);

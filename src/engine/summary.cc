@@ -200,6 +200,8 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
       line(MemoryRole::gathered, Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
       line(MemoryRole::communication, Role::communication, reduced.communication + exchanged,
            reduced.late_communication, transport)};
+  lines.front().off_device_bytes = model.off_device_bytes();
+  lines.front().measured_off_device_bytes = ledger->peak(Role::host_parameters);
   if (use_host) {
     MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
     moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->passing_bytes();

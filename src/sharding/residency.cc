@@ -258,7 +258,7 @@ void Residency::launch(Unit& unit, bool keep) {
   const Tensor own = unit.shard_for(buffer);  // first: if it cannot be read, nothing was issued or counted
   count(unit, +1);
   auto pending = gathers_.all_gather(buffer, own);
-  flights_.push_back({&unit, std::move(buffer), std::move(pending), keep});
+  flights_.push_back({&unit, std::move(buffer), std::move(pending), gather_lane_.mark(), keep});
   ++gathers_issued_;
 }
 
@@ -270,6 +270,7 @@ void Residency::land_front() {
   Flight& flight = flights_.front();
   // What only other ranks use need not arrive before this one computes on.
   const Lane lane = flight.keep ? Lane::current(device_) : gather_lane_;
+  lane.wait_for(flight.issued);
   gathers_.order_before(lane, flight.pending, site("gathering", *flight.unit));
   if (flight.keep) {
     flight.unit->attach(std::move(flight.buffer));
@@ -403,7 +404,7 @@ void Residency::list_ahead(Close& word) const {
   int64_t numel = 0;
   for (const int index : train_plan_.start(Wishes::kMaxUnits)) {
     if (units_[index] == nullptr) continue;
-    if (!units_[index]->shard().in_place().defined()) return;
+    if (units_[index]->shard().tier() == tiers::Tier::nvme) return;
     numel += units_[index]->numel();
     if (numel > std::min(limits_.max_live, limits_.prefetch)) return;
     word.units_ahead[word.num_ahead++] = index;

@@ -107,7 +107,8 @@ class Residency : public Gatekeeper {
     Unit* unit;
     at::Tensor buffer;
     comm::Pending pending;
-    bool keep;  // false: gathered for another rank only
+    device::Mark issued;  // a single rank's gather is the copy of its own shard
+    bool keep;            // false: gathered for another rank only
   };
 
   void acquire_locked(c10::ArrayRef<Use> uses);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Places the shards of sharded units in files, but for as many elements as memory may keep.
+// Places the shards of sharded units in the host's memory, or in files but for as many elements as memory may keep.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,10 @@
 
 #include "deeptide/config.h"
 #include "device/memory.h"
+#include "device/page_locked.h"
 #include "sharding/layout.h"
 #include "tiers/buffer.h"
+#include "tiers/copied_store.h"
 #include "tiers/staging.h"
 #include "tiers/swap_file.h"
 
@@ -18,7 +20,7 @@ namespace deeptide::zero {
 
 /// What of this rank's shards stays in memory: the first units first. Units: elements.
 struct ParameterOffload {
-  std::vector<std::string> folders;
+  std::vector<std::string> folders;  // empty: all stays in memory
   int64_t max_in_memory = 0;
   MemoryShare memory = {0.0, 0};  // and of their bytes
   int64_t num_buffers = 5;        // each takes a shard
@@ -31,29 +33,38 @@ struct ParameterForecast {
   int64_t staging_bytes = 0;  // through which the others pass
   int64_t file_bytes = 0;
 };
-ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts);
+/// `on_cpu`: whether the units are a CPU's. Those of a device need page-locked memory.
+ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
+                           bool on_cpu);
 
-/// One rank's, on the CPU. What passes through memory is bounded: `num_buffers` shards of the largest unit, each of at
-/// most `buffer_numel` elements.
+/// One rank's, in the host's memory: a device's copies read and write it where it is page-locked. What passes through
+/// memory is bounded: `num_buffers` shards of the largest unit, each of at most `buffer_numel` elements.
 class OffloadedParameters {
  public:
-  /// `layouts`: of the units to place. Errors: RuntimeError naming a folder that cannot be used.
+  /// `layouts`: of the units to place, in the order in which they will be; `device`: theirs. Errors: RuntimeError
+  /// naming a folder that cannot be used.
   OffloadedParameters(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
-                      std::shared_ptr<device::Ledger> ledger);
+                      std::shared_ptr<device::Ledger> ledger, at::Device device);
 
-  /// Makes the buffer (shard,) of zeros. Errors: RuntimeError naming the folder and the bytes when its disk is full.
+  /// Makes the buffer (shard,); values are undefined. Errors: RuntimeError naming the folder and the bytes when its
+  /// disk is full.
   tiers::Buffer place(const sharding::UnitLayout& layout);
 
-  int64_t bytes_in_files() const { return bytes_in_files_; }
-  int64_t staging_bytes() const { return staging_->nbytes(); }
+  bool uses_files() const { return file_ != nullptr; }
+  /// Memory through which shards pass; 0: none does.
+  int64_t staging_bytes() const { return staging_ ? staging_->nbytes() : 0; }
+  /// What it takes of the host's memory beside a device's.
+  int64_t off_device_bytes() const { return locked_ ? locked_->nbytes() + staging_bytes() : 0; }
   /// As tiers::split_text.
   std::string text() const;
 
  private:
   int64_t left_in_memory_;  // bytes
   std::shared_ptr<device::Ledger> ledger_;
-  std::shared_ptr<tiers::SwapFile> file_;
-  std::shared_ptr<tiers::Staging> staging_;
+  std::shared_ptr<tiers::SwapFile> file_;        // null: all stays in memory
+  std::shared_ptr<tiers::Staging> staging_;      // likewise
+  std::unique_ptr<device::PageLocked> locked_;   // of what stays; null: the units are the CPU's
+  std::shared_ptr<tiers::ReadsUnderWay> reads_;  // likewise
   int64_t bytes_in_memory_ = 0;
   int64_t bytes_in_files_ = 0;
 };

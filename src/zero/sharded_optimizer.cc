@@ -311,8 +311,10 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
   const size_t num_roles = rule().roles().size();
   // A pass that leaves the masters alone leaves the parameters alone.
   const bool narrows = !part.aliased && !states_.packed(pass.unit) && access.master != Access::read;
-  const bool returns = narrows && part.on_host;
+  const bool returns = narrows && part.on_host && states_.parameters(pass.unit).tier() == tiers::Tier::device;
   const Buffer parameters = (narrows && !returns) || packed ? states_.parameters(pass.unit) : Buffer();
+  // A master of the parameters' type, in memory of its own.
+  const bool repeats = !packed && parameters.defined() && parameters.dtype() == master.dtype();
   std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
   for (size_t role = 0; role < num_roles; ++role) {
     if (rule().keeps(role, hyper)) buffers.push_back(&part.states[role]);
@@ -345,7 +347,9 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
       segment.halfway = packed->halfway.get();
     }
     if (returns) return step_and_return(pass, of_unit, segment, visit);
+    if (repeats) segment.param = Tensor();
     visit(of_unit, segment);
+    if (repeats) narrowed.tensor().copy_(segment.master);
   };
   const int64_t most = part.on_host ? kHostBlockNumel : INT64_MAX;
   for_each_block(std::span<const Buffer* const>(buffers), range, visit_block, most);
@@ -379,7 +383,8 @@ void ShardedOptimizer::prefetch_after(const UnitPass& pass, const StatePart& par
   announce(holds_next->master);
   if (pass.reducer) pass.reducer->prefetch(unit, holds_next->begin + next);
   // A block of 16 bits takes as many bytes as one of states, so a step writes it in parts, which keep the rest.
-  if (!holds_next->aliased && !holds_next->master.in_place().defined()) announce(states_.parameters(unit));
+  const bool writes_parts = !holds_next->master.in_place().defined() || pass.copies;
+  if (!holds_next->aliased && writes_parts) announce(states_.parameters(unit));
   for (const Buffer& state : holds_next->states) announce(state);
 }
 

@@ -375,10 +375,6 @@ REFUSED = [
     ({"deeptide": {"packed_states": True}, "bf16": True}, "does not go with deeptide.packed_states yet"),
     ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, "the optimizer Muon, which makes products"),
     ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2}}, "stage": 0}, "whose ranks exchange signs"),
-    (
-        {"zero": {"offload_param": {"device": "cpu"}}, "stage": 3},
-        "zero_optimization.offload_param is not supported yet",
-    ),
 ]
 
 
