@@ -158,7 +158,7 @@ struct PlacementConfig {
   std::optional<MemoryShare> parameters;        // absent: as offload_param says
   std::optional<MemoryShare> gradients;         // absent: in memory
   // Of these, what an accelerator has; absent where the above are, and where it has all of it. A CPU's is in memory.
-  std::optional<MemoryShare> optimizer_states_on_device, gradients_on_device;
+  std::optional<MemoryShare> optimizer_states_on_device, parameters_on_device, gradients_on_device;
 };
 
 /// The section "elasticity": one global batch that suits many world sizes.

@@ -67,10 +67,11 @@ void check_host_steps_its_parameters(const Config& config, const optim::Rule* ru
   const OffloadOptimizerConfig& asked = config.offload_optimizer();
   const bool placed = config.placement().optimizer_states.has_value();
   if (!placed && asked.device == OffloadDevice::none) {
-    throw ConfigError(fmt::format(
-        "{}: zero_optimization.offload_param on {} needs offload_optimizer, \"cpu\" or \"nvme\": the host, which has the "
-        "parameters, steps them. Add it, or set the device of offload_param to \"none\"",
-        config.origin(), device.str()));
+    throw ConfigError(
+        fmt::format("{}: zero_optimization.offload_param on {} needs offload_optimizer, \"cpu\" or \"nvme\": the host, "
+                    "which has the "
+                    "parameters, steps them. Add it, or set the device of offload_param to \"none\"",
+                    config.origin(), device.str()));
   }
   const std::tuple<bool, std::string, const char*> obstacles[] = {
       {placed, "deeptide.placement.optimizer_states", "leave it out"},
@@ -293,7 +294,8 @@ at::Device device_of(const ModelDescription& model) {
 void check_offload(const Config& config, const ModelDescription& model) {
   const PlacementConfig& placement = config.placement();
   const std::tuple<bool, const char*, const char*> asked[] = {
-      {wants_files(placement.parameters), "deeptide.placement.parameters", "leave it out"},
+      {wants_files(placement.parameters) || placement.parameters_on_device, "deeptide.placement.parameters",
+       "leave it out, or give the device \"100%\""},
       {wants_files(placement.gradients) || placement.gradients_on_device, "deeptide.placement.gradients",
        "leave it out, or give the device \"100%\""},
   };

@@ -105,12 +105,16 @@ void advise_host(const Engine::Impl& impl, Advice& advice) {
   }
 }
 
-/// Shards of parameters, where the host steps them, or nobody does.
+/// Shards of parameters, where the host steps them, or nobody does: likewise.
 void advise_host_parameters(const Engine::Impl& impl, Advice& advice) {
-  const bool steps = impl.optimizer && !impl.optimizer->states().are_on_host();
-  if (impl.config.zero().stage != 3 || impl.model.offloaded() || steps) return;
-  advice.add("\"zero_optimization\": {\"offload_param\": {\"device\": \"cpu\"}}",
-             impl.ledger->current(device::Role::parameters), role_name(device::Role::parameters));
+  if (impl.config.zero().stage != 3 || impl.model.offloaded()) return;
+  const char* const setting = R"("zero_optimization": {"offload_param": {"device": "cpu"}})";
+  try {
+    engine::bind_options(impl.config.with(fmt::format("{{{}}}", setting)), impl.policy, impl.rule, impl.custom.get(),
+                         impl.groups, impl.model.device());
+    advice.add(setting, impl.ledger->current(device::Role::parameters), role_name(device::Role::parameters));
+  } catch (const ConfigError&) {
+  }
 }
 
 /// What could lie in files, beside optimizer states.

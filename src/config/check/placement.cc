@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace deeptide::config {
@@ -169,18 +170,17 @@ void check_placement(const Values& values, Problems& problems) {
 
 void read_placement(const Values& values, PlacementConfig& placement) {
   placement.optimizer_states_on_device.reset();
+  placement.parameters_on_device.reset();
   placement.gradients_on_device.reset();
-  const std::pair<const char*, std::optional<MemoryShare>&> fields[] = {
-      {"optimizer_states", placement.optimizer_states},
-      {"parameters", placement.parameters},
-      {"gradients", placement.gradients}};
-  for (const auto& [kind, field] : fields) {
+  const std::tuple<const char*, std::optional<MemoryShare>&, std::optional<MemoryShare>&> fields[] = {
+      {"optimizer_states", placement.optimizer_states, placement.optimizer_states_on_device},
+      {"parameters", placement.parameters, placement.parameters_on_device},
+      {"gradients", placement.gradients, placement.gradients_on_device}};
+  for (const auto& [kind, field, on_device] : fields) {
     Shares shares;
     field.reset();
     if (read_shares(values, kind, shares, nullptr)) field = solve(shares);
-    if (!field || solve_device(shares).is_all()) continue;
-    if (kind == std::string_view("optimizer_states")) placement.optimizer_states_on_device = solve_device(shares);
-    if (kind == std::string_view("gradients")) placement.gradients_on_device = solve_device(shares);
+    if (field && !solve_device(shares).is_all()) on_device = solve_device(shares);
   }
 }
 
