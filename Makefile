@@ -87,7 +87,8 @@ test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces 
 test-gpu: build-all  ## What a GPU can prove: kernels, and the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "test-gpu: torch finds no GPU here")'
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 \
-	  $(PYTHON) -m pytest -q -rs tests/python/test_on_accelerator.py
+	  $(PYTHON) -m pytest -q -rs tests/python/test_on_accelerator.py \
+	  $(patsubst %,tests/python/test_%_on_accelerator.py,offload offload_param placement twin_flow)
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -L gpu
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)

@@ -152,21 +152,11 @@ def test_the_host_steps_masters_of_16_bits(world, stage, moments):
     run(world, compare_rounded_masters, stage, moments)
 
 
-def cross_placements(stage, bf16, folder):
-    """A run goes on bit for bit where its states lie elsewhere, and on a CPU."""
+def pass_on(order, stage, bf16, folder, guard_pinned=False):
+    """A run goes on, bit for bit, from what it saved, in engines that place its tensors differently."""
     controls = begin()
-    controls.configure("random")
+    controls.configure("random", guard_pinned=guard_pinned)
     before = None
-    nvme = place(folder + "/blocks")
-    order = [
-        ("cpu", {}),
-        (DEVICE, TO_HOST),
-        (DEVICE, {}),
-        (DEVICE, nvme),
-        (DEVICE, TO_HOST),
-        ("cpu", {}),
-        (DEVICE, nvme),
-    ]
     for device, zero in order:
         engine = make_engine(device, stage, bf16=bf16, zero=zero)
         if before:
@@ -178,6 +168,20 @@ def cross_placements(stage, bf16, folder):
         engine.destroy()
     check_order(controls)
     dist.destroy_process_group()
+
+
+def cross_placements(stage, bf16, folder):
+    nvme = place(folder + "/blocks")
+    order = [
+        ("cpu", {}),
+        (DEVICE, TO_HOST),
+        (DEVICE, {}),
+        (DEVICE, nvme),
+        (DEVICE, TO_HOST),
+        ("cpu", {}),
+        (DEVICE, nvme),
+    ]
+    pass_on(order, stage, bf16, folder)
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), (3, False)])

@@ -10,7 +10,7 @@ import test_on_accelerator
 import torch
 import torch.distributed as dist
 from accelerated import DEVICE, ON_GPU, begin, simulated_only
-from test_offload_on_accelerator import OPTIMIZERS, TO_HOST, Model, batch, make_engine, results_of, train
+from test_offload_on_accelerator import OPTIMIZERS, TO_HOST, Model, batch, make_engine, pass_on, results_of, train
 from test_on_accelerator import check_order, far, on_host, run, unequal
 
 import deeptide
@@ -116,24 +116,10 @@ def test_blocks_with_ties_train_alike(world, bf16, tmp_path):
 
 
 def cross_placements(bf16, folder):
-    """A run goes on bit for bit where its parameters lie elsewhere, and on a CPU."""
-    controls = begin()
-    controls.configure("random", guard_pinned=True)
-    before = None
     places = placements(folder + "/blocks")
     order = [("cpu", {}), (DEVICE, places["host"]), (DEVICE, {}), (DEVICE, places["files"]), (DEVICE, TO_HOST)]
     order += [(DEVICE, places["all in files"]), ("cpu", {}), (DEVICE, places["host, small ones kept"])]
-    for device, zero in order:
-        engine = make_engine(device, 3, bf16=bf16, zero=zero)
-        if before:
-            engine.load_checkpoint(folder)
-            models.assert_same(before, on_host(models.everything(engine)))
-        train(engine, device, steps=1, first=5)
-        engine.save_checkpoint(folder)
-        before = on_host(models.everything(engine))
-        engine.destroy()
-    check_order(controls)
-    dist.destroy_process_group()
+    pass_on(order, 3, bf16, folder, guard_pinned=True)
 
 
 @pytest.mark.parametrize(("world", "bf16"), [(1, False), (2, True)])

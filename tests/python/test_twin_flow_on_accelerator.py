@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerated import DEVICE, ON_GPU, begin, simulated_only
-from test_offload_on_accelerator import OPTIMIZERS, TO_HOST, WIDTH, Model, batch, make_engine, results_of, train
+from test_offload_on_accelerator import (
+    OPTIMIZERS,
+    TO_HOST,
+    WIDTH,
+    Model,
+    batch,
+    make_engine,
+    pass_on,
+    results_of,
+    train,
+)
 from test_on_accelerator import check_order, far, on_host, run, unequal
 
 import deeptide
@@ -125,10 +135,6 @@ def test_a_run_depends_on_no_schedule(world, stage, bf16, type, ratio):
 
 
 def cross_ratios(stage, bf16, folder):
-    """A run goes on from what it saved, bit for bit, under any other ratio, and on a CPU."""
-    controls = begin()
-    controls.configure("random")
-    before = None
     order = [
         (DEVICE, split(0.3)),
         (DEVICE, split(0.5, folder + "/blocks")),
@@ -138,17 +144,7 @@ def cross_ratios(stage, bf16, folder):
         (DEVICE, split(0.3)),
         (DEVICE, TO_HOST),
     ]
-    for device, zero in order:
-        engine = make_engine(device, stage, bf16=bf16, zero=zero)
-        if before:
-            engine.load_checkpoint(folder)
-            models.assert_same(before, on_host(models.everything(engine)))
-        train(engine, device, steps=1, first=5)
-        engine.save_checkpoint(folder)
-        before = on_host(models.everything(engine))
-        engine.destroy()
-    check_order(controls)
-    dist.destroy_process_group()
+    pass_on(order, stage, bf16, folder)
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(1, True), (3, False)])

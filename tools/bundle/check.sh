@@ -33,6 +33,8 @@ else
   grep -hE '^[0-9]+ (passed|failed|skipped|error)|passed in' build/python-tests-*.log
 fi
 if "$PYTHON" -c 'import sys, pytest, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/test_on_accelerator.py || failed=1
+  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/test_on_accelerator.py \
+    tests/python/test_offload_on_accelerator.py tests/python/test_offload_param_on_accelerator.py \
+    tests/python/test_placement_on_accelerator.py tests/python/test_twin_flow_on_accelerator.py || failed=1
 fi
 exit $failed
