@@ -22,7 +22,10 @@ if(DEEPTIDE_SANITIZE)
   string(REPLACE ";" "," _sanitize "${DEEPTIDE_SANITIZE}")
   # Unoptimised, clang compiles in a third of the time, and the tests, which mostly wait for one another, take no longer.
   # The thread sanitizer's tests compute more, and gcc gains little.
-  set(_optimise $<IF:$<STREQUAL:${_sanitize},thread>,-O1,-O0>)
+  set(_optimise -O0)
+  if(_sanitize STREQUAL "thread")
+    set(_optimise -O1)
+  endif()
   add_compile_options(${_optimise} -fsanitize=${_sanitize} -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
   add_link_options(-fsanitize=${_sanitize})
   # UBSan's vptr check needs type information that libtorch's hidden classes do not export.

@@ -69,8 +69,7 @@ void check_host_steps_its_parameters(const Config& config, const optim::Rule* ru
   if (!placed && asked.device == OffloadDevice::none) {
     throw ConfigError(
         fmt::format("{}: zero_optimization.offload_param on {} needs offload_optimizer, \"cpu\" or \"nvme\": the host, "
-                    "which has the "
-                    "parameters, steps them. Add it, or set the device of offload_param to \"none\"",
+                    "which has the parameters, steps them. Add it, or set the device of offload_param to \"none\"",
                     config.origin(), device.str()));
   }
   const std::tuple<bool, std::string, const char*> obstacles[] = {
