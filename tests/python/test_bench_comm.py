@@ -49,6 +49,7 @@ def test_every_collective_is_measured_as_nccl_tests_count(path):
         assert row["busbw"] == pytest.approx(row["algbw"] * factor)
 
 
+@pytest.mark.slow
 def test_table_is_for_people_and_raw_for_spreadsheets():
     words = ("--all-gather", "--minsize", "64K", "--maxsize", "64K", "--dtype", "bf16")
     done = bench(*words)

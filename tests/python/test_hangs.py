@@ -59,7 +59,8 @@ def torchrun(script, *arguments, restarts):
     )
 
 
-@pytest.mark.parametrize("init_distributed", ["first", pytest.param("within", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("init_distributed", ["first", "within"])
 def test_ranks_that_torchrun_starts_again_train(init_distributed, tmp_path):
     """The agent's store keeps what earlier attempts left there: here one that met and one that a rank never joined."""
     script = tmp_path / "train.py"

@@ -7,6 +7,7 @@ import pytest
 from conftest import run_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [libraries.run_trainer, libraries.run_accelerate])
 def test_a_library_learns_as_under_ddp_when_windows_are_short(script, tmp_path):
     for name, stage in (("plain", None), ("whole", 0), ("sharded", 3)):

@@ -150,6 +150,7 @@ def step_and_weigh(stage, bf16):
     assert abs(growth - accounted) <= 0.05 * accounted, text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("stage", "bf16"),
     [*(pytest.param(stage, False, marks=pytest.mark.slow) for stage in (0, 2, 3)), (3, True)],

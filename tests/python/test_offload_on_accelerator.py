@@ -97,6 +97,7 @@ def compare_with_cpu(stages, gas, bf16, type, clipping, folder=None):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "bf16", "type", "clipping"),
     [
@@ -112,6 +113,7 @@ def test_the_host_steps_as_a_cpu_engine_does_bit_for_bit(world, gas, bf16, type,
     run(world, compare_with_cpu, [0, 1, 2, 3], gas, bf16, type, clipping)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "bf16", "type", "clipping"), [(1, 2, True, "AdamW", 0.01), (2, 1, False, "Lamb", 1.0)]
 )

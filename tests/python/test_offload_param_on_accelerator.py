@@ -82,6 +82,7 @@ def compare_with_cpu(gas, bf16, type, clipping, frozen, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "bf16", "type", "clipping", "frozen"),
     [
@@ -110,6 +111,7 @@ def compare_many_units(bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "bf16"), [(1, True), (2, False), (2, True)])
 def test_blocks_with_ties_train_alike(world, bf16, tmp_path):
     run(world, compare_many_units, bf16, str(tmp_path))
@@ -178,6 +180,7 @@ def compare_programs(bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "bf16"), [(1, True), (2, False), (2, True)])
 def test_what_programs_write_reaches_the_host(world, bf16, tmp_path):
     run(world, compare_programs, bf16, str(tmp_path))

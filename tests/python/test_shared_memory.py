@@ -158,6 +158,7 @@ def both_ways_in_processes(cases):
         assert_same(run(None, True, *case), run(None, False, *case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

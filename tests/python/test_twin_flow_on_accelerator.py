@@ -85,6 +85,7 @@ def compare_elements(stage, bf16, type, folder, swap):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only  # a GPU's kernels round as it likes
 @pytest.mark.parametrize(
     ("world", "stage", "bf16", "type", "files"),
@@ -119,6 +120,7 @@ def compare_runs(stage, bf16, type, ratio):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "stage", "bf16", "type", "ratio"),
     [
