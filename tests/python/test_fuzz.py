@@ -32,6 +32,7 @@ def mended(name):
     return json.loads((FUZZ / "mended" / f"{name}.json").read_text())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(6))
 def test_a_program_gives_what_plain_torch_gives(runner, seed):
     program = generate.program_of(seed)

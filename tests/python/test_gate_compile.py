@@ -44,6 +44,7 @@ def compiled(backend):
         assert torch.equal(model(TOKENS, TARGETS), engine.module(TOKENS, TARGETS))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_model_trains_to_the_same_bits(backend):
     run_processes(2, compiled, backend)

@@ -157,6 +157,7 @@ def test_batch_script_without_srun_is_a_world_of_one(slurm, tmp_path):
     assert (tmp_path / "out").read_text() == "alone True\n"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["openmpi", "mpich", "impi"])
 def test_launcher_that_contradicts_the_environment_is_named(name, script, free_port):
     done = launch(name, script, free_port, RANK="0", WORLD_SIZE="5", MASTER_ADDR="127.0.0.1", MASTER_PORT="1234")

@@ -149,6 +149,7 @@ def compare_rounded_masters(stage, moments):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage", "moments"), [(1, 2, False), (2, 1, True), (2, 3, True), (2, 0, False)])
 def test_the_host_steps_masters_of_16_bits(world, stage, moments):
     run(world, compare_rounded_masters, stage, moments)
@@ -223,6 +224,7 @@ def act_between_steps(stage, bf16):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "stage", "bf16"), [(2, 0, True), (2, 1, True), (1, 2, False), (2, 2, False), (2, 3, False), (1, 3, True)]
 )
@@ -299,6 +301,7 @@ def compare_memory(stage, bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 2, True), (2, 1, False), (2, 3, True)])
 def test_the_device_holds_no_states(world, stage, bf16, tmp_path):
     run(world, compare_memory, stage, bf16, str(tmp_path))
@@ -437,6 +440,7 @@ def step_by_an_own_optimizer(stage, bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 2, True), (2, 0, True), (2, 1, False), (2, 3, False)])
 def test_an_optimizer_of_the_programs_own_steps_on_the_host(world, stage, bf16, tmp_path):
     run(world, step_by_an_own_optimizer, stage, bf16, str(tmp_path))

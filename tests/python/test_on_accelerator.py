@@ -4,6 +4,7 @@
 
 import gc
 import itertools
+import time
 
 import models
 import pytest
@@ -85,6 +86,7 @@ def compare_with_cpu(stages, gas, clipping, bf16):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "gas", "clipping", "bf16"),
     [
@@ -143,6 +145,7 @@ def count_waits(stage):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_host_waits_once_a_step(stage):
     run(2, count_waits, stage)
@@ -208,6 +211,9 @@ def run_out_of_memory(stage):
         before, phase, text = train_until_memory_ends(controls, stage, room)
         torch.accelerator.synchronize()
         check_order(controls)
+        deadline = time.monotonic() + 10  # autograd's thread lets go of its task only after it has handed on the error
+        while controls.used_bytes() != before and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert controls.used_bytes() == before, (room, phase)
         if not phase:
             break
@@ -254,6 +260,7 @@ def run_out_of_memory_in_step(stage):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_ranks_that_run_out_of_memory_in_step_can_begin_anew(stage):
@@ -412,6 +419,7 @@ def compare_with_ideal(stage, live):
 
 
 # At stage 3 all units at once, so that each is gathered once; then three blocks of six.
+@pytest.mark.costly
 @simulated_only
 @pytest.mark.parametrize(("stage", "live"), [(0, 0), (1, 0), (2, 0), (3, 200_000), (3, 80_000)])
 def test_a_step_takes_as_long_as_its_ideal_schedule(stage, live):

@@ -65,6 +65,7 @@ def compare_with_ratio(stage, bf16, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 2, True), (2, 0, False), (2, 1, True), (2, 3, False)])
 def test_three_tiers_step_as_a_ratio_does(world, stage, bf16, tmp_path):
     run(world, compare_with_ratio, stage, bf16, str(tmp_path))

@@ -189,6 +189,7 @@ def compare_memory(stage, bf16, ratio, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "stage", "bf16", "ratio", "files"),
     [(1, 2, True, 0.3, False), (2, 1, False, 0.5, False), (2, 3, True, 0.5, True), (2, 0, False, 0.3, True)],
@@ -297,6 +298,7 @@ def act_between_steps(stage, bf16):
     dist.destroy_process_group()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("world", "stage", "bf16"), [(1, 0, True), (2, 0, False), (2, 2, True), (2, 3, False)])
 def test_programs_reach_both_parts(world, stage, bf16):
     run(world, act_between_steps, stage, bf16)
