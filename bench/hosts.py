@@ -20,21 +20,24 @@ from report import round_seconds
 from settings import SIZES
 
 PORT = 29500  # each namespace has ports of its own
-DEFAULT = ("floor", "torch", "ddp", "fsdp2", "deeptide-0", "deeptide-1", "deeptide-2", "deeptide-3")
+DEFAULT = ("floor", "torch", "exchange", "ddp", "fsdp2", "deeptide-0", "deeptide-1", "deeptide-2", "deeptide-3")
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LEGEND = """\
 Each rank has one thread; each host is a network namespace whose link sends and receives at most at the rate given (tc's
 token bucket). A round's step is the median over its steps of the slowest rank's time; shown are the best and the median
-round, and the median of the ratios to DDP within a round. Processor: the processor time
-of a step, on all threads of one rank, the busiest.
+round, and the median of the ratios to DDP within a round. Processor: the processor time of a step, on all threads of
+one rank, the busiest.
 
 Ideal at stages 1 and 2: max(c, b / r) + 2 u / r, where c is plain torch's step (forward, backward, update; no
-communication), r is the link's rate, b what a host must send in a step, (H - 1) / H of the gradients and as much of the
-parameters, and u = (H - 1) / H of the first unit, which is reduced after backward and gathered before forward: nothing
-hides it. At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the parameters more, since a
-quarter may stay gathered (stage3_max_live_parameters is not given). At stage 0 and in DDP every rank steps all, so
-gradients go out and their sums, in fp32, come back, between forward and the update: f + max(c - f, b / r) + u / r for
-each of the two, where f = c / 3 is forward."""
+communication), r is the rate (of the slowest link), b what a host must send in a step, (H - 1) / H of the gradients
+and as much of the parameters, and u = (H - 1) / H of the first unit, which is reduced after backward and gathered
+before forward: nothing hides it. At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the
+parameters more, since a quarter may stay gathered (stage3_max_live_parameters is not given). At stage 0 and in DDP
+every rank steps all, so gradients go out and their sums, in fp32, come back, between forward and the update:
+f + max(c - f, b / r) + u / r for each of the two, where f = c / 3 is forward.
+
+Ideal of one core per rank: a rank that has one core for everything also moves the bytes with it, so c is greater by the
+processor time of "exchange", which sends and receives b from memory to memory and does nothing else."""
 
 
 def bits_per_second(rate):
@@ -49,6 +52,7 @@ def parse_arguments():
     parser.add_argument("--model", choices=[name for name, size in SIZES.items() if size.heads], default="46m")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "8gbit"], help="of the links, as tc writes them")
+    parser.add_argument("--last-rate", metavar="RATE", help="of the last host's link, which all others wait for")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="per host")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(DEFAULT), metavar="NAME")
@@ -59,7 +63,7 @@ def parse_arguments():
     parser.add_argument("--deeptide", type=Path, default=output.ROOT / "build" / "python", help="folder to import from")
     output.add_arguments(parser, "bench-hosts")
     options = parser.parse_args()
-    for rate in options.rates:
+    for rate in (*options.rates, *filter(None, [options.last_rate])):
         bits_per_second(rate)
     return options
 
@@ -85,7 +89,7 @@ def run_rounds(options):
     schedule = [(rate, name) for rate in options.rates for name in options.only]
     for number in range(1, options.rounds + 1):
         for rate, name in schedule if number % 2 else reversed(schedule):
-            with slow_hosts(rate, options.hosts) as names:
+            with slow_hosts(rate, options.hosts, options.last_rate) as names:
                 outcome = run_job(name, options.precision, "default", options, places(names, options.ranks))
             said = f"{round_seconds(outcome):.3f} s" if "ranks" in outcome else outcome.get("error", "skipped")
             print(f"round {number}, {rate}, {name}: {said}", file=sys.stderr, flush=True)
@@ -95,7 +99,8 @@ def run_rounds(options):
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def ideal_seconds(options, rate, compute, stage):
+def ideal_seconds(options, rate, compute, moving, stage):
+    """`moving`: what the same core needs to exchange the bytes of ZeRO-2."""
     size, spread = SIZES[options.model], (options.hosts - 1) / options.hosts
     item = 4 if options.precision == "fp32" else 2
     per_layer = 12 * size.width**2 + 13 * size.width
@@ -103,12 +108,15 @@ def ideal_seconds(options, rate, compute, stage):
     elements = size.layers * per_layer + first_unit + 2 * size.width + size.vocabulary * size.width
     bytes_each = {0: item + 4, 2: 2 * item, 3: 2.75 * item}[stage]
     forward = compute / 3 if stage == 0 else 0
-    per_second = bits_per_second(rate) / 8 / spread
+    compute += moving * bytes_each / (2 * item)
+    per_second = bits_per_second(options.last_rate or rate) / 8 / spread
     nothing_hides = first_unit * (item + 4 if stage == 0 else 2 * item) / per_second
     return forward + max(compute - forward, elements * bytes_each / per_second) + nothing_hides
 
 
 def stage_of(name):
+    if name in ("torch", "exchange"):
+        return None
     if name == "fsdp2" or name.endswith("-3"):
         return 3
     return 0 if name in ("ddp", "deeptide-0") else 2
@@ -120,32 +128,41 @@ def rows_of(options, rate, jobs):
         if "ranks" in job and job["rate"] == rate:
             done.setdefault(job["contender"], {})[job["round"]] = job
     seconds = {name: {number: round_seconds(job) for number, job in of.items()} for name, of in done.items()}
-    ideals = {}  # by stage
+    processor = {
+        name: median(max(rank["processor_seconds"] for rank in job["ranks"]) for job in of.values())
+        for name, of in done.items()
+    }
+    ideals, of_cores = {}, {}  # by stage
     if "torch" in seconds:
         compute = min(seconds["torch"].values())
+        moving = processor.get("exchange", 0) * compute / processor["torch"]
         for stage, title in ((0, "stage 0"), (2, "stages 1 and 2"), (3, "stage 3")):
-            ideals[stage] = ideal_seconds(options, rate, compute, stage)
-            yield [f"ideal, {title}", f"{ideals[stage] * 1e3:.0f}", "", "", "", ""]
+            ideals[stage] = ideal_seconds(options, rate, compute, 0, stage)
+            of_cores[stage] = ideal_seconds(options, rate, compute, moving, stage)
+            yield [f"ideal, {title}", f"{ideals[stage] * 1e3:.0f}", *[""] * 5]
+            if moving:
+                yield [f"ideal of one core per rank, {title}", f"{of_cores[stage] * 1e3:.0f}", *[""] * 5]
     for name in options.only:
         if name not in seconds:
-            yield [name, "none ended", "", "", "", ""]
+            yield [name, "none ended", *[""] * 5]
             continue
-        own, ddp = seconds[name], seconds.get("ddp", {})
-        ideal = ideals.get(stage_of(name))
+        own, ddp, stage = seconds[name], seconds.get("ddp", {}), stage_of(name)
         ratios = [own[number] / ddp[number] for number in own if number in ddp]
-        processor = median(max(rank["processor_seconds"] for rank in job["ranks"]) for job in done[name].values())
+        best = min(own.values())
         yield [
-            name, f"{min(own.values()) * 1e3:.0f}", f"{median(own.values()) * 1e3:.0f}",
-            f"{median(ratios):.2f}" if ratios else "", f"{min(own.values()) / ideal:.2f}" if ideal else "",
-            f"{processor * 1e3:.0f}",
+            name, f"{best * 1e3:.0f}", f"{median(own.values()) * 1e3:.0f}",
+            f"{median(ratios):.2f}" if ratios else "",
+            *(f"{best / ideal[stage]:.2f}" if stage in ideal else "" for ideal in (ideals, of_cores)),
+            f"{processor[name] * 1e3:.0f}",
         ]  # fmt: skip
 
 
 def markdown(options, record):
-    parts = [
-        output.head(f"{options.hosts} hosts x {options.ranks}, {options.model}, {options.precision}", record, LEGEND)
-    ]
-    header = ["contender", "best (ms)", "median (ms)", "x DDP", "best / ideal", "processor (ms)"]
+    title = f"{options.hosts} hosts x {options.ranks}, {options.model}, {options.precision}"
+    if options.last_rate:
+        title += f", the last host's link {options.last_rate}"
+    parts = [output.head(title, record, LEGEND)]
+    header = ["contender", "best (ms)", "median (ms)", "x DDP", "best / ideal", "of one core", "processor (ms)"]
     for rate in options.rates:
         parts += [f"## {rate}", "", output.table(header, rows_of(options, rate, record["jobs"]))]
     return "\n".join(parts)

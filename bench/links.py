@@ -21,8 +21,11 @@ def address_of(host):
 
 
 @contextlib.contextmanager
-def slow_hosts(rate, count=2):
-    """Yields the names of `count` namespaces; each sends and receives at most at `rate`, in tc's words."""
+def slow_hosts(rate, count=2, last_rate=None):
+    """Yields the names of `count` namespaces; each sends and receives at most at `rate`, in tc's words.
+
+    `last_rate`: the last one's, if it differs.
+    """
     switch = f"deeptide-{os.getpid()}-switch"
     names = [f"deeptide-{os.getpid()}-{host}" for host in range(count)]
     try:
@@ -36,8 +39,9 @@ def slow_hosts(rate, count=2):
             _ip("-n", switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address_of(host)}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")
-            _limit(name, "eth0", rate)
-            _limit(switch, port, rate)
+            own_rate = last_rate if last_rate and host == count - 1 else rate
+            _limit(name, "eth0", own_rate)
+            _limit(switch, port, own_rate)
         yield names
     finally:
         for name in (*names, switch):

@@ -6,6 +6,7 @@ import importlib
 
 CONTENDERS = {
     "floor": ("floor", {}),
+    "exchange": ("exchange", {}),
     "torch": ("plain_torch", {}),
     "ddp": ("ddp", {}),
     "fsdp2": ("fsdp2", {}),

@@ -4,10 +4,12 @@
 #include "comm/group.h"
 
 #include <ATen/ops/zeros.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -40,6 +42,27 @@ bool is_local(const World& world) {
          (address && (!std::strcmp(address, "127.0.0.1") || !std::strcmp(address, "localhost")));
 }
 
+/// Threads that start meanwhile move bytes in the background: they run at once where a core is idle, but never take one
+/// from a thread that computes because a few bytes arrived. When their turn comes, more have.
+class BackgroundThreads {
+ public:
+  BackgroundThreads() : policy_(sched_getscheduler(0)) {
+    if (policy_ == SCHED_OTHER) set(SCHED_BATCH);
+  }
+  ~BackgroundThreads() {
+    if (policy_ == SCHED_OTHER) set(SCHED_OTHER);
+  }
+  BackgroundThreads(const BackgroundThreads&) = delete;
+
+ private:
+  static void set(int policy) {
+    const sched_param priority{};
+    sched_setscheduler(0, policy, &priority);  // where it is denied, threads are as all others
+  }
+
+  int policy_;
+};
+
 /// One for each interface that the variable names, as torch reads it; else the one that reaches the other ranks.
 std::vector<std::shared_ptr<gloo::transport::Device>> make_devices(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
@@ -55,6 +78,8 @@ std::vector<std::shared_ptr<gloo::transport::Device>> make_devices(const World& 
 /// `ranks`: of the world; this one is at `rank`.
 Network make_gloo(const World& world, const std::string& name, int rank, std::vector<int> ranks,
                   const ChannelOptions& channel) {
+  std::optional<BackgroundThreads> scope;
+  if (channel.on_device) scope.emplace();  // others carry few bytes, and ranks wait for them
   auto options = c10d::ProcessGroupGloo::Options::create(channel.timeout + kTransportGrace);
   options->devices = make_devices(world);
   options->threads = 1;  // a channel's collectives run in order anyway; fewer threads leave the cores to compute

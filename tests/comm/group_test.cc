@@ -8,7 +8,9 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <filesystem>
 #include <random>
 #include <thread>
 
@@ -26,6 +28,15 @@ using std::chrono::milliseconds;
 const Site kHere{"forward", "gathering unit 'h.3'"};
 
 Tensor iota(int64_t first, int64_t count) { return at::arange(first, first + count, at::kFloat); }
+
+/// Threads of this process that do not preempt others when they wake up.
+int num_background_threads() {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    count += sched_getscheduler(std::stoi(entry.path().filename())) == SCHED_BATCH ? 1 : 0;
+  }
+  return count;
+}
 
 class Collectives : public testing::TestWithParam<int> {};
 
@@ -116,6 +127,23 @@ TEST_P(Collectives, ArriveWhenManyOfAllSizesAreUnderWay) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4));
+
+TEST(Group, MovesTensorsOnThreadsThatTakeNoCoreFromOthers) {
+  if (sched_getscheduler(0) != SCHED_OTHER) GTEST_SKIP() << "runs with another policy already";
+  run_ranks(2, [](const World& world) {
+    const sched_param priority{};
+    ASSERT_EQ(sched_setscheduler(0, SCHED_OTHER, &priority), 0);  // not as the tests' ranks, but as programs
+    const auto board = board_of(world);
+    Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board});
+    control.barrier(kHere);
+    EXPECT_EQ(num_background_threads(), 0);
+    control.barrier(kHere);
+    const Group gathers(world, Team::whole(world), "gathers", {.timeout = kLong, .board = board, .on_device = true});
+    EXPECT_GT(num_background_threads(), 0);
+    EXPECT_EQ(sched_getscheduler(0), SCHED_OTHER) << "the thread that asks goes on as it was";
+    control.barrier(kHere);
+  });
+}
 
 // The peer is connected and never takes part: a group that waited for it would outlast the limit of the test.
 TEST(Group, LeavesWhatIsUnderWayWhenItEnds) {
