@@ -60,33 +60,17 @@ double share_in_files(const MemoryShare& memory, int64_t total) {
   return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
 }
 
-/// Errors: ConfigError where a device steps some parameters, which would have to leave it then, or steps them in a way
-/// that is not tried with parameters of the host.
-void check_host_steps_its_parameters(const Config& config, const optim::Rule* rule, at::Device device) {
-  if (device.is_cpu() || rule == nullptr) return;
-  const OffloadOptimizerConfig& asked = config.offload_optimizer();
+/// Errors: ConfigError where a device steps some of the parameters that lie off it, and masters are to be packed: the
+/// half that would be shared is not there.
+void check_packed_beside_shards(const Config& config, const optim::Rule* rule, at::Device device) {
+  if (device.is_cpu() || rule == nullptr || !config.runtime().packed_states) return;
   const bool placed = config.placement().optimizer_states.has_value();
-  if (!placed && asked.device == OffloadDevice::none) {
-    throw ConfigError(
-        fmt::format("{}: zero_optimization.offload_param on {} needs offload_optimizer, \"cpu\" or \"nvme\": the host, "
-                    "which has the parameters, steps them. Add it, or set the device of offload_param to \"none\"",
-                    config.origin(), device.str()));
-  }
-  const std::tuple<bool, std::string, const char*> obstacles[] = {
-      {placed, "deeptide.placement.optimizer_states", "leave it out"},
-      {asked.measures_ratio || asked.ratio < 1.0, "a ratio of offload_optimizer below 1", "leave ratio out"},
-      {config.precision().rounds_masters(),
-       fmt::format("{}_master_weights_and_grads", config.precision().fp16 ? "fp16" : "bf16"), "set it to false"},
-      {dynamic_cast<const optim::CustomRule*>(rule) != nullptr, "an optimizer of your own",
-       "name one in the configuration"},
-  };
-  for (const auto& [is_met, what, cure] : obstacles) {
-    if (!is_met) continue;
-    throw ConfigError(
-        fmt::format("{}: zero_optimization.offload_param on {} does not go with {} yet; {}, or set the device of "
-                    "offload_param to \"none\"",
-                    config.origin(), device.str(), what, cure));
-  }
+  if (!placed && !measures_ratio(config) && share_on_host(config, device) == 1.0) return;
+  throw ConfigError(fmt::format(
+      "{}: deeptide.packed_states with zero_optimization.offload_param on {} needs offload_optimizer with a "
+      "ratio of 1: what the device steps has whole masters there, since its parameters lie off it. Set "
+      "packed_states to false, or let the host step all",
+      config.origin(), device.str()));
 }
 
 /// Absent: shards lie in the device's memory.
@@ -104,7 +88,7 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config, co
     throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
                       std::to_string(config.zero().stage));
   }
-  check_host_steps_its_parameters(config, rule, device);
+  check_packed_beside_shards(config, rule, device);
   if (!in_files) return zero::ParameterOffload{.folders = {}, .max_in_memory = INT64_MAX};
   if (!placed && asked.folders.empty()) {
     throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
@@ -158,10 +142,10 @@ void check_host_steps(const Config& config, const optim::Rule& rule, const std::
   const bool in_two_places = placed || measures_ratio(config) || config.offload_optimizer().ratio < 1.0;
   const std::string optimizer = "the optimizer " + rule.name();
   const std::tuple<bool, std::string, const char*> obstacles[] = {
-      {config.runtime().packed_states, "deeptide.packed_states",
-       "leave it out: masters take no memory of the device then"},
-      {takes_matrices, optimizer + ", which makes products of whole matrices",
-       "choose an optimizer of elements or LAMB"},
+      {config.runtime().packed_states && config.offload_param().device == OffloadDevice::none,
+       "deeptide.packed_states without offload_param", "leave it out: masters take no memory of the device then"},
+      {takes_matrices && in_two_places, optimizer + ", which takes whole matrices, in two places",
+       "set its ratio to 1, with no placement"},
       {keeps_whole_states(&rule), optimizer + ", whose ranks exchange signs", "choose another one"},
       {in_two_places && dynamic_cast<const optim::CustomRule*>(&rule) != nullptr,
        optimizer + ", your own, which steps states in one place", "set its ratio to 1, with no placement"},
@@ -244,6 +228,7 @@ zero::StateTypes state_types(const Config& config, const optim::Rule& rule, cons
     refuse(precision.fp16 ? "fp16.fp16_master_weights_and_grads" : "bf16.bf16_master_weights_and_grads",
            elements + " needs fp32 masters. Set it to false, or choose one of them");
   }
+  types.lends_masters = dynamic_cast<const optim::CustomRule*>(&rule) != nullptr;
   types.packed_masters = runtime.packed_states;
   if (types.packed_masters && dynamic_cast<const optim::CustomRule*>(&rule)) {
     refuse("deeptide.packed_states", "is for the optimizers of deeptide: " + rule.name() +
@@ -423,11 +408,12 @@ int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, c
 }
 
 zero::UnitForecast stepped_unit(const sharding::UnitLayout& layout, std::set<int> groups,
-                                const zero::StagePolicy& policy) {
+                                const zero::StagePolicy& policy, bool off_device) {
   return {.numel = policy.shard_optimizer ? layout.shard : layout.numel,
           .whole_numel = layout.numel,
           .dtype = layout.dtype,
-          .groups = std::move(groups)};
+          .groups = std::move(groups),
+          .off_device = off_device};
 }
 
 int64_t step_bytes(const std::vector<const sharding::UnitLayout*>& trained,

@@ -88,9 +88,9 @@ std::vector<bool> mostly_zero_units(const Config& config, const optim::Rule& rul
 int64_t transport_bytes(const std::vector<const sharding::UnitLayout*>& units, const zero::StagePolicy& policy,
                         bool trains);
 
-/// A trained unit as the optimizer sees it. `groups`: of its parameters.
+/// A trained unit as the optimizer sees it. `groups`: of its parameters; `off_device`: whether its shard lies so.
 zero::UnitForecast stepped_unit(const sharding::UnitLayout& layout, std::set<int> groups,
-                                const zero::StagePolicy& policy);
+                                const zero::StagePolicy& policy, bool off_device);
 
 /// Memory of what ranks exchange within a step. `trained` and `stepped`: the same units. Units: bytes.
 int64_t step_bytes(const std::vector<const sharding::UnitLayout*>& trained,

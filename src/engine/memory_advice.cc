@@ -105,14 +105,25 @@ void advise_host(const Engine::Impl& impl, Advice& advice) {
   }
 }
 
-/// Shards of parameters, where the host steps them, or nobody does: likewise.
+/// Of parameters that a device steps, and that would have masters of their own there if they lay off it.
+int64_t bytes_of_new_masters(const zero::OptimizerStates& states) {
+  int64_t bytes = 0;
+  for (int unit = 0; unit < states.num_units(); ++unit) {
+    if (states.unit(unit).memory() != sharding::UnitMemory::sharded) continue;
+    for (const zero::StatePart& part : states.parts(unit)) bytes += part.aliased ? part.master.nbytes() : 0;
+  }
+  return bytes;
+}
+
+/// Shards of parameters: likewise.
 void advise_host_parameters(const Engine::Impl& impl, Advice& advice) {
   if (impl.config.zero().stage != 3 || impl.model.offloaded()) return;
   const char* const setting = R"("zero_optimization": {"offload_param": {"device": "cpu"}})";
   try {
     engine::bind_options(impl.config.with(fmt::format("{{{}}}", setting)), impl.policy, impl.rule, impl.custom.get(),
                          impl.groups, impl.model.device());
-    advice.add(setting, impl.ledger->current(device::Role::parameters), role_name(device::Role::parameters));
+    const int64_t needed = impl.optimizer ? bytes_of_new_masters(impl.optimizer->states()) : 0;
+    advice.add(setting, impl.ledger->current(device::Role::parameters) - needed, role_name(device::Role::parameters));
   } catch (const ConfigError&) {
   }
 }

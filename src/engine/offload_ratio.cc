@@ -71,8 +71,12 @@ double time_step(const optim::Rule& rule, const Hyperparameters& hyper, at::Devi
   });
 }
 
-/// A block's gradients to the host, or its parameters back, whichever takes longer.
-double time_copies(at::Device device) {
+struct CopyTimes {
+  double out_seconds = 0.0, in_seconds = 0.0;
+};
+
+/// A block's gradients to the host, and as many bytes back.
+CopyTimes time_copies(at::Device device) {
   const int64_t numel = tiers::swap_block_numel(at::kFloat);
   const Tensor there = at::zeros({numel}, at::TensorOptions().device(device));
   const Tensor here = at::zeros({numel}, at::TensorOptions().pinned_memory(true));
@@ -84,7 +88,7 @@ double time_copies(at::Device device) {
       lane.mark().wait();
     });
   };
-  return std::max(time_copy(here, there), time_copy(there, here));
+  return {time_copy(here, there), time_copy(there, here)};
 }
 
 /// Reads and writes each block of the buffer, the next ones read ahead.
@@ -133,8 +137,11 @@ BlockTimes time_blocks(const RatioTrial& trial) {
 
 SideTimes time_sides(const RatioTrial& trial, at::Device device) {
   const at::NoGradGuard no_grad;
+  const CopyTimes copies = time_copies(device);
   SideTimes times{.device_seconds = time_step(trial.rule, trial.hyper, device),
-                  .host_seconds = std::max(time_step(trial.rule, trial.hyper, at::kCPU), time_copies(device))};
+                  .host_seconds = std::max(time_step(trial.rule, trial.hyper, at::kCPU), copies.out_seconds)};
+  double& copied_back = trial.parameters_off_device ? times.device_seconds : times.host_seconds;
+  copied_back = std::max(copied_back, trial.parameters_off_device ? copies.out_seconds : copies.in_seconds);
   if (trial.files) {
     times.host_seconds = std::max(times.host_seconds, num_states(trial.rule, trial.hyper) * time_transfers(trial));
   }

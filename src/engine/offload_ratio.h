@@ -28,7 +28,7 @@ double balanced_ratio(const BlockTimes& times);
 
 /// Of one block of elements of a device.
 struct SideTimes {
-  double device_seconds = 0.0;  // stepped on the device
+  double device_seconds = 0.0;  // stepped on the device; if its parameters lie off it, the longer of this and copied
   double host_seconds = 0.0;    // the longest of: stepped by the host, copied there, copied back, its states in files
 };
 
@@ -42,6 +42,7 @@ struct RatioTrial {
   std::shared_ptr<device::Ledger> ledger;
   device::Role role = device::Role::optimizer;      // of blocks from files
   std::optional<tiers::OffloadOptions> files = {};  // absent: the host's memory has the states
+  bool parameters_off_device = false;               // the host's are not copied back, but the device's are copied out
 };
 
 /// Times both on this rank, in the folders of `trial.files`.

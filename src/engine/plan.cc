@@ -18,6 +18,7 @@
 #include "zero/host_exchange.h"
 #include "zero/offloaded_parameters.h"
 #include "zero/optimizer_states.h"
+#include "zero/parameters_out.h"
 #include "zero/sign_exchange.h"
 
 namespace deeptide {
@@ -73,10 +74,13 @@ struct Facts {
 
 std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
   std::vector<zero::UnitForecast> units;
-  for (const UnitLayout* layout : facts.trainable()) {
+  for (size_t i = 0; i < facts.layouts.size(); ++i) {
+    const UnitLayout& layout = facts.layouts[i];
+    if (!layout.trainable) continue;
     std::set<int> groups;
-    for (const sharding::Slot& slot : layout->slots) groups.insert(facts.parameters[slot.parameter].group);
-    units.push_back(engine::stepped_unit(*layout, std::move(groups), facts.policy));
+    for (const sharding::Slot& slot : layout.slots) groups.insert(facts.parameters[slot.parameter].group);
+    const bool off_device = facts.bind.offload && !facts.on_cpu && facts.is_sharded[i];
+    units.push_back(engine::stepped_unit(layout, std::move(groups), facts.policy, off_device));
   }
   return units;
 }
@@ -142,11 +146,29 @@ std::vector<zero::StateForecast> states_of(const Facts& facts, const zero::State
 int64_t bytes_passing(const Facts& facts) {
   const auto units = stepped_units(facts);
   if (!dynamic_cast<const optim::CustomRule*>(facts.rule)) {
-    return zero::HostExchange::forecast(zero::largest_on_host(units, facts.types.host_share));
+    const int64_t directions = zero::largest_of_matrices(units, *facts.rule, hyperparameters_of(facts.groups));
+    return zero::HostExchange::forecast(zero::largest_on_host(units, facts.types.host_share)) +
+           directions * static_cast<int64_t>(c10::elementSize(at::kBFloat16));
   }
   int64_t numel = 0;
   for (const zero::UnitForecast& unit : units) numel += unit.numel;
   return numel * static_cast<int64_t>(sizeof(float));
+}
+
+/// What masters share with the parameters: all, or their upper halves.
+int64_t bytes_of_shared_masters(const Facts& facts) {
+  int64_t bytes = 0;
+  zero::HostSplit split(facts.types.host_share);
+  for (const zero::UnitForecast& unit : stepped_units(facts)) {
+    const int64_t on_device = split.on_device(unit.numel);
+    for (const bool on_host : {false, true}) {
+      const bool beside = facts.types.steps_beside(on_host, unit.off_device);
+      if (!facts.types.aliases(unit.dtype, beside) && !facts.types.packs(unit.dtype, beside)) continue;
+      const int64_t numel = on_host ? unit.numel - on_device : on_device;
+      bytes += numel * static_cast<int64_t>(c10::elementSize(unit.dtype));
+    }
+  }
+  return bytes;
 }
 
 PlanLine optimizer_of(const Facts& facts) {
@@ -168,20 +190,16 @@ PlanLine optimizer_of(const Facts& facts) {
   }
   if (offload) line.memory_bytes += offload->num_slots * tiers::kSwapBlockBytes;
   if (facts.config.runtime().on_skipped == OnSkipped::rewind) {  // a copy of states and masters
-    line.memory_bytes += zero::total_bytes(states);
-    zero::HostSplit split_units(facts.types.host_share);
-    for (const UnitLayout* unit : facts.trainable()) {
-      const int64_t numel = split_units.on_device(facts.policy.shard_optimizer ? unit->shard : unit->numel);
-      // A copy of a master that is the parameter, or whose upper half is.
-      if (facts.types.aliases(unit->dtype) || facts.types.packs(unit->dtype)) line.memory_bytes += bytes(numel, *unit);
-    }
+    line.memory_bytes += zero::total_bytes(states) + bytes_of_shared_masters(facts);
   }
+  zero::StateTypes types = facts.types;
+  if (measures && on_host) types.host_share = 0.0;
   if (on_host) {
     line.off_device_bytes = std::exchange(line.memory_bytes, 0) + bytes_passing(facts);
-    zero::StateTypes types = facts.types;
-    if (measures) types.host_share = 0.0;
     line.memory_bytes = zero::total_bytes(states_of(facts, types), false);
   }
+  const auto narrowed = zero::narrowed_bytes(stepped_units(facts), types);
+  if (narrowed) line.memory_bytes += zero::ParametersOut::forecast(*narrowed);
   return line;
 }
 

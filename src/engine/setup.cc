@@ -122,7 +122,7 @@ std::vector<zero::UnitForecast> Engine::Impl::stepped_units(const std::vector<sh
   for (const sharding::Unit* unit : trainable) {
     std::set<int> unit_groups;
     for (const sharding::Parameter& p : unit->parameters()) unit_groups.insert(p.group);
-    units.push_back(engine::stepped_unit(unit->layout(), std::move(unit_groups), policy));
+    units.push_back(engine::stepped_unit(unit->layout(), std::move(unit_groups), policy, zero::lies_off_device(*unit)));
   }
   return units;
 }
@@ -139,7 +139,8 @@ zero::StatePlacement Engine::Impl::place_states(const std::vector<sharding::Unit
   if (!options && !on_host) return {};
   const Role role = on_host ? Role::host_optimizer : Role::optimizer;
   if (engine::measures_ratio(config)) {
-    const engine::RatioTrial trial{*rule, progress.hyperparameters.front(), ledger, role, options};
+    const engine::RatioTrial trial{*rule,   progress.hyperparameters.front(), ledger, role,
+                                   options, model.offloaded() != nullptr};
     const double ratio = on_host ? engine::measure_host_share(trial, model.device(), channels.control())
                                  : engine::measure_ratio(trial, channels.control());
     (on_host ? types.host_share : options->ratio) = progress.offload_ratio = ratio;

@@ -357,7 +357,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   parts_.residency.begin_step();
   parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
   parts_.residency.end_step();
-  progress.optimizer_steps = parts_.optimizer->states().steps();
+  progress.optimizer_steps = std::as_const(*parts_.optimizer).states().steps();  // parameters may be under way
   parts_.reducer->clear_accumulated();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();

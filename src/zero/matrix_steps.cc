@@ -13,17 +13,23 @@ using tiers::Access;
 using tiers::Block;
 using tiers::Buffer;
 
-/// Each rank makes its slice of the unit's directions, then the updates of the matrices in which its slice lies.
+/// Each rank makes its slice of the unit's directions, then the updates of the matrices in which its slice lies. Where
+/// the host steps what a device trains, the device still makes the products.
 void ShardedOptimizer::step_matrices(const UnitPass& pass, const std::vector<Run>& runs) {
+  const bool on_host = states_.part_on_host(pass.unit) != nullptr;
+  if (on_host && pass.side == Side::device) return;
   const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
   Tensor own = pool_.take(states_.master(pass.unit).numel(), at::kBFloat16);
+  const Tensor directions = on_host ? host_directions_.narrow(0, 0, own.numel()) : own;
   for (const Run& run : runs) {
     if (run.reach != Reach::whole_parameter) continue;
     const Block range = own_part(pass.unit, run.begin, run.end);
     each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
-      matrix_rule.direct(segment, pass.groups.at(run.group), pass.terms(run), own.narrow(0, block.begin, block.count));
+      matrix_rule.direct(segment, pass.groups.at(run.group), pass.terms(run),
+                         directions.narrow(0, block.begin, block.count));
     });
   }
+  if (on_host) own.copy_(directions);
   Tensor whole = whole_direction(pass.unit, std::move(own));
   for (const Run& run : runs) {
     if (run.reach == Reach::whole_parameter) apply_update(pass, run, whole);
@@ -49,16 +55,26 @@ void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const 
   const optim::MatrixSizes sizes{rows, p.numel / rows};
   const Hyperparameters& hyper = pass.groups.at(run.group);
   const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
-  const Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
+  Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
+  update = update.narrow(0, states_.begin(pass.unit) + range.begin - p.offset, range.count);
+  const bool on_host = states_.part_on_host(pass.unit) != nullptr;
+  if (on_host) update = host_directions_.narrow(0, range.begin, range.count).copy_(update);
   const Buffer& buffer = states_.master(pass.unit);
-  const Buffer parameters = states_.has_own_master(pass.unit) ? states_.parameters(pass.unit) : Buffer();
+  const bool narrows = states_.has_own_master(pass.unit) && !states_.parts(pass.unit).front().leaves;
+  const bool returns = narrows && on_host && states_.parameters(pass.unit).tier() == tiers::Tier::device;
+  const Buffer parameters = narrows && !returns ? states_.parameters(pass.unit) : Buffer();
   const Buffer* const both[] = {&buffer, &parameters};
-  for_each_block(both, range, [&](Block block) {
+  const auto apply = [&](Block block) {
     const auto master = buffer.lease(block, Access::update);
     const auto narrowed = parameters.defined() ? parameters.lease(block, Access::write) : tiers::Lease();
-    const int64_t first = states_.begin(pass.unit) + block.begin - p.offset;
-    matrix_rule.apply(master.tensor(), narrowed.tensor(), hyper, sizes, update.narrow(0, first, block.count));
-  });
+    const Tensor own = update.narrow(0, block.begin - range.begin, block.count);
+    Segment segment{.master = master.tensor(), .param = narrowed.tensor()};
+    const Visit visit = [&](Block, const Segment& moved) {
+      matrix_rule.apply(moved.master, moved.param, hyper, sizes, own);
+    };
+    returns ? step_and_return(pass, block, segment, visit) : visit(block, segment);
+  };
+  for_each_block(std::span<const Buffer* const>(both), range, apply, on_host ? kHostBlockNumel : INT64_MAX);
 }
 
 }  // namespace deeptide::zero

@@ -12,6 +12,7 @@
 
 #include "base/invariant.h"
 #include "tiers/joined.h"
+#include "tiers/slice.h"
 
 namespace deeptide::zero {
 
@@ -50,14 +51,6 @@ Buffer moved(const Buffer& from, Buffer to) {
   return to;
 }
 
-/// Elements of a unit's parameters. Those of two parts lie in memory.
-Buffer part_of_buffer(const Buffer& whole, Block range) {
-  if (range.count == whole.numel()) return whole;
-  const Tensor flat = whole.in_place();
-  DEEPTIDE_INVARIANT(flat.defined(), "parameters whose states lie in two places are not in memory");
-  return Buffer::resident(flat.narrow(0, range.begin, range.count));
-}
-
 }  // namespace
 
 OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& rule,
@@ -93,17 +86,20 @@ void OptimizerStates::place_masters(int unit) {
   UnitState& state = units_states_[unit];
   const Buffer values = parameters(unit);
   const int64_t numel = values.numel(), on_device = split_.on_device(numel);
+  const bool off_device = lies_off_device(*units_[unit]);
   for (const Block range : {Block{0, on_device}, Block{on_device, numel - on_device}}) {
     if (range.count == 0 && !(numel == 0 && state.parts.empty())) continue;
     StatePart& part = state.parts.emplace_back();
     part.begin = range.begin;
     part.on_host = range.begin >= on_device && types_.uses_host();
-    part.aliased = !part.on_host && types_.aliases(values.dtype());
+    part.leaves = off_device && !part.on_host;
+    const bool beside = types_.steps_beside(part.on_host, off_device);
+    part.aliased = types_.aliases(values.dtype(), beside);
     part.states.resize(rule_.roles().size());
-    const Buffer own = part_of_buffer(values, range);
+    const Buffer own = tiers::slice(values, range);
     if (part.aliased) {
       part.master = own;
-    } else if (types_.packs(values.dtype())) {
+    } else if (types_.packs(values.dtype(), beside)) {
       state.packed = {place(part, range.count, at::kShort), halfway_bits_of(own)};
       part.master = packed_buffer(own, *state.packed);
     } else {
@@ -132,50 +128,9 @@ void OptimizerStates::join(UnitState& state) {
   }
 }
 
-std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
-                                    const std::vector<Hyperparameters>& groups, const StateTypes& types) {
-  std::vector<StateForecast> states;
-  const auto add = [&](int64_t numel, at::ScalarType dtype, bool on_host) {
-    if (numel > 0) states.push_back({numel, dtype, on_host});
-  };
-  HostSplit split(types.host_share);
-  std::vector<int64_t> on_device;
-  for (const UnitForecast& unit : units) {
-    const auto master = types.packs(unit.dtype) ? at::kShort : types.of_masters(unit.dtype);
-    on_device.push_back(split.on_device(unit.numel));
-    if (!types.aliases(unit.dtype)) add(on_device.back(), master, false);
-    add(unit.numel - on_device.back(), master, true);
-  }
-  std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (size_t role = 0; role < rule.roles().size(); ++role) {
-      if (!rule.keeps(role, groups[group])) continue;
-      for (size_t i = 0; i < units.size(); ++i) {
-        if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
-        placed[i][role] = true;
-        add(on_device[i], types.of_states(units[i].dtype), false);
-        add(units[i].numel - on_device[i], types.of_states(units[i].dtype), true);
-      }
-    }
-  }
-  return states;
-}
-
-int64_t total_bytes(const std::vector<StateForecast>& states) {
-  return total_bytes(states, false) + total_bytes(states, true);
-}
-
-int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host) {
-  int64_t bytes = 0;
-  for (const StateForecast& state : states) bytes += state.on_host == on_host ? state.nbytes() : 0;
-  return bytes;
-}
-
-int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share) {
-  HostSplit split(host_share);
-  int64_t largest = 0;
-  for (const UnitForecast& unit : units) largest = std::max(largest, unit.numel - split.on_device(unit.numel));
-  return largest;
+bool lies_off_device(const Unit& unit) {
+  const bool is_cpu = unit.parameters().front().tensors.front().is_cpu();
+  return !is_cpu && unit.memory() == sharding::UnitMemory::sharded && unit.shard().tier() != tiers::Tier::device;
 }
 
 Buffer OptimizerStates::parameters(int unit) const {
@@ -183,7 +138,7 @@ Buffer OptimizerStates::parameters(int unit) const {
 }
 
 Buffer OptimizerStates::parameters(int unit, const StatePart& part) const {
-  return part_of_buffer(parameters(unit), {part.begin, part.numel()});
+  return tiers::slice(parameters(unit), {part.begin, part.numel()});
 }
 
 const StatePart* OptimizerStates::part_on_host(int unit) const {
@@ -195,6 +150,30 @@ int64_t OptimizerStates::largest_on_host() const {
   int64_t largest = 0;
   for (int i = 0; i < num_units(); ++i) {
     if (const StatePart* part = part_on_host(i)) largest = std::max(largest, part->numel());
+  }
+  return largest;
+}
+
+int64_t OptimizerStates::largest_of_matrices(const std::vector<Hyperparameters>& groups) const {
+  int64_t largest = 0;
+  for (int i = 0; i < num_units(); ++i) {
+    const auto& members = units_[i]->parameters();
+    const bool has_matrices = std::any_of(members.begin(), members.end(), [&](const auto& p) {
+      return rule_.reach(groups.at(p.group)) == optim::Reach::whole_parameter;
+    });
+    if (has_matrices) largest = std::max(largest, master(i).numel());
+  }
+  return largest;
+}
+
+std::optional<int64_t> OptimizerStates::narrowed_bytes() const {
+  std::optional<int64_t> largest;
+  for (int i = 0; i < num_units(); ++i) {
+    const StatePart& part = parts(i).front();
+    const auto dtype = units_[i]->layout().dtype;
+    if (!part.leaves) continue;
+    const int64_t bytes = part.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+    largest = std::max(largest.value_or(0), part.master.dtype() == dtype ? 0 : bytes);
   }
   return largest;
 }
@@ -321,7 +300,7 @@ void OptimizerStates::refresh_masters(int unit) {
       continue;
     }
     for (const StatePart& part : parts(unit)) {
-      if (!part.aliased) refresh(part, part.within(range), part_of_buffer(values, {part.begin, part.numel()}));
+      if (!part.aliased) refresh(part, part.within(range), tiers::slice(values, {part.begin, part.numel()}));
     }
   }
 }

@@ -21,6 +21,7 @@
 #include "zero/host_split.h"
 #include "zero/packed_master.h"
 #include "zero/policy.h"
+#include "zero/state_forecast.h"
 
 namespace deeptide::zero {
 
@@ -32,28 +33,6 @@ struct UnitStateBuffer {
 
 /// Makes the zeroed buffer (numel,) of a state or a master: where states lie is its choice.
 using StatePlacement = std::function<tiers::Buffer(int64_t numel, at::ScalarType dtype)>;
-
-/// What is not fp32 of masters and states.
-struct StateTypes {
-  bool rounded_masters = false;  // units of 16 bits have no fp32 master: their parameters are their masters
-  bool rounded_moments = false;  // states have their unit's type; needs rounded masters
-  bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
-  std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
-  // Of a device's elements, those whose masters and states lie off it, where the host steps them: in fp32, too, these
-  // have masters of their own.
-  double host_share = 0.0;
-
-  bool uses_host() const { return host_share > 0.0; }
-  /// Of what is stepped beside the parameters.
-  bool aliases(at::ScalarType unit) const { return unit == at::kFloat || rounded_masters; }
-  /// Of those in memory of their own.
-  at::ScalarType of_masters(at::ScalarType unit) const { return rounded_masters ? unit : at::kFloat; }
-  bool packs(at::ScalarType unit) const { return unit == at::kBFloat16 && packed_masters; }
-  at::ScalarType of_states(at::ScalarType unit) const {
-    if (moments_seed) return at::kBFloat16;
-    return rounded_moments ? unit : at::kFloat;
-  }
-};
 
 /// The parameters that a step moves: those with a gradient, equal on all ranks.
 struct ActiveParameters {
@@ -73,29 +52,8 @@ struct Run {
   optim::Reach reach = optim::Reach::elementwise;
 };
 
-/// A unit whose states are to be forecast.
-struct UnitForecast {
-  int64_t numel = 0;        // that this rank steps
-  int64_t whole_numel = 0;  // of all ranks
-  at::ScalarType dtype = at::kFloat;
-  std::set<int> groups;  // that its parameters are in
-};
-/// A state to be placed.
-struct StateForecast {
-  int64_t numel = 0;
-  at::ScalarType dtype = at::kFloat;
-  bool on_host = false;  // of a device
-
-  int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
-};
-/// Each state that OptimizerStates would have placed, in that order.
-std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
-                                    const std::vector<Hyperparameters>& groups, const StateTypes& types);
-int64_t total_bytes(const std::vector<StateForecast>& states);
-/// Of these, those that lie on the host, or those that lie beside the parameters.
-int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host);
-/// The most elements of a unit that the host steps.
-int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share);
+/// Whether the unit's shard lies on the host of a device that trains it, or in files.
+bool lies_off_device(const sharding::Unit& unit);
 
 /// Consecutive elements of a unit's states, which lie in one place and are stepped there. If the host steps a share of
 /// a device's elements, a unit has up to two parts, and the device's comes first.
@@ -103,6 +61,7 @@ struct StatePart {
   int64_t begin = 0;  // of the unit's states
   bool on_host = false;
   bool aliased = false;               // the master is the parameters' own memory
+  bool leaves = false;                // a device steps it, and its parameters, which lie off the device, follow
   tiers::Buffer master;               // (numel,)
   std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
 
@@ -138,6 +97,11 @@ class OptimizerStates {
   const StatePart* part_on_host(int unit) const;
   /// The most elements of a unit that the host steps.
   int64_t largest_on_host() const;
+  /// The most elements of a unit whose step takes matrices whole.
+  int64_t largest_of_matrices(const std::vector<Hyperparameters>& groups) const;
+  /// Of parameters that a device steps and that lie off it, the bytes of the largest part that is narrowed on its way
+  /// there: 0 if none is; absent if there are none.
+  std::optional<int64_t> narrowed_bytes() const;
   /// Elements whose states lie in this rank's memory or files, and those of them that the host steps for a device.
   int64_t numel() const { return split_.numel(); }
   int64_t numel_on_host() const { return split_.numel_on_host(); }

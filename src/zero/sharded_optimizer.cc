@@ -16,8 +16,6 @@ namespace deeptide::zero {
 using at::Tensor;
 using comm::OwnRow;
 using device::Role;
-using optim::CompressedElementRule;
-using optim::CompressedNormRule;
 using optim::CompressedRule;
 using optim::NormRule;
 using optim::Reach;
@@ -52,6 +50,11 @@ bool reaches(const std::vector<Run>& runs, Reach reach) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
 }
 
+/// Whether a shard that a device steps passes to files.
+bool passes_to_files(const Unit& unit) {
+  return lies_off_device(unit) && unit.shard().resident_bytes() < unit.shard().nbytes();
+}
+
 bool are_elementwise(const std::vector<Run>& runs) {
   return std::all_of(runs.begin(), runs.end(), [](const Run& run) { return run.reach == Reach::elementwise; });
 }
@@ -71,6 +74,10 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
       units_(std::move(units)) {
   const bool passes = types.uses_host() && !custom;
   if (passes) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host());
+  if (const int64_t numel = passes ? states_.largest_of_matrices(groups) : 0; numel > 0) {
+    host_directions_ = device::allocate_flat(ledger, Role::host_optimizer, numel, at::kBFloat16, at::kCPU);
+  }
+  if (const auto narrowed = states_.narrowed_bytes()) out_ = std::make_unique<ParametersOut>(ledger, device, *narrowed);
   const bool whole = !policy_.shard_optimizer || group_.size() == 1;  // elsewhere the engine refuses such rules
   if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
     signs_ = std::make_unique<SignExchange>(units_, group_, ledger, device);
@@ -81,7 +88,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
 void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
                             const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
   at::NoGradGuard no_grad;
-  states_.keep(groups);
+  states().keep(groups);
   states_.count_step();
   Publication publication(group_, arrivals_, residency_);
   if (custom_) {
@@ -143,11 +150,13 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
         pass_over(i, gradient, Side::device);
       }
       pass_over(i, gradient, copies ? Side::host : Side::both);
+      if (!norms && !passes_to_files(*units_[i])) send_parameters(i);
       if (copies) copies->join();
       if (gathers_gradients()) pool_.put(std::move(gradient.rows.rows[0]));
     }
-    if (!norms) publish(i, publication);
+    if (!norms && !passes_to_files(*units_[i])) publish(i, publication);
   }
+  if (!norms) publish_through_files(runs, publication);
   if (norms) step_by_norms(*norms, runs, gradient_scale, groups, copies ? &*copies : nullptr, publication);
 }
 
@@ -171,68 +180,32 @@ void ShardedOptimizer::step_by_norms(ParameterNorms& norms, const std::vector<st
   if (copies) each_moving(runs, [&](int unit) { pass_over(unit, Side::device); });
   for (int i = 0; i < states_.num_units(); ++i) {
     pass_over(i, copies ? Side::host : Side::both);
+    if (!runs[i].empty() && !passes_to_files(*units_[i])) send_parameters(i);
     if (copies) copies->join();
+    if (!passes_to_files(*units_[i])) publish(i, publication);
+  }
+  publish_through_files(runs, publication);
+}
+
+/// What a device has stepped, once all of its work is issued: here the host waits.
+void ShardedOptimizer::publish_through_files(const std::vector<std::vector<Run>>& runs, Publication& publication) {
+  for (int i = 0; i < states_.num_units(); ++i) {
+    if (!passes_to_files(*units_[i])) continue;
+    if (!runs[i].empty()) send_parameters(i);
     publish(i, publication);
   }
+}
+
+/// Those that the device has stepped go to where they lie.
+void ShardedOptimizer::send_parameters(int unit) {
+  const StatePart& part = states_.parts(unit).front();
+  if (part.leaves) out_->send(part.master.in_place(), states_.parameters(unit), part.begin);
 }
 
 /// Announced in the order of the host's steps.
 void ShardedOptimizer::announce(int unit, const Tensor& gradient, HostExchange::Step& copies) const {
   const StatePart* part = states_.part_on_host(unit);
   if (part) copies.announce(unit, gradient.narrow(0, part->begin, part->numel()));
-}
-
-/// Ranks hold their own gradients: what travels is the signs of what each makes of them.
-void ShardedOptimizer::step_by_signs(gradients::Reducer& reducer, double gradient_scale,
-                                     const std::vector<Hyperparameters>& groups, const ActiveParameters& active) {
-  const auto& compressed = dynamic_cast<const CompressedRule&>(rule());
-  std::vector<std::vector<Run>> runs;
-  for (int i = 0; i < states_.num_units(); ++i) {
-    states_.refresh_masters(i);
-    runs.push_back(states_.count_step(i, active, groups));
-    if (runs[i].empty()) continue;
-    const UnitPass pass{i, reducer.local_gradient(i), gradient_scale, groups};
-    const Tensor& carried = signs_->carried(i);
-    for (const Run& run : runs[i]) {
-      each_segment(pass, run, own_part(i, run.begin, run.end), {Access::read, Access::read},
-                   [&](Block block, const Segment& segment) {
-                     compressed.offer(segment, groups.at(run.group), pass.terms(run), part_of(carried, block));
-                   });
-    }
-    signs_->send(i, active);
-  }
-  for (int i = 0; i < states_.num_units(); ++i) {
-    if (!runs[i].empty()) signs_->serve(i, active);
-  }
-  for (int i = 0; i < states_.num_units(); ++i) {
-    if (runs[i].empty()) continue;
-    const UnitPass pass{i, {}, gradient_scale, groups};
-    Tensor mean = pool_.take(units_[i]->numel(), at::kFloat);
-    signs_->receive(i, active, mean);
-    for (const Run& run : runs[i]) take_mean(pass, run, mean);
-    pool_.put(std::move(mean));
-  }
-}
-
-/// A rank that steps by signs has whole parameters: no norm needs another rank.
-void ShardedOptimizer::take_mean(const UnitPass& pass, const Run& run, const Tensor& mean) {
-  const Hyperparameters& hyper = pass.groups.at(run.group);
-  const Block range = own_part(pass.unit, run.begin, run.end);
-  if (const auto* elements = dynamic_cast<const CompressedElementRule*>(&rule())) {
-    each_segment(pass, run, range, {Access::update, Access::update}, [&](Block block, const Segment& segment) {
-      elements->take(segment, hyper, pass.terms(run), part_of(mean, block));
-    });
-    return;
-  }
-  const auto& norm_rule = dynamic_cast<const CompressedNormRule&>(rule());
-  const std::span<double> numbers = states_.numbers(pass.unit, run.parameter);
-  optim::TakenSums sums(range.count);
-  each_segment(pass, run, range, {Access::read, Access::update}, [&](Block block, const Segment& segment) {
-    norm_rule.take_states(segment, hyper, numbers, part_of(mean, block), block.begin - range.begin, sums);
-  });
-  const double ratio = norm_rule.taken_ratio(sums, hyper, numbers);
-  each_segment(pass, run, range, {Access::update, Access::read},
-               [&](Block, const Segment& segment) { norm_rule.apply(segment, hyper, pass.terms(run), ratio); });
 }
 
 /// The sums hold the scaled gradients afterwards; they are dropped after a step.
@@ -267,6 +240,10 @@ void ShardedOptimizer::narrow_master(int unit) {
   if (states_.packed(unit)) return;
   for (const StatePart& part : states_.parts(unit)) {
     if (part.aliased) continue;
+    if (part.leaves && part.master.tier() == tiers::Tier::device) {
+      send_parameters(unit);
+      continue;
+    }
     const Buffer parameters = states_.parameters(unit, part);
     const Buffer* const both[] = {&part.master, &parameters};
     for_each_block(both, {0, part.numel()}, [&](Block block) {
@@ -310,9 +287,9 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
   const Buffer& master = packed ? packed->low : part.master;
   const size_t num_roles = rule().roles().size();
   // A pass that leaves the masters alone leaves the parameters alone.
-  const bool narrows = !part.aliased && !states_.packed(pass.unit) && access.master != Access::read;
+  const bool narrows = !part.aliased && !part.leaves && !states_.packed(pass.unit) && access.master != Access::read;
   const bool returns = narrows && part.on_host && states_.parameters(pass.unit).tier() == tiers::Tier::device;
-  const Buffer parameters = (narrows && !returns) || packed ? states_.parameters(pass.unit) : Buffer();
+  const Buffer parameters = (narrows && !returns) || packed ? states_.parameters(pass.unit, part) : Buffer();
   // A master of the parameters' type, in memory of its own.
   const bool repeats = !packed && parameters.defined() && parameters.dtype() == master.dtype();
   std::vector<const Buffer*> buffers{&master, &parameters, &pass.gradient.sums};
@@ -384,7 +361,7 @@ void ShardedOptimizer::prefetch_after(const UnitPass& pass, const StatePart& par
   if (pass.reducer) pass.reducer->prefetch(unit, holds_next->begin + next);
   // A block of 16 bits takes as many bytes as one of states, so a step writes it in parts, which keep the rest.
   const bool writes_parts = !holds_next->master.in_place().defined() || pass.copies;
-  if (!holds_next->aliased && writes_parts) announce(states_.parameters(unit));
+  if (!holds_next->aliased && writes_parts) announce(states_.parameters(unit, *holds_next));
   for (const Buffer& state : holds_next->states) announce(state);
 }
 

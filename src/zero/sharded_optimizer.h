@@ -21,6 +21,7 @@
 #include "zero/host_exchange.h"
 #include "zero/optimizer_states.h"
 #include "zero/parameter_norms.h"
+#include "zero/parameters_out.h"
 #include "zero/policy.h"
 #include "zero/sign_exchange.h"
 #include "zero/unit_gathers.h"
@@ -51,14 +52,22 @@ class ShardedOptimizer {
   void tell(sharding::Residency& residency) { residency_ = &residency; }
 
   const OptimizerStates& states() const { return states_; }
-  OptimizerStates& states() { return states_; }
+  /// To change them: the current lane's work comes after the copies of parameters that leave the device.
+  OptimizerStates& states() {
+    if (out_) out_->join();
+    return states_;
+  }
   const optim::Rule& rule() const { return states_.rule(); }
-  /// Memory of masters, states, and the errors of signs.
-  int64_t predicted_bytes() const { return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0); }
+  /// Memory of masters, states, and the errors of signs, and that in which parameters leave a device.
+  int64_t predicted_bytes() const {
+    return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0) + (out_ ? out_->nbytes() : 0);
+  }
   /// Where the host steps what a device trains: page-locked memory, through which gradients and parameters pass, or
   /// that of gradients for the caller's own optimizer. Else 0.
   int64_t passing_bytes() const {
-    return custom_ ? custom_->host_gradient_bytes() : exchange_ ? exchange_->nbytes() : 0;
+    if (custom_) return custom_->host_gradient_bytes();
+    if (!exchange_) return 0;
+    return exchange_->nbytes() + (host_directions_.defined() ? static_cast<int64_t>(host_directions_.nbytes()) : 0);
   }
   /// Null: every step needs the gradients' mean.
   SignExchange* signs() { return signs_.get(); }
@@ -117,6 +126,8 @@ class ShardedOptimizer {
   void step_by_signs(gradients::Reducer& reducer, double gradient_scale, const std::vector<Hyperparameters>& groups,
                      const ActiveParameters& active);
   void narrow_master(int unit);
+  void send_parameters(int unit);
+  void publish_through_files(const std::vector<std::vector<Run>>& runs, Publication& publication);
   void step_own_first(UnitPass pass, gradients::UnitGradient own, const std::vector<Run>& runs, UnitGathers& gathers);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);
   void step_by_norms(ParameterNorms& norms, const std::vector<std::vector<Run>>& runs, double gradient_scale,
@@ -134,12 +145,14 @@ class ShardedOptimizer {
   std::unique_ptr<CustomSteps> custom_;
   std::unique_ptr<SignExchange> signs_;
   std::unique_ptr<HostExchange> exchange_;  // null: states are stepped where parameters are
+  std::unique_ptr<ParametersOut> out_;      // null: the device steps no parameters that lie off it
   StagePolicy policy_;
   comm::Group& group_;
   at::Device device_;
   Arrivals* arrivals_ = nullptr;              // null: `step` waits
   sharding::Residency* residency_ = nullptr;  // null: nobody is told
   device::BufferPool pool_;                   // of whole gradients and matrices
+  at::Tensor host_directions_;                // (N,) bf16, of the matrices of a unit that the host steps for a device
   std::vector<sharding::Unit*> units_;
 };
 

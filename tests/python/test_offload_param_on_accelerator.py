@@ -357,7 +357,6 @@ def refuse(config, error):
 
 
 REFUSED = [
-    (3, {"offload_param": {"device": "cpu"}}, {}, "offload_param on sim:0 needs offload_optimizer"),
     (2, {**TO_HOST, "offload_param": {"device": "cpu"}}, {}, 'offload_param.device "cpu" needs stage 3'),
     (3, {**TO_HOST, "offload_param": {"device": "nvme"}}, {}, 'offload_param.device "nvme" needs nvme_path'),
     (
@@ -378,42 +377,7 @@ REFUSED = [
         {"deeptide": {"placement": {"parameters": {"device": "50%", "cpu": "rest"}}}},
         "deeptide.placement.parameters is not supported yet on sim:0",
     ),
-    *(
-        (3, {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "offload_param": {"device": "cpu"}}, {}, error)
-        for ratio, error in [
-            (0.5, "does not go with a ratio of offload_optimizer below 1 yet; leave ratio out"),
-            ("auto", "does not go with a ratio of offload_optimizer below 1 yet; leave ratio out"),
-        ]
-    ),
-    (
-        3,
-        {"offload_param": {"device": "cpu"}},
-        {"deeptide": {"placement": {"optimizer_states": {"device": "50%", "cpu": "rest"}}}},
-        "does not go with deeptide.placement.optimizer_states yet",
-    ),
 ]
-
-
-@simulated_only
-def test_masters_of_16_bits_are_refused():
-    cfg = models.config(3, bf16=True, zero={**TO_HOST, "offload_param": {"device": "cpu"}})
-    cfg["bf16"]["bf16_master_weights_and_grads"] = True
-    run(1, refuse, cfg, "does not go with bf16_master_weights_and_grads yet; set it to false")
-
-
-def refuse_an_optimizer_of_the_program():
-    begin()
-    model = models.to_device(models.make_model(kind=Model), DEVICE)
-    cfg = models.config(3, zero={**TO_HOST, "offload_param": {"device": "cpu"}})
-    del cfg["optimizer"]
-    with pytest.raises(deeptide.ConfigError, match="does not go with an optimizer of your own yet"):
-        deeptide.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters()), config=cfg)
-    dist.destroy_process_group()
-
-
-@simulated_only
-def test_an_optimizer_of_the_program_is_refused():
-    run(1, refuse_an_optimizer_of_the_program)
 
 
 @simulated_only

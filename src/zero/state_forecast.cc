@@ -1,0 +1,87 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Cuts units and places states as OptimizerStates does, without their memory.
+#include "zero/state_forecast.h"
+
+#include <algorithm>
+
+#include "zero/host_split.h"
+
+namespace deeptide::zero {
+
+std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                                    const std::vector<Hyperparameters>& groups, const StateTypes& types) {
+  std::vector<StateForecast> states;
+  const auto add = [&](int64_t numel, at::ScalarType dtype, bool on_host) {
+    if (numel > 0) states.push_back({numel, dtype, on_host});
+  };
+  HostSplit split(types.host_share);
+  std::vector<int64_t> on_device;
+  for (const UnitForecast& unit : units) {
+    on_device.push_back(split.on_device(unit.numel));
+    const auto add_master = [&](int64_t numel, bool on_host) {
+      const bool beside = types.steps_beside(on_host, unit.off_device);
+      const auto master = types.packs(unit.dtype, beside) ? at::kShort : types.of_masters(unit.dtype);
+      if (!types.aliases(unit.dtype, beside)) add(numel, master, on_host);
+    };
+    add_master(on_device.back(), false);
+    add_master(unit.numel - on_device.back(), true);
+  }
+  std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (size_t role = 0; role < rule.roles().size(); ++role) {
+      if (!rule.keeps(role, groups[group])) continue;
+      for (size_t i = 0; i < units.size(); ++i) {
+        if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
+        placed[i][role] = true;
+        add(on_device[i], types.of_states(units[i].dtype), false);
+        add(units[i].numel - on_device[i], types.of_states(units[i].dtype), true);
+      }
+    }
+  }
+  return states;
+}
+
+int64_t total_bytes(const std::vector<StateForecast>& states) {
+  return total_bytes(states, false) + total_bytes(states, true);
+}
+
+int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host) {
+  int64_t bytes = 0;
+  for (const StateForecast& state : states) bytes += state.on_host == on_host ? state.nbytes() : 0;
+  return bytes;
+}
+
+int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share) {
+  HostSplit split(host_share);
+  int64_t largest = 0;
+  for (const UnitForecast& unit : units) largest = std::max(largest, unit.numel - split.on_device(unit.numel));
+  return largest;
+}
+
+int64_t largest_of_matrices(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                            const std::vector<Hyperparameters>& groups) {
+  int64_t largest = 0;
+  for (const UnitForecast& unit : units) {
+    const bool has_matrices = std::any_of(unit.groups.begin(), unit.groups.end(), [&](int group) {
+      return rule.reach(groups.at(group)) == optim::Reach::whole_parameter;
+    });
+    if (has_matrices) largest = std::max(largest, unit.numel);
+  }
+  return largest;
+}
+
+std::optional<int64_t> narrowed_bytes(const std::vector<UnitForecast>& units, const StateTypes& types) {
+  HostSplit split(types.host_share);
+  std::optional<int64_t> largest;
+  for (const UnitForecast& unit : units) {
+    const int64_t on_device = split.on_device(unit.numel);
+    if (!unit.off_device || on_device == 0) continue;
+    const bool narrows = types.of_masters(unit.dtype) != unit.dtype;
+    const int64_t bytes = narrows ? on_device * static_cast<int64_t>(c10::elementSize(unit.dtype)) : 0;
+    largest = std::max(largest.value_or(0), bytes);
+  }
+  return largest;
+}
+
+}  // namespace deeptide::zero

@@ -1,0 +1,73 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// In which types and places masters and states lie, from the layout of units alone.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "optim/rule.h"
+
+namespace deeptide::zero {
+
+/// What is not fp32 of masters and states.
+struct StateTypes {
+  bool rounded_masters = false;  // units of 16 bits have no fp32 master: their parameters are their masters
+  bool rounded_moments = false;  // states have their unit's type; needs rounded masters
+  bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
+  std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
+  // Of a device's elements, those whose masters and states lie off it, where the host steps them: in fp32, too, these
+  // have masters of their own.
+  double host_share = 0.0;
+  bool lends_masters = false;  // to the caller's optimizer: a device's copies may not share them
+
+  bool uses_host() const { return host_share > 0.0; }
+  /// Whether what is stepped lies where the parameters do, so that their memory may be part of a master.
+  bool steps_beside(bool on_host, bool off_device) const {
+    return on_host == off_device && !(off_device && lends_masters);
+  }
+  bool aliases(at::ScalarType unit, bool beside) const { return beside && (unit == at::kFloat || rounded_masters); }
+  /// Of those in memory of their own.
+  at::ScalarType of_masters(at::ScalarType unit) const { return rounded_masters ? unit : at::kFloat; }
+  bool packs(at::ScalarType unit, bool beside) const { return beside && unit == at::kBFloat16 && packed_masters; }
+  at::ScalarType of_states(at::ScalarType unit) const {
+    if (moments_seed) return at::kBFloat16;
+    return rounded_moments ? unit : at::kFloat;
+  }
+};
+
+/// A unit whose states are to be forecast.
+struct UnitForecast {
+  int64_t numel = 0;        // that this rank steps
+  int64_t whole_numel = 0;  // of all ranks
+  at::ScalarType dtype = at::kFloat;
+  std::set<int> groups;     // that its parameters are in
+  bool off_device = false;  // as lies_off_device
+};
+/// A state to be placed.
+struct StateForecast {
+  int64_t numel = 0;
+  at::ScalarType dtype = at::kFloat;
+  bool on_host = false;  // of a device
+
+  int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
+};
+/// Each state that OptimizerStates would have placed, in that order.
+std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                                    const std::vector<Hyperparameters>& groups, const StateTypes& types);
+int64_t total_bytes(const std::vector<StateForecast>& states);
+/// Of these, those that lie on the host, or those that lie beside the parameters.
+int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host);
+/// The most elements of a unit that the host steps.
+int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share);
+/// As OptimizerStates::largest_of_matrices.
+int64_t largest_of_matrices(const std::vector<UnitForecast>& units, const optim::Rule& rule,
+                            const std::vector<Hyperparameters>& groups);
+/// As OptimizerStates::narrowed_bytes; absent: the device steps no parameters that lie off it.
+std::optional<int64_t> narrowed_bytes(const std::vector<UnitForecast>& units, const StateTypes& types);
+
+}  // namespace deeptide::zero
