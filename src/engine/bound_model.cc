@@ -13,6 +13,7 @@
 #include "deferred/key.h"
 #include "deferred/memory.h"
 #include "engine/logical_parameters.h"
+#include "zero/optimizer_states.h"
 
 namespace deeptide::engine {
 
@@ -275,12 +276,8 @@ int64_t BoundModel::num_elements() const {
 
 int64_t BoundModel::predicted_bytes() const {
   int64_t bytes = 0;
-  const bool is_off_device = off_device_bytes() > 0;
-  for (const auto& unit : units_) {
-    if (is_off_device && unit->memory() == UnitMemory::sharded) continue;
-    bytes += unit->resident_bytes();
-  }
-  return bytes + (offloaded_ && !is_off_device ? offloaded_->staging_bytes() : 0);
+  for (const auto& unit : units_) bytes += zero::lies_off_device(*unit) ? 0 : unit->resident_bytes();
+  return bytes + (offloaded_ && device_.is_cpu() ? offloaded_->staging_bytes() : 0);
 }
 
 int64_t BoundModel::off_device_bytes() const { return offloaded_ ? offloaded_->off_device_bytes() : 0; }

@@ -67,9 +67,8 @@ void check_packed_beside_shards(const Config& config, const optim::Rule* rule, a
   const bool placed = config.placement().optimizer_states.has_value();
   if (!placed && !measures_ratio(config) && share_on_host(config, device) == 1.0) return;
   throw ConfigError(fmt::format(
-      "{}: deeptide.packed_states with zero_optimization.offload_param on {} needs offload_optimizer with a "
-      "ratio of 1: what the device steps has whole masters there, since its parameters lie off it. Set "
-      "packed_states to false, or let the host step all",
+      "{}: deeptide.packed_states with parameters off {} needs offload_optimizer with a ratio of 1: what the device "
+      "steps has whole masters there. Set packed_states to false, or let the host step all",
       config.origin(), device.str()));
 }
 
@@ -77,19 +76,28 @@ void check_packed_beside_shards(const Config& config, const optim::Rule* rule, a
 std::optional<zero::ParameterOffload> parameter_offload(const Config& config, const optim::Rule* rule,
                                                         at::Device device) {
   const OffloadParamConfig& asked = config.offload_param();
+  const PlacementConfig& placement = config.placement();
   const bool in_files = has_parameters_in_files(config);
-  if (!in_files && (device.is_cpu() || asked.device == OffloadDevice::none)) return std::nullopt;
-  const bool placed = wants_files(config.placement().parameters);
+  const bool off_device = !device.is_cpu() && placement.parameters_on_device;
+  if (!in_files && !off_device && (device.is_cpu() || asked.device == OffloadDevice::none)) return std::nullopt;
+  const bool placed = wants_files(placement.parameters) || off_device;
   const std::string subject =
       config.origin() +
-      (placed ? ": deeptide.placement.parameters in files "
+      (placed ? fmt::format(": deeptide.placement.parameters {} ", in_files ? "in files" : "off the device")
               : fmt::format(": zero_optimization.offload_param.device \"{}\" ", in_files ? "nvme" : "cpu"));
-  if (!placed && config.zero().stage != 3) {
+  if (config.zero().stage != 3) {
     throw ConfigError(subject + "needs stage 3, where each rank keeps a shard of the parameters; the stage is " +
                       std::to_string(config.zero().stage));
   }
   check_packed_beside_shards(config, rule, device);
-  if (!in_files) return zero::ParameterOffload{.folders = {}, .max_in_memory = INT64_MAX};
+  zero::ParameterOffload offload{.num_buffers = asked.buffer_count, .buffer_numel = asked.buffer_size};
+  if (placed) {
+    offload.memory = *placement.parameters;
+    if (!device.is_cpu()) offload.on_device = placement.parameters_on_device;
+  } else {
+    offload.max_in_memory = in_files ? asked.max_in_cpu.value_or(0) : INT64_MAX;
+  }
+  if (!in_files) return offload;
   if (!placed && asked.folders.empty()) {
     throw ConfigError(subject + "needs nvme_path: a folder on the drive, or a list of folders");
   }
@@ -98,15 +106,7 @@ std::optional<zero::ParameterOffload> parameter_offload(const Config& config, co
                       "does not go with deeptide.on_skipped \"rewind\", which keeps a copy of the parameters "
                       "in memory; choose \"skip\" or \"raise\"");
   }
-  const PlacementConfig& placement = config.placement();
-  zero::ParameterOffload offload{.folders = placed ? placement.folders : asked.folders,
-                                 .num_buffers = asked.buffer_count,
-                                 .buffer_numel = asked.buffer_size};
-  if (placed) {
-    offload.memory = *placement.parameters;
-  } else {
-    offload.max_in_memory = asked.max_in_cpu.value_or(0);
-  }
+  offload.folders = placed ? placement.folders : asked.folders;
   return offload;
 }
 
@@ -278,8 +278,6 @@ at::Device device_of(const ModelDescription& model) {
 void check_offload(const Config& config, const ModelDescription& model) {
   const PlacementConfig& placement = config.placement();
   const std::tuple<bool, const char*, const char*> asked[] = {
-      {wants_files(placement.parameters) || placement.parameters_on_device, "deeptide.placement.parameters",
-       "leave it out, or give the device \"100%\""},
       {wants_files(placement.gradients) || placement.gradients_on_device, "deeptide.placement.gradients",
        "leave it out, or give the device \"100%\""},
   };

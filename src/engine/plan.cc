@@ -72,15 +72,25 @@ struct Facts {
   }
 };
 
+/// By unit.
+std::vector<bool> shards_off_device(const Facts& facts) {
+  std::vector<bool> off(facts.layouts.size(), false);
+  if (facts.on_cpu || !facts.bind.offload) return off;
+  const std::vector<bool> stays = zero::stay_on_device(*facts.bind.offload, facts.sharded());
+  size_t next = 0;  // of the sharded ones
+  for (size_t i = 0; i < off.size(); ++i) off[i] = facts.is_sharded[i] && !stays[next++];
+  return off;
+}
+
 std::vector<zero::UnitForecast> stepped_units(const Facts& facts) {
+  const std::vector<bool> off_device = shards_off_device(facts);
   std::vector<zero::UnitForecast> units;
   for (size_t i = 0; i < facts.layouts.size(); ++i) {
     const UnitLayout& layout = facts.layouts[i];
     if (!layout.trainable) continue;
     std::set<int> groups;
     for (const sharding::Slot& slot : layout.slots) groups.insert(facts.parameters[slot.parameter].group);
-    const bool off_device = facts.bind.offload && !facts.on_cpu && facts.is_sharded[i];
-    units.push_back(engine::stepped_unit(layout, std::move(groups), facts.policy, off_device));
+    units.push_back(engine::stepped_unit(layout, std::move(groups), facts.policy, off_device[i]));
   }
   return units;
 }
@@ -132,6 +142,7 @@ PlanLine parameters_of(const Facts& facts) {
   if (facts.bind.offload) {
     const auto split = zero::forecast(*facts.bind.offload, facts.sharded(), facts.on_cpu);
     (facts.on_cpu ? line.memory_bytes : line.off_device_bytes) += split.memory_bytes + split.staging_bytes;
+    line.memory_bytes += split.device_bytes;
     line.file_bytes += split.file_bytes;
   }
   return line;

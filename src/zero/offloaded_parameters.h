@@ -1,9 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Places the shards of sharded units in the host's memory, or in files but for as many elements as memory may keep.
+// Places the shards of sharded units on a device, in the host's memory, or in files: the first ones first.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,25 +21,30 @@ namespace deeptide::zero {
 
 /// What of this rank's shards stays in memory: the first units first. Units: elements.
 struct ParameterOffload {
-  std::vector<std::string> folders;  // empty: all stays in memory
+  std::optional<MemoryShare> on_device = {};  // of their bytes, whole shards only; absent: none
+  std::vector<std::string> folders;           // empty: all stays in memory
   int64_t max_in_memory = 0;
-  MemoryShare memory = {0.0, 0};  // and of their bytes
+  MemoryShare memory = {0.0, 0};  // and of their bytes, those on a device included
   int64_t num_buffers = 5;        // each takes a shard
   int64_t buffer_numel = 0;       // a larger shard passes in parts
 };
 
 /// What the shards of the units take. Units: bytes of one rank.
 struct ParameterForecast {
+  int64_t device_bytes = 0;   // of shards that stay on a device
   int64_t memory_bytes = 0;   // of elements that stay
   int64_t staging_bytes = 0;  // through which the others pass
   int64_t file_bytes = 0;
 };
+/// By unit, whether its shard stays on a device.
+std::vector<bool> stay_on_device(const ParameterOffload& options,
+                                 const std::vector<const sharding::UnitLayout*>& layouts);
 /// `on_cpu`: whether the units are a CPU's. Those of a device need page-locked memory.
 ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
                            bool on_cpu);
 
-/// One rank's, in the host's memory: a device's copies read and write it where it is page-locked. What passes through
-/// memory is bounded: `num_buffers` shards of the largest unit, each of at most `buffer_numel` elements.
+/// One rank's. Those in the host's memory: a device's copies read and write it where it is page-locked. What passes
+/// through memory is bounded: `num_buffers` shards of the largest unit, each of at most `buffer_numel` elements.
 class OffloadedParameters {
  public:
   /// `layouts`: of the units to place, in the order in which they will be; `device`: theirs. Errors: RuntimeError
@@ -59,12 +65,16 @@ class OffloadedParameters {
   std::string text() const;
 
  private:
-  int64_t left_in_memory_;  // bytes
+  int64_t left_in_memory_ = 0;        // bytes
+  std::vector<bool> stay_on_device_;  // by place
+  size_t next_ = 0;                   // of these
+  at::Device device_;
   std::shared_ptr<device::Ledger> ledger_;
   std::shared_ptr<tiers::SwapFile> file_;        // null: all stays in memory
   std::shared_ptr<tiers::Staging> staging_;      // likewise
   std::unique_ptr<device::PageLocked> locked_;   // of what stays; null: the units are the CPU's
   std::shared_ptr<tiers::ReadsUnderWay> reads_;  // likewise
+  int64_t bytes_on_device_ = 0;
   int64_t bytes_in_memory_ = 0;
   int64_t bytes_in_files_ = 0;
 };

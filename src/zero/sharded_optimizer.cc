@@ -50,11 +50,6 @@ bool reaches(const std::vector<Run>& runs, Reach reach) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.reach == reach; });
 }
 
-/// Whether a shard that a device steps passes to files.
-bool passes_to_files(const Unit& unit) {
-  return lies_off_device(unit) && unit.shard().resident_bytes() < unit.shard().nbytes();
-}
-
 bool are_elementwise(const std::vector<Run>& runs) {
   return std::all_of(runs.begin(), runs.end(), [](const Run& run) { return run.reach == Reach::elementwise; });
 }
@@ -150,11 +145,11 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
         pass_over(i, gradient, Side::device);
       }
       pass_over(i, gradient, copies ? Side::host : Side::both);
-      if (!norms && !passes_to_files(*units_[i])) send_parameters(i);
+      if (!norms && !leaves_for_files(i)) send_parameters(i);
       if (copies) copies->join();
       if (gathers_gradients()) pool_.put(std::move(gradient.rows.rows[0]));
     }
-    if (!norms && !passes_to_files(*units_[i])) publish(i, publication);
+    if (!norms && !leaves_for_files(i)) publish(i, publication);
   }
   if (!norms) publish_through_files(runs, publication);
   if (norms) step_by_norms(*norms, runs, gradient_scale, groups, copies ? &*copies : nullptr, publication);
@@ -180,17 +175,23 @@ void ShardedOptimizer::step_by_norms(ParameterNorms& norms, const std::vector<st
   if (copies) each_moving(runs, [&](int unit) { pass_over(unit, Side::device); });
   for (int i = 0; i < states_.num_units(); ++i) {
     pass_over(i, copies ? Side::host : Side::both);
-    if (!runs[i].empty() && !passes_to_files(*units_[i])) send_parameters(i);
+    if (!runs[i].empty() && !leaves_for_files(i)) send_parameters(i);
     if (copies) copies->join();
-    if (!passes_to_files(*units_[i])) publish(i, publication);
+    if (!leaves_for_files(i)) publish(i, publication);
   }
   publish_through_files(runs, publication);
 }
 
-/// What a device has stepped, once all of its work is issued: here the host waits.
+/// Whether what a device steps of the unit passes to files.
+bool ShardedOptimizer::leaves_for_files(int unit) const {
+  const Buffer& shard = units_[unit]->shard();
+  return states_.parts(unit).front().leaves && shard.resident_bytes() < shard.nbytes();
+}
+
+/// Once all work of the device is issued: here the host waits.
 void ShardedOptimizer::publish_through_files(const std::vector<std::vector<Run>>& runs, Publication& publication) {
   for (int i = 0; i < states_.num_units(); ++i) {
-    if (!passes_to_files(*units_[i])) continue;
+    if (!leaves_for_files(i)) continue;
     if (!runs[i].empty()) send_parameters(i);
     publish(i, publication);
   }

@@ -127,6 +127,7 @@ class ShardedOptimizer {
                      const ActiveParameters& active);
   void narrow_master(int unit);
   void send_parameters(int unit);
+  bool leaves_for_files(int unit) const;
   void publish_through_files(const std::vector<std::vector<Run>>& runs, Publication& publication);
   void step_own_first(UnitPass pass, gradients::UnitGradient own, const std::vector<Run>& runs, UnitGathers& gathers);
   void first_pass(const UnitPass& pass, const std::vector<Run>& runs, ParameterNorms* norms);

@@ -366,16 +366,21 @@ REFUSED = [
         'does not go with deeptide.on_skipped "rewind"',
     ),
     (
-        3,
+        2,
         TO_HOST,
-        {"deeptide": {"placement": {"parameters": {"nvme": "rest"}, "nvme_path": "/tmp"}}},
-        "deeptide.placement.parameters is not supported yet on sim:0",
+        {"deeptide": {"placement": {"parameters": {"device": "50%", "cpu": "rest"}}}},
+        "deeptide.placement.parameters off the device needs stage 3",
     ),
     (
         3,
         TO_HOST,
-        {"deeptide": {"placement": {"parameters": {"device": "50%", "cpu": "rest"}}}},
-        "deeptide.placement.parameters is not supported yet on sim:0",
+        {
+            "deeptide": {
+                "placement": {"parameters": {"device": "50%", "nvme": "rest"}, "nvme_path": "/tmp"},
+                "on_skipped": "rewind",
+            }
+        },
+        'deeptide.placement.parameters in files does not go with deeptide.on_skipped "rewind"',
     ),
 ]
 

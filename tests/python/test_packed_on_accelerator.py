@@ -114,7 +114,10 @@ def test_checkpoints_cross_placements(world, tmp_path):
 def refuse(zero):
     begin()
     config = models.config(3, bf16=True, zero=zero, deeptide={"packed_states": True})
-    with pytest.raises(deeptide.ConfigError, match=re.escape("packed_states with zero_optimization.offload_param on")):
+    with pytest.raises(
+        deeptide.ConfigError,
+        match=re.escape("packed_states with parameters off sim:0 needs offload_optimizer with a ratio"),
+    ):
         deeptide.initialize(model=models.to_device(models.make_model(kind=Model), DEVICE), config=config)
     dist.destroy_process_group()
 
