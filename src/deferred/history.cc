@@ -19,6 +19,7 @@
 #include "deferred/key.h"
 #include "deferred/traits.h"
 #include "device/page_heap.h"
+#include "device/torch_versions.h"
 
 namespace deeptide::deferred {
 
@@ -127,6 +128,7 @@ torch::jit::Stack run(const Operation& operation, const std::vector<Tensor>& ten
     own.set_state(operation.generator_state);
     stack[place] = own;
   }
+  const device::KeptArguments kept(stack);
   operation.op.callBoxed(stack);
   return stack;
 }
@@ -279,6 +281,7 @@ void draw(const Operation& operation) {
         tensor_in(read ? replay({absent.before}).front() : allocate(absent.geometry.nbytes), absent.geometry));
   }
   auto stack = complete(operation, tensors);
+  const device::KeptArguments kept(stack);
   operation.op.callBoxed(stack);
 }
 

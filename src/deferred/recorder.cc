@@ -15,6 +15,7 @@
 #include "deferred/history.h"
 #include "deferred/memory.h"
 #include "deferred/traits.h"
+#include "device/torch_versions.h"
 
 namespace deeptide::deferred {
 
@@ -83,6 +84,7 @@ void replace(Call& call, const std::vector<Tensor>& tensors) {
 bool run_below(const Call& call, c10::DispatchKeySet below) {
   if (call.foreign_key) return false;
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  const device::KeptArguments kept(call.stack);
   call.op.redispatchBoxed(below, &call.stack);
   return true;
 }
@@ -127,6 +129,7 @@ bool infer(const Call& call, Stack& results) {
       }
     }
     if (call.traits.device >= 0) results[call.traits.device] = c10::Device(at::kMeta);
+    const device::KeptArguments kept(results);
     call.op.callBoxed(results);
   } catch (const c10::Error&) {
     return false;

@@ -3,7 +3,10 @@
 // Where torch's minor versions differ, from 2.11 to 2.13: all that this library needs to know of it.
 #pragma once
 
+#include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
+
+#include <vector>
 
 namespace deeptide::device {
 
@@ -29,5 +32,16 @@ void allow_data_access(Storage& storage) {
     storage.*versions::throws_on_access() = false;
   }
 }
+
+/// Put it before a boxed call whose stack may hold the only references to its arguments; RAII. Before 2.13, a kernel
+/// that returns several of them (`out`) drops the arguments from the stack first, and copies its results afterwards.
+class KeptArguments {
+ public:
+  explicit KeptArguments(const std::vector<c10::IValue>& stack) : kept_(stack) {}
+  KeptArguments(const KeptArguments&) = delete;
+
+ private:
+  const std::vector<c10::IValue> kept_;
+};
 
 }  // namespace deeptide::device

@@ -6,6 +6,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <torch/library.h>
 
+#include "device/torch_versions.h"
 #include "simulated/call.h"
 
 namespace deeptide::simulated {
@@ -64,6 +65,7 @@ void run_and_wait(const Call& call, Stack& stack) {
       call.name(),
       [op = call.op(), arguments = std::move(arguments), results]() mutable {
         *results = std::move(arguments);
+        const device::KeptArguments kept(*results);
         op.redispatchBoxed(kCpuKeys, results.get());
       },
       HostWait::ordered);
@@ -125,6 +127,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     }
     const auto run = [op, name = call.name(), arguments = std::move(arguments),
                       targets = std::move(targets)]() mutable {
+      const device::KeptArguments kept(arguments);
       op.redispatchBoxed(kCpuKeys, &arguments);
       for (size_t i = 0; i < targets.size(); ++i) copy_result(name, arguments[i], targets[i]);
       arguments.clear();
