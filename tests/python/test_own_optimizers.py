@@ -21,6 +21,8 @@ OWN = {
     "maximize": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "maximize": True}),
     "accumulator": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.5}),
 }
+if torch.optim.Adagrad([torch.zeros(1)]).state:  # older torch: refused, as Prepared is
+    del OWN["accumulator"]
 PER_ELEMENT = {
     "NAdam": {"exp_avg", "exp_avg_sq"},
     "RAdam": {"exp_avg", "exp_avg_sq"},
@@ -385,12 +387,26 @@ class Deaf(torch.optim.SGD):
                 p.data.add_(p.grad, alpha=-0.1)
 
 
+class Prepared(torch.optim.SGD):
+    """Makes its states as it is made, for the parameters that it then has."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.zeros_like(p)
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(self.state[p]["sum"].add_(p.grad))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (torch.optim.LBFGS, "torch.optim.LBFGS: its step.. needs a closure"),
         (torch.optim.SparseAdam, "torch.optim.SparseAdam cannot step dense fp32 parameters: RuntimeError: SparseAdam"),
         (Deaf, "Deaf does not move the parameters in its param_groups"),
+        (Prepared, "Prepared cannot step dense fp32 parameters: KeyError: 'sum'"),
         (lambda p: torch.optim.NAdam(p, lr=float("inf")), "NAdam: lr is inf in group 0, expected a finite number"),
     ],
 )

@@ -51,8 +51,9 @@ deeptide\.as_deepspeed\.logging\.(_once|warning_once)
 def _type_text(annotation):
     """A type without the modules that its names are from."""
     text = "" if annotation is None else ast.unparse(annotation)
-    text = text.replace("typing.SupportsInt | typing.SupportsIndex", "int")
-    text = text.replace("typing.SupportsFloat | typing.SupportsIndex", "float")
+    # What pybind11 writes differs between the versions that torch brings along.
+    text = re.sub(r"typing\.SupportsInt( \| typing\.SupportsIndex)?", "int", text)
+    text = re.sub(r"typing\.SupportsFloat( \| typing\.SupportsIndex)?", "float", text)
     return re.sub(r"\b\w+\.(?=\w)", "", text)
 
 
