@@ -89,7 +89,8 @@ const char* role_name(Role role) {
                                            "gradients while ranks are late",
                                            "communication while ranks are late",
                                            "optimizer states in the host's memory",
-                                           "parameters in the host's memory"};
+                                           "parameters in the host's memory",
+                                           "gradients in the host's memory"};
   return kNames[static_cast<int>(role)];
 }
 

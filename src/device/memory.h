@@ -33,11 +33,12 @@ enum class Role : uint8_t {
   late_communication,  // likewise
   host_optimizer,      // of a device's engine, in the host's memory: no cap of the device's memory counts it
   host_parameters,     // likewise
+  host_gradients,      // likewise
 };
-inline constexpr int kNumRoles = 9;
+inline constexpr int kNumRoles = 10;
 const char* role_name(Role role);
 /// Whether it counts memory of the host beside a device's.
-inline bool is_off_device(Role role) { return role == Role::host_optimizer || role == Role::host_parameters; }
+inline bool is_off_device(Role role) { return role >= Role::host_optimizer; }
 /// The role of what a pool takes beyond its reserve.
 Role beyond_reserve(Role role);
 

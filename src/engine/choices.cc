@@ -278,8 +278,8 @@ at::Device device_of(const ModelDescription& model) {
 void check_offload(const Config& config, const ModelDescription& model) {
   const PlacementConfig& placement = config.placement();
   const std::tuple<bool, const char*, const char*> asked[] = {
-      {wants_files(placement.gradients) || placement.gradients_on_device, "deeptide.placement.gradients",
-       "leave it out, or give the device \"100%\""},
+      {wants_files(placement.gradients), "deeptide.placement.gradients in files",
+       "give the host's memory, \"cpu\", what the device does not have"},
   };
   for (const auto& [is_asked, key, cure] : asked) {
     if (!is_asked) continue;

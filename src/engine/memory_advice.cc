@@ -128,6 +128,19 @@ void advise_host_parameters(const Engine::Impl& impl, Advice& advice) {
   }
 }
 
+/// Sums that a device steps could wait on the host.
+void advise_host_gradients(const Engine::Impl& impl, Advice& advice) {
+  const bool steps_shard = impl.policy.shard_optimizer || impl.channels.data().size() == 1;
+  const bool is_placed = impl.optimizer->states().use_host() || impl.reducer->leave();
+  if (is_placed || !steps_shard || impl.kept || impl.custom) return;
+  std::vector<gradients::HostSums::Cut> all;
+  for (const sharding::UnitLayout* unit : sharding::layouts_of(impl.model.trainable())) all.push_back({unit->shard, 0});
+  const auto type = engine::accumulate_type(impl.config);
+  advice.add("\"deeptide\": {\"placement\": {\"gradients\": {\"cpu\": \"rest\"}}}",
+             impl.ledger->current(device::Role::gradients) - gradients::HostSums::forecast(all, type).on_device,
+             role_name(device::Role::gradients));
+}
+
 /// What could lie in files, beside optimizer states.
 void advise_files(const Engine::Impl& impl, Advice& advice) {
   const int64_t sums = impl.ledger->current(device::Role::gradients);
@@ -165,7 +178,10 @@ std::string Engine::Impl::memory_advice() const {
                  role_name(device::Role::optimizer));
     }
   }
-  if (optimizer && !model.device().is_cpu()) advise_host(*this, advice);
+  if (optimizer && !model.device().is_cpu()) {
+    advise_host(*this, advice);
+    advise_host_gradients(*this, advice);
+  }
   if (!model.device().is_cpu()) advise_host_parameters(*this, advice);
   if (optimizer && model.device().is_cpu() && !custom) {
     advise_state_types(*this, advice);

@@ -8,6 +8,7 @@
 
 #include "deferred/recorder.h"
 #include "engine/choices.h"
+#include "engine/gradient_places.h"
 #include "engine/logical_parameters.h"
 #include "engine/optimizer_groups.h"
 #include "gradients/forecast.h"
@@ -41,6 +42,7 @@ struct Facts {
   zero::StagePolicy policy;
   at::Device device = at::kCPU;
   zero::StateTypes types;
+  std::vector<int64_t> sums_on_device;  // by trained unit; empty: all of them
   engine::BindOptions bind;
   std::vector<ParameterGroup> groups;
   std::vector<sharding::Parameter> parameters;
@@ -123,6 +125,8 @@ Facts facts_of(const ModelDescription& model, const Config& config, const optim:
   if (facts.shared) facts.policy = zero::on_one_host(facts.policy);
   if (rule) {
     engine::choose_host_share(config, *rule, hyperparameters_of(facts.groups), stepped_units(facts), facts.types);
+    facts.sums_on_device =
+        engine::sums_on_device(config, *rule, device, stepped_units(facts), facts.policy, world.size, facts.types);
   }
   return facts;
 }
@@ -158,9 +162,11 @@ int64_t bytes_passing(const Facts& facts) {
   const auto units = stepped_units(facts);
   if (!dynamic_cast<const optim::CustomRule*>(facts.rule)) {
     const int64_t directions = zero::largest_of_matrices(units, *facts.rule, hyperparameters_of(facts.groups));
-    return zero::HostExchange::forecast(zero::largest_on_host(units, facts.types.host_share)) +
+    return zero::HostExchange::forecast(zero::largest_on_host(units, facts.types.host_share),
+                                        /*takes_gradients=*/!facts.types.gradients_leave) +
            directions * static_cast<int64_t>(c10::elementSize(at::kBFloat16));
   }
+  if (facts.types.gradients_leave) return 0;
   int64_t numel = 0;
   for (const zero::UnitForecast& unit : units) numel += unit.numel;
   return numel * static_cast<int64_t>(sizeof(float));
@@ -251,8 +257,11 @@ std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
   if (facts.on_cpu && !facts.shared && facts.world.size > 1) {
     how.mostly_zero = engine::mostly_zero_units(facts.config, *facts.rule, facts.modules, names_of(facts, units));
   }
+  how.stays = facts.sums_on_device;
   const auto bytes_of = gradients::forecast(units, how, facts.world.size, facts.shared);
-  gradients.memory_bytes = bytes_of.gradients;
+  if (engine::measures_ratio(facts.config)) how.stays = {};  // as much as there may be in either place
+  gradients.memory_bytes = gradients::forecast(units, how, facts.world.size, facts.shared).gradients;
+  gradients.off_device_bytes = bytes_of.gradients_on_host;
   gradients.late_bytes = bytes_of.late_gradients;
   gradients.file_bytes = bytes_of.gradients_in_files;
   communication.memory_bytes += bytes_of.communication;

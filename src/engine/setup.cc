@@ -13,6 +13,7 @@
 #include "engine/agreement.h"
 #include "engine/choices.h"
 #include "engine/engine_impl.h"
+#include "engine/gradient_places.h"
 #include "engine/offload_ratio.h"
 #include "engine/optimizer_groups.h"
 #include "optim/compressed_rule.h"
@@ -191,13 +192,15 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   const bool travels = on_cpu && !model.arena() && channels.data().size() > 1;
   if (travels) how.mostly_zero = engine::mostly_zero_units(config, *rule, description.modules, names_of(trainable));
+  zero::StatePlacement place = place_states(trainable, types);
+  how.stays = engine::sums_on_device(config, *rule, model.device(), stepped_units(trainable), policy,
+                                     channels.data().size(), types);
   how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
   auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
   auto& reductions = channels.reductions();
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);
   if (!on_cpu) residency->follow([this] { return reducer ? reducer->progress() : sharding::ReductionProgress(); });
-  zero::StatePlacement place = place_states(trainable, types);
   optimizer =
       std::make_unique<zero::ShardedOptimizer>(trainable, *rule, progress.hyperparameters, policy, ledger, reductions,
                                                model.device(), std::move(place), custom.get(), types);

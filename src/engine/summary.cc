@@ -92,9 +92,10 @@ std::string text_of_host_states(const Engine::Impl& impl) {
   }
   text += impl.offloaded ? impl.offloaded->text()
                          : fmt::format("in the host's memory ({})", bytes_text(states.host_bytes()));
-  return text + fmt::format("; stepped by the host, {} {}", impl.custom ? "gradients copied to" : "through",
-                            bytes_text(impl.optimizer->passing_bytes()) +
-                                (impl.custom ? " of its memory" : " of page-locked memory"));
+  text += "; stepped by the host";
+  const std::string passing = bytes_text(impl.optimizer->passing_bytes());
+  if (!impl.custom) return text + ", through " + passing + " of page-locked memory";
+  return impl.reducer->leave() ? text : text + ", gradients copied to " + passing + " of its memory";
 }
 
 std::string text_of_placement(const Engine::Impl& impl) {
@@ -109,6 +110,10 @@ std::string text_of_placement(const Engine::Impl& impl) {
     text += fmt::format("\n  ratio: {:.2f}, {}, as measured now", impl.progress.offload_ratio,
                         impl.model.device().is_cpu() ? "the most whose transfers a step hides"
                                                      : "at which host and device step equally long");
+  }
+  if (impl.reducer && impl.reducer->leave()) {
+    text += fmt::format("\n  gradients: leave for the host's memory during backward ({}, page-locked)",
+                        bytes_text(impl.reducer->predicted().gradients_on_host));
   }
   if (impl.reducer && impl.reducer->files()) text += "\n  gradients: " + impl.reducer->files()->text();
   return text;
@@ -202,6 +207,9 @@ std::vector<MemoryLine> Engine::Impl::memory() const {
            reduced.late_communication, transport)};
   lines.front().off_device_bytes = model.off_device_bytes();
   lines.front().measured_off_device_bytes = ledger->peak(Role::host_parameters);
+  MemoryLine& sums = lines[static_cast<size_t>(MemoryRole::gradients)];
+  sums.off_device_bytes = reduced.gradients_on_host;
+  sums.measured_off_device_bytes = ledger->peak(Role::host_gradients);
   if (use_host) {
     MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
     moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->passing_bytes();

@@ -107,7 +107,12 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
         reserved_buffers(sharding::layouts_of(units_), options_, group_.size(), exchange_ != nullptr).received);
   }
   if (options_.offload) files_.emplace(*options_.offload, ledger_, Role::gradients, "gradients");
-  for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) accumulator(unit);
+  if (const auto cuts = cuts_of(sharding::layouts_of(units_), options_); !cuts.empty()) {
+    host_sums_ = std::make_unique<HostSums>(ledger_, device_, cuts, options_.accumulate_dtype);
+  }
+  for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) {
+    if (!leaves(unit)) accumulator(unit);
+  }
   if (!options_.side_thread) return;
   side_may_work_ = true;
   side_thread_ = std::thread([this] { run_side_thread(); });
@@ -301,19 +306,29 @@ void Flights::accumulate_kept() {
 void Flights::add(Flight& flight) {
   const int unit = flight.unit;
   const Contributions rows = contributions(flight);
-  const Buffer& total = accumulator(unit);
   const bool first = !accumulated_[unit];
   const Tensor squares = sums_of_squares_.narrow(0, unit, 1);
+  change(unit, first, [&](Block block, const Tensor& sum) {
+    const Contributions part = rows.narrow(block.begin, block.count);
+    numerics::ordered_sum(part.rows, part.scale, first, sum, squares, squares_of(block));
+  });
+  check_.note(unit, rows, first, [&] { return gradient(unit).sum(); });
+  accumulated_[unit] = true;
+  give_back(flight);
+}
+
+/// Visits the unit's sum block by block, where the sum is made. `first`: its values are undefined.
+void Flights::change(int unit, bool first, const Visit& visit) {
+  if (leaves(unit)) {
+    return host_sums_->change(unit, first, [&](const Tensor& sum) { visit({0, sum.numel()}, sum); });
+  }
+  const Buffer& total = accumulator(unit);
   for_each_block(total, {0, total.numel()}, [&](Block block) {
     const auto sum = total.lease(block, first ? Access::write : Access::update);
     if (const int64_t next = block.begin + block.count; !first && next < total.numel()) total.prefetch({next, 1});
-    const Contributions part = rows.narrow(block.begin, block.count);
-    numerics::ordered_sum(part.rows, part.scale, first, sum.tensor(), squares, squares_of(block));
+    visit(block, sum.tensor());
   });
   total.write_behind();
-  check_.note(unit, rows, first, [&] { return UnitGradient(total).sum(); });
-  accumulated_[unit] = true;
-  give_back(flight);
 }
 
 const Buffer& Flights::accumulator(int unit) {
@@ -329,7 +344,11 @@ const Buffer& Flights::accumulator(int unit) {
 
 UnitGradient Flights::gradient(int unit) {
   if (kept_at_[unit] >= 0) return contributions(kept_[kept_at_[unit]]);
-  return UnitGradient(accumulator(unit));
+  return leaves(unit) ? host_sums_->gradient(unit) : UnitGradient(accumulator(unit));
+}
+
+UnitGradient Flights::gradient_on_device(int unit) {
+  return leaves(unit) ? UnitGradient(host_sums_->lend(unit)) : gradient(unit);
 }
 
 void Flights::prefetch(int unit, int64_t element) const {
@@ -389,19 +408,17 @@ bool Flights::has_accumulated() const {
 
 void Flights::overwrite(int unit, int64_t begin, const Tensor& values) {
   accumulate_kept();
-  const Buffer& total = accumulator(unit);
   const int64_t end = begin + values.numel();
   const Tensor squares = sums_of_squares_.narrow(0, unit, 1);
-  for_each_block(total, {0, total.numel()}, [&](Block block) {
-    const auto sum = total.lease(block, accumulated_[unit] ? Access::update : Access::write);
-    if (!accumulated_[unit]) sum.tensor().zero_();
-    const int64_t from = std::max(begin, block.begin), to = std::min(end, block.begin + block.count);
-    if (from < to)
-      sum.tensor().narrow(0, from - block.begin, to - from).copy_(values.narrow(0, from - begin, to - from));
-    numerics::ordered_squares(sum.tensor(), squares, squares_of(block));
+  const bool first = !accumulated_[unit];
+  change(unit, first, [&](Block block, const Tensor& sum) {
+    if (first) sum.zero_();
+    const int64_t from = std::max(begin, block.begin), to = std::min(end, block.end());
+    if (from < to) sum.narrow(0, from - block.begin, to - from).copy_(values.narrow(0, from - begin, to - from));
+    numerics::ordered_squares(sum, squares, squares_of(block));
   });
   accumulated_[unit] = true;
-  check_.note_overwritten(unit, [&] { return UnitGradient(total).sum(); });
+  check_.note_overwritten(unit, [&] { return gradient(unit).sum(); });
 }
 
 void Flights::clear_accumulated() {
@@ -415,6 +432,7 @@ void Flights::clear_accumulated() {
 void Flights::release_memory() {
   receive_pool_.trim();
   if (!files_) accumulators_.assign(accumulators_.size(), Buffer());
+  if (host_sums_) host_sums_->release_memory();
 }
 
 /// Sums arrived flights. Late or lost flights remain for `drain`, which reports them, as it does an exception here.

@@ -20,6 +20,7 @@
 #include "comm/group.h"
 #include "device/memory.h"
 #include "gradients/finite_check.h"
+#include "gradients/host_sums.h"
 #include "gradients/unit_gradient.h"
 #include "host/exchange.h"
 #include "numerics/ordered_sum.h"
@@ -53,6 +54,9 @@ struct ReducerOptions {
   FiniteCheckTime finite_check = FiniteCheckTime::each_sum;  // each step: nothing is read on the host before
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
   std::optional<tiers::OffloadOptions> offload = {};         // of sums, to files; then no rows are kept
+  /// By unit: how many of this rank's elements of the sum stay on the device, the first ones; the others leave for the
+  /// host's memory as soon as they are summed. Empty: all stay. Not with `offload`, nor with rows that are kept.
+  std::vector<int64_t> stays = {};
   std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
   /// Called repeatedly while this rank waits because it is too far ahead, with the rounds that it has begun: it may
   /// serve the others, and inform those that have no more gradients.
@@ -94,10 +98,14 @@ class Flights {
 
   // Valid after `drain`.
   UnitGradient gradient(int unit);
+  /// As `gradient`, but where the device is to step what has left: valid until two more are asked for.
+  UnitGradient gradient_on_device(int unit);
   /// Announces that the step is about to read this element of the unit's gradient.
   void prefetch(int unit, int64_t element) const;
   /// Null: sums are in memory.
   const tiers::Offload* files() const { return files_ ? &*files_ : nullptr; }
+  /// Whether some elements of sums are in the host's memory, which is not the device's.
+  bool leave() const { return host_sums_ != nullptr; }
   double sum_of_squares();
   const std::optional<BadGradient>& bad() const { return check_.bad(); }
   bool has_accumulated() const;
@@ -137,6 +145,9 @@ class Flights {
   void keep(Flight& flight);
   void accumulate_kept();
   void add(Flight& flight);
+  using Visit = std::function<void(tiers::Block block, const at::Tensor& sum)>;
+  void change(int unit, bool first, const Visit& visit);
+  bool leaves(int unit) const { return host_sums_ && host_sums_->has(unit); }
   const tiers::Buffer& accumulator(int unit);
   numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
@@ -156,11 +167,12 @@ class Flights {
 
   std::shared_ptr<device::Ledger> ledger_;
   std::optional<tiers::Offload> files_;
-  std::vector<tiers::Buffer> accumulators_;
-  std::vector<Flight> kept_;       // arrived, not summed; ordered as offered
-  std::vector<int> kept_at_;       // by unit: its index in kept_, or -1
-  std::vector<bool> accumulated_;  // by unit: holds something since the last clear
-  at::Tensor sums_of_squares_;     // (units,), fp64
+  std::vector<tiers::Buffer> accumulators_;  // but for those that leave
+  std::unique_ptr<HostSums> host_sums_;      // null: none leaves
+  std::vector<Flight> kept_;                 // arrived, not summed; ordered as offered
+  std::vector<int> kept_at_;                 // by unit: its index in kept_, or -1
+  std::vector<bool> accumulated_;            // by unit: holds something since the last clear
+  at::Tensor sums_of_squares_;               // (units,), fp64
   FiniteCheck check_;
   std::atomic<int64_t> launched_{0}, retired_{0};
   bool peers_elsewhere_ = false;    // a wait for the front flight was to no avail

@@ -188,16 +188,26 @@ ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& 
   return buffers;
 }
 
+std::vector<HostSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
+                                   const ReducerOptions& options) {
+  std::vector<HostSums::Cut> cuts;
+  for (size_t i = 0; i < options.stays.size(); ++i) cuts.push_back({units[i]->shard, options.stays[i]});
+  const bool leave = std::any_of(cuts.begin(), cuts.end(), [](const auto& cut) { return cut.stays < cut.numel; });
+  return leave ? cuts : std::vector<HostSums::Cut>();
+}
+
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
                          int num_ranks, bool shares_memory) {
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   int64_t sums = 0, round = 0, largest_unit = 0;
   tiers::Split split(options.offload ? options.offload->ratio : 0.0);
-  for (const sharding::UnitLayout* unit : units) {
-    sums += split.resident(unit->shard, options.accumulate_dtype) * sum;
-    round += unit->numel * item;
-    largest_unit = std::max(largest_unit, unit->numel * item);
+  const auto cuts = cuts_of(units, options);
+  for (size_t i = 0; i < units.size(); ++i) {
+    const bool leaves = !cuts.empty() && cuts[i].stays < cuts[i].numel;
+    if (!leaves) sums += split.resident(units[i]->shard, options.accumulate_dtype) * sum;
+    round += units[i]->numel * item;
+    largest_unit = std::max(largest_unit, units[i]->numel * item);
   }
   // Rows that stay until the step count as gradients, wherever they lie.
   const bool stay = buckets_stay(options, num_ranks, shares_memory);
@@ -207,6 +217,9 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
   if (!options.reserve) bytes.communication = ForecastFlights(options, num_ranks).peak(units);
   bytes.gradients_in_files = split.bytes_in_files();
+  const auto leaving = HostSums::forecast(cuts, options.accumulate_dtype);
+  bytes.gradients += leaving.on_device;
+  bytes.gradients_on_host = leaving.on_host;
   if (options.offload) bytes.gradients += options.offload->num_slots * tiers::kSwapBlockBytes;
   if (num_ranks == 1) {  // gradients of several backward passes, or in another order than the model's
     (stay ? bytes.late_gradients : bytes.late_communication) = 2 * round;

@@ -26,10 +26,15 @@ ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& 
 struct ReducerForecast {
   int64_t gradients = 0;           // accumulators, or the rows kept in their place
   int64_t gradients_in_files = 0;  // accumulators that are not in memory
+  int64_t gradients_on_host = 0;   // those of a device in its host's memory
   int64_t communication = 0;       // reserved buffers: enough if ranks keep pace
   int64_t late_gradients = 0;      // at most so many more while another rank is late
   int64_t late_communication = 0;  // likewise
 };
+
+/// By unit, which elements of the sums stay on the device; empty: all.
+std::vector<HostSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
+                                   const ReducerOptions& options);
 
 /// `shares_memory`: buckets lie in memory of all ranks of the world.
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,

@@ -57,8 +57,12 @@ class Reducer {
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
   UnitGradient gradient(int unit) const { return flights_->gradient(unit); }
+  /// As Flights::gradient_on_device.
+  UnitGradient gradient_on_device(int unit) const { return flights_->gradient_on_device(unit); }
   /// As Flights::prefetch.
   void prefetch(int unit, int64_t element) const { flights_->prefetch(unit, element); }
+  /// As Flights::leave.
+  bool leave() const { return flights_->leave(); }
   /// As Flights::files.
   const tiers::Offload* files() const { return flights_->files(); }
   /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if

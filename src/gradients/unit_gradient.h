@@ -5,12 +5,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
 #include <utility>
+#include <vector>
 
+#include "device/lane.h"
 #include "numerics/ordered_sum.h"
 #include "tiers/buffer.h"
 
 namespace deeptide::gradients {
+
+/// Elements of a device's sum that leave for the host's memory.
+struct HostPart {
+  static constexpr int64_t kBlock = int64_t{1} << 20;  // elements that leave by one copy: 4 MiB of fp32
+
+  /// Waits for these elements, counted from the part's beginning. Shapes: (count,).
+  at::Tensor read(tiers::Block block) const;
+
+  at::Tensor values;                  // (N,) page-locked
+  std::vector<device::Mark> arrived;  // by block; none: nothing has left yet
+};
 
 /// (N,) elements, contributed by the ranks or summed already.
 class UnitGradient {
@@ -26,19 +41,25 @@ class UnitGradient {
       sums = buffer;
     }
   }
+  /// A device's sum: its first elements (M,), M >= 0, and what leaves.
+  UnitGradient(at::Tensor stays, std::shared_ptr<const HostPart> leaves)
+      : rows(std::move(stays)), on_host(std::move(leaves)) {}
 
   bool defined() const { return !rows.rows.empty() || sums.defined(); }
-  /// (N,) fp32: where it lies if that is one fp32 tensor in memory, otherwise new memory.
-  at::Tensor sum() const { return sums.defined() ? sums.copy().to(at::kFloat) : rows.sum(); }
-  /// Elements of one block of `sums`, valid while `lease` lives.
+  /// (N,) fp32: where it lies if that is one fp32 tensor in memory, otherwise new memory; of a device's sum, on it.
+  at::Tensor sum() const;
+  /// Likewise, but on the host if all of a device's sum has left.
+  at::Tensor sum_where_stepped() const;
+  /// Elements of one block of `sums`, or of `rows`, valid while `lease` lives.
   numerics::Contributions part(tiers::Block block, tiers::Lease& lease) const {
     if (!sums.defined()) return rows.narrow(block.begin, block.count);
     lease = sums.lease(block, tiers::Access::read);
     return lease.tensor();
   }
 
-  numerics::Contributions rows;  // none if `sums` is defined
-  tiers::Buffer sums;            // in files
+  numerics::Contributions rows;             // none if `sums` is defined
+  tiers::Buffer sums;                       // in files
+  std::shared_ptr<const HostPart> on_host;  // behind `rows`; null: nothing leaves
 };
 
 }  // namespace deeptide::gradients

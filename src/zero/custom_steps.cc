@@ -14,7 +14,7 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
-CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer,
+CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer, bool gradients_leave,
                          const std::shared_ptr<device::Ledger>& ledger)
     : states_(states), optimizer_(optimizer) {
   const std::string why_whole = optimizer.needs_whole();
@@ -46,7 +46,7 @@ CustomSteps::CustomSteps(const OptimizerStates& states, CustomOptimizer& optimiz
     }
   }
   optimizer_.adopt(std::move(handed));
-  for (int u = 0; states.use_host() && u < states.num_units(); ++u) {
+  for (int u = 0; states.use_host() && !gradients_leave && u < states.num_units(); ++u) {
     const int64_t numel = states.master(u).numel();
     host_gradients_.push_back(device::allocate_flat(ledger, device::Role::host_optimizer, numel, at::kFloat, at::kCPU));
   }

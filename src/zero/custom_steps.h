@@ -30,8 +30,10 @@ class CustomSteps {
   /// Hands the parts over. Parts end where shards end, also where a rank has all: what torch's kernels make of an
   /// element may depend on its distance from the tensor's end, and stages must agree.
   /// Errors: ValueError if the optimizer needs whole parameters and this rank has shards, or if masters do not lie in
-  /// memory. `ledger`: counts memory for gradients where the host steps what a device trains.
-  CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer, const std::shared_ptr<device::Ledger>& ledger);
+  /// memory. `gradients_leave`: for the host, which steps what a device trains; else there is memory for them, counted
+  /// in `ledger`.
+  CustomSteps(const OptimizerStates& states, CustomOptimizer& optimizer, bool gradients_leave,
+              const std::shared_ptr<device::Ledger>& ledger);
 
   /// `gradients`: by unit, over its states, scaled; undefined for a unit without an active parameter.
   void step(const std::vector<at::Tensor>& gradients, const std::vector<Hyperparameters>& groups,

@@ -32,16 +32,20 @@ Tensor part_of(const Tensor& bytes, int64_t count, at::ScalarType dtype) {
 
 }  // namespace
 
-int64_t HostExchange::forecast(int64_t largest) { return 2 * kSlots * slot_bytes(largest); }
+int64_t HostExchange::forecast(int64_t largest, bool takes_gradients) {
+  return (takes_gradients ? 2 : 1) * kSlots * slot_bytes(largest);
+}
 
-HostExchange::HostExchange(std::shared_ptr<device::Ledger> ledger, at::Device device, int64_t largest)
+HostExchange::HostExchange(std::shared_ptr<device::Ledger> ledger, at::Device device, int64_t largest,
+                           bool takes_gradients)
     : ledger_(std::move(ledger)), out_(Lane::create(device)), in_(Lane::create(device)), device_(device) {
-  const int64_t bytes = forecast(largest);
+  const int64_t bytes = forecast(largest, takes_gradients), slot = slot_bytes(largest);
   arena_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   ledger_->add(device::Role::host_optimizer, bytes);
   for (int64_t i = 0; i < kSlots; ++i) {
-    gradients_.push_back(arena_.narrow(0, 2 * i * slot_bytes(largest), slot_bytes(largest)));
-    parameters_.push_back({arena_.narrow(0, (2 * i + 1) * slot_bytes(largest), slot_bytes(largest)), {}});
+    parameters_.push_back({arena_.narrow(0, i * slot, slot), {}});
+    if (!takes_gradients) continue;
+    gradients_.push_back(arena_.narrow(0, (kSlots + i) * slot, slot));
     idle_.push_back(i);
   }
 }

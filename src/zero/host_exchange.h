@@ -22,15 +22,16 @@ inline constexpr int64_t kHostBlockNumel = int64_t{1} << 20;
 /// Page-locked blocks for both directions, each with a lane of its own. Used by one thread.
 class HostExchange {
  public:
-  /// `largest`: the most elements of a unit that this rank steps.
-  HostExchange(std::shared_ptr<device::Ledger> ledger, at::Device device, int64_t largest);
+  /// `largest`: the most elements of a unit that this rank steps. `takes_gradients`: for `announce`; else they reach
+  /// the host in another way.
+  HostExchange(std::shared_ptr<device::Ledger> ledger, at::Device device, int64_t largest, bool takes_gradients = true);
   /// Returns once no copy uses a block.
   ~HostExchange();
   HostExchange(const HostExchange&) = delete;
   HostExchange& operator=(const HostExchange&) = delete;
 
   /// The page-locked memory. Units: bytes.
-  static int64_t forecast(int64_t largest);
+  static int64_t forecast(int64_t largest, bool takes_gradients = true);
   int64_t nbytes() const { return static_cast<int64_t>(arena_.nbytes()); }
 
   /// The copies of one step; RAII. Copies to the device run after all that the current lane did before it.
@@ -87,7 +88,7 @@ class HostExchange {
   std::shared_ptr<device::Ledger> ledger_;
   device::Lane out_, in_;              // to the host, to the device
   at::Tensor arena_;                   // page-locked
-  std::vector<at::Tensor> gradients_;  // blocks as bytes
+  std::vector<at::Tensor> gradients_;  // blocks as bytes; none unless they are taken
   std::vector<int64_t> idle_;          // of these
   std::vector<Slot> parameters_;
   size_t next_ = 0;  // of these

@@ -68,7 +68,10 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
       pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
   const bool passes = types.uses_host() && !custom;
-  if (passes) exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host());
+  if (passes) {
+    exchange_ = std::make_unique<HostExchange>(ledger, device, states_.largest_on_host(),
+                                               /*takes_gradients=*/!types.gradients_leave);
+  }
   if (const int64_t numel = passes ? states_.largest_of_matrices(groups) : 0; numel > 0) {
     host_directions_ = device::allocate_flat(ledger, Role::host_optimizer, numel, at::kBFloat16, at::kCPU);
   }
@@ -77,7 +80,7 @@ ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& 
   if (whole && dynamic_cast<const CompressedRule*>(&rule)) {
     signs_ = std::make_unique<SignExchange>(units_, group_, ledger, device);
   }
-  if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom, std::move(ledger));
+  if (custom) custom_ = std::make_unique<CustomSteps>(states_, *custom, types.gradients_leave, std::move(ledger));
 }
 
 void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
@@ -123,7 +126,9 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
     first_pass(pass_of(unit, std::move(gradient), side), runs[unit], norms.get());
   };
   if (copies && !gathers_gradients()) {
-    each_moving(runs, [&](int unit) { announce(unit, sum_on_device(reducer.gradient(unit)), *copies); });
+    if (!reducer.leave()) {
+      each_moving(runs, [&](int unit) { announce(unit, sum_on_device(reducer.gradient(unit)), *copies); });
+    }
     each_moving(runs, [&](int unit) { pass_over(unit, reducer.gradient(unit), Side::device); });
   }
   UnitGathers gathers(group_, "gathering gradients of");
@@ -139,7 +144,9 @@ void ShardedOptimizer::step_by_rule(const gradients::Reducer& reducer, double gr
         publish(i, publication);
         continue;
       }
-      gradients::UnitGradient gradient = gathers_gradients() ? gathers.wait_first() : reducer.gradient(i);
+      gradients::UnitGradient gradient = gathers_gradients() ? gathers.wait_first()
+                                         : copies            ? reducer.gradient(i)
+                                                             : reducer.gradient_on_device(i);
       if (copies && gathers_gradients()) {
         announce(i, sum_on_device(gradient), *copies);
         pass_over(i, gradient, Side::device);
@@ -219,7 +226,7 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
     states_.refresh_masters(i);
     const bool moves = !states_.count_step(i, active, groups).empty();
     Tensor gradient;
-    if (moves && !gathers_gradients()) gradient = reducer.gradient(i).sum();
+    if (moves && !gathers_gradients()) gradient = reducer.gradient(i).sum_where_stepped();
     if (moves && gathers_gradients()) {
       start_gathering(i, reducer, gathers);
       gradient = gathers.wait_first();
@@ -315,8 +322,10 @@ void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, const 
     prefetch_after(pass, part, block);
     tiers::Lease narrowed, summed;
     if (pass.gradient.defined()) {
-      segment.gradient = part.on_host ? pass.copies->gradient(pass.unit, block)
-                                      : pass.gradient.part({block.begin - pass.gradient_begin, block.count}, summed);
+      const Block of_gradient{block.begin - pass.gradient_begin, block.count};
+      segment.gradient = !part.on_host           ? pass.gradient.part(of_gradient, summed)
+                         : pass.gradient.on_host ? pass.gradient.on_host->read(block)
+                                                 : pass.copies->gradient(pass.unit, block);
     }
     if (parameters.defined()) narrowed = parameters.lease(block, packed ? access.master : Access::write);
     segment.param = narrowed.tensor();

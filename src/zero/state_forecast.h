@@ -23,6 +23,7 @@ struct StateTypes {
   // Of a device's elements, those whose masters and states lie off it, where the host steps them: in fp32, too, these
   // have masters of their own.
   double host_share = 0.0;
+  bool gradients_leave = false;  // to the host, by the reducer: those of what it steps
   bool lends_masters = false;  // to the caller's optimizer: a device's copies may not share them
 
   bool uses_host() const { return host_share > 0.0; }

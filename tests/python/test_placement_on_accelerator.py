@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""deeptide.placement of optimizer states on an accelerator: its memory, the host's, and files, by sizes and shares."""
+"""deeptide.placement on an accelerator: states and gradients in its memory, the host's, and files, by sizes."""
 
 import re
 
 import models
 import pytest
+import torch
 import torch.distributed as dist
 from accelerated import DEVICE, ON_GPU, begin
-from test_offload_on_accelerator import Model, make_engine, train
-from test_on_accelerator import check_order, far, on_host, run
+from test_gradients_leave_on_accelerator import LAYERS, WIDTH
+from test_gradients_leave_on_accelerator import line_of as gradients_of
+from test_offload_on_accelerator import TO_HOST, Model, make_engine, results_of, train
+from test_on_accelerator import check_order, far, on_host, run, unequal
 from test_twin_flow_on_accelerator import BLOCK, NUMEL, split
 
 import deeptide
@@ -101,6 +104,75 @@ def test_tiers_keep_to_their_sizes(bf16, tmp_path):
     run(1, keep_to_sizes, bf16, str(tmp_path))
 
 
+def gradients_at(**tiers):
+    return {"placement": {"gradients": tiers}}
+
+
+def compare_gradients(stage, bf16, type):
+    """Where sums lie changes no bit of a device's steps."""
+    controls = begin()
+    params = {"lr": 1e-2, "eps": 1e-5} if type == "AdamW" else {"lr": 1e-2}
+    settings = {"bf16": bf16, "gradient_clipping": 0.01, "optimizer": {"type": type, "params": params}}
+    controls.configure("random")
+    expected = results_of(DEVICE, stage, gas=2, **settings)
+    for schedule in ("late_default", "late_others", "random"):
+        controls.configure(schedule, max_delay_us=300, guard_pinned=True)
+        for own in (gradients_at(cpu="100%"), gradients_at(device="40%", cpu="rest")):
+            got = results_of(DEVICE, stage, gas=2, deeptide=own, **settings)
+            check_order(controls)
+            assert unequal(expected, got) == [], (schedule, own)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "bf16", "type"),
+    [(1, 0, False, "AdamW"), (1, 2, True, "Lamb"), (2, 1, False, "Lamb"), (2, 2, True, "Muon"), (2, 3, True, "AdamW")],
+)
+def test_a_device_steps_gradients_of_the_host_bit_for_bit(world, stage, bf16, type):
+    run(world, compare_gradients, stage, bf16, type)
+
+
+def keep_gradients_to_sizes():
+    controls = begin()
+    numel = WIDTH * (WIDTH + 1) * LAYERS
+    sums, ring, block = 4 * numel, 2 * 4 * numel // LAYERS, 4 * BLOCK
+    for zero, own, on_device, off_device in (
+        ({}, gradients_at(cpu="100%"), ring, sums),
+        ({}, gradients_at(device="1MiB", cpu="rest"), ring + MIB, sums - MIB),
+        ({}, gradients_at(device="rest", cpu="1MiB"), ring + sums - MIB, MIB),
+        ({}, gradients_at(device="100%"), sums, 0),
+        (TO_HOST, gradients_at(device="100%"), sums, 0),
+        (TO_HOST, gradients_at(cpu="100%"), ring, sums),
+        (split(0.5), gradients_at(device="50%", cpu="rest"), ring + sums / 2, sums / 2),
+    ):
+        engine = make_engine(DEVICE, 2, zero=zero, deeptide=own, kind=Even)
+        x = torch.randn(2, WIDTH).to(DEVICE)
+        for _ in range(2):
+            engine.backward(engine(x))
+            assert engine.step().applied
+        line = gradients_of(engine)
+        assert line.measured_bytes == line.predicted_bytes, line
+        assert line.measured_off_device_bytes == line.off_device_bytes, line
+        assert line.predicted_bytes == pytest.approx(on_device, abs=1.5 * block + 0.01 * sums), own
+        assert line.off_device_bytes == pytest.approx(off_device, abs=1.5 * block + 0.2 * off_device), own
+        model = models.to_device(models.make_model(kind=Even), DEVICE)
+        planned = deeptide.plan(model, models.config(2, zero=zero, deeptide=own)).lines["gradients"]
+        assert planned.memory_bytes == line.predicted_bytes
+        assert planned.off_device_bytes == line.off_device_bytes
+        engine.destroy()
+    check_order(controls)
+    dist.destroy_process_group()
+
+
+def test_gradients_keep_to_their_sizes():
+    run(1, keep_gradients_to_sizes)
+
+
+class Even(models.Wide):
+    def __init__(self):
+        super().__init__(WIDTH, LAYERS)
+
+
 def refuse(config, error):
     begin()
     with pytest.raises(deeptide.ConfigError, match=error):
@@ -112,8 +184,20 @@ def refuse(config, error):
     ("settings", "error"),
     [
         (
-            {"deeptide": {"placement": {"gradients": {"device": "50%", "cpu": "rest"}}}},
-            r"deeptide\.placement\.gradients is not supported yet on .* give the device \"100%\"",
+            {"deeptide": {"placement": {"gradients": {"nvme": "rest"}, "nvme_path": "/tmp"}}},
+            r"deeptide\.placement\.gradients in files is not supported yet on .* give the host's memory",
+        ),
+        (
+            {"deeptide": {"keep_grad": True, **gradients_at(cpu="rest")}},
+            r"gradients off .* does not go with deeptide\.keep_grad.*; leave keep_grad out",
+        ),
+        (
+            {"zero": split(0.3), "deeptide": gradients_at(cpu="rest")},
+            r"gradients off .* does not go with .* of which the host steps 30 %.*; leave the placement out",
+        ),
+        (
+            {"zero": split("auto"), "deeptide": gradients_at(cpu="rest")},
+            r"gradients off .* does not go with optimizer states of which the host steps .*; leave the placement out",
         ),
         (
             {
@@ -126,3 +210,45 @@ def refuse(config, error):
 )
 def test_what_cannot_leave_the_device_is_named(settings, error):
     run(1, refuse, models.config(2, **settings), error)
+
+
+def refuse_without_a_shard():
+    """Where each rank steps all, and where the caller's own optimizer steps."""
+    begin()
+    own = gradients_at(device="50%", cpu="rest")
+    for stage, error in (
+        (0, r"gradients off .* does not go with stage 0"),
+        (2, r"an optimizer of your own that steps"),
+    ):
+        model = models.to_device(models.make_model(kind=Model), DEVICE)
+        config = models.config(stage, deeptide=own)
+        optimizer = None
+        if stage:
+            del config["optimizer"]
+            optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
+        with pytest.raises(deeptide.ConfigError, match=error):
+            deeptide.initialize(model=model, config=config, optimizer=optimizer)
+    dist.destroy_process_group()
+
+
+def test_gradients_that_nobody_could_step_from_the_host_are_named():
+    run(2, refuse_without_a_shard)
+
+
+def run_out_of_memory():
+    begin()
+    for own, says in ((gradients_at(device="100%"), True), (gradients_at(cpu="100%"), False)):
+        engine = make_engine(DEVICE, 2, kind=Even, deeptide=own)
+        forecast = sum(line.predicted_bytes for line in engine.memory())
+        engine.destroy()
+        del engine
+        engine = make_engine(DEVICE, 2, kind=Even, deeptide={**own, "device_memory_cap": int(0.99 * forecast)})
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine.backward(engine(torch.randn(2, WIDTH).to(DEVICE)))
+        assert ('"placement": {"gradients": {"cpu": "rest"}}} frees' in str(caught.value)) == says
+        engine.destroy()
+    dist.destroy_process_group()
+
+
+def test_an_error_for_lack_of_memory_names_the_placement():
+    run(1, run_out_of_memory)

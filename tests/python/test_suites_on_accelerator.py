@@ -100,7 +100,30 @@ SUITES = {
         ],
     ),
 }
+SUITES["gradients that leave"] = (
+    2,
+    [
+        *(
+            ("test_divergence", "test_divergent_ranks_train_as_plain_torch", [stage, 2, f"test_divergence.{name}"])
+            for stage, name in ((3, "skipped_block"), (1, "several_losses"), (2, "backwards_in_different_number"))
+        ),
+        ("test_divergence", "test_divergent_ranks_accumulate_as_plain_torch", [3, "test_divergence.random_branch"]),
+        ("test_divergence", "test_joined_ranks_take_part_until_all_have_joined", [3, 2]),
+        ("test_divergence", "test_joined_ranks_take_part_within_an_accumulation", [1]),
+        ("test_failures", "test_an_exception_in_forward_on_one_rank_ends_the_others", [2, 2, 1]),
+    ],
+)
 SLOW = ("divergence", "states of 16 bits")
+
+
+def offload_optimizer():
+    """From now on models' configurations ask for it."""
+    config = models.config
+
+    def offloaded(*args, zero=None, **settings):
+        return config(*args, zero={"offload_optimizer": {"device": "cpu"}, **(zero or {})}, **settings)
+
+    models.config = offloaded
 
 
 def run_ranks(size, function, *args, timeout=None):
@@ -140,6 +163,8 @@ def run_suite(name, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     conftest.run_ranks = run_ranks  # before the tests' modules take it
+    if name == "gradients that leave":
+        offload_optimizer()
     for number, (module, test, arguments) in enumerate(SUITES[name][1]):
         begin = time.monotonic()
         schedule = ("random", "late_default", "late_others")[number % 3]

@@ -178,6 +178,8 @@ def compare_memory(stage, bf16, ratio, folder):
             assert planned.lines[line.role].off_device_bytes == line.off_device_bytes, line
             if line.role == "optimizer states":
                 lines[name] = line
+            if line.role == "gradients":  # of which a share leaves, too
+                kept[name] -= line.predicted_bytes
         engine.destroy()
         del engine
     states = lines["device"].predicted_bytes
@@ -220,9 +222,9 @@ def overlap_sides():
     rate = 1e8
     check = seconds_of_step(controls, TO_HOST, compute=rate)  # of all gradients, on the device: before any is stepped
     device = seconds_of_step(controls, {}, compute=rate) - check
-    host = seconds_of_step(controls, TO_HOST, to_host=rate)
+    host = seconds_of_step(controls, TO_HOST, to_device=rate)
     slowed = rate * device / host  # so that the device takes as long as the copies
-    both = seconds_of_step(controls, split(0.5), compute=slowed, to_host=rate) - check * rate / slowed
+    both = seconds_of_step(controls, split(0.5), compute=slowed, to_device=rate) - check * rate / slowed
     print(f"either side alone {host}, half of each {both}: {both / host:.3f}")
     check_order(controls)
     assert 0.45 * host < both < 0.55 * host, (check, device, host, both)
