@@ -24,7 +24,7 @@ struct StateTypes {
   // have masters of their own.
   double host_share = 0.0;
   bool gradients_leave = false;  // to the host, by the reducer: those of what it steps
-  bool lends_masters = false;  // to the caller's optimizer: a device's copies may not share them
+  bool lends_masters = false;    // to the caller's optimizer: a device's copies may not share them
 
   bool uses_host() const { return host_share > 0.0; }
   /// Whether what is stepped lies where the parameters do, so that their memory may be part of a master.
