@@ -16,6 +16,15 @@ from deeptide import utils
 
 STEPS = 4
 MIB = 1 << 20
+OPTIMIZERS = {
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Lion": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "Lamb": {"lr": 1e-2},
+    "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3},
+    "OneBitAdam": {"lr": 1e-3, "freeze_step": 3},
+    "OneBitLamb": {"lr": 1e-3, "freeze_step": 3},
+}
 
 
 def inputs(rank, step):
@@ -23,7 +32,13 @@ def inputs(rank, step):
 
 
 def start(world, stage, offload, gas=1, **extra):
-    config = models.config(stage, gas=gas, zero={"offload_optimizer": offload} if offload else {}, **extra)
+    """`offload`: the section offload_optimizer, or deeptide.placement's."""
+    zero, deeptide_section = {}, {}
+    if offload and "device" in offload:
+        zero = {"offload_optimizer": offload}
+    elif offload:
+        deeptide_section = {"placement": offload}
+    config = models.config(stage, gas=gas, zero=zero, deeptide=deeptide_section, **extra)
     return deeptide.initialize(model=models.make_model(kind=models.Wide), config=config, world=world)[0]
 
 
@@ -34,12 +49,16 @@ def train(engine, steps=STEPS, first=0):
         engine.step()
 
 
-def run(world, stage, offload, bf16):
-    engine = start(world, stage, offload, gas=2, bf16=bf16)
-    train(engine)
+def run(world, stage, offload, bf16, steps=STEPS // 2, **extra):
+    engine = start(world, stage, offload, gas=2, bf16=bf16, **extra)
+    train(engine, 2 * steps)
     state = models.everything(engine)
     engine.destroy()
     return state
+
+
+def run_long(world, stage, offload, bf16):
+    return run(world, stage, offload, bf16, steps=20, gradient_clipping=0.01)
 
 
 @pytest.mark.costly
@@ -48,16 +67,34 @@ def run(world, stage, offload, bf16):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_offload_is_only_placement(world, stage, bf16, tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPTIDE_TEST_APART", "1" if stage in (0, 3) else "0")
-    expected = run_ranks(world, run, stage, None, bf16)[0]
+    expected = run_ranks(world, run_long, stage, None, bf16)[0]
+    tiers = {"device": "2MiB", "cpu": "40%", "nvme": "rest"}
     for offload in (
         {"device": "cpu"},
         {"device": "nvme", "nvme_path": str(tmp_path)},
         {"device": "nvme", "nvme_path": [str(tmp_path / "a"), str(tmp_path / "b")], "ratio": 0.3, "buffer_count": 2},
+        {"optimizer_states": tiers, "nvme_path": str(tmp_path)},
     ):
-        for state in run_ranks(world, run, stage, offload, bf16):
+        for state in run_ranks(world, run_long, stage, offload, bf16):
             for name, value in state.items():
                 assert torch.equal(value, expected[name]), (offload, name)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("type", OPTIMIZERS)
+def test_any_optimizers_states_lie_in_two_places(type, tmp_path):
+    stage = 0 if type.startswith("OneBit") else 2
+    optimizer = {"type": type, "params": OPTIMIZERS[type]}
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}
+
+    def run_it(world, offload):
+        return run(world, stage, offload, False, steps=5, optimizer=optimizer)
+
+    expected = run_ranks(2, run_it, None)
+    for state, plain in zip(run_ranks(2, run_it, offload), expected, strict=True):
+        for name, value in plain.items():
+            assert torch.equal(state[name], value), name
 
 
 def test_the_split_is_exact_to_a_block_counted_and_said(tmp_path, capfd):
