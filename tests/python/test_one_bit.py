@@ -5,6 +5,7 @@
 tests/zero/one_bit_test.cc compares their steps with a simulation.
 """
 
+import statistics
 from pathlib import Path
 
 import models
@@ -158,16 +159,20 @@ def test_zero_one_adam_sends_gradients_at_intervals_that_double_also_when_resume
     ],
 )
 def test_it_learns_as_its_dense_form_does(type, params, dense):
+    """A single step's loss says little: where the last bit of the rate differs, it is up to twice as large."""
+
     def run(world, type, params):
         model = models.make_model()
         engine = start(world, type, params, model=model, freeze=10)
         part = slice(4 * world.rank, 4 * world.rank + 4)
         ((tokens, targets),) = models.batches(1, 4 * world.size)
+        losses = []
         for _ in range(60):
             loss = engine(tokens[part], targets[part])
             engine.backward(loss)
             engine.step()
-        return loss.item()
+            losses.append(loss.item())
+        return statistics.median(losses[-20:])
 
     plain = sum(run_ranks(2, run, dense, {"bias_correction": False, "lr": params["lr"]}))
     one_bit = sum(run_ranks(2, run, type, params))
