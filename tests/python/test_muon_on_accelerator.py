@@ -15,6 +15,8 @@ from test_twin_flow_on_accelerator import split
 
 import deeptide
 
+pytestmark = pytest.mark.slow
+
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 
 

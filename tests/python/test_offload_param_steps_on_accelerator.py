@@ -27,6 +27,8 @@ from test_twin_flow_on_accelerator import split
 
 import deeptide
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ("late_default", "late_others", "random")
 
 

@@ -16,6 +16,8 @@ from test_twin_flow_on_accelerator import split
 
 import deeptide
 
+pytestmark = pytest.mark.slow
+
 
 def places(folder):
     return {

@@ -13,6 +13,8 @@ from test_twin_flow_on_accelerator import split
 
 import deeptide
 
+pytestmark = pytest.mark.slow
+
 NUMEL = sum(p.numel() for p in Deep().parameters())
 UNIT = 270 * 271
 
