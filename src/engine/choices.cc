@@ -51,13 +51,8 @@ bool has_states_in_files(const Config& config) {
   return (asked.device == OffloadDevice::nvme && asked.ratio > 0.0) || wants_files(config.placement().optimizer_states);
 }
 
-/// Which share of `total` bytes goes to files, so that memory holds no more than it may.
 double share_in_files(const MemoryShare& memory, int64_t total) {
-  if (memory.bytes == 0) return 1.0 - memory.fraction;
-  const int64_t allowed = memory.of(total);
-  if (allowed == total) return 0.0;
-  const int64_t safe = std::max<int64_t>(0, allowed - tiers::kSwapBlockBytes / 2);  // a split is exact to half a block
-  return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
+  return share_beyond(memory, total, tiers::kSwapBlockBytes / 2);
 }
 
 /// Errors: ConfigError where a device steps some of the parameters that lie off it, and masters are to be packed: the
@@ -168,6 +163,14 @@ bool keeps_rows(const Config& config, const BatchSizes& batch, int num_ranks, co
 }
 
 }  // namespace
+
+double share_beyond(const MemoryShare& memory, int64_t total, int64_t half_block) {
+  if (memory.bytes == 0) return 1.0 - memory.fraction;
+  const int64_t allowed = memory.of(total);
+  if (allowed == total) return 0.0;
+  const int64_t safe = std::max<int64_t>(0, allowed - half_block);
+  return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
+}
 
 std::unique_ptr<optim::Rule> custom_rule_of(const InitOptions& options) {
   return options.custom ? std::make_unique<optim::CustomRule>(options.custom->info()) : nullptr;
@@ -299,16 +302,11 @@ void choose_host_share(const Config& config, const optim::Rule& rule, const std:
   if (!types.uses_host() || !memory) return;
   zero::StateTypes beside = types;
   beside.host_share = 0.0;
-  const int64_t total = zero::total_bytes(zero::forecast(units, rule, groups, beside)), allowed = memory->of(total);
+  const int64_t total = zero::total_bytes(zero::forecast(units, rule, groups, beside));
   int64_t numel = 0;
   for (const zero::UnitForecast& unit : units) numel += unit.numel;
-  if (memory->bytes == 0 || total == 0) {
-    types.host_share = 1.0 - memory->fraction;
-  } else {
-    const int64_t half_block = zero::kSplitNumel / 2 * (total / numel + 1);  // a split is exact to it
-    const int64_t safe = allowed == total ? total : std::max<int64_t>(0, allowed - half_block);
-    types.host_share = 1.0 - static_cast<double>(safe) / static_cast<double>(total);
-  }
+  types.host_share =
+      total == 0 ? 1.0 - memory->fraction : share_beyond(*memory, total, zero::kSplitNumel / 2 * (total / numel + 1));
 }
 
 /// Which share of what lies off a device goes to files.

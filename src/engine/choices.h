@@ -35,6 +35,10 @@ zero::StagePolicy policy_of(const Config& config, const optim::Rule* rule);
 at::ScalarType reduce_type(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);
+/// Which share of `total` bytes has to go elsewhere, so that `memory` holds no more than it may though a split is exact
+/// to half a block only. Units: bytes.
+double share_beyond(const MemoryShare& memory, int64_t total, int64_t half_block);
+
 /// Of the elements of such a device, the share whose states lie off it and that the host steps; at most, if it is
 /// measured.
 double share_on_host(const Config& config, at::Device device);

@@ -5,7 +5,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -24,12 +23,10 @@ std::optional<double> share_of_gradients_on_host(const Config& config, at::Devic
   const PlacementConfig& placement = config.placement();
   if (!placement.gradients || device.is_cpu()) return std::nullopt;
   if (!placement.gradients_on_device) return 0.0;
-  const int64_t total = numel * static_cast<int64_t>(c10::elementSize(accumulate_type(config)));
   const MemoryShare& memory = *placement.gradients_on_device;
-  if (memory.bytes == 0 || total == 0) return 1.0 - memory.fraction;
-  const int64_t allowed = memory.of(total), half_block = zero::kSplitNumel / 2 * (total / numel);
-  const int64_t safe = allowed == total ? total : std::max<int64_t>(0, allowed - half_block);
-  return 1.0 - static_cast<double>(safe) / static_cast<double>(total);
+  if (numel == 0) return 1.0 - memory.fraction;
+  const auto item = static_cast<int64_t>(c10::elementSize(accumulate_type(config)));
+  return share_beyond(memory, numel * item, zero::kSplitNumel / 2 * item);
 }
 
 /// Errors: ConfigError naming what keeps sums from leaving by a placement of their own.

@@ -140,8 +140,11 @@ SideTimes time_sides(const RatioTrial& trial, at::Device device) {
   const CopyTimes copies = time_copies(device);
   SideTimes times{.device_seconds = time_step(trial.rule, trial.hyper, device),
                   .host_seconds = std::max(time_step(trial.rule, trial.hyper, at::kCPU), copies.out_seconds)};
-  double& copied_back = trial.parameters_off_device ? times.device_seconds : times.host_seconds;
-  copied_back = std::max(copied_back, trial.parameters_off_device ? copies.out_seconds : copies.in_seconds);
+  if (trial.parameters_off_device) {
+    times.device_seconds = std::max(times.device_seconds, copies.out_seconds);
+  } else {
+    times.host_seconds = std::max(times.host_seconds, copies.in_seconds);
+  }
   if (trial.files) {
     times.host_seconds = std::max(times.host_seconds, num_states(trial.rule, trial.hyper) * time_transfers(trial));
   }

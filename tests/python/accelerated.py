@@ -9,9 +9,12 @@ import os
 import types
 import warnings
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+
+import deeptide
 
 DEVICE = os.environ.get("DEEPTIDE_TEST_ACCELERATOR", "sim")
 ON_GPU = DEVICE != "sim"
@@ -67,3 +70,19 @@ def begin():
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return _on_gpu() if ON_GPU else controls
+
+
+def assert_bytes_as_planned(engine, model, config, why=None, but=()):
+    """Of every role, what was measured is the forecast, to 2 %, and what is planned for such a model. Returns the plan.
+
+    `but`: a role that is left out.
+    """
+    planned = deeptide.plan(models.to_device(model, DEVICE), config, world_size=dist.get_world_size())
+    for line in engine.memory():
+        if line.role in but:
+            continue
+        assert line.measured_bytes == pytest.approx(line.predicted_bytes, rel=0.02), (why, line)
+        assert line.measured_off_device_bytes == line.off_device_bytes, (why, line)
+        assert planned.lines[line.role].memory_bytes == line.predicted_bytes, (why, line)
+        assert planned.lines[line.role].off_device_bytes == line.off_device_bytes, (why, line)
+    return planned
