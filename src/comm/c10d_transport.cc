@@ -7,6 +7,7 @@
 
 #include "comm/pair_exchange.h"
 #include "comm/transport.h"
+#include "device/torch_versions.h"
 #include "device/unseen.h"
 
 namespace deeptide::comm {
@@ -123,6 +124,7 @@ class C10dTransport : public Transport {
   }
 
   OperationPtr reduce_scatter(Tensor output, Tensor input) override {
+    const device::CollectiveStart start(input.is_cpu());
     return follow(backend_->_reduce_scatter_base(output, input), {output, input});
   }
 
@@ -130,6 +132,7 @@ class C10dTransport : public Transport {
     c10d::BroadcastOptions options;
     options.rootRank = root;
     std::vector<Tensor> tensors{tensor};
+    const device::CollectiveStart start(tensor.is_cpu());
     return follow(backend_->broadcast(tensors, options), {tensor});
   }
 

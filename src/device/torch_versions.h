@@ -5,7 +5,9 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
+#include <torch/version.h>
 
+#include <mutex>
 #include <vector>
 
 namespace deeptide::device {
@@ -42,6 +44,26 @@ class KeptArguments {
 
  private:
   const std::vector<c10::IValue> kept_;
+};
+
+/// Whether threads may start Gloo's collectives at once. Up to 2.11, torch's flight recorder looks the group up in a
+/// map of all the process's groups, and enters it there, before it takes its lock: the map broke. 2.12.1 takes the lock
+/// first; a build for 2.12 may run with 2.12.0.
+constexpr bool kGlooStartsAtOnce = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13;
+
+/// Hold it while a backend starts a collective, a send and a receive excepted; RAII. Do not hold the GIL: the recorder
+/// takes it, to note the stack.
+class CollectiveStart {
+ public:
+  /// `by_gloo`: others are not kept waiting, for NCCL's first collective of a group waits for its peers.
+  explicit CollectiveStart(bool by_gloo) {
+    if (!kGlooStartsAtOnce && by_gloo) lock_ = std::unique_lock(one_at_a_time_);
+  }
+  CollectiveStart(const CollectiveStart&) = delete;
+
+ private:
+  inline static std::mutex one_at_a_time_;
+  std::unique_lock<std::mutex> lock_;
 };
 
 }  // namespace deeptide::device
