@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch.utils.data
 from deeptide import _C, _compiled, _tensor_methods
 from deeptide._C import Config, ConfigError, World
 from deeptide._groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
-from deeptide._model import check_model, describe, device_of, parameter_names
+from deeptide._model import check_model, describe, describer, device_of, parameter_names
 from deeptide._world import find_world
 from deeptide.config import ConfigSource, load_config
 from deeptide.data import DataLoader
@@ -120,7 +119,7 @@ def make_engine(
     core = None
     try:
         custom = plan.custom if plan is not None else None
-        options = _C.InitOptions(world, groups, optimizer_type, functools.partial(describe, model), custom)
+        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom)
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             _tensor_methods.install()

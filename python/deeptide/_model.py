@@ -3,7 +3,10 @@
 """What the core needs to know of a Python model."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -46,6 +49,15 @@ def describe(model: torch.nn.Module) -> _C.ModelDescription:
             kind = transient if name in module._non_persistent_buffers_set else buffers
             kind.append((f"{path}.{name}" if path else name, buffer))
     return _C.ModelDescription(parameters, buffers, modules, transient)
+
+
+def describer(model: torch.nn.Module) -> Callable[[], _C.ModelDescription]:
+    """`describe(model)`, for the core to call while its engine lives, which holds the model.
+
+    Weak, because Python's garbage collector does not see what the core holds, and a model may hold its engine.
+    """
+    weak: Any = weakref.proxy(model)  # to be used as the model is
+    return functools.partial(describe, weak)
 
 
 @contextlib.contextmanager

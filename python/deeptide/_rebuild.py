@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from deeptide import _C, _changes
 from deeptide._C import ConfigError
 from deeptide._groups import OptimizerPlan, ParamGroup, check_group, keys_of, name_groups, read_group, write_group
-from deeptide._model import describe, parameter_names
+from deeptide._model import describe, describer, parameter_names
 from deeptide._muon import choice_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def rebuild(engine: Engine) -> None:
             plan = _regrouped(plan, model, engine._config)
         groups = [] if plan is None else plan.core_groups(engine._config)
         optimizer_type = "" if plan is None else plan.override
-        options = _C.InitOptions(engine.world, groups, optimizer_type, functools.partial(describe, model))
+        options = _C.InitOptions(engine.world, groups, optimizer_type, describer(model))
         engine._core.rebuild(describe(model), options)
     engine._registrations = seen
     if optimizer is not None and plan is not None:

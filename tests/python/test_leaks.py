@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import time
+import weakref
 
 import models
 import pytest
@@ -98,6 +99,20 @@ def test_engines_that_are_dropped_leave_nothing(stage):
         engine.backward(engine(*models.batches(1, 2, vocab=200)[0]))
 
     assert_flat(cycle)
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_an_engine_that_its_model_holds_is_collected(rebuilt):
+    made = models.make_model()
+    engine, *_ = deeptide.initialize(model=made, config=models.config(1))
+    if rebuilt:
+        made.more = torch.nn.Linear(20, 20)
+        engine.rebuild()
+    made.engine = [engine]
+    ended = weakref.ref(engine)
+    del made, engine
+    gc.collect()
+    assert ended() is None
 
 
 def test_a_destroyed_engine_leaves_a_model_without_hooks():
