@@ -74,7 +74,9 @@ void KeptGradients::gather(int unit) {
   const Tensor own = whole.narrow(0, u.shard_begin(), sum.numel());
   own.copy_(loss_scale_ == 1.0 ? sum : sum.div(loss_scale_));
   if (own.numel() == whole.numel()) return;
+  const int64_t before = channels_.gathers().sent_bytes();
   auto pending = channels_.gathers().all_gather(whole, own);
+  sent_bytes_ += channels_.gathers().sent_bytes() - before;
   channels_.gathers().wait(pending, {"backward", "gathering gradients of unit '" + u.layout().name + "' for .grad"});
 }
 

@@ -40,6 +40,8 @@ class KeptGradients {
   void forget();
 
   int64_t predicted_bytes() const;
+  /// What this rank has sent to the others so far, to make gradients whole. Units: bytes.
+  int64_t sent_bytes() const { return sent_bytes_; }
 
  private:
   /// What the program did to a parameter's `.grad`. Travels between ranks: kUntouched, kDropped (it is None), or the
@@ -79,6 +81,7 @@ class KeptGradients {
   mutable std::mutex mutex_;  // hooks run on autograd's threads
   std::vector<Kept> all_;
   bool shown_ = false;
+  int64_t sent_bytes_ = 0;
 };
 
 }  // namespace deeptide::engine

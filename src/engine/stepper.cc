@@ -225,6 +225,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
 int64_t Stepper::bytes_sent_for_steps() {
   int64_t sent = parts_.channels.reductions().sent_bytes();
   if (parts_.arrivals) sent += parts_.arrivals->sent_bytes();
+  if (parts_.kept) sent += parts_.kept->sent_bytes();
   if (parts_.policy.shard_parameters) sent += parts_.channels.gathers().sent_bytes();
   return sent;
 }
@@ -397,7 +398,12 @@ void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) 
   const uint8_t own = all_finite ? 0 : 1;
   const auto in_forward =
       parts_.boundary.exchange_all(std::span<const uint8_t>(&own, 1), {"step", "telling forward from backward"});
-  const auto bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
+  // A rank that has seen the contribution names its rank; one that has only the sum of a host's cannot.
+  const auto named = [](const Verdict& v) { return v.bad_unit >= 0 && v.bad_rank >= 0; };
+  auto bad = std::find_if(verdicts.begin(), verdicts.end(), named);
+  if (bad == verdicts.end()) {
+    bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
+  }
   if (bad == verdicts.end()) return;
   outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
   outcome.rank = bad->bad_rank;

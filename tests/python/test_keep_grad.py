@@ -329,3 +329,17 @@ def test_stage_3_is_refused_by_name():
             start(world, 3)
 
     run_ranks(1, run)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_counts_what_making_gradients_whole_has_sent(stage):
+    def sent(world, keep):
+        engine, _ = start(world, stage, keep=keep)
+        for [(tokens, targets)] in parts(engine, steps=2):
+            engine.backward(engine(tokens, targets))
+            outcome = engine.step()
+        return outcome.sent_bytes, sum(p.numel() for p in engine.module.parameters())
+
+    (kept, numel), (plain, _) = (run_ranks(2, sent, keep)[0] for keep in (True, False))
+    half = 4 * numel / 2  # of the gradients: the other rank's part
+    assert half <= kept - plain <= 1.1 * half, "units are padded a little"
