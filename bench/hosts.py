@@ -28,13 +28,14 @@ token bucket). A round's step is the median over its steps of the slowest rank's
 round, and the median of the ratios to DDP within a round. Processor: the processor time of a step, on all threads of
 one rank, the busiest.
 
-Ideal at stages 1 and 2: max(c, b / r) + 2 u / r, where c is plain torch's step (forward, backward, update; no
-communication), r is the rate (of the slowest link), b what a host must send in a step, (H - 1) / H of the gradients
-and as much of the parameters, and u = (H - 1) / H of the first unit, which is reduced after backward and gathered
-before forward: nothing hides it. At stage 3 backward gathers anew what is not kept from forward: b has 3/4 of the
-parameters more, since a quarter may stay gathered (stage3_max_live_parameters is not given). At stage 0 and in DDP
-every rank steps all, so gradients go out and their sums, in fp32, come back, between forward and the update:
-f + max(c - f, b / r) + u / r for each of the two, where f = c / 3 is forward.
+Ideal at stages 1 and 2: max(f, p / r) + max(c - f, g / r) + 2 u / r, where c is plain torch's step (forward,
+backward, update; no communication), f = c / 3 its forward, r the rate (of the slowest link), p what a host must send of
+the parameters, (H - 1) / H of them, which come after the update and are needed in forward, g as much of the gradients,
+which backward makes, and u = (H - 1) / H of the first unit, which is reduced after backward and gathered before
+forward: nothing hides it. At stage 3 backward gathers anew what is not kept from forward: g has 3/4 of the parameters
+more, since a quarter may stay gathered (stage3_max_live_parameters is not given). At stage 0 and in DDP every rank
+steps all, so gradients go out and their sums, in fp32, come back, between forward and the update:
+f + max(c - f, b / r) + u / r for each of the two, where b is both.
 
 Ideal of one core per rank: a rank that has one core for everything also moves the bytes with it, so c is greater by the
 processor time of "exchange", which sends and receives b from memory to memory and does nothing else."""
@@ -106,12 +107,16 @@ def ideal_seconds(options, rate, compute, moving, stage):
     per_layer = 12 * size.width**2 + 13 * size.width
     first_unit = (size.vocabulary + size.context) * size.width
     elements = size.layers * per_layer + first_unit + 2 * size.width + size.vocabulary * size.width
-    bytes_each = {0: item + 4, 2: 2 * item, 3: 2.75 * item}[stage]
-    forward = compute / 3 if stage == 0 else 0
-    compute += moving * bytes_each / (2 * item)
+    in_forward = 0 if stage == 0 else item  # bytes of each element
+    in_backward = {0: item + 4, 2: item, 3: 1.75 * item}[stage]
     per_second = bits_per_second(options.last_rate or rate) / 8 / spread
+
+    def phase(computes, bytes_each):
+        moves = moving * bytes_each / (2 * item)
+        return max(computes + moves, elements * bytes_each / per_second)
+
     nothing_hides = first_unit * (item + 4 if stage == 0 else 2 * item) / per_second
-    return forward + max(compute - forward, elements * bytes_each / per_second) + nothing_hides
+    return phase(compute / 3, in_forward) + phase(compute * 2 / 3, in_backward) + nothing_hides
 
 
 def stage_of(name):

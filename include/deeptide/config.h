@@ -227,7 +227,7 @@ struct DataConfig {
   bool drop_last = false;  // "dataloader_drop_last"
 };
 
-/// ordered: sums in rank order, so that a run repeats bit for bit; transport: in the transport's order.
+/// ordered: sums in one order, by pairs of ranks, so that a run repeats bit for bit; transport: in the transport's.
 enum class Reduction : uint8_t { ordered, transport };
 
 /// What happens when too many steps in a row were skipped.

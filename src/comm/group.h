@@ -8,6 +8,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "comm/clock.h"
@@ -93,8 +94,11 @@ class Group {
   /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Needs PeerTraffic::yes.
   Pending send(at::Tensor tensor, int to);
   Pending receive(at::Tensor tensor, int from);
-  /// Logs in this channel a reduction that was started elsewhere. All ranks call it in the same order.
-  Pending track(OperationPtr under_way, const char* operation, int64_t bytes);
+  /// Logs in this channel a reduction that was started elsewhere. All ranks call it in the same order. `sent`: of its
+  /// bytes, those that this rank sends; absent: all but a rank's part.
+  Pending track(OperationPtr under_way, const char* operation, int64_t bytes, std::optional<int64_t> sent = {});
+  /// As Transport::rail. What it carries is not logged.
+  Transport* rail() { return transport_->rail(); }
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
 

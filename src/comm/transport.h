@@ -46,6 +46,8 @@ class Transport {
   /// direction end in the order in which they were started. Needs PeerTraffic::yes.
   virtual OperationPtr send(at::Tensor tensor, int to) = 0;
   virtual OperationPtr receive(at::Tensor tensor, int from) = 0;
+  /// Of two levels: what connects the ranks of this rank's index on all hosts, in the order of hosts. Else null.
+  virtual Transport* rail() { return nullptr; }
 };
 
 /// Whether a channel carries send and receive besides collectives: they cost shared memory per pair of ranks.

@@ -99,6 +99,7 @@ class TwoLevelTransport : public Transport {
 
   OperationPtr send(Tensor, int) override { return refuse(); }
   OperationPtr receive(Tensor, int) override { return refuse(); }
+  Transport* rail() override { return rail_.get(); }
 
  private:
   static OperationPtr refuse() {

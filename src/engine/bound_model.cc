@@ -179,16 +179,15 @@ void BoundModel::cast_buffers(const ModelDescription& model, at::ScalarType comp
   }
 }
 
-/// Maps memory for all units and, generously, for all gradient buckets that may wait for slower ranks.
+/// Maps memory for all units and for gradient buckets.
 void BoundModel::share_memory(const std::vector<UnitLayout>& layouts, host::Host& host) {
-  constexpr int64_t kBucketsOfModel = 16, kSpare = 64 << 20;
-  int64_t parameters = 0, gradients = 0;
+  int64_t parameters = 0, numel = 0;
   for (const UnitLayout& layout : layouts) {
     parameters += host::Arena::padded(layout.numel * static_cast<int64_t>(c10::elementSize(layout.dtype)));
-    gradients += layout.numel * static_cast<int64_t>(sizeof(float));
+    numel += layout.numel;
   }
   std::string why_not;
-  arena_ = host::Arena::create(host, parameters, kBucketsOfModel * gradients + kSpare, why_not);
+  arena_ = host::Arena::create(host, parameters, host::Arena::heap_of_buckets(numel), why_not);
   if (!arena_ && host.index() == 0) log(LogLevel::warning, "ranks of one host do not share parameters: " + why_not);
 }
 

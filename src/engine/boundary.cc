@@ -54,8 +54,11 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   const auto keep_up = [&](int64_t rounds) {
     if (reducer_) reducer_->keep_up(rounds);
   };
+  // What this rank has begun to reduce goes on while it waits, and holds nobody up.
+  std::function<void()> go_on;
+  if (reducer_ && !reducer_->advances_alone()) go_on = [this] { reducer_->go_on(); };
   const bool ends_pass = call != Call::zero_grad && call != Call::show_gradients;
-  auto closes = residency_.close(own, ends_pass, keep_up);
+  auto closes = residency_.close(own, ends_pass, keep_up, go_on);
   check_calls(closes);
   check_failures(closes, failure);
   take_private_writes(closes);

@@ -358,6 +358,8 @@ gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes
   options.reduce_dtype = reduce_type(config);
   options.accumulate_dtype = accumulate_type(config);
   options.ordered = config.runtime().reduction == Reduction::ordered;
+  const bool sums_on_hosts = units.on_cpu && options.ordered && units.ranks_per_host < num_ranks;
+  options.together = sums_on_hosts ? gradients::summed_together(units.ranks_per_host, options.reduce_dtype) : 1;
   options.overlap = config.zero().overlap_comm;
   options.accumulates_whole = keeps_whole_states(units.rule) || (!policy.reduce_every_micro && batch.accumulation > 1);
   const bool mean = config.gradients().op == GradientOp::mean;

@@ -77,6 +77,7 @@ struct ReducedUnits {
   int64_t shard_numel = 0;  // over all units
   bool on_cpu = true;
   const optim::Rule* rule = nullptr;
+  int ranks_per_host = 1;  // where there are several hosts of equally many, numbered host by host
 };
 /// All but what depends on the process: the side thread and what is done while waiting.
 gradients::ReducerOptions reducer_options(const Config& config, const BatchSizes& batch, int num_ranks,

@@ -253,7 +253,8 @@ std::pair<PlanLine, PlanLine> reductions_of(const Facts& facts) {
                                      {.num_units = units.size(),
                                       .shard_numel = sharding::shard_numel(units),
                                       .on_cpu = facts.on_cpu,
-                                      .rule = facts.rule});
+                                      .rule = facts.rule,
+                                      .ranks_per_host = two_levels ? facts.world.ranks_per_host : 1});
   if (facts.on_cpu && !facts.shared && facts.world.size > 1) {
     how.mostly_zero = engine::mostly_zero_units(facts.config, *facts.rule, facts.modules, names_of(facts, units));
   }

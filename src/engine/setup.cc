@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds an engine: world, channels, units, residency, reducer, optimizer, hooks.
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -43,6 +45,30 @@ bool has_idle_core(const host::Host& host, const comm::Team& team) {
 bool wants_side_thread(const Config& config, const host::Host& host, const comm::Team& team) {
   if (!config.zero().overlap_comm || config.runtime().reduce_thread == ReduceThread::off) return false;
   return config.runtime().reduce_thread == ReduceThread::on || has_idle_core(host, team);
+}
+
+/// Collective. Memory for the buckets of so many elements that the ranks of each host share; null on all ranks if one
+/// of them has none.
+std::shared_ptr<host::Arena> share_buckets(engine::Channels& channels, int64_t numel) {
+  std::string why_not;
+  auto arena =
+      host::Arena::create(*channels.host(), /*parameter_bytes=*/0, host::Arena::heap_of_buckets(numel), why_not);
+  const auto own = at::full({1}, arena ? 1 : 0, at::kByte), all = at::empty({channels.control().size()}, at::kByte);
+  auto pending = channels.control().all_gather(all, own);
+  channels.control().wait(pending, {"start", "telling which hosts share memory"});
+  if (all.all().item<bool>()) return arena;
+  if (!why_not.empty() && channels.host()->index() == 0) {
+    log(LogLevel::warning, "ranks of one host do not sum their gradients before they travel: " + why_not);
+  }
+  return nullptr;
+}
+
+/// Collective. Through it the ranks of this host reduce in place; null if they do not, which `how` says then.
+std::unique_ptr<host::Exchange> make_exchange(engine::Channels& channels, const engine::BoundModel& model,
+                                              gradients::ReducerOptions& how) {
+  const auto arena = how.together > 1 ? share_buckets(channels, model.num_elements()) : model.arena();
+  if (!arena) how.together = 1;
+  return arena ? std::make_unique<host::Exchange>(channels.host(), arena) : nullptr;
 }
 
 std::vector<std::vector<std::string>> names_of(const std::vector<sharding::Unit*>& units) {
@@ -188,7 +214,8 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
                                      {.num_units = trainable.size(),
                                       .shard_numel = sharding::shard_numel(sharding::layouts_of(trainable)),
                                       .on_cpu = on_cpu,
-                                      .rule = rule});
+                                      .rule = rule,
+                                      .ranks_per_host = channels.host()->is_in_order() ? channels.host()->size() : 1});
   how.side_thread = on_cpu && wants_side_thread(config, *channels.host(), channels.data());
   const bool travels = on_cpu && !model.arena() && channels.data().size() > 1;
   if (travels) how.mostly_zero = engine::mostly_zero_units(config, *rule, description.modules, names_of(trainable));
@@ -196,7 +223,7 @@ void Engine::Impl::make_trainer(const ModelDescription& description) {
   how.stays = engine::sums_on_device(config, *rule, model.device(), stepped_units(trainable), policy,
                                      channels.data().size(), types);
   how.while_ahead = [this](int64_t rounds) { residency->attend(rounds); };
-  auto exchange = model.arena() ? std::make_unique<host::Exchange>(channels.host(), model.arena()) : nullptr;
+  auto exchange = make_exchange(channels, model, how);
   auto& reductions = channels.reductions();
   reducer =
       std::make_unique<gradients::Reducer>(trainable, reductions, std::move(exchange), ledger, model.device(), how);

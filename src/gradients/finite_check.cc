@@ -27,7 +27,8 @@ void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Su
   if (time_ == FiniteCheckTime::each_sum) {
     if (bad_ || std::isfinite(squares_[unit].item<double>())) return;
     const auto found = numerics::find_non_finite(rows.rows, sum());
-    name(unit, found, found && num_ranks_ > 0 ? found->rank : -1);
+    const bool by_rank = static_cast<int64_t>(rows.rows.size()) == num_ranks_;
+    name(unit, found, found && by_rank ? found->rank : -1);
     return;
   }
   constexpr double kLargest = std::numeric_limits<double>::infinity();  // the norm that is the largest magnitude
@@ -37,6 +38,10 @@ void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Su
                                               false, at::kFloat);
     maximum.copy_(first ? own : at::maximum(maximum, own));
   }
+}
+
+void FiniteCheck::note_element(int unit, int64_t element, int rank) {
+  if (!bad_) name_element(unit, element, rank);
 }
 
 void FiniteCheck::note_overwritten(int unit, const Sum& sum) {
@@ -75,8 +80,11 @@ const double* FiniteCheck::seen(int unit) const { return seen_.const_data_ptr<do
 
 void FiniteCheck::name(int unit, const std::optional<numerics::NonFinite>& found, int rank) {
   if (!found) return;  // finite squares overflowed: the step is skipped without a culprit
+  name_element(unit, units_[unit]->shard_begin() + found->index, rank);
+}
+
+void FiniteCheck::name_element(int unit, int64_t element, int rank) {
   const Unit& u = *units_[unit];
-  const int64_t element = u.shard_begin() + found->index;
   bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = rank};
   for (size_t i = 0; i < u.parameters().size(); ++i) {
     if (element >= u.parameters()[i].offset) bad_->parameter = static_cast<int>(i);

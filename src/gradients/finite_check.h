@@ -27,14 +27,16 @@ enum class FiniteCheckTime : uint8_t { each_sum, each_step };
 /// Remembers the first bad gradient of a step. Units are counted by position.
 class FiniteCheck {
  public:
-  /// `num_ranks`: how many rows a sum has, one per rank; 0: its rows are not the ranks' (the transport has summed
-  /// them). `squares`: (units,) fp64, where sums leave their squares.
+  /// `num_ranks`: how many rows a sum has, one per rank; of other sums the rows are not the ranks'. 0: of none (the
+  /// transport has summed them). `squares`: (units,) fp64, where sums leave their squares.
   FiniteCheck(const std::vector<sharding::Unit*>& units, int64_t num_ranks, at::Tensor squares, FiniteCheckTime time);
 
   using Sum = std::function<at::Tensor()>;  // (shard,), called only where something is bad
 
   /// After a unit's rows were summed. `first`: of this unit in this step.
   void note(int unit, const numerics::Contributions& rows, bool first, const Sum& sum);
+  /// Where a rank's own contribution was seen, before `note`. `element`: of the unit; `rank`: as in BadGradient.
+  void note_element(int unit, int64_t element, int rank);
   /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.
   void note_overwritten(int unit, const Sum& sum);
   /// The sum of the squares of these units, by position; non-finite if any element is. Reads the device once.
@@ -56,6 +58,7 @@ class FiniteCheck {
   int first_bad_row(int unit) const;
   const double* seen(int unit) const;
   void name(int unit, const std::optional<numerics::NonFinite>& found, int rank);
+  void name_element(int unit, int64_t element, int rank);
 
   std::vector<sharding::Unit*> units_;
   int64_t num_ranks_;

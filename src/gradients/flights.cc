@@ -102,9 +102,15 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
       sums_of_squares_(
           at::zeros({static_cast<int64_t>(units_.size())}, at::TensorOptions().dtype(at::kDouble).device(device))),
       check_(units_, options_.ordered ? group_.size() : 0, sums_of_squares_, options_.finite_check) {
+  if (options_.together > 1) {
+    hierarchy_ = std::make_unique<HierarchicalSums>(
+        group_, *exchange_, options_.together,
+        HierarchicalSums::Hooks{
+            .lend = [this](Tensor bucket, uint32_t offer) { lend(std::move(bucket), offer); },
+            .note = [this](const auto& bad) { check_.note_element(bad.unit, bad.element, bad.rank); }});
+  }
   if (options_.reserve) {
-    receive_pool_.reserve(
-        reserved_buffers(sharding::layouts_of(units_), options_, group_.size(), exchange_ != nullptr).received);
+    receive_pool_.reserve(reserved_buffers(sharding::layouts_of(units_), options_, group_.size(), in_place()).received);
   }
   if (options_.offload) files_.emplace(*options_.offload, ledger_, Role::gradients, "gradients");
   if (const auto cuts = cuts_of(sharding::layouts_of(units_), options_); !cuts.empty()) {
@@ -131,8 +137,8 @@ Flights::~Flights() {
 
 void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanwhile) {
   limit(meanwhile);
-  if (options_.reserve && group_.size() > 1 && !exchange_) {
-    make_room(receive_pool_, received_numel(unit), options_.reduce_dtype, meanwhile);
+  if (options_.reserve && group_.size() > 1 && !in_place()) {
+    make_room(receive_pool_, received_numel(unit), received_dtype(), meanwhile);
   }
   trace::flight_log().enter(group_.step(), "backward", units_[unit]->layout().name);
   Flight flight;
@@ -148,17 +154,22 @@ void Flights::launch(int unit, Tensor bucket, const std::function<void()>& meanw
 
 int64_t Flights::received_numel(int unit) const {
   const sharding::UnitLayout& layout = units_[unit]->layout();
+  if (hierarchy_) return hierarchy_->memory_numel(layout.numel);
   return options_.ordered ? layout.numel : layout.shard;
 }
 
 void Flights::send(Flight& flight) {
   send_lane_.wait_for(flight.filled);
   const Lane::Scope on_lane(send_lane_);
-  if (exchange_) {
+  if (in_place()) {
     auto offer = exchange_->offer(flight.sent);
     flight.pending =
         group_.track(std::move(offer.operation), "reduce-scatter", static_cast<int64_t>(flight.sent.nbytes()));
     flight.offer = offer.number;
+  } else if (hierarchy_) {
+    flight.received = receive_pool_.take(received_numel(flight.unit), received_dtype());
+    flight.hierarchical = true;
+    flight.pending = hierarchy_->start(flight.unit, std::exchange(flight.sent, Tensor()), flight.received);
   } else if (group_.size() > 1 && options_.ordered) {
     flight.received = receive_pool_.take(received_numel(flight.unit), options_.reduce_dtype);
     flight.own_row_stays = !options_.keep_rows;  // kept rows leave the bucket to others
@@ -214,13 +225,21 @@ void Flights::make_room(device::BufferPool& pool, int64_t numel, at::ScalarType 
   while (!pool.has(numel, dtype) && (retire_soon(meanwhile) || reclaim_soon(meanwhile))) continue;
 }
 
+/// What has been offered on this host goes on to the others: a bucket behind the one that this rank waits for, too.
+void Flights::go_on() {
+  if (hierarchy_) hierarchy_->go_on();
+}
+
 /// Retires the front flight, if it arrives soon. Returns whether there was one that did.
 bool Flights::retire_soon(const std::function<void()>& meanwhile) {
   if (queue_.empty()) return false;
   Flight& front = queue_.front();
   if (peers_elsewhere_ && !front.pending.ready()) return false;  // waited for once already
-  peers_elsewhere_ =
-      !is_soon([&](milliseconds limit) { return group_.wait_for(front.pending, limit, site(front.unit)); }, meanwhile);
+  const auto wait = [&](milliseconds limit) {
+    go_on();
+    return group_.wait_for(front.pending, limit, site(front.unit));
+  };
+  peers_elsewhere_ = !is_soon(wait, meanwhile);
   if (!peers_elsewhere_) retire_front();
   return !peers_elsewhere_;
 }
@@ -243,6 +262,7 @@ bool Flights::reclaim_soon(const std::function<void()>& meanwhile) {
 void Flights::retire_ready() {
   if (side_thread_.joinable()) return;  // its task
   if (!device_.is_cpu()) return;        // sums wait for what arrives; which bucket is next must not depend on timing
+  go_on();
   while (!queue_.empty() && queue_.front().pending.ready()) retire_front();
 }
 
@@ -266,7 +286,12 @@ void Flights::drain() {
 
 void Flights::retire_front(const std::function<void()>& meanwhile) {
   Flight& flight = queue_.front();
-  group_.order_before(sum_lane_, flight.pending, site(flight.unit), meanwhile);
+  const auto go_on_meanwhile = [&] {
+    go_on();
+    if (meanwhile) meanwhile();
+  };
+  group_.order_before(sum_lane_, flight.pending, site(flight.unit),
+                      hierarchy_ ? std::function<void()>(go_on_meanwhile) : meanwhile);
   ++retired_;
   sum_lane_.wait_for(flight.filled);  // before it, the caller's lane has used what the sum overwrites
   const Lane::Scope on_lane(sum_lane_);
@@ -360,7 +385,8 @@ void Flights::prefetch(int unit, int64_t element) const {
 Contributions Flights::contributions(const Flight& flight) const {
   const Unit& u = *units_[flight.unit];
   const int64_t shard = u.layout().shard;
-  if (exchange_) return {exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype), options_.scale};
+  if (in_place()) return {exchange_->rows(flight.offer, u.shard_begin(), shard, options_.reduce_dtype), options_.scale};
+  if (flight.hierarchical) return {hierarchy_->rows(flight.received), options_.scale};
   const Tensor& flat = flight.received.defined() ? flight.received : flight.sent;
   std::vector<Tensor> rows;
   for (int64_t begin = 0; begin < flat.numel(); begin += shard) {
@@ -373,14 +399,16 @@ Contributions Flights::contributions(const Flight& flight) const {
 
 void Flights::give_back(Flight& flight) {
   receive_pool_.put(std::move(flight.received));
-  if (!exchange_) {
-    buckets_.put(std::move(flight.sent));
-    return;
-  }
-  exchange_->set_read(flight.offer);
+  if (in_place()) return lend(std::move(flight.sent), flight.offer);
+  buckets_.put(std::move(flight.sent));
+}
+
+/// This rank has read all that the host's ranks offered up to there; they may still read what it offered.
+void Flights::lend(Tensor bucket, uint32_t offer) {
+  exchange_->set_read(offer);
   {
     std::lock_guard lock(mutex_);
-    lent_.push_back({std::move(flight.sent), flight.offer});
+    lent_.push_back({std::move(bucket), offer});
   }
   reclaim();
 }
@@ -450,6 +478,7 @@ void Flights::run_side_thread() {
     bool arrived = false;
     std::exception_ptr failure;
     try {
+      go_on();
       arrived = front.pending.wait_for(kSidePatience);
       if (arrived) sum(front);
     } catch (...) {

@@ -20,6 +20,7 @@
 #include "comm/group.h"
 #include "device/memory.h"
 #include "gradients/finite_check.h"
+#include "gradients/hierarchical_sums.h"
 #include "gradients/host_sums.h"
 #include "gradients/unit_gradient.h"
 #include "host/exchange.h"
@@ -44,8 +45,11 @@ size_t most_ahead(size_t num_units, bool shares_memory);
 struct ReducerOptions {
   at::ScalarType reduce_dtype = at::kFloat;      // on the wire
   at::ScalarType accumulate_dtype = at::kFloat;  // of sums: of micro-batches in buckets, of ranks in shards
-  bool ordered = true;                           // sum in rank order in fp32; false: the transport's own reduction
-  bool overlap = true;                           // start reductions during backward
+  bool ordered = true;                           // sum by pairs in fp32; false: the transport's own reduction
+  /// How many ranks' contributions a host sums before they travel, as summed_together says; 1: each travels. Else
+  /// ordered, with an exchange among the ranks of each host.
+  int64_t together = 1;
+  bool overlap = true;       // start reductions during backward
   bool reserve = true;       // buffers, of which a rank may run out: it then waits. Not on a device, where the order of
                              // calls alone says how many are in use, and where a wait would be one of later work
   bool side_thread = false;  // sum on a separate thread, for cores that would be idle
@@ -67,7 +71,7 @@ struct ReducerOptions {
 class Flights {
  public:
   /// `units`: by position; each gets an accumulator shard, unless rows are kept. Buckets return to `buckets` once
-  /// they may be refilled. `exchange`: null unless all ranks are on one host.
+  /// they may be refilled. `exchange`: null unless all ranks are on one host, or their contributions are summed there.
   Flights(const std::vector<sharding::Unit*>& units, comm::Group& group, host::Exchange* exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
           device::BufferPool& buckets);
@@ -77,7 +81,7 @@ class Flights {
   /// first briefly, since a peer may be in another branch, and flights then accumulate; with `most_ahead()` of them
   /// until it arrives, and calls `meanwhile` repeatedly. Errors: CommError.
   void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
-  size_t most_ahead() const { return gradients::most_ahead(units_.size(), exchange_ != nullptr); }
+  size_t most_ahead() const { return gradients::most_ahead(units_.size(), in_place()); }
   /// Sums a unit's bucket at once; blocks of zeros do not travel. Not in shared memory, nor while others are under way.
   /// All ranks call it. Errors: CommError.
   void reduce_mostly_zero(int unit, at::Tensor bucket);
@@ -85,6 +89,8 @@ class Flights {
   bool has_room();
   /// Sums arrived flights, without waiting.
   void retire_ready();
+  /// Whether what was sent arrives though this rank makes no further call.
+  bool advance_alone() const { return !hierarchy_ || side_thread_.joinable(); }
   /// Counts launches, and those of them for which what is next on the caller's lane may wait: their buckets are
   /// refilled.
   sharding::ReductionProgress progress() const { return {launched_, retired_}; }
@@ -121,6 +127,7 @@ class Flights {
     at::Tensor sent;
     at::Tensor received;  // (world * shard,), or (shard,) from the transport's own reduction; none in shared memory
     bool own_row_stays = false;  // in `sent`
+    bool hierarchical = false;   // `received` is the memory of HierarchicalSums, which has the bucket
     device::Mark filled;         // of the lane that filled the bucket
     comm::Pending pending;
     uint32_t offer = 0;  // in shared memory
@@ -132,8 +139,11 @@ class Flights {
   };
   class Pause;
 
-  size_t pace() const { return exchange_ ? kMaxOffers : kMaxFlights; }
+  /// Whether rows are summed where the ranks of one host have filled them.
+  bool in_place() const { return exchange_ != nullptr && !hierarchy_; }
+  size_t pace() const { return in_place() ? kMaxOffers : kMaxFlights; }
   int64_t received_numel(int unit) const;
+  at::ScalarType received_dtype() const { return hierarchy_ ? at::kFloat : options_.reduce_dtype; }
   void send(Flight& flight);
   void limit(const std::function<void()>& meanwhile);
   void retire_front(const std::function<void()>& meanwhile = {});
@@ -151,6 +161,8 @@ class Flights {
   const tiers::Buffer& accumulator(int unit);
   numerics::Contributions contributions(const Flight& flight) const;
   void give_back(Flight& flight);
+  void lend(at::Tensor bucket, uint32_t offer);
+  void go_on();
   comm::Site site(int unit, const char* phase = "backward") const;
   void run_side_thread();
   void order_before_frees();
@@ -174,6 +186,7 @@ class Flights {
   std::vector<bool> accumulated_;            // by unit: holds something since the last clear
   at::Tensor sums_of_squares_;               // (units,), fp64
   FiniteCheck check_;
+  std::unique_ptr<HierarchicalSums> hierarchy_;  // null: each rank's contributions travel, or none does
   std::atomic<int64_t> launched_{0}, retired_{0};
   bool peers_elsewhere_ = false;    // a wait for the front flight was to no avail
   bool readers_elsewhere_ = false;  // likewise for the readers of what was lent first

@@ -154,6 +154,15 @@ class ForecastFlights {
   std::deque<Flight> queue_;
 };
 
+/// What a unit's reduction takes until it has been summed, besides its bucket.
+int64_t arriving_bytes(const sharding::UnitLayout& unit, const ReducerOptions& options) {
+  if (options.together > 1) {
+    return HierarchicalSums::memory_numel(unit.numel, options.together) * static_cast<int64_t>(sizeof(float));
+  }
+  const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
+  return (options.ordered ? unit.numel : unit.shard) * item;
+}
+
 }  // namespace
 
 ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
@@ -161,10 +170,11 @@ ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& 
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   std::vector<int64_t> sizes, sums, arriving;
-  for (const sharding::UnitLayout* unit : units) {
-    sizes.push_back(unit->numel * item);
-    sums.push_back(unit->numel * sum);
-    arriving.push_back(options.ordered ? unit->numel * item : unit->shard * item);
+  for (size_t i = 0; i < units.size(); ++i) {
+    const bool at_close = !options.mostly_zero.empty() && options.mostly_zero[i];  // whose rows all travel
+    sizes.push_back(units[i]->numel * item);
+    sums.push_back(units[i]->numel * sum);
+    arriving.push_back(at_close ? sizes.back() : arriving_bytes(*units[i], options));
   }
   ReducerBuffers buffers;
   if (!options.reserve) return buffers;
@@ -178,7 +188,8 @@ ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& 
     buffers.buckets = both(buckets_of_shared_memory(sizes), needed(units, {}, sizes, kMaxFlights));
   } else {
     // Alone: one fills while one is summed.
-    const size_t under_way = num_ranks > 1 ? kMaxFlights : 1;
+    const size_t lent = options.together > 1 ? 1 : 0;  // that a neighbour has not read yet
+    const size_t under_way = (num_ranks > 1 ? kMaxFlights : 1) + lent;
     buffers.buckets = both(largest(sizes, under_way + 1), needed(units, options.mostly_zero, sizes, under_way));
     add_mostly_zero(buffers.buckets, sizes, options.mostly_zero);
   }

@@ -74,13 +74,14 @@ Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<h
       exchange_(std::move(exchange)),
       num_ranks_(group.size()),
       own_rank_(group.index()),
-      buckets_stay_(gradients::buckets_stay(options, group.size(), exchange_ != nullptr)),
+      shares_memory_(exchange_ != nullptr && options.together == 1),
+      buckets_stay_(gradients::buckets_stay(options, group.size(), shares_memory_)),
       pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste, bucket_source(exchange_.get(), ledger)),
       options_(options),
       device_(device),
       buckets_(units_.size()),
       flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
-  pool_.reserve(reserved_buffers(sharding::layouts_of(units_), options_, num_ranks_, exchange_ != nullptr).buckets);
+  pool_.reserve(reserved_buffers(sharding::layouts_of(units_), options_, num_ranks_, shares_memory_).buckets);
   for (size_t i = 0; i < units_.size(); ++i) {
     const int unit = static_cast<int>(units_.size() - 1 - i);
     (is_mostly_zero(unit) ? closing_ : order_).push_back(unit);
@@ -207,7 +208,7 @@ void Reducer::issue_next(const std::function<void()>& meanwhile) {
 }
 
 ReducerForecast Reducer::predicted() const {
-  return forecast(sharding::layouts_of(units_), options_, num_ranks_, exchange_ != nullptr);
+  return forecast(sharding::layouts_of(units_), options_, num_ranks_, shares_memory_);
 }
 
 int64_t Reducer::rounds_wanted_with(std::vector<bool> coming) {
@@ -241,6 +242,12 @@ void Reducer::keep_up(int64_t rounds) {
   std::lock_guard lock(mutex_);
   while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && flights_->has_room()) issue_next();
   flights_->retire_ready();
+}
+
+void Reducer::go_on() {
+  at::NoGradGuard no_grad;
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) flights_->retire_ready();
 }
 
 void Reducer::finish(int64_t rounds, bool ends_micro_batch) {

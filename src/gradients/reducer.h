@@ -25,7 +25,8 @@ class Reducer {
  public:
   /// `units`: all trainable units, by position. Allocates an accumulator shard per unit, unless the options keep
   /// rows. Errors: as tiers::Offload, where sums lie in files.
-  /// `exchange`: if all ranks are on one host; buckets then lie in its arena and are summed in place.
+  /// `exchange`: among the ranks of this host, if those are all, or if the options sum what they contribute before it
+  /// travels; buckets then lie in its arena, and are summed in place.
   Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
           std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
   ~Reducer();
@@ -46,6 +47,10 @@ class Reducer {
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   void keep_up(int64_t rounds);
+  /// As Flights::advance_alone.
+  bool advances_alone() const { return flights_->advance_alone(); }
+  /// Goes on with what this rank has sent, unless a thread does so just now. Never waits.
+  void go_on();
   /// Collective. Completes `rounds` rounds, the maximum over ranks, and reduces once what is mostly zero; then all
   /// accumulators are final. Without `ends_micro_batch`, has_added still counts what came before.
   void finish(int64_t rounds, bool ends_micro_batch = true);
@@ -127,7 +132,8 @@ class Reducer {
   std::vector<sharding::Unit*> units_;
   std::unique_ptr<host::Exchange> exchange_;
   int num_ranks_;
-  int own_rank_;  // by index in the team
+  int own_rank_;        // by index in the team
+  bool shares_memory_;  // with all ranks
   bool buckets_stay_;
   device::BufferPool pool_;
   ReducerOptions options_;

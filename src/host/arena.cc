@@ -80,6 +80,11 @@ std::shared_ptr<Arena> Arena::create(Host& host, int64_t parameter_bytes, int64_
   return std::shared_ptr<Arena>(new Arena(std::move(memory), parameters + heap * host.index(), heap));
 }
 
+int64_t Arena::heap_of_buckets(int64_t numel) {
+  constexpr int64_t kBucketsOfModel = 16, kSpare = 64 << 20;
+  return kBucketsOfModel * numel * static_cast<int64_t>(sizeof(float)) + kSpare;
+}
+
 int64_t Arena::padded(int64_t bytes) { return round_up(bytes, device::page_size()); }
 
 Tensor Arena::allocate(const std::shared_ptr<device::Ledger>& ledger, device::Role role, int64_t bytes) {

@@ -22,6 +22,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   static std::shared_ptr<Arena> create(Host& host, int64_t parameter_bytes, int64_t heap_bytes, std::string& why_not);
   ~Arena();
 
+  /// A heap for the gradient buckets of so many elements, generously: many may wait for slower ranks. Units: bytes.
+  static int64_t heap_of_buckets(int64_t numel);
+
   const std::shared_ptr<device::SharedMemory>& memory() const { return memory_; }
   /// Rounds a unit's bytes up to where the next may begin: parameters are laid out page by page.
   static int64_t padded(int64_t bytes);

@@ -39,6 +39,8 @@ class Exchange {
   bool wait_read(uint32_t number, std::chrono::milliseconds limit);
 
   Arena& arena() const { return *arena_; }
+  /// Ranks of the host.
+  int size() const { return ring_->size(); }
 
  private:
   std::shared_ptr<Arena> arena_;

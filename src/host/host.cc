@@ -159,6 +159,16 @@ bool Host::is_uniform() const {
   return std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& h) { return h.size() == hosts_.front().size(); });
 }
 
+bool Host::is_in_order() const {
+  int next = 0;
+  for (const auto& host : hosts_) {
+    for (const int rank : host) {
+      if (rank != next++) return false;
+    }
+  }
+  return is_uniform();
+}
+
 std::string Host::text() const {
   const size_t num_hosts = hosts_.size();
   if (num_hosts == static_cast<size_t>(world_.size)) return "no two ranks share memory, network";

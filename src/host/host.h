@@ -39,6 +39,8 @@ class Host {
   bool holds_all() const { return hosts_.size() == 1; }
   /// Whether all hosts have equally many ranks, so that collectives may go host by host.
   bool is_uniform() const;
+  /// Whether, besides, ranks are numbered host by host.
+  bool is_in_order() const;
   /// "1 host of 4 ranks, shared memory", "2 hosts of 2 ranks, shared memory within", "2 hosts of 3 and 1 ranks,
   /// network".
   std::string text() const;

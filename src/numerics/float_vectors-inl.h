@@ -129,13 +129,17 @@ HWY_INLINE void each_vector(size_t begin, size_t end, Body body) {
   if (i < end) body(Part{end - i}, i);
 }
 
-/// row[0] + row[1] + … from element `i` on, in that order; first after `carry` if there is one.
+/// The sum of at most four rows from element `i` on, neighbours first: (0 + 1) + (2 + 3); after `carry` if there is
+/// one.
 template <int kRows, bool kCarry, typename InMemory, typename T>
 HWY_INLINE V add_rows(InMemory part, const T* const* rows, const float* carry, size_t i) {
-  V total = part.get(rows[0] + i);
-  if constexpr (kCarry) total = hn::Add(part.get(carry + i), total);
-  for (int row = 1; row < kRows; ++row) total = hn::Add(total, part.get(rows[row] + i));
-  return total;
+  static_assert(kRows >= 1 && kRows <= 4);
+  const auto row = [&](int index) { return part.get(rows[index] + i); };
+  V total = row(0);
+  if constexpr (kRows >= 2) total = hn::Add(total, row(1));
+  if constexpr (kRows == 3) total = hn::Add(total, row(2));
+  if constexpr (kRows == 4) total = hn::Add(total, hn::Add(row(2), row(3)));
+  return kCarry ? hn::Add(part.get(carry + i), total) : total;
 }
 
 }  // namespace deeptide::numerics::HWY_NAMESPACE

@@ -15,9 +15,10 @@ struct Numbers {
   NumberType type = NumberType::fp32;
 };
 
-/// The ranks' rows of a gradient, to be added in their order in fp32, then scaled.
+/// The ranks' rows of a gradient, to be added by pairs in fp32, then scaled.
 struct Rows {
   static constexpr int kMost = 64;
+  static constexpr int kLevels = 6;  // of pairs
   const void* data[kMost] = {};
   int count = 0;
   NumberType type = NumberType::fp32;

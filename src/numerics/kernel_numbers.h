@@ -79,12 +79,28 @@ DEEPTIDE_HOST_DEVICE float store(float x, const Numbers& to, int64_t i) {
   return value_of(bits, to.type);
 }
 
-/// scale * (row[0] + row[1] + …) at element `i`, in that order.
-DEEPTIDE_HOST_DEVICE float sum_of(const Rows& rows, int64_t i) {
-  float total = value_of(load_bits(rows.data[0], rows.type, i), rows.type);
-  for (int row = 1; row < rows.count; ++row) {
-    total = total + value_of(load_bits(rows.data[row], rows.type, i), rows.type);
+/// Adds `count` rows by pairs: `load(row, values)` gives kWidth values of one; `sums` gets the sum.
+template <int kWidth, typename Load>
+DEEPTIDE_HOST_DEVICE void add_by_pairs(int count, const Load& load, float* sums) {
+  float partial[Rows::kLevels][kWidth];  // by level: the sum of 2^level rows whose neighbours are still to come
+  for (int row = 0; row < count; ++row) {
+    const bool last = row + 1 == count;
+    load(row, sums);
+    int level = 0;
+    for (; row >> level != 0 && (last || (row >> level & 1) != 0); ++level) {
+      for (int k = 0; (row >> level & 1) != 0 && k < kWidth; ++k) sums[k] = partial[level][k] + sums[k];
+    }
+    for (int k = 0; !last && k < kWidth; ++k) partial[level][k] = sums[k];
   }
+}
+
+/// scale * the rows' sum at element `i`.
+DEEPTIDE_HOST_DEVICE float sum_of(const Rows& rows, int64_t i) {
+  const auto load = [&](int row, float* value) {
+    *value = value_of(load_bits(rows.data[row], rows.type, i), rows.type);
+  };
+  float total = 0.0f;
+  add_by_pairs<1>(rows.count, load, &total);
   return total * rows.scale;
 }
 

@@ -1,6 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Sums the ranks' gradient contributions in rank order in fp32; norm and finite check ride along.
+// Sums the ranks' gradient contributions by pairs in fp32; norm and finite check ride along.
+//
+// *By pairs*: rows 0 and 1, 2 and 3, and so on are added, then those sums likewise; what has no neighbour waits for the
+// next level. The order depends on the number of rows alone, and aligned runs of 2^k rows may be summed first, by
+// anybody: the rows that replace them have the same sum, bit for bit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +16,9 @@
 
 namespace deeptide::numerics {
 
-/// A gradient as the ranks contributed it: `scale` times the sum of the rows, one per rank, in rank order in fp32.
-/// Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of one type and on one device; at least one.
+/// A gradient as the ranks contributed it: `scale` times the sum of the rows by pairs, in fp32. The rows are the
+/// ranks', in their order, or sums of as many neighbours each. Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of
+/// one type and on one device; at least one.
 struct Contributions {
   Contributions() = default;                               // none
   Contributions(at::Tensor sum) : rows{std::move(sum)} {}  // NOLINT: a sum is a contribution of its own
@@ -49,13 +54,12 @@ class SumReader {
 /// SumReader::kBlock, in their order, give the bits of the whole; on a CPU, elsewhere nearly.
 enum class Squares : uint8_t { begin, go_on };
 
-/// accumulator = (overwrite ? 0 : accumulator) + scale * (row[0] + row[1] + … + row[W-1]), the inner sum in rank order
-/// in fp32. Writes the sum of squares of the *new* accumulator to `sum_of_squares` (non-finite if any element is). The
-/// sum of squares is taken in fp64 over fixed blocks added in order: it does not depend on the number of threads. GPUs
-/// with kernels add the blocks in another fixed order.
-/// An accumulator of 16 bits is added to in fp32 and rounded once; the squares are of what it holds then.
-/// Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32|bf16|fp16; sum_of_squares (1,) fp64, same
-/// device. N may be 0.
+/// accumulator = (overwrite ? 0 : accumulator) + scale * the rows' sum by pairs, in fp32. Writes the sum of squares of
+/// the *new* accumulator to `sum_of_squares` (non-finite if any element is). The sum of squares is taken in fp64 over
+/// fixed blocks added in order: it does not depend on the number of threads. GPUs with kernels add the blocks in
+/// another fixed order. An accumulator of 16 bits is added to in fp32 and rounded once; the squares are of what it
+/// holds then. Shapes: rows: one per rank, (N,) fp32|bf16|fp16; accumulator (N,) fp32|bf16|fp16; sum_of_squares (1,)
+/// fp64, same device. N may be 0.
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares,
                  Squares squares = Squares::begin);
 

@@ -20,6 +20,7 @@
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #include <hwy/foreach_target.h>
 // After foreach_target.h, as Highway asks.
+#include <hwy/aligned_allocator.h>
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
@@ -31,6 +32,22 @@ namespace deeptide::numerics::detail {
 
 constexpr int64_t kBlock = SumReader::kBlock;
 constexpr size_t kSquareLanes = 32;  // element i of a block belongs to lane i % 32
+
+constexpr int64_t kFewRows = 4;  // that one pass adds
+
+/// Rows are added by pairs: of `count`, the first so many, a power of two, then the others, then both sums.
+inline int64_t first_half(int64_t count) {
+  int64_t first = 1;
+  while (2 * first < count) first *= 2;
+  return first;
+}
+
+/// Blocks that hold the second halves' sums while they are formed.
+inline int64_t scratch_blocks(int64_t num_rows) {
+  int64_t blocks = 0;
+  for (int64_t rows = 2 * kFewRows; rows < num_rows; rows *= 2) ++blocks;
+  return blocks;
+}
 
 struct Rows {
   const void* const* data;  // a row each
@@ -147,15 +164,48 @@ double finish_rows(const T* const* rows, const Finish& finish, float* accumulato
   }
 }
 
-/// Beyond four ranks the sum grows in the first-level cache, four rows a pass: few enough streams for the prefetchers.
+/// sum = (kCarry ? sum : 0) + at most four rows.
+template <bool kCarry, class T>
+void write_few(const T* const* rows, int64_t num_rows, float* sum, size_t count) {
+  switch (num_rows) {
+    case 1:
+      return write_sum<1, kCarry>(rows, sum, count);
+    case 2:
+      return write_sum<2, kCarry>(rows, sum, count);
+    case 3:
+      return write_sum<3, kCarry>(rows, sum, count);
+    default:
+      return write_sum<4, kCarry>(rows, sum, count);
+  }
+}
+
+/// sum = the rows' sum by pairs. `scratch`: scratch_blocks(num_rows) blocks. Four rows a pass: few enough streams for
+/// the prefetchers.
+template <class T>
+void write_pairs(const T* const* rows, int64_t num_rows, float* sum, float* scratch, size_t count) {
+  if (num_rows <= kFewRows) return write_few<false>(rows, num_rows, sum, count);
+  const int64_t first = first_half(num_rows), rest = num_rows - first;
+  write_pairs(rows, first, sum, scratch, count);
+  if (rest <= kFewRows) return write_few<true>(rows + first, rest, sum, count);
+  write_pairs(rows + first, rest, scratch, scratch + kBlock, count);
+  const float* second[] = {scratch};
+  write_sum<1, true>(second, sum, count);
+}
+
+/// As write_pairs, with its own scratch.
+template <class T>
+void write_rows(const T* const* rows, int64_t num_rows, float* sum, size_t count) {
+  const int64_t blocks = scratch_blocks(num_rows);
+  const auto scratch = blocks > 0 ? hwy::AllocateAligned<float>(static_cast<size_t>(blocks * kBlock)) : nullptr;
+  write_pairs(rows, num_rows, sum, scratch.get(), count);
+}
+
+/// Beyond four rows the sum grows in the first-level cache.
 template <class T>
 double finish_many_rows(const T* const* rows, int64_t num_rows, const Finish& finish, float* accumulator,
                         size_t count) {
   HWY_ALIGN float sum[kBlock];
-  write_sum<4, false>(rows, sum, count);
-  int64_t row = 4;
-  for (; row + 4 <= num_rows; row += 4) write_sum<4, true>(rows + row, sum, count);
-  for (; row < num_rows; ++row) write_sum<1, true>(rows + row, sum, count);
+  write_rows(rows, num_rows, sum, count);
   const float* summed[] = {sum};
   return finish_rows<1>(summed, finish, accumulator, count);
 }
@@ -206,8 +256,7 @@ double reduce_block(const Rows& rows, int64_t begin, size_t count, const Finish&
 template <class T>
 void sum_typed(const Rows& shape, int64_t begin, size_t count, float scale, float* sum) {
   const RowsFrom<T> rows(shape, begin);
-  write_sum<1, false>(rows.get(), sum, count);
-  for (int64_t row = 1; row < shape.count; ++row) write_sum<1, true>(rows.get() + row, sum, count);
+  write_rows(rows.get(), shape.count, sum, count);
   if (scale == 1.0f) return;
   each_vector(0, count,
               [&](auto part, size_t i) { part.put(hn::Mul(part.get(sum + i), hn::Set(D(), scale)), sum + i); });

@@ -42,12 +42,8 @@ struct Batch {
 struct PieceBody {
   /// As kernel::sum_of, for a batch.
   DEEPTIDE_HOST_DEVICE void sum_rows(const Batch& batch, float* sums) const {
-    batch.load(all.rows.data[0], all.rows.type, sums);
-    for (int row = 1; row < all.rows.count; ++row) {
-      float values[kTogether];
-      batch.load(all.rows.data[row], all.rows.type, values);
-      for (int k = 0; k < kTogether; ++k) sums[k] = sums[k] + values[k];
-    }
+    const auto load = [&](int row, float* values) { batch.load(all.rows.data[row], all.rows.type, values); };
+    kernel::add_by_pairs<kTogether>(all.rows.count, load, sums);
     for (int k = 0; k < kTogether; ++k) sums[k] = sums[k] * all.rows.scale;
   }
   /// What the accumulator holds then: its squares are of that.

@@ -337,9 +337,12 @@ void Residency::advance_flights() {
   }
 }
 
-std::vector<Word> Residency::collect(const comm::Site& here) {
-  if (gathers_.advances_alone() || flights_.empty()) return rendezvous_.collect(here);
-  return rendezvous_.collect(here, [this] { advance_flights(); });
+std::vector<Word> Residency::collect(const comm::Site& here, const std::function<void()>& meanwhile) {
+  if (gathers_.advances_alone() || flights_.empty()) return rendezvous_.collect(here, meanwhile);
+  return rendezvous_.collect(here, [&] {
+    advance_flights();
+    if (meanwhile) meanwhile();
+  });
 }
 
 void Residency::attend(int64_t rounds) {
@@ -358,7 +361,8 @@ void Residency::attend(int64_t rounds) {
   comm::run_blocking(std::ref(work));
 }
 
-std::vector<Close> Residency::close(const Close& own, bool ends_pass, const KeepUp& keep_up) {
+std::vector<Close> Residency::close(const Close& own, bool ends_pass, const KeepUp& keep_up,
+                                    const std::function<void()>& meanwhile) {
   std::unique_lock lock(mutex_);
   needed_.clear();
   Close word = own;
@@ -366,7 +370,7 @@ std::vector<Close> Residency::close(const Close& own, bool ends_pass, const Keep
   const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
   for (;;) {
     if (!rendezvous_.posted()) post(word);
-    const auto words = collect(here);
+    const auto words = collect(here, meanwhile);
     serve(words);
     if (end_close(words, ends_pass)) {
       std::vector<Close> closes;

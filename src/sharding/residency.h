@@ -66,9 +66,10 @@ class Residency : public Gatekeeper {
   /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Then every
   /// shard has what its rank wrote. Returns each rank's message in the team's order. `ends_pass`: the plan learns which
   /// units the pass has used. `keep_up` is called between rounds with the most reductions that a rank has begun and
-  /// announced.
+  /// announced, `meanwhile` every few milliseconds.
   using KeepUp = std::function<void(int64_t rounds)>;
-  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass, const KeepUp& keep_up = {});
+  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass, const KeepUp& keep_up = {},
+                                 const std::function<void()>& meanwhile = {});
   /// Serves the others while this rank waits for their reductions: call it over and over. Announces that this rank has
   /// begun `rounds` reductions. Waits for gathers that are due, never for a rank that is not in a round.
   void attend(int64_t rounds);
@@ -125,7 +126,7 @@ class Residency : public Gatekeeper {
   void commit_writes(const std::vector<comm::Word>& words);
   bool end_close(const std::vector<comm::Word>& words, bool ends_pass);
   void list_ahead(comm::Close& word) const;
-  std::vector<comm::Word> collect(const comm::Site& site);
+  std::vector<comm::Word> collect(const comm::Site& site, const std::function<void()>& meanwhile = {});
   void advance_flights();
   void launch(Unit& unit, bool keep);
   void order_gathers_after_shards();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <sstream>
 #include <string>
@@ -22,7 +23,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMicro = 2;
-constexpr int kSteps = 3;
+constexpr int kSteps = 4;
 constexpr const char* kBf16 = R"({"communication_data_type": "bf16"})";
 
 struct Trained {
@@ -55,7 +56,7 @@ Trained train(const World& world, int stage, const std::string& patch) {
     engine.backward(loss);
     const StepOutcome outcome = engine.step();
     trained.seen.push_back(loss.detach());
-    trained.seen.push_back(torch::tensor(outcome.grad_norm));
+    if (!std::isnan(outcome.grad_norm)) trained.seen.push_back(torch::tensor(outcome.grad_norm));  // else: accumulating
     trained.sent_bytes = outcome.sent_bytes;
   }
   for (const Tensor& p : model->parameters()) trained.seen.push_back(p.detach().clone());
@@ -88,6 +89,61 @@ TEST(BetweenHosts, Bf16TransportHalvesWhatGradientsSendAtEveryStage) {
       EXPECT_LE(whole[3].sent_bytes, 3 * gradients);
     });
   }
+}
+
+/// Two micro-batches a step. Which ranks share a host decides what is summed before it travels, and changes no bit.
+TEST(BetweenHosts, TrainToTheSameBitsHoweverRanksAreSpread) {
+  using Hosts = std::vector<int>;
+  const std::vector<std::vector<Hosts>> worlds{
+      {{0, 0, 0, 0}, {0, 1, 2, 3}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}},
+      {{0, 0, 0, 0, 0, 0}, {0, 0, 1, 1, 2, 2}, {0, 0, 0, 1, 1, 1}, {0, 1, 2, 0, 1, 2}}};
+  for (const auto& spreads : worlds) {
+    for (int stage = 0; stage < 4; ++stage) {
+      std::vector<Tensor> expected;
+      for (const Hosts& hosts : spreads) {
+        std::vector<Tensor> seen;
+        run_on_hosts(hosts, [&](const World& world) {
+          const auto trained = train(world, stage, R"({"gradient_accumulation_steps": 2, "gradient_clipping": 0.05})");
+          if (world.rank == 0) seen = trained.seen;
+        });
+        if (expected.empty()) expected = seen;
+        EXPECT_TRUE(equal(seen, expected))
+            << "stage " << stage << ", " << hosts.size() << " ranks on hosts " << testing::PrintToString(hosts);
+      }
+    }
+  }
+}
+
+TEST(BetweenHosts, SumsWhatNeighboursContributeBeforeItTravels) {
+  const auto crossed = [](const std::vector<int>& hosts, const std::string& patch) {
+    double bytes = 0.0;
+    run_on_hosts(hosts, [&](const World& world) {
+      const Trained trained = train(world, 2, patch);
+      if (world.rank == 0) bytes = volume_of(trained.summary);
+    });
+    return bytes;
+  };
+  // A rank of four sends three quarters of its gradients and of the parameters that it steps, one to each other rank;
+  // with a neighbour, half of half the gradients, and half of its parameters' quarter.
+  const double apart = crossed({0, 1, 2, 3}, "{}"), by_two = crossed({0, 0, 1, 1}, "{}");
+  EXPECT_NEAR(by_two, apart / 3, 0.05 * apart);
+  // Sums of two in fp32 have the bytes of two rows in bf16, which travel as they are.
+  EXPECT_NEAR(crossed({0, 0, 1, 1}, kBf16), by_two, 0.05 * apart);
+}
+
+TEST(BetweenHosts, NameTheRankOfANonFiniteGradient) {
+  run_on_hosts({0, 0, 1, 1}, [&](const World& world) {
+    TinyModel model = make_tiny();
+    Engine engine = engine_of(*model, world, config_of(2, kMicro));
+    const auto [tokens, targets] = batch_of(0, kMicro * world.size);
+    const Tensor loss =
+        model(tokens.narrow(0, world.rank * kMicro, kMicro), targets.narrow(0, world.rank * kMicro, kMicro));
+    engine.backward(world.rank == 2 ? loss * std::numeric_limits<float>::infinity() : loss);
+    const StepOutcome outcome = engine.step();
+    EXPECT_FALSE(outcome.applied());
+    EXPECT_EQ(outcome.rank, 2);
+    EXPECT_FALSE(outcome.parameter.empty());
+  });
 }
 
 TEST(BetweenHosts, Bf16TransportSumsInFp32) {

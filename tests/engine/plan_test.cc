@@ -5,8 +5,12 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
 #include "deeptide/engine.h"
 #include "engine/models.h"
+#include "on_hosts.h"
 #include "ranks.h"
 
 namespace deeptide {
@@ -32,6 +36,34 @@ TEST(Plan, IsWhatTheEngineForecasts) {
           }
         });
       }
+    }
+  }
+}
+
+TEST(Plan, IsWhatTheEngineForecastsAndTakesOnSeveralHosts) {
+  for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 0, 1, 1}, {0, 0, 0, 0, 1, 1, 1, 1}}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      run_on_hosts(hosts, [&](const World& world) {
+        TinyModel model = make_tiny();
+        const Config config = config_of(stage, 2, /*gas=*/1 + stage % 2, /*bf16=*/stage == 2);
+        const MemoryPlan planned = plan(describe(*model), config, {},
+                                        {.size = world.size, .ranks_per_host = static_cast<int>(hosts.size()) / 2});
+        Engine engine = engine_of(*model, world, config);
+        for (int micro = 0; micro < 4; ++micro) {
+          const auto [tokens, targets] = batch_of(micro, 2 * world.size);
+          engine.backward(model(tokens.narrow(0, world.rank * 2, 2), targets.narrow(0, world.rank * 2, 2)));
+          engine.step();
+        }
+        const auto lines = engine.memory();
+        ASSERT_EQ(planned.lines.size(), lines.size());
+        for (size_t i = 0; i < lines.size(); ++i) {
+          SCOPED_TRACE(std::string(text(lines[i].role)) + ", stage " + std::to_string(stage));
+          EXPECT_EQ(planned.lines[i].memory_bytes, lines[i].predicted_bytes);
+          EXPECT_EQ(planned.lines[i].late_bytes, lines[i].late_bytes);
+          EXPECT_LE(lines[i].measured_bytes, lines[i].predicted_bytes);
+          EXPECT_LE(lines[i].measured_late_bytes, lines[i].late_bytes);
+        }
+      });
     }
   }
 }

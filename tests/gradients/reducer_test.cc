@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Sums over ranks are the fp32 sums in rank order, bit for bit, whenever and wherever gradients arrive.
+// Sums over ranks are the fp32 sums by pairs, bit for bit, whenever and wherever gradients arrive.
 #include "gradients/reducer.h"
 
 #include <ATen/ops/empty.h>
@@ -19,6 +19,7 @@
 #include <tuple>
 
 #include "gradients/training.h"
+#include "on_hosts.h"
 #include "ranks.h"
 
 namespace deeptide::gradients {
@@ -28,45 +29,49 @@ using at::Tensor;
 using sharding::Parameter;
 using sharding::Unit;
 
-/// Every rank can compute every rank's gradient.
-Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
-  std::mt19937 random(((pass * 10 + rank) * 10 + u) * 10 + p + 1);
-  std::normal_distribution<float> normal;
-  const Tensor gradient = at::empty({numel});
-  for (int64_t i = 0; i < numel; ++i) gradient.mutable_data_ptr<float>()[i] = normal(random);
-  return gradient;
-}
-
 /// Small integers: their sums are exact in any order and any type.
 float whole_number(int rank, int u, int p, int pass) {
   return static_cast<float>((rank + 2 * u + 3 * p + 5 * pass) % 7 - 3);
 }
 
-using Setting = std::tuple<int, at::ScalarType, bool, bool>;  // world, wire type, overlap, keep rows
+/// Ranks, and how many of them a host has; 0: no two ranks share memory.
+struct Spread {
+  int ranks;
+  int per_host;
+};
+
+using Setting = std::tuple<Spread, at::ScalarType, bool, bool>;  // wire type, overlap, keep rows
 
 class Sums : public testing::TestWithParam<Setting> {
  protected:
-  int world() const { return std::get<0>(GetParam()); }
+  int world() const { return std::get<0>(GetParam()).ranks; }
+  int per_host() const { return std::get<0>(GetParam()).per_host; }
   ReducerOptions options(double scale = 1.0) const {
     return {.reduce_dtype = std::get<1>(GetParam()),
             .ordered = true,
+            .together = per_host() == 0 ? 1 : summed_together(per_host(), std::get<1>(GetParam())),
             .overlap = std::get<2>(GetParam()),
             .keep_rows = std::get<3>(GetParam()),
             .scale = scale};
   }
+  void run(const RankMain& rank_main) const {
+    std::vector<int> hosts;
+    for (int rank = 0; rank < world(); ++rank) hosts.push_back(per_host() == 0 ? rank : rank / per_host());
+    run_on_hosts(hosts, rank_main);
+  }
 };
 
-TEST_P(Sums, AreTakenInRankOrderInFp32AndScaledOnce) {
+TEST_P(Sums, AreTakenByPairsInFp32AndScaledOnce) {
   const double scale = 1.0 / (3 * world());
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options(scale));
     training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n)); });
     EXPECT_TRUE(training.reducer->has_pending());
     training.finish();
     training.backwards([&](int u, int p, int64_t n) {
-      Tensor sum = gradient_of(0, u, p, n).to(options().reduce_dtype).to(at::kFloat);
-      for (int r = 1; r < w.size; ++r) sum.add_(gradient_of(r, u, p, n).to(options().reduce_dtype).to(at::kFloat));
-      training.expect_sum(u, p, sum.mul_(static_cast<float>(scale)));
+      std::vector<Tensor> rows;
+      for (int r = 0; r < w.size; ++r) rows.push_back(gradient_of(r, u, p, n).to(options().reduce_dtype));
+      training.expect_sum(u, p, sum_by_pairs(std::move(rows)).mul_(static_cast<float>(scale)));
     });
     double squares = 0.0;  // padding holds zeros, or it would show here
     for (size_t u = 0; u < kSizes.size(); ++u) {
@@ -80,7 +85,7 @@ TEST_P(Sums, AreTakenInRankOrderInFp32AndScaledOnce) {
 }
 
 TEST_P(Sums, TakeAMissingGradientForZeros) {
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options());
     const auto missing = [](int rank, int u, int p) { return (rank + u + p) % 3 == 0; };
     for (int step = 0; step < 3; ++step) {
@@ -99,15 +104,16 @@ TEST_P(Sums, TakeAMissingGradientForZeros) {
   });
 }
 
+/// No rank begins more than kMaxRoundsAhead rounds before all: an engine would serve the others while it waits.
 TEST_P(Sums, AddUpHoweverOftenAndInWhateverOrderEachRankGoesBackward) {
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options());
     for (int step = 0; step < 4; ++step) {
       std::vector<std::vector<float>> expected(kSizes.size(), std::vector<float>(3, 0.0f));
       for (int micro = 0; micro < 2; ++micro) {
         for (int r = 0; r < w.size; ++r) {  // every rank replays every rank's choices
           std::mt19937 random(1000 * step + 100 * micro + r);
-          const int passes = static_cast<int>(random() % 4);
+          const int passes = static_cast<int>(random() % (kMaxRoundsAhead + 1));
           for (int pass = 0; pass < passes; ++pass) {
             const bool all = random() % 2;
             std::vector<std::pair<int, int>> places;
@@ -132,7 +138,7 @@ TEST_P(Sums, AddUpHoweverOftenAndInWhateverOrderEachRankGoesBackward) {
 }
 
 TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options());
     training.reducer->set_local(true);
     for (int pass = 0; pass < 3; ++pass) {
@@ -146,20 +152,19 @@ TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
       EXPECT_EQ(training.reducer->has_gradient(), pass == 2);
     }
     training.backwards([&](int u, int p, int64_t n) {
-      Tensor sum = at::zeros({n});
+      std::vector<Tensor> sent;
       for (int r = 0; r < w.size; ++r) {
         Tensor own = gradient_of(r, u, p, n, 0);
         for (int pass = 1; pass < 3; ++pass) own = own + gradient_of(r, u, p, n, pass);
-        const Tensor sent = own.to(options().reduce_dtype).to(at::kFloat);
-        sum = r == 0 ? sent : sum + sent;
+        sent.push_back(own.to(options().reduce_dtype));
       }
-      training.expect_sum(u, p, sum);
+      training.expect_sum(u, p, sum_by_pairs(std::move(sent)));
     });
   });
 }
 
 TEST_P(Sums, CompleteARoundThatBeganBeforeTheBoundaryMovedAway) {
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options(), 5000);
     const auto goes = [](int rank, int u) { return rank == 0 || u == 3; };  // the others skip all but the last unit
     const auto go_backward = [&](float value) {
@@ -182,7 +187,7 @@ TEST_P(Sums, CompleteARoundThatBeganBeforeTheBoundaryMovedAway) {
 }
 
 TEST_P(Sums, ForgetWhatIsDiscarded) {
-  run_ranks(world(), [&](const World& w) {
+  run([&](const World& w) {
     Training training(w, options());
     const auto go_backward = [&](float value) {
       training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::full({n}, value)); });
@@ -212,12 +217,16 @@ void expect_culprit_named(const World& w, const ReducerOptions& options) {
   const auto [first, last] = unit.owned_range(unit.parameters()[1]);
   const int64_t at = unit.parameters()[1].offset + 2;
   const bool mine = first <= at && at < last;
+  // Where a host's ranks are summed first, one of the culprit's host has seen its contribution: that of the same index.
+  const int per_host = training.host ? training.host->size() : 1;
+  const auto owner = static_cast<int>(at / unit.layout().shard);
+  const bool seen = training.host ? w.rank == culprit / per_host * per_host + owner % per_host : mine;
   EXPECT_EQ(std::isfinite(training.reducer->sum_of_squares()), !mine);
-  EXPECT_EQ(training.reducer->bad().has_value(), mine);
-  if (mine) {
+  EXPECT_EQ(training.reducer->bad().has_value(), mine || seen);
+  if (mine || seen) {
     EXPECT_EQ(training.reducer->bad()->unit, 2);
     EXPECT_EQ(training.reducer->bad()->parameter, 1);
-    EXPECT_EQ(training.reducer->bad()->rank, culprit);
+    EXPECT_EQ(training.reducer->bad()->rank, seen ? culprit : -1);
   }
   training.reducer->clear_accumulated();
   EXPECT_FALSE(training.reducer->bad());
@@ -227,14 +236,15 @@ void expect_culprit_named(const World& w, const ReducerOptions& options) {
 }
 
 TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
-  run_ranks(world(), [&](const World& w) { expect_culprit_named(w, options()); });
+  run([&](const World& w) { expect_culprit_named(w, options()); });
 }
 
 // As on a device, where reading each sum would make the host wait.
 TEST_P(Sums, NameThemTooWhenTheyLookOncePerStep) {
+  if (options().together > 1) GTEST_SKIP() << "on a device, each rank's contribution travels";
   auto late = options();
   late.finite_check = FiniteCheckTime::each_step;
-  run_ranks(world(), [&](const World& w) { expect_culprit_named(w, late); });
+  run([&](const World& w) { expect_culprit_named(w, late); });
 }
 
 TEST(SideThread, SumsWhileBackwardGoesOn) {
@@ -286,10 +296,14 @@ TEST(SideThread, LeavesItsExceptionToTheThreadThatNeedsTheSum) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, Sums,
-                         testing::Combine(testing::Values(1, 2, 4), testing::Values(at::kFloat, at::kBFloat16),
-                                          testing::Bool(), testing::Bool()),
+                         testing::Combine(testing::Values(Spread{1, 0}, Spread{2, 0}, Spread{4, 0}, Spread{4, 2},
+                                                          Spread{12, 6}),
+                                          testing::Values(at::kFloat, at::kBFloat16), testing::Bool(), testing::Bool()),
                          [](const auto& info) {
-                           return "World" + std::to_string(std::get<0>(info.param)) +
+                           return "World" + std::to_string(std::get<0>(info.param).ranks) +
+                                  (std::get<0>(info.param).per_host == 0
+                                       ? ""
+                                       : "HostsOf" + std::to_string(std::get<0>(info.param).per_host)) +
                                   c10::toString(std::get<1>(info.param)) + (std::get<2>(info.param) ? "Overlap" : "") +
                                   (std::get<3>(info.param) ? "Rows" : "");
                          });

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -42,14 +43,37 @@ inline sharding::UnitPlacement kept_whole(const World& world) {
   return {sharding::UnitMemory::whole, comm::Team::whole(world), comm::Team::whole(world)};
 }
 
+/// Every rank can compute every rank's gradient.
+inline at::Tensor gradient_of(int rank, int u, int p, int64_t numel, int pass = 0) {
+  std::mt19937 random(((pass * 10 + rank) * 10 + u) * 10 + p + 1);
+  std::normal_distribution<float> normal;
+  const at::Tensor gradient = at::empty({numel});
+  for (int64_t i = 0; i < numel; ++i) gradient.mutable_data_ptr<float>()[i] = normal(random);
+  return gradient;
+}
+
+/// In fp32, neighbours first.
+inline at::Tensor sum_by_pairs(std::vector<at::Tensor> rows) {
+  for (; rows.size() > 1; rows.resize((rows.size() + 1) / 2)) {
+    for (size_t i = 0; i + 1 < rows.size(); i += 2) rows[i / 2] = rows[i].to(at::kFloat) + rows[i + 1].to(at::kFloat);
+    if (rows.size() % 2 == 1) rows[rows.size() / 2] = rows.back();
+  }
+  return rows[0].to(at::kFloat);
+}
+
 /// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
 struct Training {
   explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
       : board(std::make_shared<world::FailureBoard>(world, "board")),
         control(world, comm::Team::whole(world), "control",
                 {.timeout = std::chrono::milliseconds(timeout_ms), .board = board}),
+        host(options.together > 1 ? host::Host::find(world, "host", /*enabled=*/true, board) : nullptr),
         group(world, comm::Team::whole(world), "reductions",
-              {.timeout = std::chrono::milliseconds(timeout_ms), .board = board, .clock = clock}) {
+              {.timeout = std::chrono::milliseconds(timeout_ms),
+               .board = board,
+               .host = host,
+               .clock = clock,
+               .links = links}) {
     std::vector<sharding::Unit*> all;
     int num_parameters = 0;
     for (const auto& sizes : kSizes) {
@@ -70,7 +94,16 @@ struct Training {
           std::make_unique<sharding::Unit>(index, std::move(layout), std::move(members), kept_whole(world)));
       all.push_back(units.back().get());
     }
-    reducer = std::make_unique<Reducer>(all, group, nullptr, ledger, at::kCPU, options);
+    reducer = std::make_unique<Reducer>(all, group, exchange(), ledger, at::kCPU, options);
+  }
+
+  /// Among the ranks of the host, if they sum before anything travels.
+  std::unique_ptr<host::Exchange> exchange() const {
+    if (!host) return nullptr;
+    std::string why_not;
+    auto arena = host::Arena::create(*host, 0, host::Arena::heap_of_buckets(1 << 16), why_not);
+    EXPECT_NE(arena, nullptr) << why_not;
+    return std::make_unique<host::Exchange>(host, std::move(arena));
   }
 
   /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
@@ -78,8 +111,9 @@ struct Training {
     const at::Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong),
                      all = at::empty({group.size()}, at::kLong);
     auto pending = control.all_gather(all, own);
-    control.wait(pending, {});
+    control.wait(pending, {}, [this] { reducer->go_on(); });
     reducer->finish(all.max().item<int64_t>());
+    if (host) control.barrier({});  // as the ranks' verdicts: a rank that ends frees buckets that others may still read
   }
 
   /// Calls visit(unit, parameter, numel) as backward would reach them: last first.
@@ -112,6 +146,8 @@ struct Training {
   std::shared_ptr<world::FailureBoard> board;
   std::shared_ptr<comm::Clock> clock = std::make_shared<comm::Clock>();
   comm::Group control;
+  std::shared_ptr<host::Host> host;
+  std::shared_ptr<comm::LinkTimes> links = std::make_shared<comm::LinkTimes>(std::vector<int>{});
   comm::Group group;
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
   std::vector<std::unique_ptr<sharding::Unit>> units;

@@ -153,10 +153,10 @@ def test_what_each_link_has_carried_is_shown(hosts):
         peers = re.findall(r"([0-9.]+) MiB to rank (\d+)", shown[0])
         others = {(1, 1): [1], (1, 1, 1): [1, 2], (2, 2): [2]}[slots]
         assert [int(rank) for _, rank in peers] == others, shown[0]
-        # In each of four steps, to each other host: what its ranks own of this rank's gradient, and this rank's part of
-        # the parameters. With two ranks per host, each sends to the rank of its index what goes to both.
+        # In each of four steps, to the rank of its index on each other host: what that one owns of the gradient, summed
+        # over this host's ranks, and this rank's part of the parameters.
         model = 4 * 6 * (256 * 256 + 256) * 4 / 2**20
-        expected = model / len(slots) + model / sum(slots)
+        expected = 2 * model / sum(slots)
         for mebibytes, _ in peers:
             assert abs(float(mebibytes) - expected) < 0.15, (shown[0], expected)
 

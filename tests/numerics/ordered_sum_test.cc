@@ -16,8 +16,10 @@
 #include <gtest/gtest.h>
 #include <hwy/highway.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "kernel_modes.h"
 #include "numerics/ordered_sum_detail.h"
@@ -50,15 +52,25 @@ Result run(const Tensor& contributions, double scale, bool overwrite, const Tens
   return result;
 }
 
-TEST(OrderedSum, EqualsTheSumInRankOrderBitForBit) {
+/// In fp32: neighbours first.
+Tensor sum_by_pairs(std::vector<Tensor> rows) {
+  while (rows.size() > 1) {
+    std::vector<Tensor> sums;
+    for (size_t i = 0; i + 1 < rows.size(); i += 2) sums.push_back(rows[i].to(at::kFloat) + rows[i + 1].to(at::kFloat));
+    if (rows.size() % 2 == 1) sums.push_back(rows.back());
+    rows = std::move(sums);
+  }
+  return rows[0].to(at::kFloat);
+}
+
+TEST(OrderedSum, EqualsTheSumByPairsBitForBit) {
   at::manual_seed(1);
   for (at::ScalarType dtype : kDtypes) {
-    for (int64_t world : {1, 2, 3, 4, 5, 8, 9}) {
+    for (int64_t world : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 23, 40}) {
       for (int64_t numel : kSizes) {
         for (bool overwrite : {true, false}) {
           const Tensor rows = ragged_rows(world, numel, dtype), start = at::randn({numel});
-          Tensor sum = rows[0].to(at::kFloat);
-          for (int64_t rank = 1; rank < world; ++rank) sum = sum + rows[rank].to(at::kFloat);
+          const Tensor sum = sum_by_pairs(rows.unbind(0));
           const Tensor expected = overwrite ? sum * (1.0f / 3) : start + sum * (1.0f / 3);
           const Result got = run(rows, 1.0f / 3, overwrite, start);
           ASSERT_TRUE(at::equal(got.accumulator, expected)) << dtype << " " << world << "x" << numel;
@@ -78,8 +90,7 @@ TEST(OrderedSum, IsRoundedOnceIntoAnAccumulatorOf16Bits) {
         for (int64_t numel : kSizes) {
           for (bool overwrite : {true, false}) {
             const Tensor rows = ragged_rows(world, numel, dtype), start = at::randn({numel}).to(sums);
-            Tensor sum = rows[0].to(at::kFloat);
-            for (int64_t rank = 1; rank < world; ++rank) sum = sum + rows[rank].to(at::kFloat);
+            const Tensor sum = sum_by_pairs(rows.unbind(0));
             const Tensor expected = (overwrite ? sum * 0.3f : start.to(at::kFloat) + sum * 0.3f).to(sums);
             const Result got = run(rows, 0.3f, overwrite, start);
             ASSERT_TRUE(at::equal(got.accumulator, expected))
@@ -105,12 +116,31 @@ TEST(OrderedSum, OfFiniteRowsThatOverflowsFp16IsNamedWithoutARank) {
   EXPECT_EQ(found->rank, -1);
 }
 
-TEST(OrderedSum, TakesTheRanksInOrder) {
-  // (1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1.
+TEST(OrderedSum, TakesNeighboursFirst) {
+  // In fp32 (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1; 1 + (1e8 - 1e8) is 1, (1 + 1e8) - 1e8 is 0.
+  const Tensor four = at::tensor({0.0f, 1.0f, 1e8f, -1e8f}).unsqueeze(1);
+  EXPECT_EQ(run(four, 1.0, true, at::zeros({1})).accumulator.item<float>(), 1.0f);
   const Tensor rows = at::tensor({1e8f, 1.0f, -1e8f}).unsqueeze(1);
   EXPECT_EQ(run(rows, 1.0, true, at::zeros({1})).accumulator.item<float>(), 0.0f);
   const Tensor other = at::tensor({1e8f, -1e8f, 1.0f}).unsqueeze(1);
   EXPECT_EQ(run(other, 1.0, true, at::zeros({1})).accumulator.item<float>(), 1.0f);
+}
+
+TEST(OrderedSum, OfSumsOfAlignedNeighboursIsTheSumOfAll) {
+  at::manual_seed(12);
+  constexpr int64_t kNumel = 4099;
+  for (int64_t world : {4, 6, 8, 12, 24}) {
+    for (int64_t together : {2, 4}) {
+      const Tensor rows = ragged_rows(world, kNumel, at::kBFloat16);
+      std::vector<Tensor> sums;
+      for (int64_t first = 0; first < world; first += together) {
+        const auto some = rows.narrow(0, first, std::min(together, world - first)).unbind(0);
+        sums.push_back(Contributions(some, 1.0).sum());
+      }
+      EXPECT_TRUE(at::equal(Contributions(sums, 0.3).sum(), Contributions(rows.unbind(0), 0.3).sum()))
+          << world << " ranks, " << together << " together";
+    }
+  }
 }
 
 TEST(OrderedSum, WritesLargeSumsPastTheCacheAsItWritesSmallOnes) {

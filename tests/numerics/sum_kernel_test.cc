@@ -80,7 +80,7 @@ class SumKernel : public KernelPlaces {
 TEST_P(SumKernel, EqualsTheCpusVectorsBitForBit) {
   at::manual_seed(1);
   for (at::ScalarType dtype : kDtypes) {
-    for (int64_t world : {1, 2, 3, 9}) {
+    for (int64_t world : {1, 2, 3, 4, 7, 9, 24}) {
       for (int64_t numel : kSizes) {
         const Tensor rows = at::randn({world, numel + 5}).to(dtype), start = at::randn({numel});
         compare(rows, 1.0f / 3, /*overwrite=*/true, start);

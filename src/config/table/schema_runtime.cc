@@ -44,7 +44,7 @@ std::vector<Key> runtime_sections() {
           .into(&RuntimeConfig::comm_timeout_s),
       choice<Reduction>("reduction", Reduction::ordered,
                         {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
-                        "ordered: sum gradients in rank order, so that a run repeats bit for bit; "
+                        "ordered: sum gradients in one order, by pairs of ranks, so that a run repeats bit for bit; "
                         "transport: in the transport's order.")
           .into(&RuntimeConfig::reduction),
       choice<ReduceThread>("reduce_thread", ReduceThread::automatic,

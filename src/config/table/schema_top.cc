@@ -9,7 +9,7 @@ namespace {
 
 const char* const kFromTheOthers = "what follows from the other batch sizes and the world size";
 const char* const kSumOrder =
-    "gradients are summed in fp32 in rank order (deeptide.reduction \"ordered\") and divided once, so nothing "
+    "gradients are summed in fp32, in one order (deeptide.reduction \"ordered\") and divided once, so nothing "
     "overflows";
 
 std::vector<Key> batch_keys() {
