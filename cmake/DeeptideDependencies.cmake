@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 find_package(Python3 COMPONENTS Interpreter Development.Module)
 include(DeeptideTorch)
-if(Torch_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "torch is ${Torch_VERSION}; Deeptide needs 2.11 or newer")
+if(Torch_VERSION VERSION_LESS 2.9)
+  message(FATAL_ERROR "torch is ${Torch_VERSION}; Deeptide needs 2.9 or newer")
 endif()
 find_package(nlohmann_json 3.11 REQUIRED)
 find_package(CLI11 REQUIRED)

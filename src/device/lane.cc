@@ -5,6 +5,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "device/torch_versions.h"
+
 namespace deeptide::device {
 
 using c10::impl::VirtualGuardImpl;
@@ -36,7 +38,7 @@ void Lane::wait_for(const Mark& mark) const {
   if (stream_ && mark.event_) mark.event_->block(*stream_);
 }
 
-void* Lane::handle() const { return stream_ ? stream_->native_handle() : nullptr; }
+void* Lane::handle() const { return stream_ ? native_handle(*stream_) : nullptr; }
 
 Lane::Scope::Scope(const Lane& lane) {
   if (lane.stream_) before_ = VirtualGuardImpl(lane.device_.type()).exchangeStream(*lane.stream_);

@@ -1,14 +1,19 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where torch's minor versions differ, from 2.11 to 2.13: all that this library needs to know of it.
+// Where torch's minor versions differ, from 2.9 to 2.13: all that this library needs to know of it.
 #pragma once
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/version.h>
 
+#include <cstdint>
 #include <mutex>
 #include <vector>
+
+#include "base/invariant.h"
 
 namespace deeptide::device {
 
@@ -45,6 +50,41 @@ class KeptArguments {
  private:
   const std::vector<c10::IValue> kept_;
 };
+
+namespace versions {
+
+// Of torch's C interface, which stays the same; only a build for CUDA or ROCm has it. 0 is success.
+extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+template <typename Stream>
+constexpr bool kStreamsTell = requires(const Stream& stream) { stream.native_handle(); };
+
+}  // namespace versions
+
+/// Whether native_handle has an answer on GPUs. Where it has none, no kernel of ours can follow torch's order of work.
+inline bool tells_native_handles() {
+  if constexpr (versions::kStreamsTell<c10::Stream>) {
+    return true;
+  } else {  // before 2.11
+    return versions::aoti_torch_get_current_cuda_stream != nullptr;
+  }
+}
+
+/// The stream as its device's own interface has it: a cudaStream_t, which is null for the default stream.
+/// Error: DEEPTIDE_INVARIANT if tells_native_handles() is false.
+template <typename Stream>
+void* native_handle(const Stream& stream) {
+  if constexpr (versions::kStreamsTell<Stream>) {
+    return stream.native_handle();
+  } else {  // before 2.11 torch tells the current one's only
+    DEEPTIDE_INVARIANT(tells_native_handles(), "a kernel asks this torch for a stream");
+    const c10::StreamGuard current(stream);
+    void* handle = nullptr;
+    const int32_t failure = versions::aoti_torch_get_current_cuda_stream(stream.device_index(), &handle);
+    DEEPTIDE_INVARIANT(failure == 0, "torch does not tell the current stream of ", stream.device());
+    return handle;
+  }
+}
 
 /// Whether threads may start Gloo's collectives at once. Up to 2.11, torch's flight recorder looks the group up in a
 /// map of all the process's groups, and enters it there, before it takes its lock: the map broke. 2.12.1 takes the lock

@@ -11,6 +11,7 @@
 
 #include "base/invariant.h"
 #include "device/lane.h"
+#include "device/torch_versions.h"
 
 namespace deeptide::numerics {
 namespace {
@@ -25,7 +26,7 @@ kernel::NumberType number_type(at::ScalarType dtype) {
 }  // namespace
 
 bool has_kernel_on(at::Device device, bool (*has_kernel)()) {
-  if (!device.is_cuda()) return false;
+  if (!device.is_cuda() || !device::tells_native_handles()) return false;
   static std::mutex mutex;
   static std::map<std::pair<at::DeviceIndex, bool (*)()>, bool> known;
   const std::lock_guard lock(mutex);

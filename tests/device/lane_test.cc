@@ -7,8 +7,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "device/torch_versions.h"
 
 namespace deeptide::device {
 namespace {
@@ -55,6 +58,9 @@ class PaperDevice : public c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, PaperDevice);
 
+/// What the two streams are for the device's own interface.
+char paper_handles[2];
+
 class Lanes : public testing::Test {
  protected:
   void SetUp() override {
@@ -93,7 +99,33 @@ TEST_F(Lanes, AreFreeOnACpu) {
   Lane::current(at::kCPU).wait_for(mark);
   const Lane::Scope scope(lane);
   EXPECT_TRUE(journal().empty());
+  EXPECT_EQ(lane.handle(), nullptr);
+}
+
+/// A stream as torch has it before 2.11, without native_handle.
+struct EarlierStream {
+  c10::Stream stream;
+  operator c10::Stream() const { return stream; }
+  c10::Device device() const { return stream.device(); }
+  c10::DeviceIndex device_index() const { return stream.device_index(); }
+};
+
+TEST_F(Lanes, TellTheHandleOfAnyStreamWhereTorchTellsTheCurrentOnes) {
+  EXPECT_TRUE(tells_native_handles());
+  EXPECT_EQ(native_handle(EarlierStream{PaperDevice::stream(0)}), &paper_handles[0]);
+  EXPECT_EQ(native_handle(EarlierStream{PaperDevice::stream(1)}), &paper_handles[1]);
+  EXPECT_EQ(PaperDevice::current, 0);
+  EXPECT_THROW(native_handle(EarlierStream{PaperDevice::stream(2)}), std::logic_error);
+  EXPECT_EQ(PaperDevice::current, 0);
 }
 
 }  // namespace
 }  // namespace deeptide::device
+
+/// As a torch for GPUs has it, which the test's CPU build lacks: of PaperDevice, and none from its third stream on.
+extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t /*device_index*/, void** stream) {
+  using deeptide::device::PaperDevice;
+  if (PaperDevice::current > 1) return 1;
+  *stream = &deeptide::device::paper_handles[PaperDevice::current];
+  return 0;
+}

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_ports
+from printed import own_output
 from zygote import Zygote
 
 import deeptide
@@ -243,9 +244,10 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True, 
         processes[rank].kill()
     for reader in readers:
         reader.join(10)
+    texts = [outputs[rank] or ("", "") for rank in range(world_size)]
     done = [
-        subprocess.CompletedProcess(command, process.returncode, *(outputs[rank] or ("", "")))
-        for rank, process in enumerate(processes)
+        subprocess.CompletedProcess(command, process.returncode, own_output(stdout), stderr)
+        for process, (stdout, stderr) in zip(processes, texts)
     ]
     for process in done:
         _check_text(process.stderr or "")

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from printed import own_line
 
 import deeptide
 
@@ -56,7 +57,7 @@ def test_stacks_of_a_live_job_name_the_line_where_it_stands(command, tmp_path):
     )
     try:
         for _ in range(2):
-            assert "ready" in job.stdout.readline()
+            assert "ready" in own_line(job.stdout)
         assert f"{job.pid}\t1\t2\t" in ask(command, "ps").stdout  # on one host, of two ranks
         report = ask(command, "stacks", str(job.pid)).stdout
     finally:
@@ -78,7 +79,7 @@ def test_asking_for_stacks_harms_no_rank(command, tmp_path):
         job = subprocess.Popen(
             [command, "--num_ranks", "1", *target], stdout=subprocess.PIPE, text=True, env=environment()
         )
-        assert "ready" in job.stdout.readline()
+        assert "ready" in own_line(job.stdout)
         for _ in range(3):
             ask(command, "stacks", str(job.pid))
             time.sleep(0.1)

@@ -50,6 +50,8 @@ def mixtral():
         num_experts_per_tok=2,
         max_position_embeddings=32,
         output_router_logits=True,  # the router's balance loss too
+        # On a CPU with torch up to 2.10 Transformers' choice asks for a weight's address, which a sharded one has not.
+        experts_implementation="grouped_mm" if torch.__version__ >= (2, 11) else "eager",
     )
     return transformers.MixtralForCausalLM(config)
 

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import models
 import pytest
 import torch
 from conftest import run_processes, run_ranks
+from printed import run_captured
 
 import deeptide
 
@@ -50,11 +50,9 @@ def torchrun(script, *arguments, restarts):
     command = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone", "--nproc-per-node", "2"]
     folders = [os.path.dirname(os.path.dirname(deeptide.__file__)), os.path.dirname(models.__file__)]
     search = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
+    return run_captured(
         [*command, "--max-restarts", str(restarts), str(script), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=180,
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import run_processes
 from ports import free_ports
+from printed import run_captured
 
 import deeptide
 
@@ -109,9 +110,7 @@ def launch(name, script, free_port, **environment):
         pytest.skip(f"{command[0]} is not installed")
     python = [] if name == "torchrun" else [sys.executable]
     variables = {"PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1", "TEST_PORT": str(free_port), **environment}
-    return subprocess.run(
-        [*command, *python, str(script)], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
-    )
+    return run_captured([*command, *python, str(script)], env={**os.environ, **variables}, timeout=120)
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def test_launcher_needs_no_further_settings(name, token, script, free_port):
 def test_srun_needs_no_further_settings(options, slurm, script):
     command = ["srun", *options, "-n", "2", sys.executable, str(script)]
     variables = {"PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1", **slurm}
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    done = run_captured(command, env={**os.environ, **variables}, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "0 2 0 3", "1 2 1 3"]
 
