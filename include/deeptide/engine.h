@@ -212,6 +212,12 @@ class DEEPTIDE_API Engine {
   void rebuild(const ModelDescription& model, const InitOptions& options = {});
   /// Whether a rebuild has failed half-way: the engine can then only be destroyed.
   bool ended() const { return impl_ == nullptr; }
+  /// Tells the other ranks that `event` ("failed in forward") happened to this one, with the first line of `text`: they
+  /// end their waits for it, unless it goes on soon. The engine's own methods report what they throw; a program that
+  /// catches an error of its forward, and keeps the engine, reports it here.
+  void report_error(const std::string& event, const std::string& text);
+  /// Takes the report back: this rank goes on. Every collective method and backward() do so too.
+  void withdraw_error();
   /// The program may have changed the model's parameters: the next step() looks at the model.
   void expect_model_changes();
   /// Collective. Between two steps: moves states out of memory, which goes back to the system, for a phase that needs

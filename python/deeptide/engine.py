@@ -21,6 +21,7 @@ from deeptide._compiled import compile_model
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 from deeptide._rebuild import rebuild
+from deeptide._reports import told
 from deeptide._snapshot import copy_of
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def _as_fp16(tensor: torch.Tensor) -> torch.Tensor:
 
 class Engine(Answers):
     """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
+
+    _has_told = False  # the other ranks of an error, since which no method was called
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Engine(Answers):
         """The model's output, as from `forward`."""
         return self.forward(*args, **kwargs)
 
+    @told
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, under "torch_autocast" if that is on.
 
@@ -98,6 +102,7 @@ class Engine(Answers):
         with torch.autocast(self.device.type, lower):
             return self.module(*args, **kwargs)
 
+    @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs autograd from a scalar loss; calls add up until step(). Returns the loss over the accumulation steps.
 
@@ -112,6 +117,7 @@ class Engine(Answers):
         self._core.backward(loss * accumulation, retain_graph)  # which divides by them
         return loss.detach()
 
+    @told
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
         """Ends the micro-batch; at an accumulation boundary reduces, clips and steps. Collective.
 
@@ -135,6 +141,7 @@ class Engine(Answers):
             self._say_once(wants, "warning")
         return outcome
 
+    @told
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated so far. Collective. Afterwards each parameter's .grad is None."""
         if not set_to_none:
@@ -144,11 +151,13 @@ class Engine(Answers):
             )
         self._core.zero_grad()
 
+    @told
     def join(self) -> None:
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
         while self._step(self._core.join_step, None) is not None:
             pass
 
+    @told
     def rebuild(self) -> None:
         """Takes the model as it is now: parameters added, replaced, taken out, frozen or unfrozen. Collective.
 
@@ -163,6 +172,7 @@ class Engine(Answers):
 
     compile = compile_model
 
+    @told
     def snapshot(self) -> torch.nn.Module:
         """A deep copy of the model as it is now, whole, in memory of its own: in eval mode, without gradients.
 
@@ -214,6 +224,7 @@ class Engine(Answers):
 
     # -- state --------------------------------------------------------------------------------------------------
 
+    @told
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -231,6 +242,7 @@ class Engine(Answers):
         with self._synced():
             return self._core.save_checkpoint(os.fspath(save_dir), "" if tag is None else str(tag), text, save_latest)
 
+    @told
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -262,6 +274,7 @@ class Engine(Answers):
             text, self, load_module_strict, load_lr_scheduler_states, not load_module_only
         )
 
+    @told
     def module_state_dict(self, only_rank: int | None = None) -> OrderedDict[str, Any]:
         """Whole parameters and buffers by name, on the CPU: of every rank, or of one, the others get none. Collective.
 
@@ -275,6 +288,7 @@ class Engine(Answers):
                 state[key] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
         return state
 
+    @told
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],
@@ -311,6 +325,7 @@ class Engine(Answers):
         self._core.export_safetensors(os.path.join(save_dir, save_filename), tensors)
         return True
 
+    @told
     def offload_states(
         self,
         include: Iterable[str] | None = None,
@@ -326,10 +341,12 @@ class Engine(Answers):
         """
         _offload_states.offload_states(self._core, include, device, nvme_path)
 
+    @told
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back what `offload_states` moved; `step()` needs it. Collective."""
         self._core.reload_states()
 
+    @told
     def empty_partition_cache(self) -> None:
         """Releases what stage 3 has gathered. Collective."""
         self._core.empty_partition_cache()

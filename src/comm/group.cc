@@ -289,12 +289,8 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   });
   if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
   if (!failure.empty()) {
-    // A diagnosis takes half a second and writes to the store: skip it if a rank has reported the cause.
-    const auto reported = options_.board->failure();
-    const std::string cause = reported ? *reported : options_.board->diagnose("waits: " + text(site));
-    options_.board->note_cause(cause);
-    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " + cause +
-                     ". Transport: " + failure);
+    throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
+                     find_cause(site) + ". Transport: " + failure);
   }
   if (done) pending = Pending();
   return done;
@@ -325,20 +321,40 @@ void Group::wait(Pending& pending, const Site& site, const std::function<void()>
       if (!reported) reported = now;
       const bool may_come = transport_->crosses_hosts() && !options_.board->is_failure();
       if (now - *reported >= (may_come ? kLateParts : period)) {
-        options_.board->note_cause(*failure);
-        throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " + *failure);
+        throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " +
+                         find_cause(site, failure));
       }
     }
     if (now - begin > options_.timeout) time_out(site);
   }
 }
 
+std::optional<std::string> Group::find_killed() const {
+  auto killed = options_.host ? options_.host->find_killed() : std::nullopt;
+  if (!killed) return killed;
+  if (const auto error = options_.board->error()) *killed += "; " + *error;
+  return killed;
+}
+
+std::string Group::find_cause(const Site& site, std::optional<std::string> reported) const {
+  world::FailureBoard& board = *options_.board;
+  if (!reported) {
+    const auto error = board.error();
+    reported = board.failure();
+    if (error && !board.is_failure()) reported = error;
+  }
+  // A diagnosis takes half a second and writes to the store: skip it if a rank has reported the cause.
+  const bool is_known = reported && !find_killed() && board.is_reachable();
+  const std::string cause =
+      is_known ? *reported : board.diagnose("waits: " + text(site), [this] { return find_killed(); });
+  board.note_cause(cause);
+  return cause;
+}
+
 void Group::time_out(const Site& site) const {
-  const std::string cause = options_.board->diagnose("waits: " + text(site));
-  options_.board->note_cause(cause);
   throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
                    std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
-                   ": " + cause + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
+                   ": " + find_cause(site) + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
 }
 
 }  // namespace deeptide::comm

@@ -102,8 +102,8 @@ class Group {
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);
 
-  /// Errors: CommError, at once if a peer has reported a failure, else after the timeout; names the missing ranks. What
-  /// the handler of a signal throws.
+  /// Errors: CommError, at once if a peer has reported a failure, soon if it has raised an error and does not go on,
+  /// else after the timeout; names the missing ranks. What the handler of a signal throws.
   /// `meanwhile`, if any, is called at once and then every few milliseconds.
   void wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile = {});
   /// Makes work issued to `lane` later run after the collective. The host waits, as `wait` does, only where the
@@ -117,6 +117,10 @@ class Group {
   Pending logged(OperationPtr under_way, const char* operation, int64_t bytes, int64_t sent);
   /// Works for at most `limit` and ends `pending` when it is done. Errors: as `wait`.
   bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);
+  /// Names a rank of this machine that was killed, and an error that stands: it may be that rank's.
+  std::optional<std::string> find_killed() const;
+  /// Why this rank's wait ends, as other ranks report it, or have `reported`; the board notes it.
+  std::string find_cause(const Site& site, std::optional<std::string> reported = {}) const;
   [[noreturn]] void time_out(const Site& site) const;
   std::string text(const Site& site) const;
 

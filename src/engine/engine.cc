@@ -19,19 +19,25 @@ Engine::Engine(Engine&&) noexcept = default;
 Engine& Engine::operator=(Engine&&) noexcept = default;
 
 void Engine::backward(const at::Tensor& loss, bool retain_graph) {
-  impl_->explain_memory("backward()", [&] { impl_->stepper->backward(loss, retain_graph); });
+  impl_->told("backward",
+              [&] { impl_->explain_memory("backward()", [&] { impl_->stepper->backward(loss, retain_graph); }); });
 }
 StepOutcome Engine::step() {
   std::optional<StepOutcome> outcome;
-  impl_->explain_memory("step()", [&] { outcome = impl_->stepper->step(/*joined=*/false); });
+  impl_->told("step",
+              [&] { impl_->explain_memory("step()", [&] { outcome = impl_->stepper->step(/*joined=*/false); }); });
   return std::move(*outcome);
 }
 void Engine::join() {
   while (join_step()) {
   }
 }
-std::optional<StepOutcome> Engine::join_step() { return impl_->stepper->step(/*joined=*/true); }
-void Engine::zero_grad() { impl_->stepper->zero_grad(); }
+std::optional<StepOutcome> Engine::join_step() {
+  return impl_->told("join", [&] { return impl_->stepper->step(/*joined=*/true); });
+}
+void Engine::zero_grad() {
+  impl_->told("zero_grad", [&] { impl_->stepper->zero_grad(); });
+}
 
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->stepper->is_boundary(); }
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) {
@@ -72,43 +78,55 @@ std::vector<std::string> Engine::group_parameters(int64_t group) const {
 
 std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
                                     const std::string& client_state_json, bool save_latest) {
-  return impl_->save_checkpoint(directory, tag, client_state_json, save_latest);
+  return impl_->told("save_checkpoint",
+                     [&] { return impl_->save_checkpoint(directory, tag, client_state_json, save_latest); });
 }
 
 std::optional<LoadedCheckpoint> Engine::load_checkpoint(const std::string& directory, const std::string& tag,
                                                         const LoadOptions& options) {
-  return impl_->load_checkpoint(directory, tag, options);
+  return impl_->told("load_checkpoint", [&] { return impl_->load_checkpoint(directory, tag, options); });
 }
 
 std::vector<NamedTensor> Engine::module_state_dict(std::optional<int> only_rank) {
-  return impl_->module_state_dict(only_rank);
+  return impl_->told("module_state_dict", [&] { return impl_->module_state_dict(only_rank); });
 }
 void Engine::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more) {
-  impl_->export_safetensors(path, more);
+  impl_->told("export_safetensors", [&] { impl_->export_safetensors(path, more); });
 }
 at::Tensor Engine::full_state(const std::string& parameter, const std::string& role) {
-  return impl_->full_state(parameter, role);
+  return impl_->told("full_state", [&] { return impl_->full_state(parameter, role); });
 }
 
 void Engine::set_full_state(const std::string& parameter, const std::string& role, const at::Tensor& value) {
-  impl_->set_full_state(parameter, role, value);
+  impl_->told("set_full_state", [&] { impl_->set_full_state(parameter, role, value); });
 }
 
 std::optional<LocalState> Engine::local_state(const std::string& parameter, const std::string& role) {
-  return impl_->local_state(parameter, role);
+  return impl_->told("local_state", [&] { return impl_->local_state(parameter, role); });
 }
 
 void Engine::set_local_state(const std::string& parameter, const std::string& role, const at::Tensor& values) {
-  impl_->set_local_state(parameter, role, values);
+  impl_->told("set_local_state", [&] { impl_->set_local_state(parameter, role, values); });
 }
 
-void Engine::offload_states(const OffloadStates& what) { impl_->offload_states(what); }
-void Engine::reload_states() { impl_->reload_states(); }
+void Engine::offload_states(const OffloadStates& what) {
+  impl_->told("offload_states", [&] { impl_->offload_states(what); });
+}
+void Engine::reload_states() {
+  impl_->told("reload_states", [&] { impl_->reload_states(); });
+}
 
 void Engine::empty_partition_cache() {
-  impl_->boundary->enter(comm::Call::release);
-  impl_->residency->release_all();
+  impl_->told("empty_partition_cache", [&] {
+    impl_->boundary->enter(comm::Call::release);
+    impl_->residency->release_all();
+  });
 }
+
+void Engine::report_error(const std::string& event, const std::string& text) {
+  impl_->channels.board()->report_error(event, text);
+}
+void Engine::withdraw_error() { impl_->channels.board()->withdraw_error(); }
 
 void Engine::expect_model_changes() { impl_->live.expect_changes(); }
 

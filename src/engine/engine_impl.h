@@ -68,6 +68,20 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   /// Runs a method of the engine's. Errors: what it throws; an OutOfMemoryError also says what the engine holds.
   void explain_memory(const char* method, const std::function<void()>& run) const;
 
+  /// Runs a method of the engine's. Takes back what this rank last told the others of, and tells them of what `run`
+  /// throws: they would wait for this rank.
+  template <typename Run>
+  auto told(const char* method, Run run) {
+    const auto board = channels.board();  // `run` may end this object
+    board->withdraw_error();
+    try {
+      return run();
+    } catch (const std::exception& error) {
+      board->report_error(std::string("failed in ") + method, error.what());
+      throw;
+    }
+  }
+
   const Config config;
   std::shared_ptr<device::Ledger> ledger;
   engine::Channels channels;

@@ -202,11 +202,11 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
   const Config config = impl_->config;
   InitOptions same_world = options;
   if (!same_world.world) same_world.world = impl_->channels.world();
-  CarriedState carried = impl_->carry_state(model, same_world);
+  CarriedState carried = impl_->told("rebuild", [&] { return impl_->carry_state(model, same_world); });
   impl_.reset();
   carried.make_whole();
   impl_ = std::make_unique<Impl>(model, config, same_world);
-  impl_->adopt_state(carried);
+  impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
 }
 
 }  // namespace deeptide

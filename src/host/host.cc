@@ -144,7 +144,11 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   host->index_ =
       static_cast<int>(std::find(host->ranks_.begin(), host->ranks_.end(), world.rank) - host->ranks_.begin());
   host->core_each_ = has_cores_for(host->size());
-  for (int r : host->ranks_) host->pids_.push_back(places[r].pid);
+  std::vector<std::pair<int, int>> pids;
+  for (int r = 0; r < world.size && world.size > 1; ++r) {
+    if (places[r].host == places[world.rank].host) pids.emplace_back(r, places[r].pid);
+  }
+  host->watch_processes(pids);
   if (host->hosts_.size() == static_cast<size_t>(world.size)) return host;
   const std::string why_not = host->connect();
   for (const auto& line : host->gather_lines(prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
@@ -183,8 +187,12 @@ std::string Host::text() const {
 
 std::string Host::connect() {
   std::string why_not;
-  watch_processes();
   if (size() > 1) signals_ = share(kSignalBytesPerRank * size(), why_not);
+  if (signals_) {
+    char* place = reserve(sizeof(*first_killed_));
+    take_pages(place, sizeof(*first_killed_));
+    first_killed_ = reinterpret_cast<std::atomic<int32_t>*>(place);
+  }
   return why_not;
 }
 
@@ -225,24 +233,53 @@ void Host::take_pages(const char* begin, int64_t size_bytes) {
   signals_->populate(begin - signals_->data(), size_bytes);
 }
 
-void Host::watch_processes() {
-  for (int pid : pids_) processes_.emplace_back(pid);
-  const auto worst = std::max_element(processes_.begin(), processes_.end(),
-                                      [](const auto& one, const auto& other) { return one.by() < other.by(); });
-  if (index_ != 0 || worst->by() == WatchBy::descriptor) return;
-  const bool sees_all = worst->by() == WatchBy::start_time;
+void Host::watch_processes(const std::vector<std::pair<int, int>>& pids) {
+  for (const auto& [rank, pid] : pids) processes_.push_back({rank, ProcessWatch(pid)});
+  if (processes_.empty() || processes_.front().rank != world_.rank) return;
+  const auto worst = std::max_element(processes_.begin(), processes_.end(), [](const auto& one, const auto& other) {
+    return one.process.by() < other.process.by();
+  });
+  if (worst->process.by() == WatchBy::descriptor) return;
+  const bool sees_all = worst->process.by() == WatchBy::start_time;
   log(sees_all ? LogLevel::info : LogLevel::warning,
       std::string("the ranks of this host watch each other through ") +
           (sees_all ? "/proc" : "signals, and notice a dead rank only once its parent has waited for it") + " (" +
-          worst->why_not() + ")");
+          worst->process.why_not() + ")");
+}
+
+std::string Host::Watched::end() const {
+  return "rank " + std::to_string(rank) + "'s process " + std::to_string(process.pid()) + " has ended";
 }
 
 std::optional<std::string> Host::find_dead() const {
-  for (size_t i = 0; i < processes_.size(); ++i) {
-    if (processes_[i].pid() == ::getpid() || !processes_[i].has_ended()) continue;
-    return "rank " + std::to_string(ranks_[i]) + "'s process " + std::to_string(pids_[i]) + " has ended";
+  for (const auto& watched : processes_) {
+    if (watched.process.pid() != ::getpid() && watched.process.has_ended()) return watched.end();
   }
   return std::nullopt;
+}
+
+std::optional<std::string> Host::find_killed() const {
+  const Watched* first = nullptr;
+  std::string all;
+  bool asked = true;
+  for (const auto& watched : processes_) {
+    if (watched.process.pid() == ::getpid() || !watched.process.has_ended()) continue;
+    try {
+      if (board_ && board_->has_ended(watched.rank)) continue;
+    } catch (const std::exception&) {  // the store's host is gone
+      asked = false;
+    }
+    if (first == nullptr) first = &watched;
+    all += (all.empty() ? "" : ", ") + watched.end();
+  }
+  if (first == nullptr) return std::nullopt;
+  int32_t known = first_killed_ ? first_killed_->load() : 0;
+  if (known == 0 && !asked) return all;
+  if (known == 0 && (!first_killed_ || first_killed_->compare_exchange_strong(known, first->rank + 1))) {
+    return first->end();
+  }
+  const auto is_known = [&](const auto& watched) { return watched.rank + 1 == known; };
+  return std::find_if(processes_.begin(), processes_.end(), is_known)->end();
 }
 
 }  // namespace deeptide::host

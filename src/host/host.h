@@ -3,10 +3,13 @@
 // Which ranks share this machine, and the small shared memory over which they signal each other.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "deeptide/world.h"
@@ -56,6 +59,10 @@ class Host {
   std::shared_ptr<device::SharedMemory> share(int64_t bytes, std::string& why_not, const Check& check = {});
   /// Returns a rank of this host whose process has ended, "rank 1's process 4711 has ended"; empty while all live.
   std::optional<std::string> find_dead() const;
+  /// The same of a rank that has not told the board of its end. Of several, the one that a rank of this host missed
+  /// first, since others may have ended for its sake; all of them if nobody can tell any more. Works where ranks of one
+  /// machine share no memory, too. For waits that have failed: asks the store.
+  std::optional<std::string> find_killed() const;
   /// Whether each rank of the host has a core: then spinning before sleeping pays off.
   bool has_core_each() const { return core_each_; }
 
@@ -65,7 +72,8 @@ class Host {
   std::vector<std::string> gather_lines(const std::string& prefix, const std::string& own) const;
   /// Returns the reason of a failure, or an empty text.
   std::string connect();
-  void watch_processes();
+  /// `pids`: of this machine's ranks, with their ranks.
+  void watch_processes(const std::vector<std::pair<int, int>>& pids);
 
   World world_;
   std::string prefix_;
@@ -76,10 +84,15 @@ class Host {
   int index_ = 0;
   bool core_each_ = false;
   int num_shared_ = 0;
-  std::vector<int> pids_;                // by index
-  std::vector<ProcessWatch> processes_;  // by index
+  struct Watched {
+    int rank;
+    ProcessWatch process;
+    std::string end() const;  // "rank 1's process 4711 has ended"
+  };
+  std::vector<Watched> processes_;  // of the ranks of this machine, ascending
   std::shared_ptr<device::SharedMemory> signals_;
   int64_t reserved_ = 0;
+  std::atomic<int32_t>* first_killed_ = nullptr;  // shared by this host's ranks: the rank + 1, 0: none; may be null
 };
 
 }  // namespace deeptide::host

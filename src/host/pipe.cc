@@ -78,7 +78,8 @@ class Pipes::Transit : public Operation {
     if (limit.count() == 0) return false;
     const auto dead = pipe_->host->find_dead();
     // A rank that has ended may have completed its part first.
-    if (dead && !await(other, target, deadline, Linger::none)) throw TransportError(*dead);
+    if (dead && !await(other, target, deadline, Linger::none))
+      throw TransportError(pipe_->host->find_killed().value_or(*dead));
     return dead.has_value();
   }
 

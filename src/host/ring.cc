@@ -106,7 +106,8 @@ bool Ring::wait_all(Word Counters::*word, uint32_t number, milliseconds limit) {
     const auto dead = host_->find_dead();
     if (!dead) return false;
     // A rank that has ended may have completed its part first.
-    if (!await(counters(peer).*word, number + 1, deadline, Linger::none)) throw TransportError(*dead);
+    if (!await(counters(peer).*word, number + 1, deadline, Linger::none))
+      throw TransportError(host_->find_killed().value_or(*dead));
   }
   return true;
 }

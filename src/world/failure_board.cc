@@ -12,15 +12,18 @@
 #include "base/text.h"
 
 namespace deeptide::world {
+
+using std::chrono::milliseconds;
+
 namespace {
 
-constexpr auto kGrace = 2 * kPollFailures + std::chrono::milliseconds(50);  // for the others' answers
+constexpr auto kAnswers = 2 * kPollFailures + milliseconds(50);  // for the others' answers
+constexpr milliseconds kLook{10};
+constexpr char kStoreLost[] = "rank 0 has probably ended, perhaps because another rank did: see its error";
+constexpr char kTakenBack[] = "-";  // in an error's place
 
-/// Keeps the message of a torch store error, without its stack trace.
-std::string first_line(const std::exception& error) {
-  const std::string text = error.what();
-  return text.substr(0, std::min<size_t>(text.find('\n'), 200));
-}
+/// Keeps the message of an error, without the stack trace that torch's have.
+std::string first_line(const std::string& text) { return text.substr(0, std::min<size_t>(text.find('\n'), 200)); }
 
 std::optional<std::string> read_if_there(c10d::Store& store, const std::string& key) {
   if (!store.check({key})) return std::nullopt;
@@ -29,11 +32,11 @@ std::optional<std::string> read_if_there(c10d::Store& store, const std::string& 
 
 }  // namespace
 
-FailureBoard::FailureBoard(const World& world, const std::string& prefix)
-    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size) {}
+FailureBoard::FailureBoard(const World& world, const std::string& prefix, milliseconds grace)
+    : store_(world.store), prefix_(prefix), rank_(world.rank), size_(world.size), grace_(grace) {}
 
-std::string FailureBoard::key(const std::string& kind, int rank) const {
-  return prefix_ + "/" + kind + "/" + std::to_string(rank);
+std::string FailureBoard::key(const std::string& kind, int64_t number) const {
+  return prefix_ + "/" + kind + "/" + std::to_string(number);
 }
 
 void FailureBoard::report_failure(const std::string& text) noexcept { report(text, /*in_good_order=*/false); }
@@ -47,6 +50,7 @@ void FailureBoard::report(const std::string& text, bool in_good_order) {
     bool unexplained = false;
     {
       std::lock_guard lock(mutex_);
+      if (!error_.empty()) own = error_ + ", and " + text;
       if (!cause_.empty()) own += ", having seen: " + cause_;
       in_good_order = in_good_order && cause_.empty();
       unexplained = unexplained_;
@@ -54,12 +58,75 @@ void FailureBoard::report(const std::string& text, bool in_good_order) {
     if (unexplained) store_->set(prefix_ + "/unexplained", to_bytes("yes"));
     if (!in_good_order) store_->set(prefix_ + "/broken", to_bytes("yes"));
     store_->set(prefix_ + "/failed", to_bytes(own));
+    store_->set(prefix_ + "/places", to_bytes("wanted"));
     store_->set(prefix_ + "/news", to_bytes("yes"));
     store_->set(key("place", rank_), to_bytes(text));
+    store_->set(key("ended", rank_), to_bytes("yes"));
   } catch (const std::exception&) {
     // The store's host is gone too. The peers detect that by their own timeouts.
   }
 }
+
+void FailureBoard::report_error(const std::string& event, const std::string& text) noexcept {
+  if (size_ == 1) return;
+  try {
+    std::unique_lock lock(mutex_);
+    if (!cause_.empty()) {
+      lock.unlock();
+      return report(event, /*in_good_order=*/false);
+    }
+    error_ = "rank " + std::to_string(rank_) + " " + event;
+    if (const std::string line = first_line(text); !line.empty()) error_ += ": " + line;
+    if (!has_error_) error_number_ = store_->add(prefix_ + "/errors", 1);
+    has_error_ = true;
+    store_->set(key("error", error_number_), to_bytes(error_));
+    store_->set(prefix_ + "/news", to_bytes("yes"));
+  } catch (const std::exception&) {
+    // As in report.
+  }
+}
+
+void FailureBoard::withdraw_error() noexcept {
+  if (!has_error_) return;
+  try {
+    const std::lock_guard lock(mutex_);
+    has_error_ = false;
+    error_.clear();
+    store_->set(key("error", error_number_), to_bytes(kTakenBack));
+  } catch (const std::exception&) {
+    // As in report.
+  }
+}
+
+/// Of the other ranks. Errors are numbered in the order in which they were raised: what was taken back is read once.
+std::optional<std::string> FailureBoard::earliest_error(milliseconds grace) {
+  const std::lock_guard lock(mutex_);
+  const int64_t last = store_->add(prefix_ + "/errors", 0);
+  for (int64_t number = first_open_; number <= last; ++number) {
+    if (has_error_ && number == error_number_) continue;
+    const auto error = read_if_there(*store_, key("error", number));
+    if (!error) continue;  // under way
+    if (*error == kTakenBack) {
+      first_seen_.erase(number);
+      if (number == first_open_) ++first_open_;
+      continue;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (now - first_seen_.emplace(number, now).first->second >= grace) return error;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> FailureBoard::error() noexcept {
+  try {
+    if (!store_->check({prefix_ + "/news"})) return std::nullopt;
+    return earliest_error(milliseconds(0));
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+bool FailureBoard::has_ended(int rank) { return store_->check({key("ended", rank)}); }
 
 void FailureBoard::note_cause(const std::string& cause) noexcept {
   constexpr size_t kLongest = 400;
@@ -70,21 +137,26 @@ void FailureBoard::note_cause(const std::string& cause) noexcept {
 std::optional<std::string> FailureBoard::failure(const std::string& own_place) noexcept {
   try {
     if (!store_->check({prefix_ + "/news"})) return std::nullopt;  // all that a poll costs while all is well
-    if (!own_place.empty()) store_->set(key("place", rank_), to_bytes(own_place));
+    const bool wanted = !own_place.empty() && store_->check({prefix_ + "/places"});
+    if (wanted) store_->set(key("place", rank_), to_bytes(own_place));
     auto report = read_if_there(*store_, prefix_ + "/failed");
+    if (!report || !store_->check({prefix_ + "/broken"})) {
+      // A rank that ended in good order keeps nobody waiting.
+      if (auto error = earliest_error(grace_)) return error;
+    }
     if (!report || !store_->check({prefix_ + "/unexplained"})) return report;
     // That rank may have looked before others reported; of them only those that ended it are still silent.
     const std::string missing = read_reports().missing;
     if (!missing.empty()) *report += "; by now no report from rank " + missing;
     return report;
   } catch (const std::exception& error) {
-    return "the store is unreachable (" + first_line(error) + "); rank 0 has probably ended";
+    return "the store is unreachable (" + first_line(error.what()) + "); " + kStoreLost;
   }
 }
 
 bool FailureBoard::is_failure() noexcept {
   try {
-    return store_->check({prefix_ + "/broken"});
+    return store_->check({prefix_ + "/broken"}) || earliest_error(grace_);
   } catch (const std::exception&) {
     return true;
   }
@@ -105,11 +177,32 @@ FailureBoard::Reports FailureBoard::read_reports() {
   return reports;
 }
 
-std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
+bool FailureBoard::is_reachable() noexcept {
+  try {
+    store_->check({prefix_ + "/news"});
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+std::string FailureBoard::diagnose(const std::string& own_place, const FindCause& find_cause) noexcept {
+  const auto end = std::chrono::steady_clock::now() + kAnswers;
+  std::optional<std::string> known;
+  const auto find = [&] {
+    while (find_cause && !known && !(known = find_cause()) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(kLook);
+    }
+  };
   try {
     store_->set(key("place", rank_), to_bytes(own_place));
+    store_->set(prefix_ + "/places", to_bytes("wanted"));
     store_->set(prefix_ + "/news", to_bytes("yes"));
-    std::this_thread::sleep_for(kGrace);
+    find();
+    const std::string cause = prefix_ + "/cause";
+    if (known && !store_->check({cause})) store_->set(cause, to_bytes(*known));
+    std::this_thread::sleep_until(end);
+    if (const auto first = read_if_there(*store_, cause)) return *first;
     const Reports reports = read_reports();
     if (reports.missing.empty()) return "every rank is waiting" + reports.places;
     {
@@ -118,7 +211,8 @@ std::string FailureBoard::diagnose(const std::string& own_place) noexcept {
     }
     return "no report from rank " + reports.missing + reports.places;
   } catch (const std::exception&) {
-    return "the store is unreachable; rank 0 has probably ended";
+    find();
+    return known ? *known : std::string("the store is unreachable; ") + kStoreLost;
   }
 }
 

@@ -1,9 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Exchanges reports after a failure: which rank failed, which ranks wait, which never arrived.
+// Exchanges reports after a failure: which rank failed, which ranks wait, which never arrived, which raised an error.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,32 +19,51 @@ namespace deeptide::world {
 
 /// Interval at which a wait checks for reports of other ranks.
 inline constexpr std::chrono::milliseconds kPollFailures{250};
+/// How long a rank may take from an error that it raised to its next call before the others stop waiting for it.
+inline constexpr std::chrono::milliseconds kErrorGrace{10'000};
 
 /// Lives in the world's store; used only on failure and by long waits. Thread-safe.
 class FailureBoard {
  public:
-  FailureBoard(const World& world, const std::string& prefix);
+  FailureBoard(const World& world, const std::string& prefix, std::chrono::milliseconds grace = kErrorGrace);
 
   /// Reports that this rank cannot continue ("left training", "failed in forward: …"), and what ended it, if that was
   /// noted. Never throws.
   void report_failure(const std::string& text) noexcept;
   /// Reports that this rank ends in good order, unless a cause was noted. Never throws.
   void report_end(const std::string& text) noexcept;
+  /// Reports that `event` ("raised ValueError in forward") happened to a rank that may go on; only the first line of
+  /// `text`, the error's own, is told. Replaces an earlier error of this rank. A rank that has noted a cause cannot go
+  /// on: then it reports a failure. Never throws.
+  void report_error(const std::string& event, const std::string& text) noexcept;
+  /// Takes the error back: this rank goes on. Costs nothing if there is none. Never throws.
+  void withdraw_error() noexcept;
   /// Notes what ends this rank: a rank that looks later finds its report alone. The first cause stays.
   void note_cause(const std::string& cause) noexcept;
   /// Returns another rank's report, e.g. "rank 1 left training at step 3"; empty while there is none. If that rank
-  /// ended because others gave no report, names those that have given none by now. A rank that waits gives its own
-  /// place, which it records if another one asks for it.
+  /// ended because others gave no report, names those that have given none by now. Of errors, the earliest that has
+  /// stood for the grace since this board first saw it. A rank that waits gives its own place, which it records if
+  /// another one asks for it.
   std::optional<std::string> failure(const std::string& own_place = "") noexcept;
   /// Whether a rank reported more than its end in good order: what this rank waits for will not come.
   bool is_failure() noexcept;
-  /// Records the place where this rank timed out or lost a peer and asks for the others' places; returns those that
-  /// came and the missing ranks. Takes up to half a second.
-  std::string diagnose(const std::string& own_place) noexcept;
+  /// Returns the earliest error of another rank that it has not taken back, however fresh.
+  std::optional<std::string> error() noexcept;
+  /// Whether a rank has reported its end, for whatever reason. Errors: the store's.
+  bool has_ended(int rank);
+  /// Whether the store answers.
+  bool is_reachable() noexcept;
+  /// Records the place where this rank timed out or lost a peer and asks for the others' places; returns the cause, if
+  /// this rank or another knows it, else those that came and the missing ranks. Takes half a second, in which it asks
+  /// `find_cause`, if any, for what this rank finds out: connections break a moment before their process counts as
+  /// ended.
+  using FindCause = std::function<std::optional<std::string>()>;
+  std::string diagnose(const std::string& own_place, const FindCause& find_cause = {}) noexcept;
 
  private:
   void report(const std::string& text, bool in_good_order);
-  std::string key(const std::string& kind, int rank) const;
+  std::string key(const std::string& kind, int64_t number) const;
+  std::optional<std::string> earliest_error(std::chrono::milliseconds grace);
   struct Reports {
     std::string places;   // "; rank 0: waits: …" for each rank that gave its own
     std::string missing;  // the others: "1, 2"
@@ -51,9 +74,16 @@ class FailureBoard {
   std::string prefix_;
   int rank_;
   int size_;
+  std::chrono::milliseconds grace_;
   std::mutex mutex_;
   std::string cause_;
   bool unexplained_ = false;  // the cause is that ranks gave no report
+
+  std::string error_;                    // this rank's own, in force
+  int64_t error_number_ = 0;             // among the errors of all ranks, from 1
+  std::atomic<bool> has_error_ = false;  // guards the two above from being looked at for nothing
+  int64_t first_open_ = 1;               // errors below it have been taken back
+  std::map<int64_t, std::chrono::steady_clock::time_point> first_seen_;  // of the others' errors in force
 };
 
 }  // namespace deeptide::world

@@ -204,6 +204,64 @@ TEST(Group, EndsTheOthersWaitsSoonAfterARankReportsItsFailure) {
   }
 }
 
+TEST(Group, StopsWaitingForARankThatRaisedAnErrorAndDoesNotGoOn) {
+  Meeting meeting(3);
+  const auto errors = errors_of_ranks(3, [&](const World& world) {
+    const auto board = std::make_shared<world::FailureBoard>(world, "board", milliseconds(500));
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
+    std::string text;
+    try {
+      if (world.rank == 2) board->report_error("raised ValueError in forward", "out of ideas\nand of lines");
+      if (world.rank != 2) group.barrier(kHere);
+    } catch (const CommError& error) {
+      text = error.what();
+    }
+    meeting.arrive();  // its channels stay open until then
+    if (!text.empty()) throw CommError(text);
+  });
+  EXPECT_EQ(errors[2], "");
+  for (int r : {0, 1}) {
+    const std::string end = "gathering unit 'h.3': rank 2 raised ValueError in forward: out of ideas";
+    EXPECT_NE(errors[r].find(end), std::string::npos) << errors[r];
+    EXPECT_EQ(errors[r].find("and of lines"), std::string::npos) << errors[r];
+  }
+}
+
+TEST(Group, WaitsForARankThatGoesOnAfterAnError) {
+  const milliseconds grace(4 * world::kPollFailures);
+  run_ranks(3, [&](const World& world) {
+    const auto board = std::make_shared<world::FailureBoard>(world, "board", grace);
+    Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board});
+    for (int batch = 0; world.rank == 2 && batch < 2; ++batch) {
+      board->report_error("raised ValueError in forward", "out of ideas");
+      if (batch == 0) std::this_thread::sleep_for(2 * world::kPollFailures);  // the others see it
+      board->withdraw_error();
+      std::this_thread::sleep_for(grace + 2 * world::kPollFailures);
+    }
+    group.barrier(kHere);
+  });
+}
+
+TEST(Group, BlamesAFreshErrorWhenItsTimeIsUp) {
+  Meeting meeting(2);
+  const auto errors = errors_of_ranks(2, [&](const World& world) {
+    const auto board = std::make_shared<world::FailureBoard>(world, "board", kLong);
+    Group group(world, Team::whole(world), "test", {.timeout = milliseconds(700), .board = board});
+    if (world.rank == 1) board->report_error("raised ValueError in forward", "out of ideas");
+    meeting.arrive();
+    std::string text;
+    try {
+      if (world.rank == 0) group.barrier(kHere);
+    } catch (const CommError& error) {
+      text = error.what();
+    }
+    meeting.arrive();
+    if (!text.empty()) throw CommError(text);
+  });
+  EXPECT_NE(errors[0].find("timed out after 0.7"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("rank 1 raised ValueError in forward: out of ideas"), std::string::npos) << errors[0];
+}
+
 /// A transfer whose connection has broken.
 class Broken : public Operation {
  public:

@@ -142,6 +142,72 @@ TEST(HostFailures, LetFinishWhatAnEndedProcessHasDone) {
   }
 }
 
+// Ranks 0 and 2 are killed; rank 1 misses rank 2 first. Later rank 3 finds both gone, and nobody whom it could ask.
+TEST(HostFailures, NameTheProcessThatWasMissedFirst) {
+  RankProcesses ranks(4, [](const World& world) {
+    const auto host = Host::find(world, "host", true);
+    const auto wait_for = [&](const char* key) {
+      while (!world.store->check({key})) std::this_thread::sleep_for(milliseconds(5));
+    };
+    if (world.rank == 2) ::kill(::getpid(), SIGKILL);
+    if (world.rank == 0) {
+      wait_for("missed");
+      ::kill(::getpid(), SIGKILL);
+    }
+    while (!host->find_killed()) std::this_thread::sleep_for(milliseconds(5));
+    if (world.rank == 1) world.store->set("missed", std::string("rank 2"));
+    wait_for("missed");
+    while (host->find_dead()->find("rank 0") != 0) std::this_thread::sleep_for(milliseconds(5));
+    TORCH_CHECK(host->find_killed()->find("rank 2's process ") == 0, *host->find_killed());
+  });
+  const auto& outcomes = ranks.wait(std::chrono::seconds(30));
+  for (int r : {1, 3}) {
+    EXPECT_TRUE(outcomes[r].ended_in_time);
+    EXPECT_EQ(outcomes[r].error, "");
+  }
+}
+
+TEST(HostFailures, NameTheKilledRankOnTheOtherHostToo) {
+  RankProcesses ranks(4, [](World world) {
+    world.host = world.rank < 2 ? "one" : "other";
+    const auto board = board_of(world);
+    const auto host = Host::find(world, "host", true, board);
+    comm::Group group(world, comm::Team::whole(world), "test",
+                      {.timeout = kLong, .board = board, .host = host, .clock = clock_at(7)});
+    try {
+      for (int round = 0;; ++round) {
+        group.barrier(kHere);
+        if (world.rank == 3 && round == 3) ::kill(::getpid(), SIGKILL);
+      }
+    } catch (const CommError&) {
+      board->report_end("has ended training at step 7");
+      throw;
+    }
+  });
+  const auto& outcomes = ranks.wait(std::chrono::seconds(30));
+  EXPECT_TRUE(outcomes[3].killed);
+  for (int r : {0, 1, 2}) {
+    EXPECT_TRUE(outcomes[r].ended_in_time);
+    EXPECT_NE(outcomes[r].error.find("rank 3's process "), std::string::npos) << outcomes[r].error;
+    EXPECT_EQ(outcomes[r].error.find("no report from"), std::string::npos) << outcomes[r].error;
+  }
+}
+
+TEST(HostFailures, DoNotCountAProcessThatToldOfItsEndAsKilled) {
+  for (const bool shared : {true, false}) {
+    RankProcesses ranks(3, [&](const World& world) {
+      const auto board = board_of(world);
+      const auto host = Host::find(world, "host", shared, board);
+      if (world.rank == 0) return board->report_end("has ended training at step 3");
+      if (world.rank == 1) ::kill(::getpid(), SIGKILL);
+      while (!host->find_killed()) std::this_thread::sleep_for(milliseconds(5));
+      while (host->find_dead()->find("rank 0") != 0) std::this_thread::sleep_for(milliseconds(5));
+      TORCH_CHECK(host->find_killed()->find("rank 1's process ") == 0, *host->find_killed());
+    });
+    EXPECT_EQ(ranks.wait(std::chrono::seconds(30))[2].error, "") << shared;
+  }
+}
+
 TEST(HostFailures, KnowAProcessThatHadEndedBeforeItWasLookedFor) {
   // Rank 1 reports where it runs and ends before rank 0 has read it.
   RankProcesses ranks(2, [](const World& world) {

@@ -38,15 +38,43 @@ while True:
 """
 
 
+RAISE = """
+import os, time
+import torch
+import deeptide
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        if os.environ["RANK"] == "3" and os.path.exists("raise"):
+            raise ValueError("bad batch")
+        return super().forward(x)
+
+torch.set_num_threads(1)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "zero_optimization": {"stage": 3}}
+engine, *_ = deeptide.initialize(model=Model(16, 16), config=config)
+print("ready", os.getpid(), flush=True)
+try:
+    while True:
+        engine.backward(engine(torch.ones(1, 16)).sum())
+        engine.step()
+        time.sleep(0.02)
+except Exception as error:
+    print("ended by", error, flush=True)
+while True:
+    time.sleep(1)  # with the engine
+"""
+
+
 class Training:
     """Two hosts with two ranks each, which train until they are stopped."""
 
     ENV: ClassVar = {"PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
 
-    def __init__(self, hosts, *options, start=None):
+    def __init__(self, hosts, *options, start=None, program=TRAIN):
         self.hosts = hosts
         start = start or (lambda *words: hosts.start(*words, env=self.ENV))
-        self.job = start(*options, *hosts.python("train.py", TRAIN))
+        self.job = start(*options, *hosts.python("train.py", program))
         self.job.wait_for("ready", 4, timeout=90)
         self.pids = {int(line.split("]")[0][6:]): int(line.split()[3]) for _, line in self.job.out if "ready" in line}
         time.sleep(0.5)  # all are past their first steps
@@ -189,4 +217,13 @@ def test_a_host_that_does_not_answer_is_named(hosts):
     assert report.startswith("\nranks 2, 3 on worker-2: no answer from the host\n"), report
     assert "on worker-1 waiting for " in report, report
     hosts.workers[1].set_link("up")
+    training.end()
+
+
+def test_an_error_on_one_host_ends_the_waits_of_all(hosts):
+    """Rank 3, on the second host, raises and keeps its engine: what every rank's error says comes from it."""
+    training = Training(hosts, program=RAISE)
+    (hosts.folder / "raise").touch()
+    training.job.wait_for("ended by bad batch", 1)
+    training.job.wait_for("rank 3 raised ValueError in forward: bad batch", 3, timeout=60)
     training.end()

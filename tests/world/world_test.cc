@@ -232,8 +232,93 @@ TEST_F(Board, NamesWhoIsStillSilentBesideARankThatEndedForSilence) {
   EXPECT_EQ(zero.failure(), "rank 2 has ended, having seen: no report from rank 0, 1; by now no report from rank 1");
 }
 
+TEST_F(Board, TellsOfAnErrorUntilTheRankGoesOn) {
+  world::FailureBoard one(world(1), "a"), two(world(2), "a"), hasty(world(0), "a", milliseconds(0));
+  one.report_error("raised ValueError in forward", "out of luck\nat line 3");
+  const std::string text = "rank 1 raised ValueError in forward: out of luck";
+  EXPECT_EQ(two.error(), text);
+  EXPECT_EQ(hasty.failure(), text);
+  EXPECT_TRUE(hasty.is_failure());
+  EXPECT_EQ(two.failure("waits: at x"), std::nullopt) << "within the grace";
+  EXPECT_FALSE(two.is_failure());
+  EXPECT_EQ(one.error(), std::nullopt) << "its own";
+  one.report_error("raised KeyError in forward", "");
+  EXPECT_EQ(hasty.failure(), "rank 1 raised KeyError in forward") << "the later one";
+  one.withdraw_error();
+  EXPECT_EQ(two.error(), std::nullopt);
+  EXPECT_EQ(hasty.failure(), std::nullopt);
+  EXPECT_FALSE(hasty.is_failure());
+  EXPECT_FALSE(store_->check({"a/place/2"})) << "a later diagnosis would take it for a wait of that moment";
+}
+
+TEST_F(Board, GivesEachErrorAGraceOfItsOwn) {
+  const milliseconds grace(50);
+  world::FailureBoard one(world(1), "a"), two(world(2), "a", grace);
+  for (int i = 0; i < 2; ++i) {
+    one.report_error("raised ValueError in forward", "out of luck");
+    EXPECT_EQ(two.failure(), std::nullopt) << "seen for the first time";
+    std::this_thread::sleep_for(grace);
+    EXPECT_NE(two.failure(), std::nullopt);
+    one.withdraw_error();
+    EXPECT_EQ(two.failure(), std::nullopt);
+  }
+}
+
+TEST_F(Board, NamesTheEarliestErrorThatStands) {
+  world::FailureBoard zero(world(0), "a"), one(world(1), "a"), two(world(2), "a");
+  for (int i = 0; i < 2; ++i) {
+    one.report_error("raised ValueError in forward", "out of luck");
+    zero.report_error("raised KeyError in step", "'lr'");
+    EXPECT_EQ(two.error(), "rank 1 raised ValueError in forward: out of luck");
+    one.withdraw_error();
+    EXPECT_EQ(two.error(), "rank 0 raised KeyError in step: 'lr'");
+    EXPECT_EQ(one.error(), "rank 0 raised KeyError in step: 'lr'");
+    zero.withdraw_error();
+    EXPECT_EQ(two.error(), std::nullopt);
+  }
+}
+
+TEST_F(Board, PutsAnErrorBeforeAnEndInGoodOrderAndBehindAFailure) {
+  world::FailureBoard zero(world(0), "a", milliseconds(0)), one(world(1), "a"), two(world(2), "a");
+  two.report_end("has ended training at step 3");
+  one.report_error("raised ValueError in forward", "out of luck");
+  EXPECT_EQ(zero.failure(), "rank 1 raised ValueError in forward: out of luck");
+  two.report_failure("failed in initialize");
+  EXPECT_EQ(zero.failure(), "rank 2 failed in initialize");
+}
+
+TEST_F(Board, TellsTheErrorThatARankEndsWith) {
+  world::FailureBoard zero(world(0), "a"), one(world(1), "a");
+  EXPECT_FALSE(zero.has_ended(1));
+  one.report_error("raised ValueError in forward", "out of luck");
+  EXPECT_FALSE(zero.has_ended(1));
+  one.report_end("has ended training at step 1");
+  EXPECT_TRUE(zero.has_ended(1));
+  EXPECT_EQ(zero.failure(), "rank 1 raised ValueError in forward: out of luck, and has ended training at step 1");
+}
+
+TEST_F(Board, TakesAnErrorOfARankThatHasLostItsPeersForItsFailure) {
+  world::FailureBoard one(world(1), "a"), two(world(2), "a");
+  one.note_cause("rank 0's process 4711 has ended");
+  one.report_error("raised CommError in step", "rank 1 lost its peers at step 1");
+  EXPECT_EQ(two.failure(), "rank 1 raised CommError in step, having seen: rank 0's process 4711 has ended");
+  one.withdraw_error();
+  EXPECT_TRUE(two.is_failure()) << "its groups are unusable: it cannot go on";
+}
+
+TEST_F(Board, SpreadsACauseThatOneRankKnows) {
+  world::FailureBoard one(world(1), "a"), two(world(2), "a");
+  const std::string cause = "rank 0's process 4711 has ended";
+  int looks = 0;  // it is found a moment later
+  EXPECT_EQ(one.diagnose("waits: at x", [&] { return ++looks < 3 ? std::nullopt : std::optional(cause); }), cause);
+  EXPECT_TRUE(one.is_reachable());
+  EXPECT_EQ(two.diagnose("waits: at y"), cause) << "not what rank 2 sees: who is silent";
+}
+
 TEST_F(Board, WritesNothingInAWorldOfOne) {
-  world::FailureBoard(world(0, 1), "a").report_failure("has ended");
+  world::FailureBoard alone(world(0, 1), "a");
+  alone.report_failure("has ended");
+  alone.report_error("raised ValueError in forward", "out of luck");
   EXPECT_EQ(store_->getNumKeys(), 0);
 }
 
@@ -247,8 +332,16 @@ class DeadStore : public c10d::HashStore {
 TEST(FailureBoard, NeverThrowsWhenTheStoreIsGone) {
   world::FailureBoard board(make_world(c10::make_intrusive<DeadStore>(), 1, 2), "a");
   board.report_failure("has ended");
-  EXPECT_EQ(board.failure(), "the store is unreachable (connection reset); rank 0 has probably ended");
-  EXPECT_EQ(board.diagnose("waits"), "the store is unreachable; rank 0 has probably ended");
+  board.report_error("raised ValueError in forward", "out of luck");
+  board.withdraw_error();
+  const std::string lost = "rank 0 has probably ended, perhaps because another rank did: see its error";
+  EXPECT_EQ(board.failure(), "the store is unreachable (connection reset); " + lost);
+  EXPECT_EQ(board.error(), std::nullopt);
+  EXPECT_EQ(board.diagnose("waits"), "the store is unreachable; " + lost);
+  int looks = 0;  // it is found a moment later
+  const auto find = [&] { return ++looks < 3 ? std::nullopt : std::optional<std::string>("rank 2 has ended"); };
+  EXPECT_EQ(board.diagnose("waits", find), "rank 2 has ended");
+  EXPECT_FALSE(board.is_reachable());
 }
 
 }  // namespace

@@ -1,0 +1,37 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the other ranks of an error that a method of the engine raises on this one: they may be waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from deeptide.engine import Engine
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_E = TypeVar("_E", bound="Engine")
+
+
+def told(method: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, _P], _R]:
+    """A method of the engine that reports what it raises; the report stands until the program calls the next one."""
+
+    @functools.wraps(method)
+    def call(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if engine._has_told:
+            engine._has_told = False
+            with contextlib.suppress(Exception):  # the engine may have been destroyed
+                engine._core.withdraw_error()
+        try:
+            return method(engine, *args, **kwargs)
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                engine._has_told = True
+                engine._core.report_error(f"raised {type(error).__name__} in {method.__name__}", str(error))
+            raise
+
+    return call
