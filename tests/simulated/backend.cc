@@ -7,10 +7,14 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/version.h>
 
 #include <atomic>
 #include <cstring>
 #include <utility>
+
+// Of a backend, from 2.10 on: free memory and capabilities.
+#define DEEPTIDE_TORCH_ASKS_MORE (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10)
 
 namespace deeptide::simulated {
 namespace {
@@ -69,10 +73,12 @@ class SimulatedAllocator final : public c10::DeviceAllocator {
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex) override { machine().reset_peak(); }
+#if DEEPTIDE_TORCH_ASKS_MORE
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex) override {
     const Stats stats = machine().stats();
     return {stats.cap_bytes - stats.used_bytes, stats.cap_bytes};
   }
+#endif
 };
 
 SimulatedAllocator simulated_allocator;
@@ -87,7 +93,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
   DeviceIndex deviceCount() const noexcept override { return 1; }
+#if DEEPTIDE_TORCH_ASKS_MORE
   c10::DeviceCapability getDeviceCapability(Device) const override { return {}; }
+#endif
 
   Stream getStream(Device) const override { return as_stream(stream_of_thread); }
   Stream getDefaultStream(Device) const override { return as_stream(0); }
