@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -89,14 +93,29 @@ def _print_head(collective: str, where: str, options: argparse.Namespace) -> Non
     )
 
 
+@contextlib.contextmanager
+def _no_lines_of_gloo() -> Iterator[None]:
+    """Up to torch 2.10 Gloo prints a line for each group that connects: to standard error, not among the results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def main() -> None:
     options = _parse_arguments()
     torch.set_num_threads(1)  # the ranks are the parallelism
     _C.install_cpu_allocator()  # as an engine does
     device = _device()
-    # No process group of torch's where none is needed: on CPUs the core's own transports do all.
-    world, _groups = (_C.init_distributed(), ()) if device.type == "cpu" else find_world(None, device)
-    bench = _C.CollectiveBench(world, _DTYPES[options.dtype], device, max(options.sizes), not options.no_shared_memory)
+    with _no_lines_of_gloo():
+        # No process group of torch's where none is needed: on CPUs the core's own transports do all.
+        world, _groups = (_C.init_distributed(), ()) if device.type == "cpu" else find_world(None, device)
+        shared = not options.no_shared_memory
+        bench = _C.CollectiveBench(world, _DTYPES[options.dtype], device, max(options.sizes), shared)
     hosts = bench.num_hosts
     place = {"ranks": world.size, "hosts": hosts, "path": bench.path, "dtype": options.dtype}
     where = f"{world.size} ranks on {hosts} host{'s' * (hosts > 1)}, {options.dtype}, {bench.path}"

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
-from printed import run_captured
 
 import deeptide
 
@@ -23,8 +23,10 @@ def bench(*words):
         pytest.skip("the deeptide command is not in PATH")
     package = os.path.dirname(os.path.dirname(deeptide.__file__))
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    return run_captured(
+    return subprocess.run(
         [command, "bench", "comm", "-q", "--python", sys.executable, *QUICK, *words],
+        capture_output=True,
+        text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
