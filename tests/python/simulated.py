@@ -80,7 +80,7 @@ def _device_module():
     module.device_count = lambda: 1
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    # Without it torch 2.11 takes the device for unused, and synchronize returns at once.
+    # Without it torch up to 2.11 takes the device for unused, and synchronize returns at once.
     module._lazy_init = lambda: None
     module.current_device = lambda: 0
     module._is_in_bad_fork = lambda: False
