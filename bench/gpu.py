@@ -25,8 +25,9 @@ LEGEND = """\
 One rank on one device, bf16 with fp32 masters (torch: autocast), every block checkpointed, norm clipped to 1, each job
 in a process of its own, in rounds. Step: best and median of all rounds' median steps. Share: of plain torch's step, by
 rounds, then the median. MFU: 6 flops per parameter in a matrix and token, and causal attention, recomputation not
-counted, against the device's dense bf16 peak. Peak: what torch's allocator gave at most; states: the ledger's forecast
-of what the engine itself holds, activations not among it."""
+counted, against the device's dense bf16 peak. Peak: what torch's allocator gave at most; reserved: what it took from
+the device for that, beyond the peak by what lies in fragments. States: the ledger's forecast of what the engine
+itself holds, activations not among it."""
 
 
 def parse_arguments():
@@ -79,7 +80,7 @@ def row(options, model, contender, results):
     timed = [job for job in own if "seconds" in job]
     if not timed:
         why = next((job[key] for job in own for key in ("error", "skipped") if key in job), "not run: out of time")
-        return [contender, why, *[""] * 6]
+        return [contender, why, *[""] * 7]
     steps = [median(job["seconds"]) for job in timed]
     beside = zip(own, results.get((model, "torch"), []), strict=False)
     shares = [median(a["seconds"]) / median(b["seconds"]) for a, b in beside if "seconds" in a and "seconds" in b]
@@ -91,6 +92,7 @@ def row(options, model, contender, results):
         f"{shape.tokens_per_step() / min(steps):.0f}",
         f"{100 * shape.flops_per_step() / min(steps) / flops:.1f} %" if flops else "",
         _gib(timed[-1]["peak"]),
+        _gib(timed[-1]["reserved"]),
         _gib(timed[-1]["forecast"]),
         f"{timed[-1]['loss']:.4f}",
     ]
@@ -110,7 +112,8 @@ def main():
                 print(f"{model} {contender}: {str(results[model, contender][-1])[:150]}", file=sys.stderr, flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     text = output.head(f"Training on {device}", record, LEGEND)
-    header = ["contender", "step (ms)", "share", "tokens/s", "MFU", "peak (GiB)", "states (GiB)", "loss"]
+    sizes = ["peak (GiB)", "reserved (GiB)", "states (GiB)"]
+    header = ["contender", "step (ms)", "share", "tokens/s", "MFU", *sizes, "loss"]
     for model in options.model:
         rows = [row(options, model, contender, results) for contender in options.only]
         text += f"\n## {model}\n\n{output.table(header, rows)}"

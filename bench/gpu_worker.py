@@ -112,6 +112,7 @@ def measure(options):
         "seconds": seconds[options.warmup :],
         "loss": losses[-1],
         "peak": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "reserved": torch.cuda.max_memory_reserved() if on_gpu else None,
         "forecast": forecast,
     }
 
