@@ -7,21 +7,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_E = TypeVar("_E", bound="Engine")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def told(method: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, _P], _R]:
+def told(method: _Method) -> _Method:
     """A method of the engine that reports what it raises; the report stands until the program calls the next one."""
 
     @functools.wraps(method)
-    def call(engine: _E, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(engine: Engine, /, *args: Any, **kwargs: Any) -> Any:
         if engine._has_told:
             engine._has_told = False
             with contextlib.suppress(Exception):  # the engine may have been destroyed
@@ -34,4 +32,4 @@ def told(method: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, 
                 engine._core.report_error(f"raised {type(error).__name__} in {method.__name__}", str(error))
             raise
 
-    return call
+    return cast("_Method", call)
