@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <string>
 #include <thread>
 #include <vector>
@@ -47,6 +48,19 @@ class Meeting {
       ++turn_;
     }
     while (turn_ == turn) std::this_thread::yield();
+  }
+  /// Arrives once `run` has ended, and only then throws the CommError that it threw: until all ranks are here, nobody
+  /// unwinds what the others watch.
+  template <typename Run>
+  void arrive_after(Run run) {
+    std::exception_ptr failure;
+    try {
+      run();
+    } catch (const CommError&) {
+      failure = std::current_exception();
+    }
+    arrive();
+    if (failure) std::rethrow_exception(failure);
   }
 
  private:
