@@ -46,9 +46,14 @@ c10::intrusive_ptr<c10d::Store> connect(const Discovery& place, std::chrono::mil
     try {
       return c10::make_intrusive<c10d::TCPStore>(place.address, options);
     } catch (const std::exception& error) {
+      const std::string port = std::to_string(options.port), why = std::string(error.what()).substr(0, 300);
+      if (why.find("failed to listen") != std::string::npos) {
+        throw CommError(
+            "rank 0 cannot listen at port " + port +
+            ", where the ranks meet; set another one (MASTER_PORT, or the launcher's --master_port): " + why);
+      }
       throw CommError("rank " + std::to_string(place.rank) + " could not reach the store at " + place.address + ":" +
-                      std::to_string(options.port) + " within " + std::to_string(timeout.count() / 1000) +
-                      " s: " + std::string(error.what()).substr(0, 300));
+                      port + " within " + std::to_string(timeout.count() / 1000) + " s: " + why);
     }
   };
   return run_beside<StorePtr>(make, &check_interrupts);  // it tries until the timeout, whatever signals arrive

@@ -7,6 +7,7 @@
 #include <filesystem>
 
 #include "launch/launched.h"
+#include "launch/system/held_port.h"
 #include "launch/system/machine.h"
 
 namespace deeptide::launch {
@@ -14,7 +15,7 @@ namespace {
 
 TEST(Environment, TellsEachRankItsPlace) {
   const LaunchResult result =
-      launch({"-q", "--num_ranks", "2", "--master_port", std::to_string(choose_port(0)), "sh", "-c",
+      launch({"-q", "--num_ranks", "2", "--master_port", std::to_string(HeldPort::choose(0).number()), "sh", "-c",
               "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $LOCAL_SIZE $CROSS_RANK $CROSS_SIZE $MASTER_ADDR"
               " $DEEPTIDE_LAUNCHER $PYTHONUNBUFFERED"});
   EXPECT_EQ(result.exit_code, 0) << result.errors;
@@ -24,7 +25,7 @@ TEST(Environment, TellsEachRankItsPlace) {
 }
 
 TEST(Environment, GivesAllRanksTheSamePort) {
-  const std::string port = std::to_string(choose_port(0));
+  const std::string port = std::to_string(HeldPort::choose(0).number());
   const LaunchResult given = launch({"--num_ranks", "2", "--master_port", port, "sh", "-c", "echo $MASTER_PORT"});
   expect_in("[rank 0] " + port + "\n", given.output);
   expect_in("[rank 1] " + port + "\n", given.output);

@@ -1,11 +1,9 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Devices, ports and programs of this machine.
+// Devices and programs of this machine.
 #include "launch/system/machine.h"
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -17,28 +15,6 @@
 
 namespace deeptide::launch {
 namespace {
-
-/// A port that something listens on.
-class BusyPort {
- public:
-  BusyPort() : listener_(socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof(address);
-    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address), length), 0);
-    EXPECT_EQ(listen(listener_, 1), 0);
-    EXPECT_EQ(getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length), 0);
-    port_ = ntohs(address.sin_port);
-  }
-  ~BusyPort() { close(listener_); }
-
-  int port() const { return port_; }
-
- private:
-  int listener_;
-  int port_ = 0;
-};
 
 TEST(CountDevices, CountsTheNumberedNodesOnly) {
   TempFolder dev;
@@ -60,21 +36,6 @@ TEST(CountDevices, HonoursTheVisibleOnes) {
 }
 
 TEST(CountDevices, IsZeroWithoutTheFolder) { EXPECT_EQ(count_devices("/no/such/folder", nullptr), 0); }
-
-TEST(ChoosePort, FindsAFreeOne) {
-  const int port = choose_port(0);
-  EXPECT_GT(port, 0);
-  EXPECT_EQ(choose_port(port), port);
-}
-
-TEST(ChoosePort, NamesABusyPort) {
-  BusyPort busy;
-  const std::string port = std::to_string(busy.port());
-  EXPECT_THROW(choose_port(busy.port()), UsageError);
-  const LaunchResult result = launch({"--master_port", port, "true"});
-  EXPECT_EQ(result.exit_code, 2);
-  EXPECT_NE(result.errors.find("--master_port " + port + " cannot be used"), std::string::npos) << result.errors;
-}
 
 TEST(FindProgram, SearchesThePathButNotForPaths) {
   EXPECT_EQ(find_program("./sh"), "./sh");

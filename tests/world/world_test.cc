@@ -14,6 +14,7 @@
 #include <optional>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "world/failure_board.h"
 
@@ -129,6 +130,18 @@ TEST(World, ReadsTheLaunchersAndTorchrunsVariables) {
   values["MASTER_PORT"] = free_port();
   const Environment environment(values);
   EXPECT_EQ(init_distributed({.timeout = milliseconds(5000)}).source, "torchrun");
+}
+
+TEST(World, SaysWhenTheRanksCannotMeetAtAPort) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  const auto busy = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const std::string port = std::to_string(busy->getPort());
+  const std::string text =
+      error_with({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
+  EXPECT_EQ(text.find("CommError: rank 0 cannot listen at port " + port + ", where the ranks meet"), 0u) << text;
 }
 
 TEST(World, SaysWhereTheStoreWasSoughtInVain) {

@@ -115,8 +115,8 @@ void Agent::handle(const Frame& frame) {
 }
 
 void Agent::prepare(const PortRequest& wanted) {
-  const int port = wanted.fixed ? choose_port(wanted.port) : next_free_port(wanted.port);
-  send(FrameKind::port, -1, encode(PortAnswer{port}));
+  port_ = wanted.fixed ? HeldPort::choose(wanted.port) : HeldPort::first_free(wanted.port);
+  send(FrameKind::port, -1, encode(PortAnswer{port_.number()}));
 }
 
 void Agent::start(const AgentJob& job) {

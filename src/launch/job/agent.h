@@ -8,6 +8,7 @@
 #include <string>
 
 #include "launch/process/process_group.h"
+#include "launch/system/held_port.h"
 #include "launch/system/signal_file.h"
 #include "launch/system/sink.h"
 #include "launch/watch/host_watch.h"
@@ -45,6 +46,7 @@ class Agent {
   FrameReader reader_{false};
   SignalFile signals_;
   ProcessGroup ranks_;
+  HeldPort port_;                   // where the job's ranks meet, if rank 0 is here
   std::optional<HostWatch> watch_;  // set by start()
   State state_ = State::waiting;
   bool connected_ = true;

@@ -9,12 +9,14 @@
 #include "launch/plan/exports.h"
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
+#include "launch/system/held_port.h"
 
 namespace deeptide::launch {
 
 struct Starter {
   std::vector<std::string> command;
   Environment environment;  // for the starter, which forwards the exported part by name
+  HeldPort port;            // where all ranks are on this machine
 };
 
 /// Builds the starter's command. `look`: asks the first host for its address if --master_addr is not given. `hub`: the

@@ -48,7 +48,7 @@ void choose_devices(const Options& options, JobHosts& job) {
                      " needs a hostfile: give one with -H, or create " + kDefaultHostfile);
   }
   if (options.filter.include.empty() && options.filter.exclude.empty()) {
-    job.place = local_place(options);
+    job.place = local_place(options, job.port);
     return;
   }
   if (const char* name = visible_variable()) {
@@ -61,12 +61,12 @@ void choose_devices(const Options& options, JobHosts& job) {
   const Host chosen = filter_hosts({here}, filter).front();
   Options counted = options;
   counted.num_ranks = static_cast<int>(chosen.slots.size());
-  job.place = local_place(counted);
+  job.place = local_place(counted, job.port);
   job.place.devices = chosen.slots;
 }
 
 // --no_ssh: this host's ranks only. The user starts the other hosts with the same hostfile.
-HostPlace own_part(const Options& options, const std::vector<Host>& hosts) {
+HostPlace own_part(const Options& options, const std::vector<Host>& hosts, HeldPort& port) {
   if (options.node_rank >= static_cast<int>(hosts.size())) {
     throw UsageError("--node_rank " + std::to_string(options.node_rank) + ": the job has " +
                      std::to_string(hosts.size()) + " hosts");
@@ -80,7 +80,7 @@ HostPlace own_part(const Options& options, const std::vector<Host>& hosts) {
   place.world_size = num_slots(hosts);
   place.master_addr = options.master_addr;
   place.master_port = options.master_port ? options.master_port : kDefaultPort;
-  if (options.node_rank == 0) choose_port(place.master_port);
+  if (options.node_rank == 0) port = HeldPort::choose(place.master_port);
   return place;
 }
 
@@ -103,9 +103,9 @@ JobHosts find_hosts(const Options& options) {
   if (starter) {
     job.way = JobHosts::Way::starter;
   } else if (options.no_ssh) {
-    job.place = own_part(options, job.hosts);
+    job.place = own_part(options, job.hosts, job.port);
   } else if (options.elastic && job.hosts.empty()) {
-    job.hosts = {{"localhost", std::vector<int>(local_place(options).num_ranks)}};
+    job.hosts = {{"localhost", std::vector<int>(resolve_num_ranks(options))}};
     std::iota(job.hosts[0].slots.begin(), job.hosts[0].slots.end(), 0);
     job.way = JobHosts::Way::agents;
   } else if (job.hosts.empty()) {
@@ -115,7 +115,7 @@ JobHosts find_hosts(const Options& options) {
   } else {
     Options counted = options;
     counted.num_ranks = num_slots(job.hosts);
-    job.place = local_place(counted);
+    job.place = local_place(counted, job.port);
     job.place.devices = job.hosts[0].slots;
   }
   if (job.way == JobHosts::Way::here && !options.no_ssh) {

@@ -10,6 +10,7 @@
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
+#include "launch/system/held_port.h"
 
 namespace deeptide::launch {
 
@@ -23,6 +24,7 @@ struct JobHosts {
   Way way = Way::here;
   std::vector<Host> hosts;  // for agents and starter; may be empty for srun, which knows its own hosts
   HostPlace place;          // for `here`
+  HeldPort port;            // for `here`, where rank 0 is on this host
   std::vector<std::string> warnings;
 };
 

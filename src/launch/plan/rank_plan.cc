@@ -69,12 +69,6 @@ bool wants_local_rank(const RankOptions& options) {
   return text.str().find("--local_rank") != std::string::npos;
 }
 
-int resolve_num_ranks(const Options& options) {
-  if (options.num_ranks > 0) return options.num_ranks;
-  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-  return std::max(1, count_devices("/dev", visible ? visible : std::getenv("HIP_VISIBLE_DEVICES")));
-}
-
 std::vector<int> share_of_cores(const std::vector<int>& cores, int rank, int num_ranks) {
   const size_t each = cores.size() / num_ranks;
   return {cores.begin() + rank * each, cores.begin() + (rank + 1) * each};
@@ -156,10 +150,17 @@ std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& pl
   return plans;
 }
 
-HostPlace local_place(const Options& options) {
+int resolve_num_ranks(const Options& options) {
+  if (options.num_ranks > 0) return options.num_ranks;
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return std::max(1, count_devices("/dev", visible ? visible : std::getenv("HIP_VISIBLE_DEVICES")));
+}
+
+HostPlace local_place(const Options& options, HeldPort& port) {
   HostPlace place;
   place.num_ranks = place.world_size = resolve_num_ranks(options);
-  place.master_port = choose_port(options.master_port);
+  port = HeldPort::choose(options.master_port);
+  place.master_port = port.number();
   if (!options.master_addr.empty()) place.master_addr = options.master_addr;
   return place;
 }

@@ -8,6 +8,7 @@
 
 #include "launch/plan/command.h"
 #include "launch/plan/options.h"
+#include "launch/system/held_port.h"
 
 namespace deeptide::launch {
 
@@ -34,8 +35,11 @@ struct HostPlace {
 /// cores than ranks to bind.
 std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& place, bool here = true);
 
+/// Returns how many ranks the options ask for on this machine, by default one per device.
+int resolve_num_ranks(const Options& options);
+
 /// Returns the place of a job's single host without a hostfile, with the number of ranks and a port.
-HostPlace local_place(const Options& options);
+HostPlace local_place(const Options& options, HeldPort& port);
 
 /// True if Python runs the script.
 bool runs_python(const RankOptions& options);

@@ -13,13 +13,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 
 #include "launch/system/usage_error.h"
@@ -49,43 +45,6 @@ fs::path own_environment() {
   return fs::exists(root / "pyvenv.cfg", error) ? root : fs::path{};
 }
 
-// Listens briefly at `port` (0: at any free port, and sets it). Returns 0 or the error number. Binds as the rendezvous
-// does: on every interface, and even if connections in TIME_WAIT hold the port.
-int bind_port(int& port) {
-  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (listener < 0) return errno;
-  const int reuse = 1;
-  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  socklen_t length = sizeof(address);
-  const bool free = bind(listener, reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(listener, 1) == 0 &&
-                    getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  const int error = free ? 0 : errno;
-  close(listener);
-  if (free) port = ntohs(address.sin_port);
-  return error;
-}
-
-// Reads the kernel's tables: local address and port are hexadecimal, state 0A is listening, word ten is the inode.
-std::string listening_inode(int port) {
-  char wanted[8];
-  std::snprintf(wanted, sizeof(wanted), ":%04X", port);
-  for (const char* table : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-    std::ifstream stream(table);
-    std::string line;
-    std::getline(stream, line);
-    while (std::getline(stream, line)) {
-      std::istringstream text(line);
-      const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
-      if (words.size() > 9 && words[1].ends_with(wanted) && words[3] == "0A") return words[9];
-    }
-  }
-  return {};
-}
-
 }  // namespace
 
 int count_devices(const std::string& device_dir, const char* visible) {
@@ -112,40 +71,6 @@ std::vector<int> usable_cores() {
   }
   if (cores.empty()) cores.push_back(0);
   return cores;
-}
-
-int choose_port(int wanted) {
-  int port = wanted;
-  const int error = bind_port(port);
-  if (error == 0) return port;
-  throw UsageError("--master_port " + std::to_string(wanted) + " cannot be used: " + std::strerror(error) +
-                   port_holder(wanted) + "; choose another port, or omit the option to use a free one");
-}
-
-int next_free_port(int first) {
-  constexpr int kTried = 100;
-  for (int port = first; port < std::min(first + kTried, 65536); ++port) {
-    if (bind_port(port) == 0) return port;
-  }
-  return choose_port(0);
-}
-
-std::string port_holder(int port) {
-  const std::string inode = listening_inode(port);
-  if (inode.empty()) return {};
-  const std::string wanted = "socket:[" + inode + "]";
-  std::error_code error;
-  for (const auto& process : fs::directory_iterator("/proc", error)) {
-    const std::string pid = process.path().filename();
-    if (pid[0] < '0' || pid[0] > '9') continue;
-    for (const auto& fd : fs::directory_iterator(process.path() / "fd", error)) {
-      if (fs::read_symlink(fd.path(), error) != wanted) continue;
-      std::string name;
-      std::getline(std::ifstream(process.path() / "comm"), name);
-      return " (held by process " + pid + ", '" + name + "')";
-    }
-  }
-  return {};
 }
 
 std::vector<std::string> own_addresses() {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Finds this machine's resources for a job: devices, cores, ports, addresses, a Python interpreter.
+// Finds this machine's resources for a job: devices, cores, addresses, a Python interpreter.
 #pragma once
 
 #include <string>
@@ -14,16 +14,6 @@ int count_devices(const std::string& device_dir, const char* visible);
 
 /// Returns the cores that this process may run on.
 std::vector<int> usable_cores();
-
-/// Returns `wanted` if no process listens there, or a free port if it is 0.
-/// Errors: UsageError naming the port and, if visible, the process that holds it.
-int choose_port(int wanted);
-
-/// Returns the first free port from `first` on, or any free port if the next hundred are busy.
-int next_free_port(int first);
-
-/// Returns " (held by process 123, 'name')" for the listener at `port`, or an empty text if it is not visible.
-std::string port_holder(int port);
 
 /// Returns this machine's addresses as `hostname -I` lists them: no loopback, no link-local addresses, IPv4 first.
 std::vector<std::string> own_addresses();
