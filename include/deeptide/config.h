@@ -242,6 +242,7 @@ enum class ReduceThread : uint8_t { automatic, on, off };
 /// Deeptide's own section, "deeptide".
 struct RuntimeConfig {
   double comm_timeout_s = 0.0;  // of every wait for a peer
+  double error_grace_s = 0.0;   // from an error of a call to the rank's next call
   Reduction reduction = Reduction::ordered;
   ReduceThread reduce_thread = ReduceThread::automatic;
   std::optional<bool> overlap_publish;  // step() returns while the new parameters of stages 1 and 2 are on their way

@@ -49,6 +49,7 @@ void bind_sections(py::module_& module) {
       .def_readonly("allow_untested_optimizer", &ZeroConfig::allow_untested_optimizer);
   py::class_<RuntimeConfig>(module, "RuntimeConfig")
       .def_readonly("comm_timeout_s", &RuntimeConfig::comm_timeout_s)
+      .def_readonly("error_grace_s", &RuntimeConfig::error_grace_s)
       .def_readonly("seed", &RuntimeConfig::seed);
 }
 

@@ -4,6 +4,7 @@
 #include "comm/group.h"
 
 #include <ATen/ops/zeros.h>
+#include <fmt/format.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -352,9 +353,9 @@ std::string Group::find_cause(const Site& site, std::optional<std::string> repor
 }
 
 void Group::time_out(const Site& site) const {
-  throw_comm_error("rank " + std::to_string(team_.rank()) + " timed out after " +
-                   std::to_string(static_cast<double>(options_.timeout.count()) / 1000.0) + " s at " + text(site) +
-                   ": " + find_cause(site) + ". The limit is \"deeptide\": {\"comm_timeout\": seconds}.");
+  throw_comm_error(fmt::format(
+      "rank {} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
+      team_.rank(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
 }
 
 }  // namespace deeptide::comm

@@ -14,6 +14,10 @@ std::string next_channel_name(const World& world, const char* kind) {
   return std::to_string(world.store->add(key, 1)) + "/" + kind;
 }
 
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
 /// Of the world, on this host.
 std::vector<int> ranks_of(const host::Host& host, const comm::Team& team) {
   std::vector<int> ranks;
@@ -28,7 +32,8 @@ Channels::Channels(const std::optional<World>& world, const Config& config)
       mesh_(world::Mesh::data_parallel(world_.size)),
       data_(comm::Team::along(mesh_, world_.rank, {world::Axis::data})),
       clock_(std::make_shared<comm::Clock>()),
-      board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"))),
+      board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"),
+                                                   milliseconds_of(config.runtime().error_grace_s))),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
                              may_share_memory(config), board_)),
       between_hosts_(config.runtime().shared_memory && !host_->holds_all()),
@@ -38,8 +43,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config)
       reductions_(world_, data_, next_channel_name(world_, "reductions"), options(config, /*on_device=*/true)) {}
 
 comm::ChannelOptions Channels::options(const Config& config, bool on_device) const {
-  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.runtime().comm_timeout_s * 1000));
-  return {.timeout = timeout,
+  return {.timeout = milliseconds_of(config.runtime().comm_timeout_s),
           .board = board_,
           .host = host_,
           .clock = clock_,

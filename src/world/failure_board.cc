@@ -3,6 +3,8 @@
 // Keeps failure reports in the world's store.
 #include "world/failure_board.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -142,7 +144,10 @@ std::optional<std::string> FailureBoard::failure(const std::string& own_place) n
     auto report = read_if_there(*store_, prefix_ + "/failed");
     if (!report || !store_->check({prefix_ + "/broken"})) {
       // A rank that ended in good order keeps nobody waiting.
-      if (auto error = earliest_error(grace_)) return error;
+      if (const auto error = earliest_error(grace_)) {
+        return *error + fmt::format(", and has not gone on within {:g} s (\"deeptide\": {{\"error_grace\": seconds}})",
+                                    std::chrono::duration<double>(grace_).count());
+      }
     }
     if (!report || !store_->check({prefix_ + "/unexplained"})) return report;
     // That rank may have looked before others reported; of them only those that ended it are still silent.

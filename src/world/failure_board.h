@@ -19,12 +19,13 @@ namespace deeptide::world {
 
 /// Interval at which a wait checks for reports of other ranks.
 inline constexpr std::chrono::milliseconds kPollFailures{250};
-/// How long a rank may take from an error that it raised to its next call before the others stop waiting for it.
-inline constexpr std::chrono::milliseconds kErrorGrace{10'000};
+/// As the config's "error_grace".
+inline constexpr std::chrono::milliseconds kErrorGrace{30'000};
 
 /// Lives in the world's store; used only on failure and by long waits. Thread-safe.
 class FailureBoard {
  public:
+  /// `grace`: how long a rank may take from an error that it raised to its next call before the others stop waiting.
   FailureBoard(const World& world, const std::string& prefix, std::chrono::milliseconds grace = kErrorGrace);
 
   /// Reports that this rank cannot continue ("left training", "failed in forward: …"), and what ended it, if that was

@@ -15,7 +15,8 @@ void fail_in_backward(TrainingSession& session) {
 }
 
 TEST(EngineFailures, EndTheOthersWaitsThoughTheRankKeepsItsEngine) {
-  for (const Config& config : {config_of(1), apart(config_of(3))}) {
+  for (const Config& sharing : {config_of(1), apart(config_of(3))}) {
+    const Config config = sharing.with(R"({"deeptide": {"error_grace": 0.5}})");
     Meeting meeting(3);
     const auto errors = errors_of_ranks(3, [&](const World& world) {
       TrainingSession session(world, 1, config);

@@ -95,7 +95,7 @@ def raise_in(call, engine, folder):
 
 def raise_and_stay(world, stage, call, folder, ended):
     """Rank 1 raises; its program catches that and waits, with the engine alive, until the others have ended."""
-    engine = start(world, stage, deeptide={"comm_timeout": 600})
+    engine = start(world, stage, deeptide={"comm_timeout": 600, "error_grace": 1})
     train(engine)
     try:
         if world.rank == 1:
@@ -119,11 +119,12 @@ def test_a_rank_that_raises_and_keeps_its_engine_ends_the_others(stage, call, tm
     for rank in (0, 2):
         assert texts[rank].startswith(f"CommError: rank {rank} "), texts[rank]
         assert f"rank 1 raised {error} in {call}: {line}" in texts[rank], texts[rank]
+        assert 'has not gone on within 1 s ("deeptide": {"error_grace": seconds})' in texts[rank], texts[rank]
 
 
 def skip_a_batch(world, stage):
     """Rank 1 fails in a forward, takes the next batch, and takes its time for it: longer than an error may stand."""
-    engine = start(world, stage)
+    engine = start(world, stage, deeptide={"error_grace": 3})
     train(engine)
     if world.rank == 1:
         hook = engine.module.h[1].register_forward_hook(out_of_luck)
@@ -132,7 +133,7 @@ def skip_a_batch(world, stage):
         hook.remove()
         time.sleep(1)  # the others wait in step() and hear of it
         engine.backward(engine(*batch_of(1, 1)))
-        time.sleep(11)
+        time.sleep(4)
         engine.step()
     else:
         train(engine)
@@ -175,7 +176,7 @@ def test_a_silent_rank_is_named_after_the_timeout(stage):
 
 def raise_and_stay_in_process(stage, folder):
     deeptide.init_distributed()
-    engine = start(None, stage, deeptide={"comm_timeout": 600})
+    engine = start(None, stage, deeptide={"comm_timeout": 600, "error_grace": 1})
     rank = engine.world.rank
     train(engine)
     try:

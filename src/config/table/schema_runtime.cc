@@ -42,6 +42,10 @@ std::vector<Key> runtime_sections() {
       number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
           .above(0)
           .into(&RuntimeConfig::comm_timeout_s),
+      number("error_grace", 30.0,
+             "Seconds that the others wait for a rank that caught an error of the engine, until its next call.")
+          .above(0)
+          .into(&RuntimeConfig::error_grace_s),
       choice<Reduction>("reduction", Reduction::ordered,
                         {{"ordered", Reduction::ordered}, {"transport", Reduction::transport}},
                         "ordered: sum gradients in one order, by pairs of ranks, so that a run repeats bit for bit; "
