@@ -95,11 +95,18 @@ TEST(Meeting, DoesNotTakeAForeignersHello) {
   }
 }
 
+/// None before torch 2.10, whose stores list no keys.
+template <typename Store>
+std::vector<std::string> keys_of(Store& store) {
+  if constexpr (requires { store.listKeys(); }) return store.listKeys();
+  return {};
+}
+
 TEST(Meeting, KeepsLaterKeysUnderAPrefixThatNobodyElseKnows) {
   const StorePtr store = hash_store();
   ASSERT_EQ(meet_all(store, {"secret", "secret"})[0], "");
   EXPECT_FALSE(store->check({"from/0"}));
-  for (const std::string& key : store->listKeys()) EXPECT_EQ(key.find("secret"), std::string::npos) << key;
+  for (const std::string& key : keys_of(*store)) EXPECT_EQ(key.find("secret"), std::string::npos) << key;
 }
 
 TEST(Meeting, FindsTwoProcessesOfOneRank) {
