@@ -353,9 +353,9 @@ std::string Group::find_cause(const Site& site, std::optional<std::string> repor
 }
 
 void Group::time_out(const Site& site) const {
-  throw_comm_error(fmt::format(
-      "rank {} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
-      team_.rank(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
+  throw_comm_error(
+      fmt::format("rank {} timed out after {:g} s at {}: {}. The limit is \"deeptide\": {{\"comm_timeout\": seconds}}.",
+                  team_.rank(), std::chrono::duration<double>(options_.timeout).count(), text(site), find_cause(site)));
 }
 
 }  // namespace deeptide::comm
