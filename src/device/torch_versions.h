@@ -97,12 +97,16 @@ class CollectiveStart {
  public:
   /// `by_gloo`: others are not kept waiting, for NCCL's first collective of a group waits for its peers.
   explicit CollectiveStart(bool by_gloo) {
-    if (!kGlooStartsAtOnce && by_gloo) lock_ = std::unique_lock(one_at_a_time_);
+    if (!kGlooStartsAtOnce && by_gloo) lock_ = std::unique_lock(one_at_a_time());
   }
   CollectiveStart(const CollectiveStart&) = delete;
 
  private:
-  inline static std::mutex one_at_a_time_;
+  static std::mutex& one_at_a_time() {
+    static std::mutex mutex;
+    return mutex;
+  }
+
   std::unique_lock<std::mutex> lock_;
 };
 

@@ -25,8 +25,8 @@
 namespace deeptide::launch {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using std::chrono::steady_clock;
 
 constexpr milliseconds kPatience{1000};
 constexpr size_t kMaxThreads = 64;
@@ -69,10 +69,10 @@ bool is_stopped(pid_t pid) {
 
 /// Returns the text that is written to the file until `complete` is true or the time limit passes.
 std::string answer(const FlightFiles& files, const std::function<bool(const std::string&)>& complete) {
-  const auto limit = Clock::now() + kPatience;
+  const auto limit = steady_clock::now() + kPatience;
   while (true) {
     std::string text = files.stacks();
-    if (complete(text) || Clock::now() > limit) return text;
+    if (complete(text) || steady_clock::now() > limit) return text;
     std::this_thread::sleep_for(milliseconds(10));
   }
 }
