@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import sys
 
 import models
 import pytest
@@ -168,7 +169,21 @@ def check_consolidated(folder):
 
 
 def test_whole_weights_on_rank_0_only(tmp_path):
+    pytest.importorskip("safetensors")
     run_processes(2, check_consolidated, str(tmp_path))
+
+
+def check_saves_without_safetensors(folder):
+    sys.modules["safetensors"] = None  # as if it were not installed
+    _, engine, *_ = start(3, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    with pytest.raises(ImportError, match="pip install safetensors, or choose another ending"):
+        engine.save_16bit_model(folder, "model.safetensors")
+    assert engine.save_16bit_model(folder, "model.bin")
+
+
+def test_a_package_that_is_missing_is_an_error_on_all_ranks(tmp_path):
+    run_processes(2, check_saves_without_safetensors, str(tmp_path))
+    assert os.listdir(tmp_path) == ["model.bin"]
 
 
 def check_no_consolidation_below_stage_3():

@@ -24,6 +24,7 @@ from deeptide.as_deepspeed.consolidate import main
 if __name__ == "__main__":
     main()
 """
+_SAFETENSORS = ".safetensors"
 _TYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -67,7 +68,9 @@ def whole_weights(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> dict
 
 
 def save_weights(engine: DeepSpeedEngine, save_dir: Any, filename: str, exclude_frozen: bool) -> None:
-    """One file of whole weights, written by rank 0. Collective."""
+    """One file of whole weights, by rank 0. Collective. Raises ImportError if the format has no package here."""
+    if filename.endswith(_SAFETENSORS):
+        _safetensors()  # on all ranks, before one waits for another
     state = whole_weights(engine, exclude_frozen)
     if state is None:
         return
@@ -75,12 +78,21 @@ def save_weights(engine: DeepSpeedEngine, save_dir: Any, filename: str, exclude_
     _write(state, os.path.join(os.fspath(save_dir), filename))
 
 
-def _write(state: dict[str, torch.Tensor], path: str) -> None:
-    if path.endswith(".safetensors"):
-        from safetensors.torch import save_file
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"a file that ends in {_SAFETENSORS} needs the package safetensors: pip install safetensors, "
+            "or choose another ending, which torch.save writes"
+        ) from error
+    return safetensors.torch
 
+
+def _write(state: dict[str, torch.Tensor], path: str) -> None:
+    if path.endswith(_SAFETENSORS):
         # The format knows no shared memory: each name has its own.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, path)
+        _safetensors().save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, path)
     else:
         torch.save(state, path)
 
