@@ -166,7 +166,10 @@ def test_launcher_that_contradicts_the_environment_is_named(name, script, free_p
     assert f"{'mpich' if name == 'impi' else name}: " in done.stderr  # Intel's variables are MPICH's
 
 
-def join(token):
+def join(token, folder):
+    open(os.path.join(folder, os.environ["RANK"]), "w").close()
+    while len(os.listdir(folder)) < 2:  # the timeout is for the meeting, not for the processes' start
+        time.sleep(0.01)
     os.environ["DEEPTIDE_JOB_TOKEN"] = token if os.environ["RANK"] == "0" else "guess"
     deeptide.init_distributed(timeout=timedelta(seconds=3))
 
@@ -193,8 +196,8 @@ def test_ranks_meet_where_init_method_says(kind, free_port, tmp_path):
     )
 
 
-def test_rank_with_another_token_is_refused():
-    done = run_processes(2, join, "secret", check=False, timeout=60)
+def test_rank_with_another_token_is_refused(tmp_path):
+    done = run_processes(2, join, "secret", str(tmp_path), check=False, timeout=60)
     assert [one.returncode for one in done] == [1, 1]
     assert "CommError: rank 1 (this process) and rank 0 hold different job tokens" in done[1].stderr
     assert "missing: rank 1" in done[0].stderr
