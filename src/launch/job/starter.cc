@@ -70,9 +70,12 @@ Starter make_starter(const Options& options, const std::vector<Host>& hosts, boo
   const std::string address = master_address(options, hosts, look);
   if (!address.empty()) environment["MASTER_ADDR"] = address;
   const bool here = address == "127.0.0.1";
-  if (here && !options.master_port) starter.port = HeldPort::first_free(kDefaultPort);
-  const int free = here ? starter.port.number() : kDefaultPort;
-  environment["MASTER_PORT"] = std::to_string(options.master_port ? options.master_port : free);
+  int port = options.master_port ? options.master_port : kDefaultPort;
+  if (here && !options.master_port) {
+    starter.port = HeldPort::first_free(port);
+    port = starter.port.number();
+  }
+  environment["MASTER_PORT"] = std::to_string(port);
   if (look) environment["DEEPTIDE_JOB_TOKEN"] = random_hex(16);
   if (!hub.empty()) environment[kHubVariable] = hub;
   std::vector<std::string> exported;

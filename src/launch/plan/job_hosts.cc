@@ -41,6 +41,14 @@ const char* visible_variable() {
   return nullptr;
 }
 
+// All ranks are on this machine.
+void place_here(const Options& options, int num_ranks, JobHosts& job) {
+  job.port = HeldPort::choose(options.master_port);
+  job.place.num_ranks = job.place.world_size = num_ranks;
+  job.place.master_port = job.port.number();
+  if (!options.master_addr.empty()) job.place.master_addr = options.master_addr;
+}
+
 // Without a hostfile, --include and --exclude choose from this machine's devices.
 void choose_devices(const Options& options, JobHosts& job) {
   if (options.filter.num_nodes > 1) {
@@ -48,7 +56,7 @@ void choose_devices(const Options& options, JobHosts& job) {
                      " needs a hostfile: give one with -H, or create " + kDefaultHostfile);
   }
   if (options.filter.include.empty() && options.filter.exclude.empty()) {
-    job.place = local_place(options, job.port);
+    place_here(options, resolve_num_ranks(options), job);
     return;
   }
   if (const char* name = visible_variable()) {
@@ -59,9 +67,7 @@ void choose_devices(const Options& options, JobHosts& job) {
   HostFilter filter = options.filter;
   filter.num_nodes = -1;
   const Host chosen = filter_hosts({here}, filter).front();
-  Options counted = options;
-  counted.num_ranks = static_cast<int>(chosen.slots.size());
-  job.place = local_place(counted, job.port);
+  place_here(options, static_cast<int>(chosen.slots.size()), job);
   job.place.devices = chosen.slots;
 }
 
@@ -113,9 +119,7 @@ JobHosts find_hosts(const Options& options) {
   } else if (job.hosts.size() > 1 || options.force_multi || options.elastic || !is_this_machine(job.hosts[0].name)) {
     job.way = JobHosts::Way::agents;
   } else {
-    Options counted = options;
-    counted.num_ranks = num_slots(job.hosts);
-    job.place = local_place(counted, job.port);
+    place_here(options, num_slots(job.hosts), job);
     job.place.devices = job.hosts[0].slots;
   }
   if (job.way == JobHosts::Way::here && !options.no_ssh) {

@@ -156,15 +156,6 @@ int resolve_num_ranks(const Options& options) {
   return std::max(1, count_devices("/dev", visible ? visible : std::getenv("HIP_VISIBLE_DEVICES")));
 }
 
-HostPlace local_place(const Options& options, HeldPort& port) {
-  HostPlace place;
-  place.num_ranks = place.world_size = resolve_num_ranks(options);
-  port = HeldPort::choose(options.master_port);
-  place.master_port = port.number();
-  if (!options.master_addr.empty()) place.master_addr = options.master_addr;
-  return place;
-}
-
 bool runs_python(const RankOptions& options) {
   return options.module || (!options.no_python && is_python_script(options.command[0]));
 }

@@ -8,7 +8,6 @@
 
 #include "launch/plan/command.h"
 #include "launch/plan/options.h"
-#include "launch/system/held_port.h"
 
 namespace deeptide::launch {
 
@@ -37,9 +36,6 @@ std::vector<RankPlan> plan_ranks(const RankOptions& options, const HostPlace& pl
 
 /// Returns how many ranks the options ask for on this machine, by default one per device.
 int resolve_num_ranks(const Options& options);
-
-/// Returns the place of a job's single host without a hostfile, with the number of ranks and a port.
-HostPlace local_place(const Options& options, HeldPort& port);
 
 /// True if Python runs the script.
 bool runs_python(const RankOptions& options);

@@ -29,42 +29,44 @@ namespace fs = std::filesystem;
 
 constexpr int kTried = 100;
 
-// Binds as the rendezvous does: on every interface, and even if connections in TIME_WAIT hold the port (0: any free
-// one, and sets it). Returns the socket, or -1 and errno.
-int bind_port(int& port) {
-  const int bound = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+// Returns a socket that is bound to the address, or -1 and errno. SO_REUSEADDR means nothing to other families than
+// TCP's.
+template <typename Address>
+int bind_socket(int type, const Address& address, size_t size) {
+  const int bound = socket(reinterpret_cast<const sockaddr&>(address).sa_family, type | SOCK_CLOEXEC, 0);
   if (bound < 0) return -1;
   const int reuse = 1;
   setsockopt(bound, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  socklen_t length = sizeof(address);
-  if (bind(bound, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-      getsockname(bound, reinterpret_cast<sockaddr*>(&address), &length) == 0) {
-    port = ntohs(address.sin_port);
-    return bound;
-  }
+  if (bind(bound, reinterpret_cast<const sockaddr*>(&address), static_cast<socklen_t>(size)) == 0) return bound;
   const int error = errno;
   close(bound);
   errno = error;
   return -1;
 }
 
-// Takes a name in the abstract namespace, which is the network's, as ports are. Returns the socket, or -1 and errno.
+// Binds as the rendezvous does: on every interface, and even if connections in TIME_WAIT hold the port (0: any free
+// one).
+int bind_port(int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  return bind_socket(SOCK_STREAM, address, sizeof(address));
+}
+
+int port_of(int bound) {
+  sockaddr_in address{};
+  socklen_t length = sizeof(address);
+  getsockname(bound, reinterpret_cast<sockaddr*>(&address), &length);
+  return ntohs(address.sin_port);
+}
+
+// Takes a name in the abstract namespace, which is the network's, as ports are.
 int bind_name(int port) {
-  const int bound = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (bound < 0) return -1;
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const int length = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "deeptide-port-%d", port);
-  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
-  if (bind(bound, reinterpret_cast<const sockaddr*>(&address), size) == 0) return bound;
-  const int error = errno;
-  close(bound);
-  errno = error;
-  return -1;
+  return bind_socket(SOCK_DGRAM, address, offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(length));
 }
 
 // Reads the kernel's tables: local address and port are hexadecimal, state 0A is listening, word ten is the inode.
@@ -121,9 +123,9 @@ HeldPort& HeldPort::operator=(HeldPort&& other) noexcept {
 /// `alone`: not where another launcher holds the port for a job of its own. Returns 0 or the error number.
 int HeldPort::hold(int wanted, bool alone) {
   HeldPort held;
-  held.number_ = wanted;
-  held.socket_ = bind_port(held.number_);
+  held.socket_ = bind_port(wanted);
   if (held.socket_ < 0) return errno;
+  held.number_ = port_of(held.socket_);
   held.name_ = bind_name(held.number_);
   if (alone && held.name_ < 0) return errno;
   *this = std::move(held);
