@@ -19,6 +19,7 @@ _HOME = {
     "ConfigError": "_C",
     "DataLoader": "data",
     "DeeptideOptimizer": "optimizer",
+    "DeeptideWarning": "_log",
     "DistributedSampler": "_C",
     "Engine": "engine",
     "RepeatingLoader": "data",

@@ -25,6 +25,7 @@ from deeptide._C import StepResult as StepResult
 from deeptide._C import World as World
 from deeptide._C import make_world as make_world
 from deeptide._initialize import initialize as initialize
+from deeptide._log import DeeptideWarning as DeeptideWarning
 from deeptide._plan import plan as plan
 from deeptide._world import init_distributed as init_distributed
 from deeptide.data import DataLoader as DataLoader
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "DataLoader",
     "DeeptideOptimizer",
+    "DeeptideWarning",
     "DistributedSampler",
     "DriftError",
     "Engine",

@@ -44,6 +44,23 @@ std::string text_of_publishing(const Engine::Impl& impl) {
   return "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
 }
 
+/// The share of the training state that lies with each rank.
+std::string text_of_sharing(const Engine::Impl& impl, int64_t sharded) {
+  const int ranks = impl.channels.data().size();
+  const auto share = [ranks](bool is_sharded) { return is_sharded ? fmt::format("1/{} of the", ranks) : "all"; };
+  std::string text = "\n  each rank keeps: ";
+  if (impl.model.arena()) {
+    text += "the parameters in one copy with the other ranks of its host";
+  } else {
+    text += share(sharded > 0) + " parameters";
+    const int64_t whole = impl.model.num_elements() - sharded;
+    if (sharded > 0 && whole > 0) text += fmt::format(" ({} of them whole)", millions(whole));
+  }
+  if (!impl.optimizer) return text;
+  return text + ", " + share(impl.policy.reduce_every_micro) + " gradients, " + share(impl.policy.shard_optimizer) +
+         " optimizer states";
+}
+
 std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
   const Config& config = impl.config;
   const zero::StateTypes states =
@@ -148,10 +165,10 @@ std::string Engine::Impl::summary() const {
   for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
   std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
                                  channels.mesh().text(), channels.world().source, model.device().str());
-  if (num_ranks > 1)
-    text += "\n  hosts: " + channels.host()->text() + (model.arena() ? ", one copy of the parameters" : "");
-  text += fmt::format("\n  model: {} parameters ({} trained) in {} units; {} sharded", millions(model.num_elements()),
-                      millions(model.num_trainable()), model.units().size(), millions(sharded));
+  if (num_ranks > 1) text += "\n  hosts: " + channels.host()->text();
+  text += fmt::format("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
+                      millions(model.num_trainable()), model.units().size());
+  if (num_ranks > 1) text += text_of_sharing(*this, sharded);
   text += text_of_types(*this, parameter_types);
   text += text_of_precision(*this);
   text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,

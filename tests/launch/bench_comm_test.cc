@@ -76,6 +76,8 @@ TEST_F(BenchComm, PassesAFailureOn) {
 
 TEST(RankPrefix, IsLeftOutWhereAsked) {
   EXPECT_EQ(launch({"-q", "--no_rank_prefix", "--num_ranks", "2", "sh", "-c", "echo x"}).output, "x\nx\n");
+  EXPECT_EQ(launch({"-q", "--num_ranks", "1", "sh", "-c", "echo x"}).output, "x\n");
+  EXPECT_EQ(launch({"--num_ranks", "1", "sh", "-c", "echo x"}).output, "[rank 0] x\n");
   EXPECT_NE(launch({"-q", "--num_ranks", "2", "sh", "-c", "echo x"}).output.find("[rank 1] x\n"), std::string::npos);
 }
 

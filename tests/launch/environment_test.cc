@@ -15,7 +15,8 @@ namespace {
 
 TEST(Environment, TellsEachRankItsPlace) {
   const LaunchResult result =
-      launch({"-q", "--num_ranks", "2", "--master_port", std::to_string(HeldPort::choose(0).number()), "sh", "-c",
+      launch({"--log_level=warning", "--num_ranks", "2", "--master_port", std::to_string(HeldPort::choose(0).number()),
+              "sh", "-c",
               "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $LOCAL_SIZE $CROSS_RANK $CROSS_SIZE $MASTER_ADDR"
               " $DEEPTIDE_LAUNCHER $PYTHONUNBUFFERED"});
   EXPECT_EQ(result.exit_code, 0) << result.errors;

@@ -131,7 +131,7 @@ for i in range(2000):
     os.write(1, (os.environ['RANK'] * 37).encode())
     os.write(1, b'\n')
 )");
-  const LaunchResult result = launch({"-q", "--num_ranks", "3", script});
+  const LaunchResult result = launch({"--num_ranks", "3", script});
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   size_t count = 0;
   std::istringstream lines(result.output);

@@ -43,7 +43,7 @@ int open_log(const std::string& path) {
 }  // namespace
 
 JobOutput::JobOutput(const Options& options)
-    : log_dir_(options.log_dir), rank_prefix_(options.rank_prefix), level_(options.log_level) {
+    : log_dir_(options.log_dir), rank_prefix_(options.rank_prefix), quiet_(options.quiet), level_(options.log_level) {
   sinks_.push_back(std::make_unique<Sink>(STDOUT_FILENO));
   output_ = errors_ = sinks_.back().get();
   if (!same_file(STDOUT_FILENO, STDERR_FILENO)) {
@@ -65,7 +65,7 @@ JobOutput::~JobOutput() {
 std::string rank_prefix(int rank) { return "[rank " + std::to_string(rank) + "] "; }
 
 void JobOutput::add_rank(int rank, std::string prefix, bool clear_line) {
-  if (!rank_prefix_) prefix.clear();
+  if (!rank_prefix_ || (quiet_ && rank == 0)) prefix.clear();
   if (clear_line && rank_prefix_) prefix = kClearLine + prefix;
   Sink* output = output_;
   Sink* errors = errors_;

@@ -62,6 +62,7 @@ class JobOutput {
 
   std::string log_dir_;
   bool rank_prefix_;
+  bool quiet_;  // rank 0 speaks for the job, without a prefix
   LogLevel level_;
   std::vector<std::unique_ptr<Sink>> sinks_;  // output, errors (if it is another file), then one per log file
   Sink* output_;

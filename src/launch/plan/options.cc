@@ -138,7 +138,8 @@ void declare_ending(CLI::App& app, Options& options) {
              [&options](const std::string& name) { options.log_level = one_of(kLogLevels, name, "--log_level"); },
              "Lowest level of messages to print: debug, info (default), warning, error, critical")
           ->type_name("LEVEL"));
-  declared.push_back(app.add_flag("-q,--quiet", options.quiet, "Print only failures"));
+  declared.push_back(
+      app.add_flag("-q,--quiet", options.quiet, "Print only failures, and rank 0's lines without a prefix"));
   declared.push_back(
       app.add_flag("--dry-run", options.dry_run, "Print the command and environment per host and rank; start nothing"));
   for (CLI::Option* option : declared) option->group(kEnding);
