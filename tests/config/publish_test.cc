@@ -40,6 +40,19 @@ TEST(Publish, PageNamesEveryKeyAndSection) {
   }
 }
 
+TEST(Publish, PageBeginsWithConfigurationsThatCanBeCopied) {
+  const std::string page = config_markdown();
+  const std::string fence = "```json\n";
+  size_t copied = 0, end = 0;
+  for (size_t at = page.find(fence); at != std::string::npos; at = page.find(fence, end), ++copied) {
+    end = page.find("```", at + fence.size());
+    const auto config = Config::from_text(page.substr(at + fence.size(), end - at - fence.size()));
+    EXPECT_EQ(config.batch_sizes(2).accumulation, 8);
+    for (const std::string& decision : config.decisions()) EXPECT_EQ(decision.find("no effect"), std::string::npos);
+  }
+  EXPECT_EQ(copied, 3u);
+}
+
 TEST(Publish, SchemaAgreesWithConfigOnEveryKey) {
   const auto schema = nlohmann::json::parse(config_json_schema());
   for (const TableCase& c : all_leaves()) {

@@ -37,6 +37,60 @@ const char* const kIntroduction =
     R"(<!-- Written by the target config_docs from the table in src/config/table/schema_*.cc; a test compares. Do not edit. -->
 # Configuration
 
+Three configurations to copy. The batch is 64 samples per step over all ranks, 4 per rank at a time; the number of
+micro-batches follows from the number of ranks.
+
+**Data parallel, mixed precision.** The model and its training state fit into each rank's memory:
+
+```json
+{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 4,
+  "bf16": {"enabled": true},
+  "gradient_clipping": 1.0,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+  "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10000, "warmup_num_steps": 200}},
+  "zero_optimization": {"stage": 1},
+  "steps_per_print": 10
+}
+```
+
+**Sharded.** The training state, about 16 bytes per parameter with bf16 and AdamW, is spread over all ranks:
+
+```json
+{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 4,
+  "bf16": {"enabled": true},
+  "gradient_clipping": 1.0,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+  "zero_optimization": {"stage": 3},
+  "steps_per_print": 10
+}
+```
+
+**Larger than memory.** Parameters and optimizer states lie in files on a fast drive:
+
+```json
+{
+  "train_batch_size": 64,
+  "train_micro_batch_size_per_gpu": 4,
+  "bf16": {"enabled": true},
+  "gradient_clipping": 1.0,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}
+  },
+  "steps_per_print": 10
+}
+```
+
+`deeptide plan` tells how much memory each of them takes for a model, before anything is allocated.
+
+## How it is read
+
 Deeptide reads DeepSpeed's `ds_config.json`. Comments (`#`, `//`, `/* */`) and trailing commas are allowed; a key given
 twice is an error. `"auto"` is accepted for every value and means the default, or a value that follows from other keys; the
 summary at the start lists each such decision. The tables below list every key at every depth; any other key is an error
