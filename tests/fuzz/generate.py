@@ -31,6 +31,7 @@ class Generator:
             "optimizer": optimizer,
             "schedule": draw.choice([None, None, 0.9]),
             "clipping": draw.choice([0.0, 0.1, 1.0]),
+            "end": self.states.choice(["destroy"] * 6 + ["return"]),
             "phases": [],
         }
         names = dict(subject.Subject(program["model"]).named_parameters(remove_duplicate=False))
@@ -93,6 +94,8 @@ class Generator:
             config["zero"]["stage3_prefetch_bucket_size"] = 0
         if draw.random() < 0.2:
             config["zero"]["stage3_param_persistence_threshold"] = 30
+        # What sets gradients or values by hand would have to know the loss scale.
+        self.fp16 = not low and self.states.random() < 0.25
         acts = []
         if self.tags and draw.random() < 0.9:
             acts.append({"act": "load", "tag": draw.choice(self.tags)})
@@ -106,6 +109,7 @@ class Generator:
         return {
             "world": self.world,
             "bf16": low,
+            "fp16": self.fp16,
             "gas": self.gas,
             "shift": draw.choice([0, 0, 0, 1, 2, 3]),
             "flip": draw.random() < 0.2,
@@ -175,7 +179,7 @@ class Generator:
 
     def _some(self):
         """A few acts that belong together."""
-        kinds = list(MACROS)
+        kinds = WITH_A_LOSS_SCALE if self.fp16 else list(MACROS)
         return self.draw.choices([MACROS[k] for k in kinds], [WEIGHTS.get(k, 1) for k in kinds])[0](self)
 
     def _losses(self):
@@ -333,6 +337,15 @@ class Generator:
         acts = self.draw.choice([self._evaluate, self._look, self._load])()
         return [act for act in acts if act["act"] not in ("backward", "step")]
 
+    def _surroundings(self):
+        """What happens around the process; then it goes on."""
+        if self.draw.random() < 0.5:
+            fork = {"act": "fork", "way": self.draw.choice(["at_once", "handlers", "collect"]), "on": self._on()}
+            return [fork, *self.draw.choice([[], self._train()])]
+        within = self.draw.choice([self._train, self._save, self._look, self._losses])()
+        squeeze = {"act": "squeeze", "mib": self.draw.choice([24, 48, 96])}
+        return [{"act": "idle", "mib": 128}, squeeze, *within, {**squeeze, "mib": None}]
+
     def _bare(self):
         """Acts out of their usual order."""
         slot = self.draw.choice("ab")
@@ -344,13 +357,17 @@ MACROS = {
     for name in (
         "train", "losses", "stale", "evaluate", "freeze", "write", "grad", "second_thoughts", "poison", "swap",
         "replace", "raise", "look", "save", "load", "hyper", "join", "no_sync", "boundary", "rebind", "hook",
-        "set_full", "others", "bare", "rebuild", "away",
+        "set_full", "others", "bare", "rebuild", "away", "surroundings",
     )
 }  # fmt: skip
 WEIGHTS = {
     "train": 6, "write": 5, "freeze": 2, "grad": 3, "losses": 2, "look": 4, "bare": 2, "raise": 2, "join": 2, "save": 2,
     "swap": 2,
 }  # fmt: skip
+
+
+WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison", "look", "save", "load", "hyper", "join",
+                     "surroundings"]  # fmt: skip
 
 
 def without_undefined(program, settings=SETTINGS):

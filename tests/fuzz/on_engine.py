@@ -10,13 +10,15 @@ import sys
 
 import acts
 import subject
+import surroundings
 import torch
 import torch.distributed as dist
-from programs import STATES, Setting, acts_of, is_packed, most_ranks, pick, placement_of
+from programs import LOSS_SCALE, STATES, Setting, acts_of, is_packed, most_ranks, pick, placement_of
 
 import deeptide
 
 SLOW = 30  # seconds that an engine waits for a peer
+kept = []  # what a script that simply ends still holds
 
 
 class EngineRank(acts.Rank):
@@ -34,11 +36,14 @@ class EngineRank(acts.Rank):
             loss.backward(retain_graph=bool(act.get("retain")))
 
     def perform(self, act):
-        return super().perform(act) if act["act"] in acts.ACTS else TOGETHER[act["act"]](self, act)
+        if act["act"] in acts.ACTS:
+            return super().perform(act)
+        return (surroundings.ACTS.get(act["act"]) or TOGETHER[act["act"]])(self, act)
 
     def counters(self):
         engine = self.engine
-        return {"counters": [engine.global_steps, engine.skipped_steps, engine.micro_steps]}
+        scale = [engine.optimizer.loss_scale] if engine.fp16_enabled() else []
+        return {"counters": [engine.global_steps, engine.skipped_steps, engine.micro_steps, *scale]}
 
 
 def config_of(program, phase, setting, folder):
@@ -64,6 +69,7 @@ def config_of(program, phase, setting, folder):
             **extra.get("zero", {}),
         },
         "bf16": {"enabled": phase["bf16"]},
+        "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
         "deeptide": {"comm_timeout": SLOW, "shared_memory": setting.shared, **states, **extra.get("deeptide", {})},
     }
 
@@ -255,6 +261,7 @@ def _result(rank, act):
 
 def _phase(program, phase, setting, world, folder):
     rank = start(program, phase, setting, world, folder)
+    ends_alone = program.get("end") == "return" and phase is program["phases"][-1]
     results = []
     try:
         for act in acts_of(phase):
@@ -262,7 +269,11 @@ def _phase(program, phase, setting, world, folder):
             if results[-1][-1] is True:
                 break
     finally:
-        rank.engine.destroy()
+        surroundings.squeeze(rank, {"mib": None})
+        if ends_alone:
+            kept.append(rank)
+        else:
+            rank.engine.destroy()
     return results
 
 
@@ -292,4 +303,6 @@ def main(program, settings, number, port, folder, limit):
     faulthandler.dump_traceback_later(limit, exit=True)  # who hangs says where
     run(json.loads(program), settings, number, most_ranks(json.loads(program)), port, folder)
     sys.stdout.flush()
+    if json.loads(program).get("end") == "return":
+        return
     os._exit(0)  # to end as scripts do takes a forked interpreter longer than the program

@@ -7,6 +7,7 @@ import functools
 import re
 from pathlib import Path
 
+import surroundings
 import torch
 from acts import ACTS, UNCOUNTED, values_for
 from expected import (
@@ -30,7 +31,7 @@ from expected import (
     UndefinedError,
 )
 from plain import DocumentedError, FailuresError, Life, Noise
-from programs import STATES, acts_of, is_packed, pick, placement_of
+from programs import STATES, acts_of, is_low, is_packed, pick, placement_of
 
 OPEN = Path(__file__).parent / "open"
 
@@ -58,7 +59,7 @@ def _traits(setting, phase):
     gated = several and setting.stage == 3 and not setting.shared
     whole = not several or (setting.stage < 3 and not setting.shared)
     in_files = {kind for kind, share in placement_of(phase, setting).items() if share != "100%"}
-    return gated, whole and phase["bf16"], setting.stage >= 2, phase["offload"] or "optimizer_states" in in_files
+    return gated, whole and is_low(phase), setting.stage >= 2, phase["offload"] or "optimizer_states" in in_files
 
 
 def _phase(program, phase, setting, common, noise):
@@ -79,6 +80,8 @@ def _perform(life, act, saves, avoid):
     if act["act"] in ACTS:
         _check_defined(life, act, avoid)
         return [_local(life, rank, act) for rank in life.ranks]
+    if act["act"] in surroundings.ACTS:
+        return [surroundings.expected(act, pick(act.get("on", True), rank.rank)) for rank in life.ranks]
     if life.away and act["act"] not in WHILE_AWAY:
         raise UndefinedError("what trains while states are away")
     try:
@@ -151,7 +154,8 @@ def _seen(life, rank, outcome):
 
 
 def counters(life, act, saves):
-    return {"counters": [life.global_steps, life.skipped_steps, life.micro_steps]}
+    scale = [life.loss_scale] if life.phase.get("fp16") else []
+    return {"counters": [life.global_steps, life.skipped_steps, life.micro_steps, *scale]}
 
 
 def zero_grad(life, act, saves):

@@ -9,18 +9,19 @@ import subject
 import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
-from programs import STATES, placement_of
+from programs import LOSS_SCALE, STATES, is_low, placement_of
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
-EPSILON = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8}  # of gradients that are summed and rounded again
+EPSILON = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of gradients that are summed and rounded again
 OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
-OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13}  # in bf16 enough for some elements to round elsewhere
+# With 16 bits enough for some elements to round elsewhere.
+OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}
 
 
-def cast(model):
-    """A model as bf16 trains it: modules with running statistics stay fp32."""
-    model.bfloat16()
+def cast(model, dtype):
+    """A model as 16 bits train it: modules with running statistics stay fp32."""
+    model.to(dtype)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.float()
@@ -41,9 +42,9 @@ class Noise:
 class PlainRank(Rank):
     """Takes each gradient out of .grad as backward finishes it; a parameter's tensors share one sum."""
 
-    def __init__(self, rank, model, gas):
+    def __init__(self, rank, model, gas, life):
         super().__init__(rank, model)
-        self.gas = gas
+        self.gas, self.life = gas, life
         self.sums = {}  # name -> fp32, since the last step
         self.sizes = {}  # name -> the sum of what was added, without signs
         self.counts = {}  # name -> how many gradients were added
@@ -58,7 +59,7 @@ class PlainRank(Rank):
     def take(self, name, parameter, transposed):
         if parameter.grad is None:  # frozen since its forward
             return
-        gradient, parameter.grad = parameter.grad.to_dense().float(), None
+        gradient, parameter.grad = parameter.grad.to_dense().float() / self.life.loss_scale, None
         gradient = gradient.t() if transposed else gradient
         self.sums[name] = self.sums.get(name, 0) + gradient
         self.sizes[name] = self.sizes.get(name, 0) + gradient.abs()
@@ -80,7 +81,8 @@ class PlainRank(Rank):
         if act["via"] == "engine" and not loss.requires_grad:
             raise DocumentedError(NEEDS_GRAD)
         whole = act["via"] == "engine" and act.get("sum")
-        (loss * self.gas if whole else loss).backward(retain_graph=bool(act.get("retain")))
+        times = self.life.loss_scale * (self.gas if whole else 1)
+        (loss * times).backward(retain_graph=bool(act.get("retain")))
 
 
 class DocumentedError(Exception):
@@ -155,10 +157,14 @@ class Life:
         spec, seed = program["model"], program["seed"]
         models = [subject.make(spec, seed) for _ in range(world)]
         names = subject.optimized_names(models[0], spec)
-        if phase["bf16"]:
+        self.dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get(
+            (phase["bf16"], phase.get("fp16", False)), torch.float32
+        )
+        self.loss_scale = 2.0 ** LOSS_SCALE["initial_scale_power"] if phase.get("fp16") else 1.0
+        if is_low(phase):
             for model in models:
-                cast(model)
-        self.ranks = [PlainRank(rank, model, phase["gas"]) for rank, model in enumerate(models)]
+                cast(model, self.dtype)
+        self.ranks = [PlainRank(rank, model, phase["gas"], self) for rank, model in enumerate(models)]
         self.trained = [
             Trained(name, g, self.ranks) for g, group in enumerate(names) for name in group if name != TRANSPOSE
         ]
@@ -261,8 +267,8 @@ class Life:
         if self.noise is not None and total.numel():
             often = any(rank.counts.get(trained.name, 0) > 1 for rank in self.ranks)
             # In bf16 the gradients of parameters that stay fp32 travel in bf16, too.
-            rounded = often if trained.low else self.phase["bf16"]
-            epsilon = EPSILON[torch.bfloat16 if rounded else torch.float32]
+            rounded = often if trained.low else is_low(self.phase)
+            epsilon = EPSILON[self.dtype if rounded else torch.float32]
             size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
             total = total + epsilon * size * self.noise.like(total)
         return total
@@ -278,6 +284,8 @@ class Life:
             rank.drop()
         if not norm < float("inf"):
             self.skipped_steps += 1
+            if self.phase.get("fp16"):
+                self.loss_scale = max(self.loss_scale / 2, 1.0)
             return {"result": "non_finite"}
         clip = self.program["clipping"]
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
@@ -292,7 +300,7 @@ class Life:
             if trained.master.grad is None:
                 continue
             if self.noise is not None:
-                moved = OF_MASTERS[torch.bfloat16 if trained.low else torch.float32]
+                moved = OF_MASTERS[self.dtype if trained.low else torch.float32]
                 trained.master.data.mul_(1 + moved * self.noise.like(trained.master))
             self._round_moments(trained)
             trained.master.grad = None
@@ -366,6 +374,7 @@ class Life:
             "buffers": [{n: b.detach().clone() for n, b in own.items()} for own in buffers],
             "hyper": [dict(group) for group in self.ranks[0].hyper],
             "counters": (self.global_steps, self.skipped_steps, self.micro_steps),
+            "loss_scale": self.loss_scale if self.phase.get("fp16") else None,
         }
 
     def _check_load(self, saved):
@@ -400,6 +409,8 @@ class Life:
             rank.hyper = [dict(group) for group in saved["hyper"]]
         self.global_steps, self.skipped_steps, micro_steps = saved["counters"]
         self.micro_steps = micro_steps - micro_steps % self.phase["gas"]
+        if self.phase.get("fp16") and saved["loss_scale"]:
+            self.loss_scale = saved["loss_scale"]
 
 
 class FailuresError(Exception):

@@ -7,7 +7,8 @@ program = {
   "model": {"width", "blocks", "norm": layer | batch, "tie": none | head | transposed, "extras": […], "frozen": [names],
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
   "optimizer": a ds_config section, "schedule": what each step multiplies lr by, or None, "clipping": number,
-  "phases": [{"world", "bf16", "gas", "shift": added to the stage, "flip": the other memory, "config": {…}, "offload",
+  "end": destroy | return: whether a rank's process simply ends, with all its objects,
+  "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the other memory, "config": {…}, "offload",
               "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }
@@ -56,6 +57,10 @@ STATES = {
 }
 
 
+# Of fp16: halved by each step that is skipped, and never raised.
+LOSS_SCALE = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 10**6}
+
+
 # What every phase ends with: the final look. `look` reads each parameter's master and optimizer states.
 FINALE = [
     {"act": "clone", "way": "clone", "on": [True]},
@@ -63,6 +68,11 @@ FINALE = [
     {"act": "look_all"},
     {"act": "counters"},
 ]
+
+
+def is_low(phase):
+    """Whether parameters are of 16 bits, beside fp32 masters."""
+    return phase["bf16"] or phase.get("fp16", False)
 
 
 def is_packed(phase):

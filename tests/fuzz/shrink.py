@@ -22,6 +22,7 @@ SIMPLE_MODEL = {
 }
 SIMPLE_PHASE = {
     "bf16": False,
+    "fp16": False,
     "gas": 1,
     "shift": 0,
     "flip": False,
@@ -133,6 +134,7 @@ class Shrinker:
                 "schedule": None,
                 "optimizer": {"type": "SGD", "by": "config", "params": {"lr": 0.05, "momentum": 0.0}},
                 "seed": 0,
+                "end": "destroy",
             },
         )
         yield ("model",), SIMPLE_MODEL

@@ -10,7 +10,7 @@ import torch
 from acts import UNCOUNTED
 from expected import Raises
 from oracle import expected_of, traits_of
-from programs import acts_of
+from programs import acts_of, is_low
 
 # An engine sums in another order than plain torch. `plain.Life` with noise moves each gradient and each master by what
 # rounding may move them; a program's tolerance at a value is MARGIN times what that moved the value, and at least FLOOR
@@ -55,7 +55,7 @@ class Judge:
         traits = traits_of(self.program, setting)
         if traits not in self._known:
             exact = expected_of(self.program, setting, avoid=self.avoid)
-            low = any(phase["bf16"] for phase in self.program["phases"])
+            low = any(is_low(phase) for phase in self.program["phases"])
             noises = NOISES + NOISES_OF_LOW if low else NOISES
             moved = [(expected_of(self.program, setting, noise, self.avoid), MARGIN / noise[1]) for noise in noises]
             self._known[traits] = (exact, moved)
@@ -126,7 +126,7 @@ def _same_bits(a, b):
 
 
 def _floor(phase, act):
-    if not phase["bf16"]:
+    if not is_low(phase):
         return FLOOR
     return FLOOR_OF_MASTERS if act["act"] == "look_all" else FLOOR_OF_LOW
 

@@ -1,9 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Everything that reads what others wrote, fed with mutations: an answer or a UsageError, never anything else.
+// Everything that reads what others wrote, fed with mutations: an answer that holds what it must, or a UsageError.
 // DEEPTIDE_FUZZ_SECONDS sets how long (default 2 s each); the seed of a failure is in its message.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <functional>
@@ -11,7 +12,6 @@
 
 #include "base/slurm_lists.h"
 #include "launch/output/failure_report.h"
-#include "launch/output/line_splitter.h"
 #include "launch/plan/exports.h"
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
@@ -144,6 +144,39 @@ TEST(Fuzz, Frames) {
        });
 }
 
+TEST(Fuzz, WholeFramesComeOutAsTheyWentInHoweverTheStreamIsCut) {
+  fuzz({"hello", "\n", std::string(300, 'x'), std::string(kPreamble)}, [](const std::string& text, Random& random) {
+    std::vector<Frame> sent, received;
+    std::string stream;
+    for (int frames = static_cast<int>(random() % 5); frames-- > 0;) {
+      const auto kind = static_cast<FrameKind>(random() % (static_cast<unsigned>(FrameKind::beat) + 1));
+      sent.push_back({kind, static_cast<int32_t>(random() % 9) - 1, text.substr(0, random() % (text.size() + 1))});
+      stream += encode(sent.back());
+    }
+    const bool preamble = random() % 2;
+    if (preamble) stream.insert(0, "motd" + std::string(kPreamble));
+    FrameReader reader(preamble);
+    for (size_t at = 0, piece = 0; at < stream.size(); at += piece) {
+      piece = 1 + random() % 40;
+      reader.feed(std::string_view(stream).substr(at, piece));
+      while (auto frame = reader.next()) received.push_back(std::move(*frame));
+    }
+    ASSERT_EQ(received, sent);
+  });
+}
+
+/// What a payload means once it was understood is what its own encoding means.
+template <typename Message>
+void expect_stable(const std::string& text) {
+  std::string understood;
+  try {
+    understood = encode(decode<Message>(text));
+  } catch (const std::exception&) {  // the agent refuses, the launcher gives the host up
+    return;
+  }
+  ASSERT_EQ(encode(decode<Message>(understood)), understood);
+}
+
 TEST(Fuzz, Payloads) {
   AgentJob job;
   job.options.command = {"x", "\xff"};
@@ -161,14 +194,13 @@ TEST(Fuzz, Payloads) {
                                        "-1",
                                        "1e999"};
   fuzz(seeds, [](const std::string& text, Random&) {
-    for (const auto& parse : {std::function<void()>([&] { decode<AgentJob>(text); }),
-                              {[&] { decode<RankExit>(text); }},
-                              {[&] { decode<StateQuestion>(text); }},
-                              {[&] { hang_report(decode<StateAnswer>(text).states); }}}) {
-      try {
-        parse();
-      } catch (const std::exception&) {  // the agent refuses, the launcher gives the host up
-      }
+    expect_stable<AgentJob>(text);
+    expect_stable<RankExit>(text);
+    expect_stable<StateQuestion>(text);
+    expect_stable<StateAnswer>(text);
+    try {
+      hang_report(decode<StateAnswer>(text).states);
+    } catch (const std::exception&) {
     }
   });
 }
@@ -179,8 +211,12 @@ TEST(Fuzz, RanksLastWords) {
       [](const std::string& text, Random&) {
         const auto cut = split_lines(text);
         const std::deque<std::string> lines(cut.begin(), cut.end());
-        last_error(lines);
-        resident_at_kill(text, 1);
+        if (const auto error = last_error(lines)) {
+          ASSERT_TRUE(std::any_of(cut.begin(), cut.end(), [&](const std::string& line) {
+            return line.find(*error) != std::string::npos;
+          })) << *error;
+        }
+        ASSERT_GE(resident_at_kill(text, 1), -1);
         tasks_of_node(text, 1);
       });
 }

@@ -76,8 +76,11 @@ TEST(Job, EndsTheOthersWhenARankFails) {
   Ids ids;
   const LaunchResult result =
       launch({"--num_ranks", "3", "sh", "-c",
-              "echo $$ >" + ids.folder() + "/$RANK; if [ $RANK = 1 ]; then exit 3; fi; sleep infinity"});
+              "cd " + ids.folder() + "; echo $$ >$RANK; " +
+                  "if [ $RANK = 1 ]; then while [ ! -s 0 ] || [ ! -s 2 ]; do sleep 0.01; done; exit 3; fi; " +
+                  "sleep infinity"});
   EXPECT_EQ(result.exit_code, 3);
+  Ids::expect_gone(ids.read(3));
   expect_in("[deeptide] rank 1 exited with code 3; the others were stopped\n", result.errors);
 }
 

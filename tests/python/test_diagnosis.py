@@ -102,6 +102,17 @@ def test_doctor_finds_torch_and_deeptide(command):
     assert done.returncode == (1 if any(line.startswith("fail") for line in lines) else 0)
 
 
+def test_doctor_fails_and_tells_the_cure_if_the_python_has_no_torch(command, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nPYTHONPATH= exec {os.path.realpath(sys.executable)} -S -E "$@"\n')
+    bare.chmod(0o755)
+    done = ask(command, "doctor", "--python", str(bare))
+    torch_line = next(line for line in done.stdout.splitlines() if " torch: " in line)
+    assert torch_line.startswith("fail"), done.stdout
+    assert ". Cure: " in torch_line
+    assert done.returncode == 1
+
+
 def test_elastic_command_prints_the_plan(command, tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(

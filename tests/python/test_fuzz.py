@@ -15,6 +15,7 @@ sys.path.insert(0, str(FUZZ))
 import generate  # noqa: E402
 import oracle  # noqa: E402
 import shrink  # noqa: E402
+import surroundings  # noqa: E402
 from acts import ACTS  # noqa: E402
 from programs import SETTINGS, Setting, dump  # noqa: E402
 from runner import Runner  # noqa: E402
@@ -49,7 +50,7 @@ def test_what_was_mended_stays(runner, path):
 def test_every_act_occurs():
     programs = [generate.Generator(seed).program() for seed in range(300)]
     seen = {act["act"] for program in programs for phase in program["phases"] for act in phase["acts"]}
-    assert {*ACTS, *oracle.COLLECTIVE} - {"counters"} == seen
+    assert {*ACTS, *oracle.COLLECTIVE, *surroundings.ACTS} - {"counters"} == seen
 
 
 def test_seeds_reproduce_and_programs_travel_as_text():

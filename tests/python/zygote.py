@@ -8,6 +8,7 @@ to its last exit handler. Then its own objects go, but not the modules, which wo
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -31,7 +32,8 @@ class ForkedRank:
         return self.returncode
 
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(self.pid, signal.SIGKILL)
 
     def communicate(self):
         texts = ["", ""]
