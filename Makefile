@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-ends test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
@@ -79,6 +79,11 @@ test-python: build-all
 	  PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal \
 	    tests/python; \
 	else echo "no tests/python here: skipped"; fi
+
+RUNS ?= 36
+test-ends: build setup-test  ## Scripts that just end, in 14 ways, RUNS=36 times each: 500 short jobs beside each other
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH RUNS=$(RUNS) $(PYTHON) -m pytest -q \
+	  -n $(JOBS) tests/python/test_ends.py
 
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \

@@ -199,11 +199,13 @@ struct PrecisionConfig {
 
   /// Whether gradients are fp16, and losses therefore scaled.
   bool scales_loss() const { return fp16 || (autocast && autocast_dtype == DataType::fp16); }
-  std::optional<DataType> communication_dtype;          // absent: the compute type
-  std::optional<DataType> gradient_accumulation_dtype;  // absent: fp32, or the type of rounded masters
-  bool fp16_masters = false;                            // under fp16: the parameters are their own masters
-  bool bf16_masters = false;                            // under bf16, likewise
-  bool bf16_moments = false;                            // under bf16: optimizer states in bf16
+  std::optional<DataType> communication_dtype;           // absent: the compute type
+  std::optional<DataType> gradient_accumulation_dtype;   // absent: fp32, or the type of rounded masters
+  std::optional<DataType> buffer_dtype;                  // under fp16 and bf16; absent: buffers keep their own
+  std::optional<std::vector<std::string>> keep_in_fp32;  // patterns of buffers' names; absent: the model's classes'
+  bool fp16_masters = false;                             // under fp16: the parameters are their own masters
+  bool bf16_masters = false;                             // under bf16, likewise
+  bool bf16_moments = false;                             // under bf16: optimizer states in bf16
 
   /// Whether masters have the compute type, of 16 bits.
   bool rounds_masters() const { return (fp16 && fp16_masters) || (bf16 && bf16_masters); }

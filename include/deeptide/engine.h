@@ -36,12 +36,20 @@ struct ModuleInfo {
   std::string type;  // "Block"
 };
 
+/// Buffers that a model's class wants in fp32 where the model computes in a 16-bit type.
+struct Fp32Pattern {
+  std::string module;      // the path of a module of that class
+  std::string pattern;     // in the name of a buffer below it; "*" stands for any characters
+  bool fp16_only = false;  // not where it computes in bf16
+};
+
 /// What the engine needs to know about a model, in whichever language it is written.
 struct ModelDescription {
   std::vector<NamedTensor> parameters;              // every name in module order; tied parameters once per name
   std::vector<NamedTensor> buffers;                 // that checkpoints hold
   std::vector<ModuleInfo> modules;                  // pre-order
   std::vector<NamedTensor> transient_buffers = {};  // that only compute (Python's persistent=False)
+  std::vector<Fp32Pattern> in_fp32 = {};
 };
 
 /// One optimizer group: names from ModelDescription::parameters and their hyper-parameters, of the engine's optimizer.
@@ -239,6 +247,8 @@ class DEEPTIDE_API Engine {
   struct Impl;
 
  private:
+  void drop();
+
   std::unique_ptr<Impl> impl_;
 };
 

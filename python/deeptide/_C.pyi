@@ -297,6 +297,7 @@ class ModelDescription(_Bound):
         buffers: Sequence[tuple[str, torch.Tensor]],
         modules: Sequence[tuple[str, str]],
         transient_buffers: Sequence[tuple[str, torch.Tensor]] = [],
+        in_fp32: Sequence[tuple[str, str, bool]] = [],
     ) -> None: ...
 
 class ParameterGroup(_Bound):

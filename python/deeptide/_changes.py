@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _Listener = Callable[[Parameter], None]
 
 _count = 0
-_lock = threading.Lock()
+_lock = threading.Lock()  # a forked child gets one of its own
 _listeners: tuple[_Listener, ...] = ()  # replaced as a whole: other threads are going through it
 
 
@@ -28,6 +29,14 @@ def _notice(_module: Module, _name: str, registered: Module | Parameter | None) 
         for listener in _listeners:
             listener(registered)
 
+
+def _unlock_in_child() -> None:
+    """Another thread may have held the lock as the process forked, and that thread is not in the child."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
 
 # Once, as this file is imported, and for good: a hook that comes or goes while another thread builds a model ends that
 # thread with "OrderedDict mutated during iteration".

@@ -43,12 +43,21 @@ def describe(model: torch.nn.Module) -> _C.ModelDescription:
     modules: list[tuple[str, str]] = []
     buffers: list[tuple[str, torch.Tensor]] = []
     transient: list[tuple[str, torch.Tensor]] = []
+    in_fp32: list[tuple[str, str, bool]] = []
     for path, module in model.named_modules(remove_duplicate=False):
         modules.append((path, type(module).__name__))
+        in_fp32 += _wanted_in_fp32(path, module)
         for name, buffer in module.named_buffers(recurse=False):
             kind = transient if name in module._non_persistent_buffers_set else buffers
             kind.append((f"{path}.{name}" if path else name, buffer))
-    return _C.ModelDescription(parameters, buffers, modules, transient)
+    return _C.ModelDescription(parameters, buffers, modules, transient, in_fp32)
+
+
+def _wanted_in_fp32(path: str, module: torch.nn.Module) -> Iterator[tuple[str, str, bool]]:
+    """What a class of Transformers names for fp32, in every 16-bit type or only in fp16."""
+    for attribute, fp16_only in (("_keep_in_fp32_modules_strict", False), ("_keep_in_fp32_modules", True)):
+        names = vars(module).get(attribute) or getattr(type(module), attribute, None) or ()
+        yield from ((path, name, fp16_only) for name in sorted(names))
 
 
 def describer(model: torch.nn.Module) -> Callable[[], _C.ModelDescription]:

@@ -18,6 +18,7 @@ from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._answers import Answers
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._compiled import compile_model
+from deeptide._ends import end_with_interpreter
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
 from deeptide._rebuild import rebuild
@@ -70,6 +71,7 @@ class Engine(Answers):
             if hasattr(owned, "attach"):
                 owned.attach(self)
         utils.register(self)
+        end_with_interpreter(self)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -351,9 +353,13 @@ class Engine(Answers):
         """Releases what stage 3 has gathered. Collective."""
         self._core.empty_partition_cache()
 
+    def destroy_core(self) -> None:
+        """Returns every byte, and leaves process groups alone: they outlive some threads of torch's."""
+        self._core.close()
+
     def destroy(self) -> None:
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
-        self._core.close()
+        self.destroy_core()
         for group in self._process_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._process_groups = ()

@@ -15,9 +15,10 @@ namespace {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Modules = std::vector<std::pair<std::string, std::string>>;
+using Fp32Patterns = std::vector<std::tuple<std::string, std::string, bool>>;
 
 ModelDescription make_description(const NamedTensors& parameters, const NamedTensors& buffers, const Modules& modules,
-                                  const NamedTensors& transient_buffers) {
+                                  const NamedTensors& transient_buffers, const Fp32Patterns& in_fp32) {
   ModelDescription description;
   for (const auto& [name, tensor] : parameters) {
     description.parameters.push_back({name, tensor});
@@ -30,6 +31,9 @@ ModelDescription make_description(const NamedTensors& parameters, const NamedTen
   }
   for (const auto& [name, tensor] : transient_buffers) {
     description.transient_buffers.push_back({name, tensor});
+  }
+  for (const auto& [path, pattern, fp16_only] : in_fp32) {
+    description.in_fp32.push_back({path, pattern, fp16_only});
   }
   return description;
 }
@@ -111,7 +115,7 @@ void bind_model(py::module_& module) {
   py::class_<ModelDescription, std::unique_ptr<ModelDescription, DeleteWithoutGil<ModelDescription>>>(
       module, "ModelDescription")
       .def(py::init(&make_description), py::arg("parameters"), py::arg("buffers"), py::arg("modules"),
-           py::arg("transient_buffers") = NamedTensors());
+           py::arg("transient_buffers") = NamedTensors(), py::arg("in_fp32") = Fp32Patterns());
   py::class_<ParameterGroup>(module, "ParameterGroup")
       .def(py::init([](std::vector<std::string> parameters, const Hyperparameters& hyperparameters) {
              return ParameterGroup{std::move(parameters), hyperparameters};

@@ -13,6 +13,7 @@
 #include "config/batch.h"
 #include "config/check/placement.h"
 #include "config/check/rules.h"
+#include "config/check/translate.h"
 #include "config/check/validate.h"
 #include "config/elasticity.h"
 #include "config/optimizer_table.h"
@@ -30,6 +31,9 @@ void fill(const Values& values, Config::Sections& sections) {
     if (key.binding) key.binding->fill(key, values.value(path), sections);
   }
   std::get<OptimizerConfig>(sections) = config::optimizer_config(values);
+  config::translate(values, sections);
+  auto& precision = std::get<PrecisionConfig>(sections);
+  precision.min_loss_scale = std::max<int64_t>(precision.min_loss_scale, 1);
   config::read_placement(values, std::get<PlacementConfig>(sections));
   auto& offload = std::get<OffloadOptimizerConfig>(sections);
   offload.measures_ratio =
@@ -87,6 +91,7 @@ Config::Config(std::string text, std::string origin) : origin_(std::move(origin)
     config::check_scheduler_contract(elasticity(), std::getenv("DEEPSPEED_ELASTICITY_CONFIG"));
   }
   config::note_decisions(values, decisions_);
+  config::note_translations(values, decisions_);
 }
 
 Config Config::from_file(const std::string& path) {

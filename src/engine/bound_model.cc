@@ -126,7 +126,7 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   warn_of_views(parameters);
   make_values(model.buffers);
   make_values(model.transient_buffers);
-  cast_buffers(model, options.compute_dtype, KeepsFullPrecision(model.modules));
+  buffers_ = cast_buffers(model, options.compute_dtype, options.buffers, KeepsFullPrecision(model.modules));
   if (options.share_memory && device_.is_cpu() && team.size() > 1 && host.holds_all()) share_memory(layouts, host);
 
   const auto is_sharded = choose_sharded(layouts, options, team.size());
@@ -160,23 +160,6 @@ BoundModel::BoundModel(const ModelDescription& model, const std::vector<Paramete
   for (size_t u = 0; u < units_.size(); ++u) bind_shared(*units_[u], places[u], ledger);
   deferred::release_idle_memory();
   gathers.barrier({"start", "waiting for rank 0's parameters"});
-}
-
-/// Buffers compute with parameters: they take their type, as `model.bfloat16()` has it.
-void BoundModel::cast_buffers(const ModelDescription& model, at::ScalarType compute, const KeepsFullPrecision& keeps) {
-  if (compute == at::kFloat) return;
-  for (const auto* buffers : {&model.buffers, &model.transient_buffers}) {
-    for (const NamedTensor& buffer : *buffers) {
-      if (buffer.tensor.scalar_type() != at::kFloat) continue;
-      if (keeps.buffer(buffer.name)) {
-        ++buffers_kept_;
-        continue;
-      }
-      Tensor tensor = buffer.tensor;
-      tensor.set_data(tensor.detach().to(compute));
-      ++buffers_cast_;
-    }
-  }
 }
 
 /// Maps memory for all units and for gradient buckets.

@@ -12,6 +12,7 @@
 #include "comm/group.h"
 #include "deeptide/engine.h"
 #include "device/memory.h"
+#include "engine/buffer_types.h"
 #include "host/arena.h"
 #include "sharding/unit.h"
 #include "zero/offloaded_parameters.h"
@@ -20,6 +21,7 @@ namespace deeptide::engine {
 
 struct BindOptions {
   at::ScalarType compute_dtype = at::kFloat;
+  BufferTypes buffers = {};
   bool shard_parameters = false;
   bool share_memory = true;                       // between the ranks of one host
   std::optional<zero::ParameterOffload> offload;  // of the shards; absent: they are in the device's memory
@@ -35,8 +37,6 @@ struct BoundName {
   const sharding::Parameter* parameter = nullptr;
   int tensor = 0;
 };
-
-class KeepsFullPrecision;
 
 /// Sets the parameters' groups and cuts them into units for `num_shards` ranks. Allocates nothing.
 /// Errors: ValueError as assign_groups and check_trainable.
@@ -81,9 +81,7 @@ class BoundModel {
   /// Memory of the host that they keep beside it.
   int64_t off_device_bytes() const;
   int64_t num_trainable() const;
-  /// Buffers in fp32 that took the type in which the model computes, and those that keep theirs.
-  int buffers_cast() const { return buffers_cast_; }
-  int buffers_kept() const { return buffers_kept_; }
+  const BufferCounts& buffers() const { return buffers_; }
   /// Errors: ValueError naming a parameter whose memory was replaced since (module.to(), `.data = …`).
   void check_bound() const;
   /// Errors: ValueError naming a parameter that was frozen when it was bound and requires grad now.
@@ -95,7 +93,6 @@ class BoundModel {
   void share_memory(const std::vector<sharding::UnitLayout>& layouts, host::Host& host);
   void bind_apart(sharding::Unit& unit, comm::Group& gathers, const std::shared_ptr<device::Ledger>& ledger);
   void bind_shared(sharding::Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger);
-  void cast_buffers(const ModelDescription& model, at::ScalarType compute, const KeepsFullPrecision& keeps);
   void remember(const sharding::Unit& unit);
 
   struct Place {
@@ -109,8 +106,7 @@ class BoundModel {
   std::vector<std::unique_ptr<sharding::Unit>> units_;
   std::unordered_map<std::string, Place> by_name_;
   std::unordered_map<const c10::TensorImpl*, Place> by_tensor_;
-  int buffers_cast_ = 0;
-  int buffers_kept_ = 0;
+  BufferCounts buffers_;
   at::Device device_ = at::kCPU;
 };
 

@@ -263,6 +263,8 @@ BindOptions bind_options(const Config& config, const zero::StagePolicy& policy, 
   options.offload = parameter_offload(config, rule, device);
   options.kinds = kinds_of(rule, groups);
   options.compute_dtype = scalar_type(config.compute_dtype());
+  if (config.precision().buffer_dtype) options.buffers.asked = scalar_type(*config.precision().buffer_dtype);
+  options.buffers.in_fp32 = config.precision().keep_in_fp32;
   options.shard_parameters = policy.shard_parameters;
   options.persistence_threshold = config.zero().param_persistence_threshold;
   options.model_persistence_threshold = config.zero().model_persistence_threshold;

@@ -14,9 +14,26 @@ Engine::Engine(const ModelDescription& model, const Config& config, const InitOp
         const deferred::Pause pause(deferred::kKey);  // the program may still be inside zero.Init
         return std::make_unique<Impl>(model, config, options);
       }()) {}
-Engine::~Engine() = default;
+Engine::~Engine() { drop(); }
 Engine::Engine(Engine&&) noexcept = default;
-Engine& Engine::operator=(Engine&&) noexcept = default;
+Engine& Engine::operator=(Engine&& other) noexcept {
+  if (this != &other) {
+    drop();
+    impl_ = std::move(other.impl_);
+  }
+  return *this;
+}
+
+/// A forked child has the engine's memory but none of its threads: it leaves all of it alone.
+void Engine::drop() {
+  if (impl_ && !impl_->is_ours()) static_cast<void>(impl_.release());
+  impl_.reset();
+}
+
+void Engine::Impl::check_process(const char* method) const {
+  TORCH_CHECK_VALUE(is_ours(), method, ": process ", ::getpid(), " was forked from process ", process,
+                    ", whose engine this is; take engine.snapshot() before the fork, and use that copy here");
+}
 
 void Engine::backward(const at::Tensor& loss, bool retain_graph) {
   impl_->told("backward",

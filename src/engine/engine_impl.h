@@ -3,6 +3,9 @@
 // The parts of an Engine, lowest layer first; destruction runs in the reverse order of members.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
@@ -72,6 +75,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   /// throws: they would wait for this rank.
   template <typename Run>
   auto told(const char* method, Run run) {
+    check_process(method);
     const auto board = channels.board();  // `run` may end this object
     board->withdraw_error();
     try {
@@ -82,6 +86,12 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
     }
   }
 
+  /// False in a forked child, which has none of the engine's threads and shares its rings and mappings.
+  bool is_ours() const { return ::getpid() == process; }
+  /// Errors: ValueError in a forked child.
+  void check_process(const char* method) const;
+
+  const pid_t process = ::getpid();
   const Config config;
   std::shared_ptr<device::Ledger> ledger;
   engine::Channels channels;

@@ -65,10 +65,6 @@ std::string module_of(const std::string& name) {
   return dot == std::string::npos ? "" : name.substr(0, dot);
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 /// Finds the parameter that `tensor` is another name of, or null.
 Parameter* find_same(std::vector<Parameter>& distinct, const std::vector<int>& of_storage, const std::string& name,
                      const Tensor& tensor) {
@@ -154,12 +150,8 @@ KeepsFullPrecision::KeepsFullPrecision(const std::vector<ModuleInfo>& modules) {
   std::sort(paths_.begin(), paths_.end());
 }
 
-bool KeepsFullPrecision::parameter(const std::string& name) const {
+bool KeepsFullPrecision::tensor(const std::string& name) const {
   return std::binary_search(paths_.begin(), paths_.end(), module_of(name));
-}
-
-bool KeepsFullPrecision::buffer(const std::string& name) const {
-  return parameter(name) || ends_with(name, "inv_freq");
 }
 
 std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at::ScalarType compute,
@@ -167,7 +159,7 @@ std::vector<ParameterSpec> specs_of(const std::vector<Parameter>& parameters, at
   std::vector<ParameterSpec> specs;
   for (const Parameter& p : parameters) {
     const auto own = p.tensors.front().scalar_type();
-    const auto dtype = own == at::kFloat && !keeps.parameter(p.name) ? compute : own;
+    const auto dtype = own == at::kFloat && !keeps.tensor(p.name) ? compute : own;
     specs.push_back({p.name, p.numel, dtype, p.required_grad && p.group >= 0, p.group});
   }
   return specs;

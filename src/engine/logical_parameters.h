@@ -24,12 +24,13 @@ at::Device common_device(const std::vector<sharding::Parameter>& parameters);
 void assign_groups(std::vector<sharding::Parameter>& parameters, const std::vector<ParameterGroup>& groups);
 
 /// Says which tensors of a model keep fp32 where the model computes in a 16-bit type: the weights and statistics of
-/// modules that update running statistics (BatchNorm), for these lose small changes; and rotary frequencies.
+/// modules that update running statistics (BatchNorm), for these lose small changes, and torch's kernels take both or
+/// neither in fp32.
 class KeepsFullPrecision {
  public:
   explicit KeepsFullPrecision(const std::vector<ModuleInfo>& modules);
-  bool parameter(const std::string& name) const;
-  bool buffer(const std::string& name) const;
+  /// `name`: of a parameter or a buffer.
+  bool tensor(const std::string& name) const;
 
  private:
   std::vector<std::string> paths_;  // of such modules, sorted

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Describes the engine at its start, and the place of every byte.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <set>
@@ -74,6 +75,19 @@ std::string text_of_types(const Engine::Impl& impl, const std::string& parameter
                      short_name(engine::accumulate_type(config)), master, moments);
 }
 
+/// A model whose forward mixes types fails in an operator that knows no names: here they stand.
+std::string text_of_buffers(const Engine::Impl& impl) {
+  constexpr size_t kMostNamed = 3;
+  const auto& [in_fp32, cast] = impl.model.buffers();
+  std::string text;
+  if (cast > 0) text += fmt::format("\n  buffers: {} cast, as data_types says", cast);
+  if (in_fp32.empty()) return text;
+  const auto end = in_fp32.begin() + static_cast<std::ptrdiff_t>(std::min(kMostNamed, in_fp32.size()));
+  return text + fmt::format("\n  buffers: {} stay fp32 ('{}'{}); data_types.buffer_dtype would cast them",
+                            in_fp32.size(), fmt::join(in_fp32.begin(), end, "', '"),
+                            in_fp32.size() > kMostNamed ? ", …" : "");
+}
+
 std::string text_of_precision(const Engine::Impl& impl) {
   std::string text;
   if (const PrecisionConfig& precision = impl.config.precision(); precision.scales_loss()) {
@@ -84,12 +98,7 @@ std::string text_of_precision(const Engine::Impl& impl) {
                           precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
     text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
   }
-  if (impl.model.buffers_cast() + impl.model.buffers_kept() > 0) {
-    text += fmt::format(
-        "\n  buffers: {} of fp32 follow the compute type; {} stay fp32 (running statistics, as the "
-        "norms that keep them, and rotary frequencies)",
-        impl.model.buffers_cast(), impl.model.buffers_kept());
-  }
+  text += text_of_buffers(impl);
   if (impl.config.precision().autocast) {
     const bool half = impl.config.precision().autocast_dtype == DataType::fp16;
     text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",

@@ -292,8 +292,6 @@ TEST(Config, NamesTheCureForWhatBelongsElsewhere) {
   EXPECT_TRUE(has(error_of(R"({"reduce_bucket_sise": 1})"), "did you mean 'zero_optimization.reduce_bucket_size'?"));
   EXPECT_TRUE(has(error_of(R"({"zero": {"stage3_foo": 1}})"), "unknown key; did you mean 'stage3_"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Adma"}})"), "did you mean \"Adam\"?"));
-  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})"),
-                  "please switch to using the deepspeed parameter 'gradient_clipping'"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"params": {"lr": 1}}})"),
                   "optimizer.params: the sibling key 'type' is missing; add it"));
   EXPECT_TRUE(has(error_of("{\"scheduler\":\n{\"type\": \"WarmupDecayLR\"}}"),

@@ -86,7 +86,7 @@ TEST(RealConfigs, OfPeopleWhoTune) {
   EXPECT_EQ(error_of(text), "");
   EXPECT_EQ(Config::from_text(text).precision().autocast_dtype, DataType::bf16);
   EXPECT_TRUE(mentions(decisions_of(text),
-                       "no effect here: optimizer.params.torch_adam, zero_optimization.round_robin_gradients, "
+                       "no effect here: zero_optimization.round_robin_gradients, "
                        "zero_optimization.sub_group_size, activation_checkpointing.partition_activations, "
                        "activation_checkpointing.contiguous_memory_optimization, aio ("))
       << decisions_of(text);
@@ -128,13 +128,55 @@ TEST(RealConfigs, ThatAskForWhatIsNotHereAreRefusedByItsName) {
           {R"({"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_scaler": 1000, "local_step_clipper": 16}}})",
            "local_step_clipper: 16 is not supported yet (between exchanges ranks would hold different parameters); set "
            "it to 1 or remove it"},
-          {R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}})",
-           "please switch to using the deepspeed parameter 'gradient_clipping'"},
           {R"({"data_efficiency": {"enabled": true, "data_routing": {"enabled": true, "seed": "x"}}})",
            "data_efficiency.enabled: true is not supported yet"},
       }) {
     EXPECT_TRUE(mentions(error_of(text), name)) << error_of(text);
   }
+}
+
+TEST(RealConfigs, OfOlderSpellingsMeanThePresentOnes) {
+  const auto offloaded = Config::from_text(R"({"zero_optimization": {"stage": 3, "cpu_offload": true,
+                                               "cpu_offload_param": true, "cpu_offload_use_pin_memory": true}})");
+  EXPECT_EQ(offloaded.offload_optimizer().device, OffloadDevice::cpu);
+  EXPECT_EQ(offloaded.offload_optimizer().ratio, 1.0);
+  EXPECT_EQ(offloaded.offload_param().device, OffloadDevice::cpu);
+  const auto off = Config::from_text(R"({"zero_optimization": {"stage": 2, "cpu_offload": false}})");
+  EXPECT_EQ(off.offload_optimizer().device, OffloadDevice::none);
+
+  const std::string clipped = R"({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.5}})";
+  EXPECT_EQ(Config::from_text(clipped + "}").gradients().clipping, 0.5);
+  EXPECT_TRUE(mentions(decisions_of(clipped + "}"), "optimizer.params.max_grad_norm: means gradient_clipping"));
+  EXPECT_EQ(Config::from_text(clipped + R"(, "gradient_clipping": 2.0})").gradients().clipping, 2.0);
+
+  const std::string adam = R"({"optimizer": {"type": "AdamW", "params": {"torch_adam": true)";
+  EXPECT_EQ(Config::from_text(adam + "}}}").optimizer().defaults.get("weight_decay"), 0.01);
+  EXPECT_EQ(Config::from_text(adam + R"(, "weight_decay": 0.0}}})").optimizer().defaults.get("weight_decay"), 0.0);
+}
+
+TEST(RealConfigs, ThatOnlyObserveRunAndSaySo) {
+  const std::string text = R"({"wall_clock_breakdown": true, "memory_breakdown": true,
+    "flops_profiler": {"enabled": true}, "comms_logger": {"enabled": true}, "tensorboard": {"enabled": true},
+    "csv_monitor": {"enabled": true}, "wandb": {"enabled": true}, "comet": {"enabled": true},
+    "checkpoint": {"load_universal": true}, "activation_checkpointing": {"cpu_checkpointing": true}})";
+  EXPECT_EQ(error_of(text), "");
+  for (const char* name : {"wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger", "tensorboard",
+                           "csv_monitor", "wandb", "comet"}) {
+    EXPECT_TRUE(mentions(decisions_of(text), name)) << name << "\n" << decisions_of(text);
+  }
+}
+
+TEST(RealConfigs, AreNotRefusedForWhatIsSoAnyway) {
+  for (const char* text :
+       {R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16", "grad_accum_dtype": "float32"}})",
+        R"({"zero_optimization": {"stage": 2, "overlap_comm": null, "compute_grad_norm": true}})",
+        R"({"$schema": "ds_config.schema.json", "communication_data_type": "FP16"})",
+        R"({"fp16": {"enabled": true, "min_loss_scale": 0}, "timers": {"throughput": {"enabled": false}}})",
+        R"({"optimizer": {"type": "AdamW", "params": {"foreach": true, "fused": true}}})"}) {
+    EXPECT_EQ(error_of(text), "") << text;
+  }
+  EXPECT_TRUE(mentions(error_of(R"({"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}})"),
+                       "contradicts the sections fp16 and bf16"));
 }
 
 TEST(RealConfigs, KeepMisspellingsErrorsWhereSectionsAreOff) {

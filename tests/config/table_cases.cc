@@ -100,7 +100,7 @@ std::vector<TableCase> all_leaves() { return collect(false); }
 std::vector<TableCase> all_sections() { return collect(true); }
 
 bool depends_on_another(const Key& key) {
-  static const std::set<std::string> kNames = {"nesterov", "grad_accum_dtype", "bf16_optimizer_states",
+  static const std::set<std::string> kNames = {"nesterov", "grad_accum_dtype", "param_dtype", "bf16_optimizer_states",
                                                "packed_states"};
   const bool is_share = key.reader == "config::read_placement";  // the shares of all tiers must add up
   return is_share || kNames.contains(key.name);

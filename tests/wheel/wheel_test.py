@@ -99,6 +99,28 @@ class Wheel(unittest.TestCase):
                             Path(os.path.normpath(place)).is_relative_to(self.bin.parent), f"{name}: {place}"
                         )
 
+    def test_libraries_find_the_interface_of_deepspeed(self) -> None:
+        code = (
+            "import deeptide.as_deepspeed; import importlib.metadata as m; import deepspeed; "
+            "print(m.version('deepspeed') == deepspeed.__version__, m.metadata('deepspeed')['Name'])"
+        )
+        self.assertEqual(self.run_in("python", "-c", code).strip(), "True deepspeed")
+
+    def test_the_trainer_page_runs_as_it_stands(self) -> None:
+        """docs/trainer.md, in a folder of its own: Transformers and Accelerate see an installed deepspeed."""
+        page = (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8")
+        folder = Path(self.folder.name)
+        blocks = dict(re.findall(r"```(json|python)\n(.*?)```", page, re.DOTALL))
+        (folder / "ds_config.json").write_text(blocks["json"], encoding="utf-8")
+        (folder / "train.py").write_text(blocks["python"], encoding="utf-8")
+        launch = ("deeptide", "--as-deepspeed", "--num_ranks", "2", "--python", str(self.bin / "python"))
+        output = self.run_in(*launch, "train.py")
+        losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", output)]
+        self.assertEqual(len(losses), 4, output)
+        self.assertLess(losses[-1], losses[0] - 1, output)
+        self.assertTrue((folder / "out" / "checkpoint-40" / "latest").exists(), output)
+        self.assertTrue((folder / "out" / "model" / "config.json").exists(), output)
+
     def test_demo_trains(self) -> None:
         gpt = ROOT / "examples" / "gpt"
         out = Path(self.folder.name) / "out"

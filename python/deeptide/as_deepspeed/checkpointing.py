@@ -26,10 +26,18 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """checkpoint_in_cpu keeps activations in CPU memory; the rest has no effect where ranks share no model."""
+    """checkpoint_in_cpu keeps activations in CPU memory; the rest has no effect where ranks share no model.
+
+    deepspeed_config: a dictionary or a path, whose "activation_checkpointing" says cpu_checkpointing; arguments win.
+    """
     _state["configured"] = True
+    if checkpoint_in_cpu is None and deepspeed_config is not None:
+        from deeptide.as_deepspeed.configuration import as_dict
+
+        config = as_dict(deepspeed_config)
+        checkpoint_in_cpu = config.get("activation_checkpointing", {}).get("cpu_checkpointing")
     if checkpoint_in_cpu is not None:
-        _state["cpu"] = checkpoint_in_cpu
+        _state["cpu"] = bool(checkpoint_in_cpu)
 
 
 def is_configured() -> bool:

@@ -73,7 +73,7 @@ class OffloadStateTypeEnum(_TextEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def _as_dict(config: Any, args: object) -> dict[str, Any]:
+def as_dict(config: Any, args: object = None) -> dict[str, Any]:
     """The configuration as a dictionary of the caller's, whatever form it was given in."""
     if config is None:
         config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
@@ -176,7 +176,7 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def read_config(config: Any, args: object = None) -> tuple[dict[str, Any], Config]:
     """(the configuration as it was given, as a dictionary; what Deeptide read of it). Tells each translation once."""
-    given = _as_dict(config, args)
+    given = as_dict(config, args)
     translated, lines = translate(given)
     if os.environ.get("RANK", "0") == "0":
         for line in lines:

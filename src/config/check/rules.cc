@@ -28,8 +28,18 @@ void check_precision(const Values& values, Problems& problems) {
   }
 }
 
+void check_parameters(const Values& values, Problems& problems) {
+  const std::string asked = values.usual_word("data_types.param_dtype");
+  const std::string compute = values.flag("bf16.enabled") ? "bf16" : values.flag("fp16.enabled") ? "fp16" : "fp32";
+  if (asked.empty() || asked == compute) return;
+  blame(values, "data_types.param_dtype",
+        "\"" + asked + "\" contradicts the sections fp16 and bf16, which ask for " + compute +
+            "; leave it out, or set \"enabled\" of the section of that type",
+        problems);
+}
+
 void check_sums_and_masters(const Values& values, Problems& problems) {
-  const std::string sums = values.word("data_types.grad_accum_dtype");
+  const std::string sums = values.usual_word("data_types.grad_accum_dtype");
   for (const std::string type : {"fp16", "bf16"}) {
     const std::string masters = type + "." + type + "_master_weights_and_grads";
     const bool on = values.flag(type + ".enabled");
@@ -118,6 +128,13 @@ void note_optimizer(const Values& values, std::vector<std::string>& decisions) {
                           : "optimizer.type: \"Adam\" with adam_w_mode: false adds L2 decay to the gradient");
 }
 
+void note_loss_scale(const Values& values, std::vector<std::string>& decisions) {
+  const bool dynamic = values.flag("fp16.enabled") && values.number("fp16.loss_scale") == 0;
+  if (dynamic && values.integer("fp16.min_loss_scale") == 0) {
+    decisions.push_back("fp16.min_loss_scale: 0 means 1, for the loss scale would vanish");
+  }
+}
+
 void note_schedule(const Values& values, std::vector<std::string>& decisions) {
   const std::string type = values.word("scheduler.type");
   if (type != "WarmupDecayLR" && type != "WarmupCosineLR") return;
@@ -133,6 +150,7 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 
 void check_rules(const Values& values, Problems& problems) {
   check_precision(values, problems);
+  check_parameters(values, problems);
   check_sums_and_masters(values, problems);
   check_states(values, problems);
   check_reduction(values, problems);
@@ -145,7 +163,10 @@ void check_rules(const Values& values, Problems& problems) {
 void note_decisions(const Values& values, std::vector<std::string>& decisions) {
   note_optimizer(values, decisions);
   note_schedule(values, decisions);
-  if (!values.at("gradient_clipping").automatic && !values.given("gradient_clipping")) {
+  note_loss_scale(values, decisions);
+  constexpr const char* kOfOptimizer = "optimizer.params.max_grad_norm";
+  const bool clips_in_optimizer = values.has(kOfOptimizer) && values.given(kOfOptimizer);
+  if (!values.at("gradient_clipping").automatic && !values.given("gradient_clipping") && !clips_in_optimizer) {
     decisions.push_back("gradient_clipping: not given, so 1 as in DeepSpeed; 0 turns clipping off");
   }
   const auto vocabulary = values.maybe_integer("vocabulary_size");

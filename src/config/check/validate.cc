@@ -27,8 +27,8 @@ struct Position {
 /// What is checked of the keys of a section: all, all but their status, or their names alone.
 enum class Check : uint8_t { all, types, names };
 
-/// JSON has no comments, so people write them as keys.
-bool is_comment(std::string_view name) { return name.starts_with('_') || name.starts_with("//"); }
+/// JSON has no comments, so people write them as keys; editors find a text's schema under "$schema".
+bool is_comment(std::string_view name) { return name.starts_with('_') || name.starts_with("//") || name == "$schema"; }
 
 bool is_auto(const JsonValue& value) { return value.is(JsonKind::string) && value.string == "auto"; }
 
@@ -193,7 +193,7 @@ class Walk {
                                       : "missing; expected " + describe_expected(key));
       }
       const bool null_for_a_default =
-          check != Check::names && member && !entry.automatic && !key.fallback.is(JsonKind::null);
+          check != Check::names && member && !entry.automatic && !key.fallback.is(JsonKind::null) && !key.nullable;
       if (null_for_a_default) problems_.add(at.line, at.shown, "expected " + describe_expected(key) + ", got null");
       values_.record(at.path, std::move(entry));
       return;

@@ -37,6 +37,8 @@ class Values {
   double number(const std::string& path) const { return value(path).number; }
   /// The word, or a choice in the table's spelling; empty when absent.
   std::string word(const std::string& path) const;
+  /// As `word`, but of several spellings of one choice the first; empty when absent.
+  std::string usual_word(const std::string& path) const;
   std::optional<int64_t> maybe_integer(const std::string& path) const;
 
   /// The value as given; otherwise that of the key from which it derives, or the table's default.

@@ -102,7 +102,7 @@ bool restricted(const Key& key) { return key.status == Status::later; }
 
 /// No other keys than those, but comments.
 void close_object(ordered_json& object) {
-  object["patternProperties"] = {{"^(_|//)", true}};
+  object["patternProperties"] = {{R"(^(_|//|\$schema$))", true}};
   object["additionalProperties"] = false;
 }
 
@@ -113,7 +113,7 @@ ordered_json leaf_rule(const Key& key, Check check) {
   rule["description"] = key.doc + " " + config::status_words(key);
   if (check == Check::names) return rule;
   if (!key.fallback.is(JsonKind::null)) rule["default"] = as_json(key.fallback);
-  const bool nullable = key.fallback.is(JsonKind::null);
+  const bool nullable = key.fallback.is(JsonKind::null) || key.nullable;
   const bool off_only = restricted(key) && check == Check::all;
   if (off_only && !key.any_case) {
     rule["enum"] = ordered_json::array({as_json(key.fallback), "auto"});

@@ -74,6 +74,9 @@ void assign(const Key& key, const JsonValue& value, T& field) {
 }
 
 template <class T>
+void assign(const Key& key, const JsonValue& value, std::vector<T>& field);
+
+template <class T>
 void assign(const Key& key, const JsonValue& value, std::optional<T>& field) {
   field.reset();
   if (!value.is(JsonKind::null)) assign(key, value, field.emplace());
@@ -103,6 +106,9 @@ JsonValue content(const Key& key, T field) {
   }
   return {};
 }
+
+template <class T>
+JsonValue content(const Key& key, const std::vector<T>& field);
 
 template <class T>
 JsonValue content(const Key& key, const std::optional<T>& field) {

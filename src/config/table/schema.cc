@@ -169,6 +169,11 @@ Key Key::required() && {
   return std::move(*this);
 }
 
+Key Key::or_null() && {
+  nullable = true;
+  return std::move(*this);
+}
+
 Key Key::or_list() && {
   list_later = true;
   return std::move(*this);

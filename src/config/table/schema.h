@@ -63,6 +63,7 @@ struct Key {
   Kind element = Kind::anything;  // of a list
   size_t length = 0;              // of a list; 0: any
   bool must_be_given = false;
+  bool nullable = false;          // null asks for the default, though there is one
   bool list_later = false;        // a list of values is known, not supported yet
   bool or_single = false;         // a list that may be written as its only element
   std::vector<JsonValue> off;     // asks for nothing, as the default does
@@ -98,6 +99,7 @@ struct Key {
   Key ignoring_case() &&;
   Key not_yet(std::vector<std::string> values) &&;
   Key required() &&;
+  Key or_null() &&;
   Key or_list() &&;
   Key or_one() &&;
   Key matching(std::string regular_expression) &&;

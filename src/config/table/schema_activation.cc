@@ -18,9 +18,11 @@ Key activation_checkpointing_section() {
                          .never("torch.utils.checkpoint keeps activations one by one"),
                      flag("synchronize_checkpoint_boundary", false, "Synchronise the device at each.")
                          .never("nothing depends on it but DeepSpeed's timers"),
-                     flag("profile", false, "Time each.").later("torch.profiler times checkpoints"),
-                     flag("cpu_checkpointing", false, "Keep them in CPU memory.")
-                         .later("torch.autograd.graph.save_on_cpu does it"),
+                     flag("profile", false, "Time each.").never(kNotSeen),
+                     flag("cpu_checkpointing", false,
+                          "deepspeed.checkpointing.configure(deepspeed_config=…) makes its checkpoint function keep "
+                          "activations in CPU memory.")
+                         .read_by("python/deeptide/as_deepspeed/checkpointing.py"),
                  });
 }
 

@@ -29,7 +29,8 @@ std::vector<Key> checkpoint_sections() {
                   choice("tag_validation", "Warn", {"Warn", "Ignore", "Fail"}, "When ranks' tags differ.")
                       .ignoring_case()
                       .never("a save whose ranks give different tags fails on every rank"),
-                  flag("load_universal", false, "Load DeepSpeed's universal form.").later(),
+                  flag("load_universal", false, "Load the universal form, for another number of ranks.")
+                      .either("every checkpoint here loads for any number of ranks"),
                   flag("use_node_local_storage", false, "Every node writes its own part.").later(),
                   section("parallel_write", "Writing by several ranks.",
                           {flag("pipeline_stage", false, "Pipeline stages write their parts.")

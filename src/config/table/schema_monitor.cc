@@ -21,7 +21,7 @@ std::vector<Key> profilers() {
                   word("output_file", {}, "Write it here.").derives("standard output"),
               })
           .switched_by("enabled")
-          .later(),
+          .never(kNotSeen),
       section("comms_logger", "Log of collectives.",
               {
                   enabled(),
@@ -31,14 +31,14 @@ std::vector<Key> profilers() {
                   list("prof_ops", Kind::word, words({}), "Only these kinds."),
               })
           .switched_by("enabled")
-          .later(),
-      section(
-          "timers", "Timers of the engine.",
-          {section("throughput", "The throughput timer.",
-                   {
-                       flag("enabled", true, "Measure throughput.").later("throughput is measured by the clock alone"),
-                       flag("synchronized", true, "Synchronise the device first.").later(),
-                   })}),
+          .never(kNotSeen),
+      section("timers", "Timers of the engine.",
+              {section("throughput", "The throughput timer.",
+                       {
+                           flag("enabled", true, "Measure throughput."),
+                           flag("synchronized", true, "Synchronise the device first."),
+                       })
+                   .never("progress lines take the time between two steps, which waits for nothing")}),
   };
 }
 
@@ -48,23 +48,23 @@ std::vector<Key> monitors() {
       section("tensorboard", "Scalars to TensorBoard.",
               {enabled(), word("output_path", "", "Folder."), word("job_name", kJob, "Name of the run.")})
           .switched_by("enabled")
-          .later(),
+          .never(kNotSeen),
       section("csv_monitor", "Scalars to CSV files.",
               {enabled(), word("output_path", "", "Folder."), word("job_name", kJob, "Name of the run.")})
           .switched_by("enabled")
-          .later(),
+          .never(kNotSeen),
       section(
           "wandb", "Scalars to Weights & Biases.",
           {enabled(), word("group", {}, "Group."), word("team", {}, "Team."), word("project", "deepspeed", "Project.")})
           .switched_by("enabled")
-          .later(),
+          .never(kNotSeen),
       section("comet", "Scalars to Comet.",
               {enabled(), integer("samples_log_interval", 100, "Samples between points.").at_least(1),
                word("project", {}, "Project."), word("workspace", {}, "Workspace."), word("api_key", {}, "Key."),
                word("experiment_name", {}, "Name."), word("experiment_key", {}, "Id."), flag("online", {}, "Online."),
                word("mode", {}, "Mode.")})
           .switched_by("enabled")
-          .later(),
+          .never(kNotSeen),
   };
 }
 

@@ -21,9 +21,19 @@ Key betas(double second = 0.999) {
 Key bias_correction() { return flag("bias_correction", true, "Correct the moments for their start at zero."); }
 
 Key max_grad_norm() {
-  return number("max_grad_norm", {}, "Clipping inside the optimizer.")
-      .later("please switch to using the deepspeed parameter 'gradient_clipping' (top level)");
+  return number("max_grad_norm", {}, "Above 0: gradient_clipping (top level), where that is not given.")
+      .at_least(0)
+      .not_in_groups();
 }
+
+/// How torch loops over the parameters: it changes no result.
+const char* const kOneKernel = "one fused kernel with torch's formulas runs on every device";
+
+Key foreach_loops() {
+  return flag("foreach", {}, "torch's loop over lists of parameters.").off_at(JsonValue(false)).never(kOneKernel);
+}
+
+Key fused() { return flag("fused", {}, "torch's fused kernel.").off_at(JsonValue(true)).never(kOneKernel); }
 
 Key fp32_optimizer_states() {
   return flag("fp32_optimizer_states", true, "Moments in fp32.")
@@ -44,10 +54,14 @@ std::vector<Key> adam_keys() {
       bias_correction(),
       flag("adam_w_mode", true, "Decoupled decay (AdamW), also for type Adam; false: L2 added to the gradient.")
           .in_torch("decoupled_weight_decay"),
-      flag("torch_adam", false, "Use torch's own Adam.")
-          .never("one fused kernel with torch's formulas runs on every device"),
+      flag("torch_adam", false,
+           "Use torch's own Adam: without weight_decay, that of AdamW is 0.01. One fused kernel with torch's formulas "
+           "runs in any case.")
+          .not_in_groups(),
       flag("amsgrad", false, "The AMSGrad variant.").later(),
       fp32_optimizer_states(),
+      foreach_loops(),
+      fused(),
       max_grad_norm(),
   };
 }
@@ -60,6 +74,8 @@ std::vector<Key> sgd_keys() {
       weight_decay(),
       flag("nesterov", false, "Nesterov's momentum; needs a momentum and no dampening."),
       flag("maximize", false, "Ascend instead of descend.").later(),
+      foreach_loops(),
+      fused(),
       max_grad_norm(),
   };
 }
@@ -71,6 +87,8 @@ std::vector<Key> adagrad_keys() {
       eps(1e-10),
       weight_decay(),
       fp32_optimizer_states(),
+      foreach_loops(),
+      fused(),
       max_grad_norm(),
   };
 }
@@ -84,6 +102,7 @@ std::vector<Key> rmsprop_keys() {
       number("momentum", 0.0, "Momentum.").at_least(0),
       flag("centered", false, "Divide by the standard deviation: the average gradient is subtracted."),
       flag("maximize", false, "Ascend instead of descend.").later(),
+      foreach_loops(),
       max_grad_norm(),
   };
 }
@@ -116,7 +135,7 @@ std::vector<Key> one_bit_keys() {
           flag("cuda_aware", false, "The MPI library reads device memory.").never("signs travel as all else does"),
           choice("comm_backend_name", "nccl", {"nccl", "mpi", "hccl", "compressed"}, "Transport.")
               .either("signs travel as all else does"),
-          max_grad_norm().off_at(JsonValue(0.0))};
+          max_grad_norm()};
 }
 
 std::vector<Key> lamb_keys() {
@@ -126,7 +145,7 @@ std::vector<Key> lamb_keys() {
                           eps(),
                           flag("eps_inside_sqrt", false, "Add eps inside the root."),
                           weight_decay(),
-                          max_grad_norm().off_at(JsonValue(0.0))} +
+                          max_grad_norm()} +
          lamb_bounds(10.0);
 }
 

@@ -26,8 +26,8 @@ Key fp16_section() {
                      .into(&PrecisionConfig::hysteresis),
                  flag("consecutive_hysteresis", false, "Any good step restores the hysteresis.")
                      .into(&PrecisionConfig::consecutive_hysteresis),
-                 integer("min_loss_scale", 1, "The scale's lower bound.")
-                     .at_least(1)
+                 integer("min_loss_scale", 1, "The dynamic scale's lower bound; 0 means 1.")
+                     .at_least(0)
                      .into(&PrecisionConfig::min_loss_scale),
                  flag("fp16_master_weights_and_grads", false,
                       "No fp32 masters: parameters are stepped in fp32 and rounded; sums of gradients are fp16.")
@@ -74,30 +74,43 @@ Key torch_autocast_section() {
                      list("lower_precision_safe_modules", Kind::word,
                           words({"torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"}),
                           "Modules whose parameters are communicated in the lower type.")
-                         .later("communication_data_type sets it for all"),
+                         .never("gradients travel in communication_data_type, which is one for all parameters"),
                  })
       .switched_by("enabled");
 }
 
 Key data_types_section() {
-  const std::vector<std::string> types = {"fp32", "fp16", "bf16"};
   return section("data_types", "Data types of single roles.",
                  {
                      choice<DataType>("grad_accum_dtype", {}, data_types(),
                                       "Data type of sums of gradients: fp32, or the compute type.")
                          .derives("fp32, or that of 16-bit masters")
                          .into(&PrecisionConfig::gradient_accumulation_dtype),
-                     choice("param_dtype", {}, types, "Data type of parameters.").later().derives("the compute type"),
-                     choice("buffer_dtype", {}, types, "Data type of buffers.")
-                         .later("buffers keep their own type")
-                         .derives("unchanged"),
+                     choice<DataType>("param_dtype", {}, data_types(), "Data type of parameters: only checked.")
+                         .derives("the compute type")
+                         .read_by("rules.cc, which refuses another than the compute type"),
+                     choice<DataType>("buffer_dtype", {}, data_types(),
+                                      "Under fp16 and bf16, the data type of floating buffers. Without it one in fp32 "
+                                      "stays so, as in DeepSpeed, and what a forward makes of it and of a 16-bit "
+                                      "tensor is fp32. Those of a norm with running statistics stay fp32 as it does.")
+                         .derives("each keeps its own")
+                         .into(&PrecisionConfig::buffer_dtype),
+                     list("keep_in_fp32_modules", Kind::word, {},
+                          "Under fp16 and bf16, patterns: a buffer in whose name one occurs is fp32, whatever "
+                          "buffer_dtype says. * stands for any characters.")
+                         .derives("what a Transformers model names in _keep_in_fp32_modules_strict, and in fp16 in "
+                                  "_keep_in_fp32_modules")
+                         .into(&PrecisionConfig::keep_in_fp32),
                  });
 }
 
 }  // namespace
 
 std::vector<std::pair<std::string_view, DataType>> data_types() {
-  return {{"fp32", DataType::fp32}, {"fp16", DataType::fp16}, {"bf16", DataType::bf16}};
+  return {{"fp32", DataType::fp32},          {"fp16", DataType::fp16},          {"bf16", DataType::bf16},
+          {"float32", DataType::fp32},       {"float16", DataType::fp16},       {"bfloat16", DataType::bf16},
+          {"float", DataType::fp32},         {"half", DataType::fp16},          {"torch.float32", DataType::fp32},
+          {"torch.float16", DataType::fp16}, {"torch.bfloat16", DataType::bf16}};
 }
 
 std::vector<Key> precision_sections() {

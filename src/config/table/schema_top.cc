@@ -34,6 +34,7 @@ std::vector<Key> batch_keys() {
 std::vector<Key> gradient_keys() {
   return {
       choice<DataType>("communication_data_type", {}, data_types(), "Data type in which ranks exchange gradients.")
+          .ignoring_case()
           .derives("the compute type")
           .into(&PrecisionConfig::communication_dtype),
       choice("seq_parallel_communication_data_type", "fp32", {"fp32", "fp16", "bf16"},
@@ -74,8 +75,8 @@ std::vector<Key> report_keys() {
           .at_least(1)
           .derives("no progress lines")
           .into(&ReportConfig::steps_per_print),
-      flag("wall_clock_breakdown", false, "Report the time of each part of a step.").later(),
-      flag("memory_breakdown", false, "Report the memory of each part of a step.").later(),
+      flag("wall_clock_breakdown", false, "Report the time of each part of a step.").never(kNotSeen),
+      flag("memory_breakdown", false, "Report the memory of each part of a step.").never(kNotSeen),
       flag("dump_state", false, "Print the configuration and the engine's state at the start.")
           .into(&ReportConfig::dump_state),
       choice("log_level", {}, {"debug", "info", "warning", "error", "critical"}, "DeepSpeed's own logger.")

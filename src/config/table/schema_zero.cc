@@ -31,7 +31,12 @@ std::vector<Key> gradient_keys() {
           .never("there is one implementation of all stages"),
       flag("grad_hooks", true, "Listed in DeepSpeed's documentation only.").never("DeepSpeed does not read it either"),
       flag("overlap_comm", true, "Communicate while computing (DeepSpeed's default: only at stage 3).")
+          .or_null()
           .into(&ZeroConfig::overlap_comm),
+      flag("compute_grad_norm", true, "Compute the gradients' norm though nothing clips by it.")
+          .either("the pass that checks for NaN and Inf computes it on the way"),
+      flag("parameter_alignment", false, "Begin each parameter at a 16-byte boundary.")
+          .either("each begins at a 64-byte boundary"),
   };
 }
 
@@ -121,15 +126,16 @@ std::vector<Key> checkpoint_keys() {
 }
 
 std::vector<Key> offload_keys() {
-  constexpr const char* kOptimizer = "the present form is offload_optimizer {\"device\": \"cpu\"}";
-  constexpr const char* kParam = "the present form is offload_param {\"device\": \"cpu\"}";
+  constexpr const char* kTranslator = "config::translate";
   return {
       offload_param_section(),
       offload_optimizer_section(),
       zenflow_section(),
-      flag("cpu_offload", {}, "Deprecated: offload_optimizer.").later(kOptimizer).off_at(JsonValue(false)),
-      flag("cpu_offload_param", {}, "Deprecated: offload_param.").later(kParam).off_at(JsonValue(false)),
-      flag("cpu_offload_use_pin_memory", {}, "Deprecated: pin_memory.").later(kOptimizer).off_at(JsonValue(false)),
+      flag("cpu_offload", {}, "Deprecated; true: offload_optimizer {\"device\": \"cpu\"}.").read_by(kTranslator),
+      flag("cpu_offload_param", {}, "Deprecated; true: offload_param {\"device\": \"cpu\"}.").read_by(kTranslator),
+      flag("cpu_offload_use_pin_memory", {}, "Deprecated: pin_memory of both.")
+          .off_at(JsonValue(false))
+          .never("as pin_memory: memory that a device reads is page-locked in any case"),
   };
 }
 

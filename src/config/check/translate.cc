@@ -1,0 +1,59 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// DeepSpeed's deprecated keys, and those of an optimizer that mean a key of the top level.
+#include "config/check/translate.h"
+
+namespace deeptide::config {
+namespace {
+
+constexpr const char* kOffload = "zero_optimization.cpu_offload";
+constexpr const char* kOffloadParam = "zero_optimization.cpu_offload_param";
+constexpr const char* kMaxNorm = "optimizer.params.max_grad_norm";
+constexpr const char* kTorchAdam = "optimizer.params.torch_adam";
+constexpr const char* kDecay = "optimizer.params.weight_decay";
+constexpr double kTorchDecay = 0.01;  // of torch.optim.AdamW
+
+/// False, too, for a key that this type of optimizer does not have.
+bool is_given(const Values& values, const std::string& path) { return values.has(path) && values.given(path); }
+
+bool asks(const Values& values, const std::string& path) { return is_given(values, path) && values.flag(path); }
+
+bool asks_for_optimizer(const Values& values) {
+  return asks(values, kOffload) && !is_given(values, "zero_optimization.offload_optimizer.device");
+}
+bool asks_for_parameters(const Values& values) {
+  return asks(values, kOffloadParam) && !is_given(values, "zero_optimization.offload_param.device");
+}
+bool clips_in_optimizer(const Values& values) {
+  return is_given(values, kMaxNorm) && values.number(kMaxNorm) > 0 && !values.given("gradient_clipping");
+}
+bool decays_as_torch(const Values& values) {
+  return asks(values, kTorchAdam) && !is_given(values, kDecay) && values.word("optimizer.type") != "Adagrad" &&
+         values.flag("optimizer.params.adam_w_mode");
+}
+
+}  // namespace
+
+void translate(const Values& values, Config::Sections& sections) {
+  if (asks_for_optimizer(values)) {
+    auto& offload = std::get<OffloadOptimizerConfig>(sections);
+    offload.device = OffloadDevice::cpu;
+    offload.ratio = 1.0;
+  }
+  if (asks_for_parameters(values)) std::get<OffloadParamConfig>(sections).device = OffloadDevice::cpu;
+  if (clips_in_optimizer(values)) std::get<GradientConfig>(sections).clipping = values.number(kMaxNorm);
+  if (decays_as_torch(values)) std::get<OptimizerConfig>(sections).defaults.set("weight_decay", kTorchDecay);
+}
+
+void note_translations(const Values& values, std::vector<std::string>& decisions) {
+  const auto note = [&](const std::string& path, const std::string& meaning) {
+    decisions.push_back(path + ": " + meaning);
+  };
+  if (asks_for_optimizer(values)) note(kOffload, "true means offload_optimizer {\"device\": \"cpu\"}");
+  if (asks_for_parameters(values)) note(kOffloadParam, "true means offload_param {\"device\": \"cpu\"}");
+  if (clips_in_optimizer(values)) note(kMaxNorm, "means gradient_clipping, which is not given");
+  if (decays_as_torch(values))
+    note(kTorchAdam, "true means torch's AdamW, whose weight_decay is 0.01 where none is given");
+}
+
+}  // namespace deeptide::config

@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that just end, in every way that scripts end: the exit code is theirs, and nothing aborts.
+
+RUNS in the environment says how often each runs (`make test-ends`); CI takes two of each.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import deeptide
+
+RUNS = int(os.environ.get("RUNS", "2"))
+AT_ONCE = 4  # more than there are cores: threads that end late are the point
+
+BEGINNING = """
+import atexit, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import deeptide
+
+def make(stage=2, **more):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    section = {"stage": stage, **more}
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": section}
+    return model, deeptide.initialize(model=model, config=config)[0]
+
+def train(model, engine, steps=2):
+    for _ in range(steps):
+        loss = model(torch.randn(2, 8)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    return loss
+
+model, engine = make()
+loss = train(model, engine)
+"""
+# {how: (what comes last, the job's exit code)}
+ENDS = {
+    "after a collective of its own": ("loss = torch.ones(1000000)\ndist.all_reduce(loss)", 0),
+    "after a loss with a graph": ("dist.all_reduce(loss)", 0),
+    "by sys.exit": ("dist.all_reduce(loss.detach())\nsys.exit()", 0),
+    "by sys.exit within a function": ("def end():\n    kept = loss\n    dist.all_reduce(torch.ones(9))\n    sys.exit(0)\nend()", 0),
+    "without its group": ("dist.destroy_process_group()", 0),
+    "with an exit handler that ends the group": (
+        "atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())\ndist.all_reduce(torch.ones(9))",
+        0,
+    ),
+    "with an engine that was destroyed": ("engine.destroy()\ndist.all_reduce(torch.ones(9))", 0),
+    "with a second engine": ("again = make(3)\ntrain(*again)\ndist.all_reduce(torch.ones(9))", 0),
+    "with an exception on one rank": ("dist.barrier()\nif dist.get_rank() == 1:\n    raise KeyError('mine')", 1),
+    "by ^C": ("dist.barrier()\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)", 128 + 2),
+    "by SIGTERM": ("dist.barrier()\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)", 128 + 15),
+    "after a child that it forked": (
+        "child = os.fork()\nif child == 0:\n    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\ntrain(model, engine)\ndist.all_reduce(torch.ones(9))",
+        0,
+    ),
+    "after workers of a loader": (
+        "data = torch.utils.data.DataLoader(torch.arange(8), num_workers=1, multiprocessing_context='fork')\n"
+        "assert sum(int(x) for x in data) == 28\ntrain(model, engine)\ndist.all_reduce(torch.ones(9))",
+        0,
+    ),
+    "beside a thread in backward": (
+        "def work():\n    net = torch.nn.Linear(64, 64)\n    while True:\n        net(torch.ones(64, 64)).sum().backward()\n"
+        "threading.Thread(target=work, daemon=True).start()\ndist.all_reduce(torch.ones(9))",
+        0,
+    ),
+}
+
+
+@pytest.fixture
+def command():
+    path = shutil.which("deeptide")
+    if not path:
+        pytest.skip("the deeptide command is not in PATH")
+    return path
+
+
+def _run(command, script):
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1", "DEEPTIDE_LOG_LEVEL": "warning"}
+    words = [command, "-q", "--num_ranks", "2", "--python", sys.executable, str(script)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_ends_as_it_says(command, how, tmp_path):
+    last, code = ENDS[how]
+    script = tmp_path / "train.py"
+    script.write_text(BEGINNING + last + "\n")
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in pool.map(lambda _: _run(command, script), range(RUNS)):
+            assert done.returncode == code, done.stderr
+            assert "terminate called" not in done.stderr, done.stderr
+            assert code or not done.stderr, done.stderr
+
+
+def test_a_forked_child_may_drop_an_engine_but_not_use_it():
+    code = BEGINNING + (
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        engine.step()\n"
+        "    except ValueError as error:\n"
+        "        right = 'was forked from process' in str(error)\n"
+        "    del engine\n"
+        "    os._exit(0 if right else 3)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "train(model, engine)\n"
+    )
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    environment = {**os.environ, "PYTHONPATH": package, "DEEPTIDE_LOG_LEVEL": "warning"}
+    code = code.replace('"train_batch_size": 4', '"train_batch_size": 2')
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_child_forked_beside_a_thread_in_zero_init_can_listen_too():
+    code = (
+        "import os, signal, deeptide, torch\n"
+        "deeptide.initialize\n"
+        "from deeptide import _changes\n"
+        "_changes._lock.acquire()\n"  # as a thread within zero.Init, at that very moment
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(30)\n"
+        "    _changes.listen(print)\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    environment = {**os.environ, "PYTHONPATH": package}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
