@@ -146,7 +146,7 @@ def main() -> int:
         report.say(f"Stopped; nothing is lost, it is all in {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
         return EXIT_INTERRUPTED
     if not args.print_losses:
-        sample = trainer.model.generate(b"\n    def ", 400)
+        sample = trainer.model.generate(b"\n    def ", 400, temperature=0.5)
         report.summary(sample, trainer.engine.memory(), trainer.checkpoint)
     return 0
 

@@ -13,10 +13,10 @@ namespace gpt {
 
 struct GPTConfig {
   int64_t vocabulary = 256;
-  int64_t context = 128;
-  int64_t width = 512;
-  int64_t layers = 3;
-  int64_t heads = 8;
+  int64_t context = 256;
+  int64_t width = 192;
+  int64_t layers = 4;
+  int64_t heads = 4;
 };
 
 /// Cosines and sines (T, K / 2) of the angles by which position turns each pair of a head's numbers.

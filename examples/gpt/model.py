@@ -18,10 +18,10 @@ from deeptide import ops
 @dataclass(frozen=True)
 class GPTConfig:
     vocabulary: int = 256
-    context: int = 128
-    width: int = 512
-    layers: int = 3
-    heads: int = 8
+    context: int = 256
+    width: int = 192
+    layers: int = 4
+    heads: int = 4
 
 
 def rotary_table(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:

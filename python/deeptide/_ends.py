@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deeptide import _C
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -79,6 +82,7 @@ def _end() -> None:
             with contextlib.suppress(Exception):  # peers and their store may have ended
                 engine.destroy_core()
     _drain()
+    _C._let_threads_sleep()
 
 
 atexit.register(_end)
@@ -87,6 +91,10 @@ atexit.register(_end)
 def _forget_in_child() -> None:
     global _process
     _process = -1
+    # The destructor of a group waits for threads that a child does not have, so the child keeps the groups.
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    for group in list(distributed._world.pg_map) if distributed else []:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -21,6 +21,7 @@ from deeptide._compiled import compile_model
 from deeptide._ends import end_with_interpreter
 from deeptide._extra_state import read_extra_states
 from deeptide._log import say
+from deeptide._mixed_types import explain_mixed_types
 from deeptide._rebuild import rebuild
 from deeptide._reports import told
 from deeptide._snapshot import copy_of
@@ -72,6 +73,7 @@ class Engine(Answers):
                 owned.attach(self)
         utils.register(self)
         end_with_interpreter(self)
+        explain_mixed_types(self.module)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")

@@ -35,5 +35,6 @@ void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_plan(py::module_& module);
+void bind_ends(py::module_& module);
 
 }  // namespace deeptide::python

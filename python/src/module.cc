@@ -17,4 +17,5 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_model(module);
   deeptide::python::bind_engine(module);
   deeptide::python::bind_plan(module);
+  deeptide::python::bind_ends(module);
 }

@@ -20,8 +20,9 @@ OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 
 
 
 def cast(model, dtype):
-    """A model as 16 bits train it: modules with running statistics stay fp32."""
-    model.to(dtype)
+    """A model as 16 bits train it: buffers, and modules with running statistics, stay fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.float()

@@ -284,11 +284,11 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_model_with_batch_norm_and_fp32_buffers_trains_in_bf16(stage, capfd, tmp_path):
+def test_a_model_with_batch_norm_and_buffers_that_are_cast_trains_in_bf16(stage, capfd, tmp_path):
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def program(world):
-        engine = start(world, stage, kind=Convolutions, bf16=True)
+        engine = start(world, stage, kind=Convolutions, bf16=True, data_types={"buffer_dtype": "bf16"})
         model = engine.module
         kinds = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         assert kinds["conv.weight"] == kinds["scale"] == kinds["shift"] == torch.bfloat16
@@ -307,7 +307,15 @@ def test_a_model_with_batch_norm_and_fp32_buffers_trains_in_bf16(stage, capfd, t
 
     for losses in run_ranks(2, program):
         assert losses[-1] < losses[0]
-    assert "buffers" in capfd.readouterr().err
+    assert "buffers: 2 cast, as data_types says" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("through_engine", [True, False])
+def test_an_operator_that_refuses_two_types_names_the_buffers(through_engine):
+    engine = start(kind=Convolutions, bf16=True)
+    with pytest.raises(RuntimeError, match=r"'scale', 'shift'; .*buffer_dtype\": \"bf16"):
+        (engine if through_engine else engine.module)(torch.randn(2, 3, 8, 8).bfloat16())
+    engine.destroy()
 
 
 class Masked(nn.Module):
@@ -325,7 +333,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_a_buffer_of_fp32_keeps_its_type_and_range(kind, stage):
-    engine = start(stage=stage, kind=Masked, **{kind: {"enabled": True}})
+    engine = start(stage=stage, kind=Masked, **({"bf16": True} if kind == "bf16" else {"fp16": {"enabled": True}}))
     dtype = torch.float16 if kind == "fp16" else torch.bfloat16
     assert engine.module.mask.dtype == torch.float32
     for step in range(3):
@@ -342,7 +350,7 @@ def test_the_configuration_chooses_the_type_of_buffers(how):
     types = {"buffer_dtype": "bf16"}
     if how == "keep_in_fp32_modules":
         types["keep_in_fp32_modules"] = ["mask"]
-    engine = start(kind=Masked, bf16={"enabled": True}, data_types=types)
+    engine = start(kind=Masked, bf16=True, data_types=types)
     assert engine.module.mask.dtype == (torch.bfloat16 if how == "buffer_dtype" else torch.float32)
     engine.destroy()
 
