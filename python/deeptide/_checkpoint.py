@@ -10,13 +10,17 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
+from torch.utils._pytree import tree_map
 
 from deeptide._C import CheckpointError, ConfigError
 from deeptide._extra_state import read_extra_states, write_extra_states
 from deeptide.schedule import ConfigSchedule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from deeptide.engine import Engine
 
 _PRIVATE_KEY = "__deeptide__"
@@ -69,6 +73,42 @@ def _unpack_extra_states(text: str) -> dict[str, Any]:
     return states
 
 
+def _tuples_in(value: object) -> Iterator[list[str | int]]:
+    """Paths of the tuples in nested dicts and lists, inner ones first: JSON makes lists of them."""
+    entries: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    for key, entry in entries:
+        yield from ([key, *path] for path in _tuples_in(entry))
+    if isinstance(value, tuple):
+        yield []
+
+
+def _with_tuple(value: Any, path: list[str | int]) -> Any:
+    """`value` with a tuple in the place of the list at `path`."""
+    if not path:
+        return tuple(value)
+    value[path[0]] = _with_tuple(value[path[0]], path[1:])
+    return value
+
+
+def _pack_schedule(schedule: Any) -> str:
+    """Errors: ConfigError where load_checkpoint could not read it. Numbers of numpy become Python's."""
+    state = tree_map(lambda value: value.item() if isinstance(value, numpy.generic) else value, schedule.state_dict())
+    text = _pack(state)
+    try:
+        _unpack(text)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"save_checkpoint: the state of {type(schedule).__name__} (its state_dict()) could not be read back; "
+            "expected tensors, numbers, strings, lists, dicts and classes given to "
+            f"torch.serialization.add_safe_globals. {_reason(error)}"
+        ) from error
+    return text
+
+
 def _check_json(value: object, path: str) -> None:
     """Raises ConfigError naming the first key that JSON would refuse or give back changed."""
     if isinstance(value, dict):
@@ -105,7 +145,9 @@ def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> st
     if engine.training_dataloader is not None:
         private["loader"] = engine.training_dataloader.state_dict()
     if _is_client_schedule(engine.lr_scheduler):
-        private["scheduler"] = _pack(engine.lr_scheduler.state_dict())
+        private["scheduler"] = _pack_schedule(engine.lr_scheduler)
+    if tuples := list(_tuples_in(client_state)):
+        private["tuples"] = tuples
     return json.dumps({**client_state, _PRIVATE_KEY: private})
 
 
@@ -127,6 +169,8 @@ def unpack_client_state(
     """The caller's client state; restores what `pack_client_state` added, as far as it is there."""
     client_state: dict[str, Any] = json.loads(text)
     private = client_state.pop(_PRIVATE_KEY, {})
+    for path in private.get("tuples", ()):
+        client_state = _with_tuple(client_state, path)
     _restore_extra_states(private, engine, strict)
     if not all_states:
         return client_state

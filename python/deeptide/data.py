@@ -101,13 +101,19 @@ class DataLoader:
             # Counted here and not by the sampler, which runs ahead when workers fetch.
             self._batch += 1
             yield batch
+            if not self._begun:  # the position was set meanwhile
+                break
+        else:
+            return
+        if self._batch < len(self):
+            yield from self
 
     def position(self) -> tuple[int, int]:
         """(epoch, batches of it already given)."""
         return self._epoch, self._batch
 
     def set_position(self, epoch: int, batch: int = 0) -> None:
-        """Where the next iteration begins."""
+        """Where the next iteration begins. One that is under way goes on from there, to the end of that epoch."""
         self._epoch, self._batch, self._begun = epoch, batch, False
 
     def state_dict(self) -> dict[str, int]:

@@ -25,6 +25,7 @@ from deeptide._mixed_types import explain_mixed_types
 from deeptide._rebuild import rebuild
 from deeptide._reports import told
 from deeptide._snapshot import copy_of
+from deeptide.zero import number_parameters
 
 if TYPE_CHECKING:
     from deeptide.data import DataLoader
@@ -71,9 +72,14 @@ class Engine(Answers):
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
                 owned.attach(self)
-        utils.register(self)
+        self._know_parameters()
         end_with_interpreter(self)
         explain_mixed_types(self.module)
+
+    def _know_parameters(self) -> None:
+        """Makes functions that take a parameter know the model's as they are now."""
+        utils.register(self)
+        number_parameters(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__.get("module")
@@ -135,7 +141,11 @@ class Engine(Answers):
         _changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
         with self._synced():
-            outcome = take()
+            try:
+                outcome = take()
+            except _C.DriftError:  # of a step that was applied
+                schedule.advance(self.lr_scheduler, lr_kwargs)
+                raise
         if outcome is None:
             return outcome
         self._outcome = outcome
@@ -172,7 +182,7 @@ class Engine(Answers):
         with self._synced():
             rebuild(self)
         self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
-        utils.register(self)
+        self._know_parameters()
 
     compile = compile_model
 

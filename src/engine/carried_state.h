@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,18 @@ struct CarriedParameter {
 
   /// The elements [first, last) of the parameter that the rank of this index has.
   std::pair<int64_t, int64_t> slice_of(int rank) const;
+};
+
+/// What an engine was made of, so that it can be made again.
+struct Origin {
+  explicit Origin(ModelDescription description, std::optional<std::string> optimizer)
+      : model(std::move(description)), optimizer(std::move(optimizer)) {
+    model.buffers.clear();  // the program may have let go of them
+    model.transient_buffers.clear();
+  }
+
+  ModelDescription model;
+  std::optional<std::string> optimizer;  // as in InitOptions
 };
 
 /// A parameter that was sharded, with its whole value: it needs memory of its own between two engines.

@@ -56,6 +56,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
   void adopt_state(const engine::CarriedState& carried);
+  /// With their hyper-parameters of now.
+  std::vector<ParameterGroup> groups_now() const;
 
   // --- offload_states.cc
   void offload_states(const OffloadStates& what);
@@ -103,6 +105,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   zero::StagePolicy policy;
   const std::vector<ParameterGroup> groups;
   engine::BoundModel model;
+  const engine::Origin origin;
   engine::LiveModel live;
   engine::LinkReport links;
   std::unique_ptr<sharding::Residency> residency;

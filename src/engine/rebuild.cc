@@ -166,6 +166,12 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   return carried;
 }
 
+std::vector<ParameterGroup> Engine::Impl::groups_now() const {
+  std::vector<ParameterGroup> now = groups;
+  for (size_t g = 0; g < progress.hyperparameters.size(); ++g) now[g].hyperparameters = progress.hyperparameters[g];
+  return now;
+}
+
 /// Collective. Takes over the states of the parameters that were trained before; others begin as at initialize.
 void Engine::Impl::adopt_state(const CarriedState& carried) {
   at::NoGradGuard no_grad;
@@ -203,9 +209,19 @@ void Engine::rebuild(const ModelDescription& model, const InitOptions& options) 
   InitOptions same_world = options;
   if (!same_world.world) same_world.world = impl_->channels.world();
   CarriedState carried = impl_->told("rebuild", [&] { return impl_->carry_state(model, same_world); });
+  const engine::Origin before = impl_->origin;
+  InitOptions as_before = same_world;
+  as_before.groups = impl_->groups_now();
+  as_before.optimizer = before.optimizer;
   impl_.reset();
   carried.make_whole();
-  impl_ = std::make_unique<Impl>(model, config, same_world);
+  try {
+    impl_ = std::make_unique<Impl>(model, config, same_world);
+  } catch (...) {  // on all ranks alike, since they agreed on the model
+    impl_ = std::make_unique<Impl>(before.model, config, as_before);
+    impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
+    throw;
+  }
   impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
 }
 

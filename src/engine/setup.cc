@@ -110,6 +110,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       model(agreed(description, groups, config, channels.control()), engine::named_groups(groups),
             engine::bind_options(config, policy, rule, custom.get(), groups, engine::device_of(description)),
             *channels.host(), channels.gathers(), ledger),
+      origin(description, options.optimizer),
       live(model, description, options.describe),
       links(channels) {
   if (model.arena()) policy = zero::on_one_host(policy);

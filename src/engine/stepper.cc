@@ -132,6 +132,7 @@ void Stepper::follow_boundary() {
 }
 
 void Stepper::zero_grad() {
+  losses_.clear();
   if (!parts_.reducer) return;
   const auto closes = parts_.boundary.enter(Call::zero_grad, [&](Close& own) {
     if (parts_.kept) parts_.kept->forget();

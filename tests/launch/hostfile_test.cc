@@ -87,5 +87,12 @@ TEST(Exports, AreThePrefixesAndTheFilesOnly) {
   EXPECT_EQ(parse_env_file("A=1 2\n# no\n\n export B='q'\r\nC=\nD='open\n", "f"), file);
 }
 
+TEST(Exports, TheirNamesTellSecretsInAnySpelling) {
+  for (const char* name : {"hf_token", "DB_PASSWD", "PGPASS", "WANDB_API_KEY", "My_Auth", "DB_PWD", "GitHub_Secret"}) {
+    EXPECT_TRUE(is_secret(name)) << name;
+  }
+  for (const char* name : {"NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH"}) EXPECT_FALSE(is_secret(name)) << name;
+}
+
 }  // namespace
 }  // namespace deeptide::launch

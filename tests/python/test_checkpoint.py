@@ -7,6 +7,7 @@ import resource
 import signal
 
 import models
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +77,40 @@ def assert_same(one, other, leave_out=()):
 
 def counters(engine):
     return engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.get_lr()
+
+
+def test_client_state_keeps_its_tuples(tmp_path):
+    engine, _ = start(None, 0)
+    state = {"shape": (3, (4, [5, (6,)])), "runs": [{"best": (0.5, None)}], "empty": (), "list": [1]}
+    engine.save_checkpoint(tmp_path, client_state=state)
+    assert engine.load_checkpoint(tmp_path)[1] == state
+    engine.destroy()
+
+
+class NumpySchedule(torch.optim.lr_scheduler.LambdaLR):
+    def state_dict(self):
+        return {**super().state_dict(), "numbers": [np.float64(0.25), np.int64(3)]}
+
+
+@pytest.mark.parametrize("extra", [None, print])
+def test_a_schedule_is_saved_if_it_can_be_loaded(extra, tmp_path):
+    model = models.make_model()
+    schedule = []
+
+    def make(optimizer):
+        schedule.append(NumpySchedule(optimizer, lambda step: np.float64(1.0)))
+        return schedule[0]
+
+    engine, *_ = deeptide.initialize(model=model, config=models.config(0), lr_scheduler=make)
+    schedule[0].more = extra
+    if extra is None:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert schedule[0].numbers == [0.25, 3]
+    else:
+        with pytest.raises(deeptide.ConfigError, match=r"the state of NumpySchedule .* could not be read back"):
+            engine.save_checkpoint(tmp_path)
+    engine.destroy()
 
 
 # -- exact resume, in real processes: a random generator belongs to a process -----------------------------------------

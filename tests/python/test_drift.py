@@ -84,6 +84,26 @@ def test_warn_goes_on_and_equal_ranks_hear_nothing(capfd):
     assert "replicated tensors differ between ranks; the first is" in capfd.readouterr().err
 
 
+def test_a_step_that_finds_drift_counts_for_the_programs_schedule_too():
+    def run(world):
+        model = models.make_model()
+        config = models.config(0, deeptide={"drift_interval": 1, "on_drift": "stop"})
+        engine, _, _, schedule = deeptide.initialize(
+            model=model,
+            config=config,
+            world=world,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        )
+        step(engine, 0)
+        write_alone(engine)
+        with pytest.raises(deeptide.DriftError):
+            step(engine, 1)
+        assert engine.global_steps == 2
+        assert schedule.last_epoch == 2
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_published_from_shards_does_not_drift(stage):
     def run(world):

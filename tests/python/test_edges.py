@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deeptide
+from deeptide import utils
 
 pytestmark = pytest.mark.both_ways
 
@@ -353,6 +354,28 @@ def test_the_configuration_chooses_the_type_of_buffers(how):
     engine = start(kind=Masked, bf16=True, data_types=types)
     assert engine.module.mask.dtype == (torch.bfloat16 if how == "buffer_dtype" else torch.float32)
     engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_ranks_writes_within_gathered_parameters_reach_all(stage, bf16):
+    def program(world):
+        engine = start(world, stage, bf16=bf16)
+        train(engine, rank=world.rank)
+        weight = engine.module.second.weight
+        with deeptide.zero.GatheredParameters(engine.module, modifier_rank=1):
+            weight.data.fill_(0.25 + world.rank)
+        with deeptide.zero.GatheredParameters([weight]):
+            assert (weight.data == 1.25).all()
+        assert (utils.safe_get_full_fp32_param(weight) == 1.25).all()
+        train(engine, rank=world.rank, first=1)
+        value = weight.detach().clone()
+        engine.destroy()
+        return value
+
+    one, other = run_ranks(2, program)
+    assert torch.equal(one, other)
+    assert not (one == 1.25).any()
 
 
 def test_a_deep_copy_made_after_initialize_is_the_programs_own():

@@ -71,6 +71,23 @@ def test_without_shuffle_the_order_is_the_datasets():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_that_is_restored_moves_the_iteration_under_way(workers):
+    loader = DataLoader(Numbers(40), batch_size=4, seed=3, num_workers=workers)
+    whole, next_epoch = numbers(loader), numbers(loader)
+    other = DataLoader(Numbers(40), batch_size=4, seed=3, num_workers=workers)
+    seen, saved = [], None
+    for batch in other:
+        seen.append(batch.tolist())
+        if len(seen) == 3:
+            saved = other.state_dict()
+        if len(seen) == 6:
+            other.load_state_dict(saved)
+    assert seen == whole[:6] + whole[3:]
+    assert other.position() == (0, 10)
+    assert numbers(other) == next_epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_position_counts_what_was_given_and_not_what_was_fetched(workers):
     loader = DataLoader(Numbers(40), batch_size=4, seed=3, num_workers=workers)
     whole = numbers(loader)

@@ -281,6 +281,32 @@ def test_a_change_on_one_rank_only_is_an_error_on_all(stage):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+def add_double(model):
+    model.third = new_layer(6, 6).double()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rebuild_that_is_refused_changes_nothing(stage, bf16):
+    def program(world, refuse):
+        engine = start(world, stage, bf16=bf16)
+        edges.train(engine, 2, rank=world.rank)
+        if refuse:
+            add_double(engine.module)
+            with pytest.raises(ValueError, match=r"'third\.weight' .*Double"):
+                engine.rebuild()
+            del engine.module.third
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= 0.5
+        edges.train(engine, 2, first=2, rank=world.rank)
+        return models.everything(engine)
+
+    for state, expected in zip(run_ranks(2, program, True), run_ranks(2, program, False)):
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), name
+
+
 def test_a_rank_that_rebuilds_while_another_steps_is_named():
     def program(world):
         engine = start(world, 2)

@@ -23,7 +23,7 @@ constexpr std::array<std::string_view, 11> kPrefixes = {"NCCL",  "RCCL",      "P
 // Variables of one job. A job that is started inside another one must not inherit them.
 constexpr std::array<std::string_view, 4> kNever = {"DEEPTIDE_JOB_TOKEN", "DEEPTIDE_RESTART_COUNT", "DEEPTIDE_LAUNCHER",
                                                     "DEEPTIDE_HUB"};
-constexpr std::array<std::string_view, 5> kSecretWords = {"TOKEN", "PASSWORD", "SECRET", "CREDENTIAL", "KEY"};
+constexpr std::array<std::string_view, 7> kSecretWords = {"TOKEN", "PASS", "PWD", "SECRET", "CREDENTIAL", "KEY", "AUTH"};
 
 bool is_name(std::string_view name) {
   return !name.empty() && !std::isdigit(static_cast<unsigned char>(name[0])) &&
@@ -52,8 +52,10 @@ bool is_exported(std::string_view name) {
 }
 
 bool is_secret(std::string_view name) {
+  std::string upper(name);
+  std::transform(upper.begin(), upper.end(), upper.begin(), [](unsigned char c) { return std::toupper(c); });
   return std::any_of(kSecretWords.begin(), kSecretWords.end(),
-                     [&](std::string_view word) { return name.find(word) != std::string_view::npos; });
+                     [&](std::string_view word) { return upper.find(word) != std::string::npos; });
 }
 
 Environment parse_env_file(std::string_view text, const std::string& source) {
