@@ -13,6 +13,7 @@ import torch
 
 from deeptide import _C
 from deeptide._C import OptimizerInfo
+from deeptide._given_optimizer import AwayState, WithoutHooks
 from deeptide._groups import ParamGroup, keys_of, read_group, write_key
 
 PartState: TypeAlias = list[tuple[str, torch.Tensor, bool]]
@@ -50,19 +51,19 @@ class PartStepper:
             self._parts.append(part)
             self._of_group.setdefault(self._groups[group], []).append(part)
             parameter = self._parameters[name]
-            for key, value in held.get(parameter, {}).items():
+            for key, value in held.get(parameter, {}).items() if held else ():
                 self._state[part][key] = _share_of(value, parameter, begin, part)
         self._parameters = {}
 
     def step(self, gradients: Sequence[torch.Tensor | None], groups: Sequence[_C.Hyperparameters]) -> None:
         """One step of all parts that have a gradient."""
         self._follow(groups)
-        self._optimizer.state.clear()  # what the parts have taken over
+        self._optimizer.state = AwayState()  # the parts have taken it over
         for part, gradient in zip(self._parts, gradients, strict=True):
             part.grad = gradient
         try:
-            with self._lent():
-                self._optimizer.step()
+            with self._lent(), WithoutHooks(self._optimizer):
+                type(self._optimizer).step(self._optimizer)
         finally:
             for part in self._parts:
                 part.grad = None

@@ -25,8 +25,9 @@ ParamGroup: TypeAlias = dict[str, Any]  # as torch's optimizers hold them
 OptimizerSource: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 ParametersSource: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[ParamGroup]
 
-# Keys that say how torch would compute, not what; ours replaces that. "initial_lr" is a torch scheduler's.
-_HARMLESS = {"params", "param_names", "name", "initial_lr", "foreach", "fused", "capturable"}
+# Keys that torch's schedulers leave for themselves; and those that say how torch would compute, not what.
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"}
+_HARMLESS = {"params", "param_names", "name", "foreach", "fused", "capturable"} | _OF_SCHEDULERS
 # Keys of torch's own optimizers that become a number of ours under another name.
 _TRANSLATED = ("adjust_lr_fn",)
 _NO_NUMBERS = _HARMLESS | {"differentiable"}
@@ -47,6 +48,7 @@ class OptimizerPlan:
     extra_keys: bool = False  # groups may hold keys of the program's own
     defaults: dict[str, Any] = field(default_factory=dict)  # what the caller's optimizer gives to each of its groups
     left_out: list[torch.Tensor] = field(default_factory=list)  # trainable, but in none of the caller's groups
+    given: torch.optim.Optimizer | None = None  # the program's own object
     starts: dict[int, float] = field(default_factory=dict)  # by a group's id: the rate where the schedule begins
 
     def core_groups(self, config: Config) -> list[_C.ParameterGroup]:
@@ -299,7 +301,13 @@ def _plan_of_instance(
             group.setdefault("use_muon", True)
     named = name_groups(groups, model_names)
     return OptimizerPlan(
-        info, groups, named, override=info.name, extra_keys=extra_keys, defaults=_known(optimizer.defaults, info)
+        info,
+        groups,
+        named,
+        override=info.name,
+        extra_keys=extra_keys,
+        defaults=_known(optimizer.defaults, info),
+        given=optimizer,
     )
 
 
@@ -330,7 +338,7 @@ def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], 
     _check_numbers(groups, info)
     parameters = {model_names[id(p)]: p for group in groups for p in group["params"]}
     stepper = PartStepper(optimizer, info, needs_whole, [place for place, _ in named], parameters)
-    return OptimizerPlan(info, groups, named, custom=stepper)
+    return OptimizerPlan(info, groups, named, custom=stepper, given=optimizer)
 
 
 def plan_optimizer(

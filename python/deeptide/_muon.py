@@ -20,11 +20,14 @@ def _memory_of(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def choice_of(model: torch.nn.Module, by_default: bool) -> Callable[[torch.Tensor], bool]:
-    """A parameter's own `use_muon`, as DeepSpeed reads it; else its shape, and all names that it has."""
+    """A parameter's own `use_muon`, as DeepSpeed reads it; else its shape, its names, and no embedding's weight."""
     matrices: dict[tuple[int, int], bool] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         memory = _memory_of(parameter)
         matrices[memory] = matrices.get(memory, True) and _C.is_muon_matrix(name, list(parameter.shape))
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            matrices[_memory_of(module.weight)] = False
 
     def takes(parameter: torch.Tensor) -> bool:
         own = getattr(parameter, "use_muon", None)

@@ -14,9 +14,11 @@ import torch
 from deeptide._C import ConfigError
 
 _SHAPES = ((6, 4), (5,))
-_STEPS = 3
-# Kernels may round the last elements of a tensor differently; an optimizer that looks beyond elements is far off.
-_TOLERANCE = 1e-4
+_STEPS = 10
+_RATE = 1e-2  # at the program's own, of a fine-tuning or a warm-up's begin, little moves or nothing
+# Of the largest update. Kernels may round the last elements of a tensor differently, and states may be fp32; what looks
+# beyond elements differs by more, a weight decay of 0.01 % included.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -38,23 +40,28 @@ def why_whole(optimizer: torch.optim.Optimizer) -> str:
             f"optimizer {name_of(optimizer)}: its step() needs a closure that computes the loss again, and an engine's "
             "step has none; use an optimizer that steps from gradients, such as torch.optim.AdamW"
         )
+    dtype = torch.float64
     try:
-        whole = _trial(optimizer, cut=None)
-    except Exception as error:
-        raise ConfigError(
-            f"optimizer {name_of(optimizer)} cannot step dense fp32 parameters: {type(error).__name__}: {error}"
-        ) from error
-    if all(torch.equal(one, other) for one, other in zip(whole, _values(), strict=True)):
+        whole = _trial(optimizer, dtype, cut=None)
+    except Exception:  # it has kernels of its own, for fp32
+        dtype = torch.float32
+        try:
+            whole = _trial(optimizer, dtype, cut=None)
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {name_of(optimizer)} cannot step dense fp32 parameters: {type(error).__name__}: {error}"
+            ) from error
+    if not any(moved.any() for moved in whole):
         raise ConfigError(
             f"optimizer {name_of(optimizer)} does not move the parameters in its param_groups, so the engine cannot "
             "lend it others; it must read them there in each step"
         )
     try:
-        cut = [_trial(optimizer, cut=half) for half in (0, 1)]
+        cut = [_trial(optimizer, dtype, cut=half) for half in (0, 1)]
     except Exception as error:
         return f"it fails on a part of a parameter ({type(error).__name__}: {error})"
-    for shape, (first, second) in zip(whole, zip(*cut, strict=True), strict=True):
-        if not torch.allclose(shape.flatten(), torch.cat([first, second]), rtol=_TOLERANCE, atol=_TOLERANCE / 10):
+    for moved, parts in zip(whole, zip(*cut, strict=True), strict=True):
+        if (moved.flatten() - torch.cat(parts)).abs().max() > _TOLERANCE[dtype] * moved.abs().max():
             return "its step of one element depends on others, as a trial showed"
     return ""
 
@@ -70,18 +77,30 @@ def _halves(tensor: torch.Tensor, half: int | None) -> torch.Tensor:
     return tensor if half is None else tensor.flatten()[:middle] if half == 0 else tensor.flatten()[middle:]
 
 
-def _trial(optimizer: torch.optim.Optimizer, cut: int | None) -> list[torch.Tensor]:
-    """The values after a few steps."""
-    values = [torch.nn.Parameter(_halves(value, cut).clone()) for value in _values()]
+def _trial(optimizer: torch.optim.Optimizer, dtype: torch.dtype, cut: int | None) -> list[torch.Tensor]:
+    """How far the values move in a few steps. Gradients have a part that lasts: some rates grow with it."""
+    before = [_halves(value, cut).to(dtype) for value in _values()]
+    values = [torch.nn.Parameter(value.clone()) for value in before]
     probe = _copy_without_state(optimizer, values)
+    _set_rate(probe.param_groups[0])
     generator = torch.Generator().manual_seed(1)
+    lasting = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for _ in range(_STEPS):
-            for value, shape in zip(values, _SHAPES, strict=True):
-                value.grad = _halves(torch.randn(shape, generator=generator), cut).clone()
+            for value, mean in zip(values, lasting, strict=True):
+                gradient = mean + 0.5 * torch.randn(mean.shape, generator=generator)
+                value.grad = _halves(gradient, cut).to(dtype)
             type(optimizer).step(probe)
-    return [value.detach() for value in values]
+    return [value.detach() - start for value, start in zip(values, before, strict=True)]
+
+
+def _set_rate(group: dict[str, Any]) -> None:
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.fill_(max(float(rate), _RATE))
+    elif isinstance(rate, (int, float)):
+        group["lr"] = max(rate, _RATE)
 
 
 def _copy_without_state(optimizer: torch.optim.Optimizer, values: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

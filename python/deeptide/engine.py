@@ -67,6 +67,7 @@ class Engine(Answers):
         self._in_no_sync = False
         self._said: set[str] = set()
         self.is_compiled = False  # compile() was called
+        self.is_destroyed = False
         self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
@@ -140,6 +141,9 @@ class Engine(Answers):
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
         _changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
+        run_hooks = getattr(self.optimizer, "run_hooks", None) if at_boundary else None
+        if run_hooks is not None:
+            run_hooks("pre")
         with self._synced():
             try:
                 outcome = take()
@@ -151,6 +155,8 @@ class Engine(Answers):
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
+        if run_hooks is not None and outcome.applied:
+            run_hooks("post")
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
             self._say_once(wants, "warning")
         return outcome
@@ -367,6 +373,7 @@ class Engine(Answers):
 
     def destroy_core(self) -> None:
         """Returns every byte, and leaves process groups alone: they outlive some threads of torch's."""
+        self.is_destroyed = True
         self._core.close()
 
     def destroy(self) -> None:

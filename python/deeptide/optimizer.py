@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from deeptide import _C
+from deeptide import _given_optimizer
 from deeptide._groups import OptimizerPlan, ParamGroup
 from deeptide._live_groups import LiveGroups
 from deeptide._rebuild import group_to_add
@@ -30,8 +31,10 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": group["params"]} for group in plan.param_groups], {})
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
+        self.state = _given_optimizer.AwayState()
         self.info = plan.info
         self._engine: weakref.ref[Engine] | None = None
+        self._hooked: list[torch.optim.Optimizer] = [self]
         self.follow(plan, core)
 
     def follow(self, plan: OptimizerPlan, core: _C.Engine) -> None:
@@ -42,6 +45,19 @@ class DeeptideOptimizer(torch.optim.Optimizer):
     def attach(self, engine: Engine) -> None:
         """The engine whose step() this steps. Weakly: deleting the engine must free it."""
         self._engine = weakref.ref(engine)
+        given = self.plan.given
+        if given is not None and given is not self:
+            _given_optimizer.follow(given, self, steps=self.plan.custom is not None)
+            self._hooked = [self, given]
+
+    def has_ended(self) -> bool:
+        """Whether its engine is gone or destroyed."""
+        engine = self._engine() if self._engine is not None else None
+        return engine is None or engine.is_destroyed
+
+    def run_hooks(self, when: str) -> None:
+        """Runs the hooks before ("pre") or after ("post") a step, of this and of the optimizer that was given."""
+        _given_optimizer.run_hooks(when, self._hooked)
 
     @contextlib.contextmanager
     def synced(self, core: _C.Engine) -> Iterator[None]:
@@ -75,6 +91,8 @@ class DeeptideOptimizer(torch.optim.Optimizer):
             raise ValueError("closures are not supported; call engine.backward(loss), then engine.step()")
         return self._live_engine().step()
 
+    step.hooked = True  # type: ignore[attr-defined]  # engine.step() runs the hooks, so torch need not
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """engine.zero_grad()."""
         self._live_engine().zero_grad(set_to_none)
@@ -90,7 +108,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         try:
             engine.rebuild()
         except BaseException:
-            del self.param_groups[-1]
+            self.plan.starts.pop(id(self.param_groups.pop()), None)
             raise
 
     def state_dict(self) -> NoReturn:

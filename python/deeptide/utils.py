@@ -55,6 +55,11 @@ def register(engine: Engine) -> None:
     _publishing.follow(engine)
 
 
+def engine_of(param: Tensor) -> Engine | None:
+    """The living engine that has this parameter."""
+    return _owners.get(param, (lambda: None, None))[0]()
+
+
 def _owner(param: Tensor) -> tuple[Engine, str]:
     reference, name = _owners.get(param, (lambda: None, None))
     engine: Engine | None = reference()
@@ -72,6 +77,8 @@ def _role(param: Tensor, optim_state_key: str) -> str:
     optimizer = _owner(param)[0].optimizer
     if optimizer is not None and _C.find_optimizer(optimizer.info.name) is None:
         return optim_state_key  # the caller's own optimizer: the names are its
+    if optimizer is not None and optim_state_key in optimizer.info.state_roles():
+        return optim_state_key
     if optim_state_key not in _ROLES:
         raise ConfigError(f"optimizer state: got {optim_state_key!r}, expected one of {', '.join(_ROLES)}")
     return _ROLES[optim_state_key]

@@ -122,11 +122,13 @@ class _Lent:
     One that Init has deferred stays so: writes are recorded, and `initialize` takes rank 0's.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, source: int | None) -> None:
         self.parameter = parameter
         self.own: torch.Tensor | None = None
         self.deferred = _C.is_deferred(parameter)
-        if _C.is_sharded(parameter):
+        # Ranks of a host may share its memory, in which the writes of others than `source` would meet.
+        is_written_apart = source is not None and not self.deferred and dist.is_initialized()
+        if _C.is_sharded(parameter) or is_written_apart:
             with torch.no_grad():
                 whole = parameter.detach().clone()
             self.own = parameter.data
@@ -144,6 +146,13 @@ class _Lent:
                 self.parameter.data = self.own
             if values is not None:
                 self.parameter.copy_(values)  # also on `source`: a write through .data tells nobody, this does
+
+
+def _has_peers(parameter: torch.Tensor) -> bool:
+    from deeptide.utils import engine_of
+
+    engine = engine_of(parameter)
+    return engine is not None and engine.world.size > 1
 
 
 def _flat(params: object) -> Iterator[torch.Tensor]:
@@ -179,11 +188,16 @@ class GatheredParameters:
             if place is not None:
                 known[place] = parameter
         self.params = [known[place] for place in sorted(known)]
+        if modifier_rank is not None and not dist.is_initialized() and any(map(_has_peers, self.params)):
+            raise ConfigError(
+                "GatheredParameters: modifier_rank needs torch.distributed, by which it sends that rank's values; this "
+                "process has not called init_process_group. Write the same values on every rank, without it"
+            )
         self.src_rank = modifier_rank
         self._lent: list[_Lent] = []
 
     def __enter__(self) -> None:
-        self._lent = [_Lent(parameter) for parameter in self.params]
+        self._lent = [_Lent(parameter, self.src_rank) for parameter in self.params]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

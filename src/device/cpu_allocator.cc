@@ -50,8 +50,7 @@ class LargePageAllocator final : public c10::Allocator {
     try {
       data = allocator->allocate(bytes);
     } catch (const c10::Error&) {
-      if (heap().stats().idle_bytes == 0) throw;
-      heap().release_idle();
+      if (!release_idle_heap()) throw;
       data = allocator->allocate(bytes);
     }
     DEEPTIDE_INVARIANT(data.compare_exchange_deleter(allocator->raw_deleter(), &release),
@@ -83,6 +82,12 @@ bool install_cpu_allocator() {
 }
 
 CpuAllocatorStats cpu_allocator_stats() { return device::heap().stats(); }
+
+bool device::release_idle_heap() {
+  if (heap().stats().idle_bytes == 0) return false;
+  heap().release_idle();
+  return true;
+}
 
 void release_idle_cpu_memory() { device::heap().release_idle(); }
 

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "base/text.h"
+#include "device/page_heap.h"
 
 namespace deeptide::device {
 
@@ -26,6 +27,8 @@ constexpr int64_t kPage = 4096;
 constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kLargeRequest = 256 << 10;  // below it, a separate buffer costs nothing
 
+constexpr int64_t kMostBytes = int64_t{1} << 56;
+
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 struct Mapping {
@@ -36,13 +39,20 @@ struct Mapping {
 /// Maps anonymous zero pages; from 2 MiB on aligned so that the kernel can use large pages. The tail stays in plain
 /// pages: a large page for it would waste up to 2 MiB in each of many buffers.
 Mapping map_pages(const Ledger& ledger, Role role, int64_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, bytes < kMostBytes, "deeptide: cannot map ", bytes, " bytes for ", role_name(role),
+                   ": more than a process can address");
   Mapping mapping;
   mapping.length = round_up(std::max<int64_t>(bytes, 1), kPage);
   const int64_t large = mapping.length / kLargePage * kLargePage;
   const int64_t slack = large > 0 ? kLargePage : 0;
-  void* base = ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
-              std::strerror(errno), ". ", ledger.text());
+  const auto map = [&] {
+    return ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  };
+  void* base = map();
+  if (base == MAP_FAILED && release_idle_heap()) base = map();
+  const int error = errno;
+  TORCH_CHECK_WITH(OutOfMemoryError, base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role),
+                   ": ", std::strerror(error), ". ", ledger.text());
   mapping.start = static_cast<char*>(base);
   if (large == 0) return mapping;
   const int64_t before = round_up(reinterpret_cast<int64_t>(base), kLargePage) - reinterpret_cast<int64_t>(base);

@@ -18,6 +18,8 @@ constexpr int64_t kMinGrowth = 8 << 20;
 constexpr int64_t kMaxGrowth = 64 << 20;
 constexpr uint64_t kWindow = 16384;  // counted in blocks: several steps of a large model
 
+constexpr int64_t kMostBytes = int64_t{1} << 56;  // more than any machine addresses; sums of a few of them fit
+
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 char* large_page_at_or_above(char* address) {
@@ -60,6 +62,7 @@ PageHeap::~PageHeap() {
 }
 
 void* PageHeap::allocate(int64_t bytes) noexcept try {
+  if (bytes > kMostBytes) return nullptr;
   bytes = round_up(std::max<int64_t>(bytes, 1), kPage);
   const std::lock_guard lock(mutex_);
   auto range = take_idle(bytes);
@@ -155,7 +158,7 @@ PageHeap::Ranges::iterator PageHeap::take_idle(int64_t bytes) {
       throw;
     }
   }
-  if (range->second.hollow) stats_.idle_bytes += range->second.bytes;  // its pages come back as they are touched
+  if (range->second.hollow) fill(range->second, range->first);
   range->second.hollow = false;
   range->second.idle = false;
   return range;
@@ -183,6 +186,13 @@ bool PageHeap::grow(int64_t bytes) {
   return true;
 }
 
+/// Counts a hollow range as having its pages, which come back as they are touched.
+void PageHeap::fill(Range& range, char* start) {
+  stats_.idle_bytes += range.bytes;
+  range.hollow = false;
+  ::madvise(start, range.bytes, MADV_HUGEPAGE);
+}
+
 /// Joins an idle range with its idle neighbours. The whole counts as having its pages if a part has.
 PageHeap::Ranges::iterator PageHeap::merge(Ranges::iterator range) {
   const auto absorbs_next = [this](Ranges::iterator lower, Ranges::iterator upper) {
@@ -191,8 +201,7 @@ PageHeap::Ranges::iterator PageHeap::merge(Ranges::iterator range) {
     leave(lower);
     Range& own = lower->second;
     if (own.hollow != upper->second.hollow) {
-      stats_.idle_bytes += own.hollow ? own.bytes : upper->second.bytes;
-      own.hollow = false;
+      own.hollow ? fill(own, lower->first) : fill(upper->second, upper->first);
     }
     own.bytes += upper->second.bytes;
     own.freed_at = std::max(own.freed_at, upper->second.freed_at);
@@ -221,9 +230,11 @@ bool PageHeap::release_oldest(int64_t excess) {
   return !fragments_.empty() && hollow_out(ranges_.find(fragments_.begin()->second));
 }
 
-/// Gives the pages of a fragment back, and keeps its addresses for later blocks.
+/// Gives the pages of a fragment back, and keeps its addresses for later blocks. No large pages there: the kernel's
+/// khugepaged would fill the holes again, a few per minute.
 bool PageHeap::hollow_out(Ranges::iterator range) {
   if (::madvise(range->first, range->second.bytes, MADV_DONTNEED) != 0) return false;
+  ::madvise(range->first, range->second.bytes, MADV_NOHUGEPAGE);
   leave(range);
   range->second.hollow = true;
   enter(range);

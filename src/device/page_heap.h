@@ -60,6 +60,7 @@ class PageHeap {
   bool release_oldest(int64_t excess);
   bool unmap(Ranges::iterator range, int64_t excess);
   bool hollow_out(Ranges::iterator range);
+  void fill(Range& range, char* start);
   void trim(int64_t kept_bytes) noexcept;
   int64_t kept_bytes() const;
   void count(int64_t taken);
@@ -75,5 +76,9 @@ class PageHeap {
   int64_t window_peak_ = 0;   // most in use in this window of the clock
   int64_t earlier_peak_ = 0;  // most in use in the previous window
 };
+
+/// Gives the kernel what the installed allocator's heap keeps idle. Returns whether there was any: who was refused
+/// memory then asks again.
+bool release_idle_heap();
 
 }  // namespace deeptide::device

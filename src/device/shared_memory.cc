@@ -20,6 +20,7 @@
 
 #include "base/invariant.h"
 #include "device/memory_limit.h"
+#include "device/page_heap.h"
 
 namespace deeptide::device {
 
@@ -54,7 +55,8 @@ constexpr unsigned MFD_NOEXEC_SEAL = 8;  // Linux 6.3; a must where vm.memfd_noe
 /// The kernel kills a process of a control group that is full, so it has to be asked before.
 void check_limit(int64_t bytes) {
   if (bytes < kWorthALook) return;
-  const auto limit = tightest_memory_limit();
+  auto limit = tightest_memory_limit();
+  if (limit && limit->left < bytes && release_idle_heap()) limit = tightest_memory_limit();
   if (!limit || limit->left >= bytes) return;
   refuse_pages(bytes, "the control group " + limit->group + " allows " + std::to_string(limit->limit) +
                           " bytes of memory, of which " + std::to_string(std::max<int64_t>(limit->left, 0)) +
@@ -271,7 +273,9 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
   if (last <= first) return;
   check_limit(last - first);
-  if (const int error = take_pages(fd_, data_, first, last - first)) {
+  int error = take_pages(fd_, data_, first, last - first);
+  if (error != 0 && release_idle_heap()) error = take_pages(fd_, data_, first, last - first);
+  if (error != 0) {
     const bool forbidden = error == EFAULT;  // what the kernel says instead of SIGBUS
     refuse_pages(last - first, forbidden ? "the kernel has too little memory for it, or vm.overcommit_memory is 2 and "
                                            "its limit is reached"

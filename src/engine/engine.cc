@@ -67,7 +67,7 @@ std::optional<double> Engine::offload_ratio() const {
 int64_t Engine::global_steps() const { return impl_->progress.global_steps; }
 int64_t Engine::skipped_steps() const { return impl_->progress.skipped_steps; }
 int64_t Engine::micro_steps() const { return impl_->progress.micro_steps; }
-int64_t Engine::global_samples() const { return impl_->progress.global_steps * impl_->batch.train; }
+int64_t Engine::global_samples() const { return impl_->progress.global_samples; }
 BatchSizes Engine::batch_sizes() const { return impl_->batch; }
 const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }

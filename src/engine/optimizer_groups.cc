@@ -16,6 +16,17 @@ using at::Tensor;
 
 namespace {
 
+/// Names of the weights of LibTorch's embeddings.
+std::set<std::string> embeddings_of(const ModelDescription& model) {
+  std::set<std::string> names;
+  for (const ModuleInfo& module : model.modules) {
+    if (module.type == "torch::nn::EmbeddingImpl" || module.type == "torch::nn::EmbeddingBagImpl") {
+      names.insert(module.path.empty() ? "weight" : module.path + ".weight");
+    }
+  }
+  return names;
+}
+
 /// Every trainable name is in one of two groups; the names of a tied parameter are in the same: it is a matrix if it is
 /// one by all of them.
 std::vector<ParameterGroup> muon_groups(const ModelDescription& model, const OptimizerConfig& optimizer) {
@@ -26,10 +37,11 @@ std::vector<ParameterGroup> muon_groups(const ModelDescription& model, const Opt
     return stored ? Memory{tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset()}
                   : Memory{tensor.unsafeGetTensorImpl(), 0};
   };
+  const std::set<std::string> embeddings = embeddings_of(model);
   for (const auto& [name, tensor] : model.parameters) {
     if (!tensor.defined()) continue;
     const auto [place, is_new] = is_matrix.emplace(memory_of(tensor), true);
-    place->second = place->second && optim::is_muon_matrix(name, tensor.sizes());
+    place->second = place->second && !embeddings.contains(name) && optim::is_muon_matrix(name, tensor.sizes());
   }
   ParameterGroup matrices{{}, optimizer.defaults}, rest{{}, optimizer.rest};
   for (const auto& [name, tensor] : model.parameters) {

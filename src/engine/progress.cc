@@ -76,6 +76,7 @@ constexpr Counter kCounters[] = {{"global_steps", &Progress::global_steps},
 json to_json(const Progress& progress) {
   json state = json::object();
   for (const Counter& counter : kCounters) state[counter.name] = progress.*counter.value;
+  state["global_samples"] = progress.global_samples;
   state["skipped_in_a_row"] = progress.skipped_in_a_row;
   if (!progress.parameter_steps.empty()) state["parameter_steps"] = progress.parameter_steps;
   if (!progress.parameter_numbers.empty()) state["parameter_numbers"] = progress.parameter_numbers;
@@ -101,6 +102,7 @@ Progress progress_from_json(const json& state, const Progress& own) {
   for (const Counter& counter : kCounters) progress.*counter.value = state.at(counter.name);
   if (state.contains("parameter_steps")) state["parameter_steps"].get_to(progress.parameter_steps);
   if (state.contains("parameter_numbers")) state["parameter_numbers"].get_to(progress.parameter_numbers);
+  progress.global_samples = state.value("global_samples", int64_t{0});
   progress.offload_ratio = state.value("offload_ratio", -1.0);
   progress.optimizer = state.value("optimizer", "");
   progress.skipped_in_a_row = state.value("skipped_in_a_row", int64_t{0});

@@ -18,7 +18,8 @@ namespace deeptide::engine {
 
 /// Part of every checkpoint, equal on all ranks.
 struct Progress {
-  int64_t global_steps = 0;  // applied and skipped
+  int64_t global_steps = 0;    // applied and skipped
+  int64_t global_samples = 0;  // that these steps took, whatever the batch was at each
   int64_t skipped_steps = 0;
   int64_t skipped_in_a_row = 0;  // up to now, but those that a lower loss scale may mend
   int64_t micro_steps = 0;

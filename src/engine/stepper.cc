@@ -335,6 +335,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
+  progress.global_samples += parts_.batch.train;
   outcome.lr = progress.hyperparameters.front().lr();
   outcome.loss_scale = loss_scale();
   outcome.grad_norm = outcome.clipped_norm = std::sqrt(total) / outcome.loss_scale;
@@ -461,6 +462,7 @@ void Stepper::end_micro_batch() {
 void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   Progress& progress = parts_.progress;
   progress.global_steps = saved.global_steps;
+  progress.global_samples = saved.global_samples;
   progress.skipped_steps = saved.skipped_steps;
   progress.skipped_in_a_row = saved.skipped_in_a_row;
   // Saved at a step's end. If a step now has another number of micro-batches, the next one begins here as well.
@@ -472,7 +474,8 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
     parts_.optimizer->states().set_parameter_numbers(saved.parameter_numbers);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
-    if (precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
+    const bool was_scaled = saved.loss_scale.steps > 0;  // not by a run in another type, which has no scale to give
+    if (was_scaled && precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
     follow_loss_scale();
   }
   if (schedule) progress.schedule_iteration = saved.schedule_iteration;

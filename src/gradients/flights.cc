@@ -121,7 +121,11 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
   }
   if (!options_.side_thread) return;
   side_may_work_ = true;
-  side_thread_ = std::thread([this] { run_side_thread(); });
+  try {
+    side_thread_ = std::thread([this] { run_side_thread(); });
+  } catch (const std::system_error&) {  // the system has no more threads: this one does it all
+    side_may_work_ = false;
+  }
 }
 
 Flights::~Flights() {

@@ -14,6 +14,6 @@ std::string io_uring_obstacle() { return "this build has no liburing"; }
 
 bool has_io_uring() { return false; }
 
-std::unique_ptr<Queue> make_ring_queue(int) { return nullptr; }
+std::unique_ptr<Queue> make_ring_queue(int, int (*)()) { return nullptr; }
 
 }  // namespace deeptide::io

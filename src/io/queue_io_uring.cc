@@ -2,10 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A queue that is one io_uring: transfers are submitted as they start, and collected by whoever waits.
 #include <liburing.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <deque>
 #include <map>
+#include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "io/queue.h"
@@ -13,10 +17,16 @@
 namespace deeptide::io {
 namespace {
 
+/// What the kernel says when it has too little memory, or results to be taken first: nothing has failed.
+bool is_transient(int error) { return error == EAGAIN || error == EBUSY || error == EINTR; }
+
+/// A forked child shares the ring with its parent, so there each method but the destructor, which leaves it alone, is
+/// an error.
 class RingQueue : public Queue {
  public:
-  RingQueue(io_uring ring, int depth) : ring_(ring), depth_(depth) {}
+  RingQueue(io_uring ring, int depth, int (*refuse)()) : ring_(ring), depth_(depth), refuse_(refuse) {}
   ~RingQueue() override {
+    if (::getpid() != process_) return;
     while (num_flying_ > 0 || !waiting_.empty()) {  // the kernel must not write into freed buffers
       if (!collect()) break;
     }
@@ -25,12 +35,14 @@ class RingQueue : public Queue {
   RingQueue(const RingQueue&) = delete;
 
   Ticket start(const Transfer& transfer) override {
+    check_process();
     waiting_.emplace_back(++last_, transfer);
     submit();
     return last_;
   }
 
   int wait(Ticket ticket) override {
+    check_process();
     while (!results_.contains(ticket)) {
       if (!collect()) return EIO;
     }
@@ -38,6 +50,7 @@ class RingQueue : public Queue {
   }
 
   bool is_done(Ticket ticket) override {
+    check_process();
     if (!results_.contains(ticket)) reap();
     return results_.contains(ticket);
   }
@@ -45,6 +58,10 @@ class RingQueue : public Queue {
   const char* name() const override { return "io_uring"; }
 
  private:
+  void check_process() const {
+    if (::getpid() != process_) throw std::runtime_error("a forked child cannot use the files of the engine it left");
+  }
+
   void submit() {
     for (; num_flying_ < depth_ && !waiting_.empty(); waiting_.pop_front()) {
       const auto& [ticket, transfer] = waiting_.front();
@@ -58,7 +75,7 @@ class RingQueue : public Queue {
         io_uring_prep_write(request, transfer.fd, transfer.data, size, at);
       }
       io_uring_sqe_set_data64(request, ticket);
-      sizes_[ticket] = transfer.bytes;
+      flying_[ticket] = transfer;
       ++num_flying_;
     }
     io_uring_submit(&ring_);
@@ -66,43 +83,52 @@ class RingQueue : public Queue {
 
   /// Waits for at least one transfer. Returns false if the ring itself failed.
   bool collect() {
-    int error = 0;
-    do {
-      error = io_uring_submit_and_wait(&ring_, 1);
-    } while (error == -EINTR);
-    if (error < 0) return false;
-    reap();
-    return true;
+    for (;;) {
+      int error = refuse_ ? refuse_() : 0;
+      if (error == 0) error = -io_uring_submit_and_wait(&ring_, 1);
+      if (error > 0 && !is_transient(error)) return false;
+      if (reap() || error <= 0) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
 
-  /// Takes the results that have arrived.
-  void reap() {
+  /// Takes the results that have arrived, and starts again what the kernel put off. Returns whether there were any.
+  bool reap() {
+    bool any = false;
     io_uring_cqe* done = nullptr;
     while (io_uring_peek_cqe(&ring_, &done) == 0) {
       const Ticket ticket = io_uring_cqe_get_data64(done);
-      const int64_t bytes = sizes_.extract(ticket).mapped();
-      results_[ticket] = done->res < 0 ? -done->res : (done->res == bytes ? 0 : EIO);
+      const Transfer transfer = flying_.extract(ticket).mapped();
+      if (done->res < 0 && is_transient(-done->res)) {
+        waiting_.emplace_front(ticket, transfer);
+      } else {
+        results_[ticket] = done->res < 0 ? -done->res : (done->res == transfer.bytes ? 0 : EIO);
+        any = true;
+      }
       io_uring_cqe_seen(&ring_, done);
       --num_flying_;
     }
     submit();
+    return any;
   }
 
   io_uring ring_;
-  int depth_;
+  const int depth_;
+  int (*const refuse_)();
+  const pid_t process_ = ::getpid();
   int num_flying_ = 0;
   Ticket last_ = 0;
   std::deque<std::pair<Ticket, Transfer>> waiting_;
-  std::map<Ticket, int64_t> sizes_;  // of those under way
+  std::map<Ticket, Transfer> flying_;
   std::map<Ticket, int> results_;
 };
 
 }  // namespace
 
-std::unique_ptr<Queue> make_ring_queue(int depth) {
+std::unique_ptr<Queue> make_ring_queue(int depth, int (*refuse)()) {
   io_uring ring{};
   if (io_uring_queue_init(static_cast<unsigned>(depth), &ring, 0) < 0) return nullptr;
-  return std::make_unique<RingQueue>(ring, depth);
+  return std::make_unique<RingQueue>(ring, depth, refuse);
 }
 
 }  // namespace deeptide::io

@@ -9,6 +9,8 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -31,10 +33,18 @@ int perform(const Transfer& transfer) {
   return done == transfer.bytes ? 0 : EIO;
 }
 
+/// A forked child has none of the threads and leaves it alone.
 class ThreadQueue : public Queue {
  public:
   explicit ThreadQueue(int depth) {
-    for (int i = 0; i < std::clamp(depth, 1, kMostThreads); ++i) threads_.emplace_back([this] { serve(); });
+    for (int i = 0; i < std::clamp(depth, 1, kMostThreads); ++i) {
+      try {
+        threads_.emplace_back([this] { serve(); });
+      } catch (const std::system_error&) {  // the system has no more threads: fewer serve as well
+        if (threads_.empty()) throw std::runtime_error("the system refuses the thread that would read and write files");
+        break;
+      }
+    }
   }
   ~ThreadQueue() override {
     {

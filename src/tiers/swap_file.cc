@@ -8,10 +8,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <system_error>
@@ -27,7 +29,34 @@ int64_t rounded_up(int64_t bytes) { return (bytes + io::kAlignment - 1) / io::kA
 
 [[noreturn]] void fail(const std::string& what, const std::string& folder, int error) {
   throw std::runtime_error("offloading to files: " + what + " in '" + folder + "': " + std::strerror(error) +
-                           ". Set nvme_path to a folder of a file system with enough space");
+                           (error == ENOSPC || error == EDQUOT || error == EFBIG
+                                ? ". Set nvme_path to a folder of a file system with enough space"
+                                : ". Set nvme_path to another folder"));
+}
+
+/// Some file systems cannot reserve space other than by writing. Returns an error number, 0 for success.
+int write_zeros(int fd, int64_t at, int64_t bytes) {
+  constexpr int64_t kChunk = 4 << 20;
+  const std::unique_ptr<void, decltype(&std::free)> zeros(std::aligned_alloc(io::kAlignment, kChunk), &std::free);
+  if (!zeros) return ENOMEM;
+  std::memset(zeros.get(), 0, kChunk);
+  while (bytes > 0) {
+    const ssize_t done = ::pwrite(fd, zeros.get(), static_cast<size_t>(std::min(bytes, kChunk)), at);
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return done < 0 ? errno : ENOSPC;
+    at += done;
+    bytes -= done;
+  }
+  return 0;
+}
+
+/// Not posix_fallocate: glibc's substitute writes single bytes, which files opened for O_DIRECT refuse.
+int reserve_space(int fd, int64_t at, int64_t bytes) {
+  while (::fallocate(fd, 0, at, bytes) != 0) {
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return write_zeros(fd, at, bytes);
+    if (errno != EINTR) return errno;
+  }
+  return 0;
 }
 
 /// Opens a file that has no name. Some file systems cannot make one: there its name is removed at once.
@@ -82,7 +111,7 @@ DiskRegion SwapFile::reserve(int64_t bytes) {
   for (size_t stripe = 0; stripe < count; ++stripe) {
     const size_t file = (next_stripe_ + stripe) % count;
     if (needed[stripe] > 0) {
-      const int error = ::posix_fallocate(files_[file], ends_[file], needed[stripe]);
+      const int error = reserve_space(files_[file], ends_[file], needed[stripe]);
       if (error != 0) fail("cannot reserve " + std::to_string(needed[stripe]) + " bytes", folders_[file], error);
     }
     region.stripes_.push_back({files_[file], ends_[file], &folders_[file]});

@@ -1,6 +1,10 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Steps of rules that take whole matrices.
+#include <ATen/ops/cat.h>
+
+#include <vector>
+
 #include "zero/sharded_optimizer.h"
 
 namespace deeptide::zero {
@@ -46,17 +50,43 @@ Tensor ShardedOptimizer::whole_direction(int unit, Tensor own) {
   return whole;
 }
 
+namespace {
+
+/// Three dimensions are a stack of matrices, such as experts; more are one matrix, as a convolution's: its rows, by all
+/// else. Source: DeepSpeed's muon_update.
+struct Stack {
+  explicit Stack(const Tensor& parameter) {
+    const auto shape = parameter.sizes();
+    if (shape.size() == 3) count = shape[0];
+    sizes.rows = count > 1 || shape.size() == 3 ? shape[1] : shape.empty() ? 1 : shape[0];
+    sizes.columns = sizes.rows * count == 0 ? 0 : parameter.numel() / (sizes.rows * count);
+  }
+  int64_t numel() const { return sizes.rows * sizes.columns; }
+
+  int64_t count = 1;
+  optim::MatrixSizes sizes;
+};
+
+}  // namespace
+
 void ShardedOptimizer::apply_update(const UnitPass& pass, const Run& run, const Tensor& direction) {
   const auto& matrix_rule = static_cast<const MatrixRule&>(rule());
   const Block range = own_part(pass.unit, run.begin, run.end);
   if (range.count == 0) return;
   const sharding::Parameter& p = units_[pass.unit]->parameters()[run.parameter];
-  const int64_t rows = p.tensors.front().dim() > 0 ? p.tensors.front().size(0) : 1;
-  const optim::MatrixSizes sizes{rows, p.numel / rows};
+  const Stack stack(p.tensors.front());
+  const optim::MatrixSizes sizes = stack.sizes;
   const Hyperparameters& hyper = pass.groups.at(run.group);
-  const Tensor matrix = direction.narrow(0, p.offset, p.numel).view({sizes.rows, sizes.columns});
-  Tensor update = matrix_rule.update_of(matrix, hyper).view({p.numel});
-  update = update.narrow(0, states_.begin(pass.unit) + range.begin - p.offset, range.count);
+  // The matrices in which this range lies, and no others.
+  const int64_t begin = states_.begin(pass.unit) + range.begin - p.offset;
+  const int64_t first = begin / stack.numel(), last = (begin + range.count - 1) / stack.numel();
+  std::vector<Tensor> updates;
+  for (int64_t m = first; m <= last; ++m) {
+    const Tensor matrix = direction.narrow(0, p.offset + m * stack.numel(), stack.numel());
+    updates.push_back(matrix_rule.update_of(matrix.view({sizes.rows, sizes.columns}), hyper).view({stack.numel()}));
+  }
+  Tensor update = updates.size() == 1 ? updates.front() : at::cat(updates);
+  update = update.narrow(0, begin - first * stack.numel(), range.count);
   const bool on_host = states_.part_on_host(pass.unit) != nullptr;
   if (on_host) update = host_directions_.narrow(0, range.begin, range.count).copy_(update);
   const Buffer& buffer = states_.master(pass.unit);

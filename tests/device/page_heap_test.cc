@@ -7,9 +7,12 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -237,6 +240,42 @@ TEST(PageHeap, ServesThreadsThatFreeEachOthersBlocks) {
     if (void* block = slot.load()) heap.free(block);
   }
   EXPECT_EQ(heap.stats().in_use_bytes, 0);
+}
+
+TEST(PageHeap, RefusesWhatNoMachineHas) {
+  PageHeap heap;
+  for (const int64_t bytes : {INT64_MAX, INT64_MAX - 4095, (int64_t{1} << 56) + 1}) {
+    EXPECT_EQ(heap.allocate(bytes), nullptr) << bytes;
+  }
+  EXPECT_EQ(mapped(heap), 0);
+}
+
+/// The flags of the mapping in which an address lies, as /proc/self/smaps says.
+std::string flags_at(const void* address) {
+  std::ifstream file("/proc/self/smaps");
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  bool inside = false;
+  for (std::string line; std::getline(file, line);) {
+    uintptr_t begin = 0, end = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &begin, &end) == 2) inside = begin <= wanted && wanted < end;
+    if (inside && line.rfind("VmFlags:", 0) == 0) return line;
+  }
+  return "";
+}
+
+TEST(PageHeap, WantsNoLargePagesWhereItGavePagesBack) {
+  PageHeap heap;
+  void* const first = heap.allocate(kMega / 4);
+  void* const second = heap.allocate(kMega / 4);
+  void* const last = heap.allocate(kMega / 4);
+  const std::string plain = flags_at(second);
+  if (plain.find(" hg") == std::string::npos) GTEST_SKIP() << "a kernel without large pages on request";
+  heap.free(second);
+  heap.release_idle();
+  EXPECT_NE(flags_at(second).find(" nh"), std::string::npos) << flags_at(second);
+  EXPECT_EQ(heap.allocate(kMega / 4), second);
+  EXPECT_NE(flags_at(second).find(" hg"), std::string::npos) << flags_at(second);
+  for (void* block : {first, second, last}) heap.free(block);
 }
 
 }  // namespace

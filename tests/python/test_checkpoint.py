@@ -346,3 +346,23 @@ def test_a_rank_killed_while_saving_leaves_the_old_checkpoint(stage, victim, tmp
     assert not (tmp_path / "new").exists()
     run_processes(2, load_the_old, stage, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["new", "old"]
+
+
+def test_samples_are_counted_by_the_batch_that_took_them(tmp_path):
+    def start_with(micro):
+        return deeptide.initialize(model=models.make_model(), config=models.config(0, micro=micro))[0]
+
+    def step(engine):
+        engine.backward(engine(*models.batches(1, 4)[0]))
+        engine.step()
+
+    engine = start_with(4)
+    for _ in range(3):
+        step(engine)
+    assert engine.global_samples == 12
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    other = start_with(1)
+    other.load_checkpoint(tmp_path)
+    step(other)
+    assert other.global_samples == 13

@@ -3,12 +3,13 @@
 """What programs do to a model after initialize: the engine follows, or says at once what it cannot follow."""
 
 import copy
+import itertools
 import warnings
 
 import models
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import run_processes, run_ranks
 from edges import (
     STAGES,
     TOLERANCE,
@@ -356,26 +357,24 @@ def test_the_configuration_chooses_the_type_of_buffers(how):
     engine.destroy()
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_one_ranks_writes_within_gathered_parameters_reach_all(stage, bf16):
-    def program(world):
-        engine = start(world, stage, bf16=bf16)
-        train(engine, rank=world.rank)
+def write_on_one_rank():
+    for stage, bf16, shared in itertools.product(STAGES, [False, True], [False, True]):
+        engine = start(stage=stage, bf16=bf16, deeptide={"shared_memory": shared})
+        rank = engine.global_rank
+        train(engine, rank=rank)
         weight = engine.module.second.weight
-        with deeptide.zero.GatheredParameters(engine.module, modifier_rank=1):
-            weight.data.fill_(0.25 + world.rank)
+        with deeptide.zero.GatheredParameters(engine.module.parameters(), modifier_rank=1):
+            weight.data.fill_(0.25 + rank)
         with deeptide.zero.GatheredParameters([weight]):
-            assert (weight.data == 1.25).all()
-        assert (utils.safe_get_full_fp32_param(weight) == 1.25).all()
-        train(engine, rank=world.rank, first=1)
-        value = weight.detach().clone()
+            assert (weight.data == 1.25).all(), (stage, bf16, shared)
+        assert (utils.safe_get_full_fp32_param(weight) == 1.25).all(), (stage, bf16, shared)
+        train(engine, rank=rank, first=1)
+        assert not (weight.detach() == 1.25).all(), (stage, bf16, shared)
         engine.destroy()
-        return value
 
-    one, other = run_ranks(2, program)
-    assert torch.equal(one, other)
-    assert not (one == 1.25).any()
+
+def test_one_ranks_writes_within_gathered_parameters_reach_all():
+    run_processes(2, write_on_one_rank, preload=("deeptide",))
 
 
 def test_a_deep_copy_made_after_initialize_is_the_programs_own():

@@ -243,3 +243,24 @@ def test_autocast_beside_fp16_is_refused():
     config = models.config(0, torch_autocast={"enabled": True}, bf16=True)
     with pytest.raises(deeptide.ConfigError, match="contradicts torch_autocast"):
         deeptide.initialize(model=models.make_model(kind=Net), config=config)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_of_another_type_leaves_the_loss_scale(bf16, tmp_path):
+    config = models.config(0, bf16=bf16)
+    engine, *_ = deeptide.initialize(model=models.make_model(kind=Net), config=config)
+    x = inputs(0, 0).to(next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    scaled = start()
+    scaled.load_checkpoint(tmp_path)
+    assert scaled.cur_scale == 256.0
+    scaled.backward(loss_of(scaled, 0, 1))
+    assert scaled.step().loss_scale == 256.0
+    scaled.save_checkpoint(tmp_path / "scaled")
+    scaled.destroy()
+    again = start(initial_scale_power=4)
+    again.load_checkpoint(tmp_path / "scaled")
+    assert again.cur_scale == 256.0  # of a run that has scaled

@@ -146,3 +146,62 @@ def test_resumes_where_the_kinds_are_the_same_and_refuses_where_not(tmp_path):
     other = start(params={**PARAMS, "use_muon": False})
     with pytest.raises(deeptide.CheckpointError, match="nothing was changed"):
         other.load_checkpoint(str(tmp_path))
+
+
+class Experts(torch.nn.Module):
+    """A stack of three matrices and a token embedding whose name does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.wte = torch.nn.Embedding(8, 6)
+        self.experts = torch.nn.Parameter(torch.randn(3, 6, 10) / 4)
+        self.conv = torch.nn.Parameter(torch.randn(4, 3, 2, 2) / 4)
+
+    def forward(self, x):
+        mixed = torch.einsum("bd,edh->beh", self.wte(x), self.experts).tanh()
+        return mixed.square().mean() + self.conv.square().sum()
+
+
+class Apart(Experts):
+    """The same with each matrix a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        stack, conv = self.experts.data, self.conv.data
+        del self.experts, self.conv
+        self.each = torch.nn.ParameterList(stack.unbind())
+        self.flat = torch.nn.Parameter(conv.reshape(4, -1))
+
+    @property
+    def experts(self):
+        return torch.stack(list(self.each))
+
+    @property
+    def conv(self):
+        return self.flat
+
+
+@pytest.mark.both_ways
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stack_of_matrices_is_stepped_one_by_one(size, stage):
+    def run(world, kind):
+        engine = start(world, stage, model=kind())
+        for step in range(3):
+            engine.backward(engine(torch.arange(8).roll(step + world.rank)[:4]))
+            assert engine.step()
+        state = engine.module_state_dict()
+        engine.destroy()
+        return state
+
+    for state, expected in zip(run_ranks(size, run, Experts), run_ranks(size, run, Apart), strict=True):
+        assert torch.equal(state["experts"], torch.stack([expected[f"each.{i}"] for i in range(3)]))
+        assert torch.equal(state["conv"].reshape(4, -1), expected["flat"])
+        assert torch.equal(state["wte.weight"], expected["wte.weight"])
+
+
+def test_an_embedding_is_adamws_whatever_its_name():
+    engine = start(model=Experts())
+    assert names_in(engine, 0) == ["experts", "conv"]
+    assert names_in(engine, 1) == ["wte.weight"]

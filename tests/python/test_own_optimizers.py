@@ -206,8 +206,11 @@ class Keeps(torch.optim.SGD):
     """Keeps an int, a None and, on demand, what no checkpoint can hold."""
 
     more = False
+    seen = None
 
     def step(self, closure=None):
+        if self.seen is not None:
+            self.seen.append(dict(next(iter(self.state.values()))))
         super().step()
         for group in self.param_groups:
             for p in group["params"]:
@@ -229,7 +232,7 @@ def test_numbers_and_none_in_the_state_come_back_as_they_were(tmp_path):
     seen = []
     engine = start(None, 0, lambda p: seen.append(Keeps(p, lr=0.1, momentum=0.5)) or seen[0])
     engine.load_checkpoint(str(tmp_path))
-    seen[0].register_step_pre_hook(lambda optimizer, *_: seen.append(dict(next(iter(optimizer.state.values())))))
+    seen[0].seen = seen
     train(engine, 0, 1)
     assert (seen[1]["count"], type(seen[1]["count"]), seen[1]["nothing"]) == (2, int, None)
 
@@ -288,9 +291,13 @@ def test_the_configurations_schedule_and_the_leading_ranks_rate_reach_it():
 
     def run(world):
         seen = []
-        engine = start(world, 2, lambda p: seen.append(own("NAdam")(p)) or seen[0], scheduler=schedule)
-        theirs = seen.pop()
-        theirs.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+        class Watched(torch.optim.NAdam):
+            def step(self, closure=None):
+                seen.append(self.param_groups[0]["lr"])
+                super().step()
+
+        engine = start(world, 2, Watched, scheduler=schedule)
+        seen.clear()  # what a trial saw
         train(engine)
         engine.optimizer.param_groups[0]["lr"] = 0.5 + world.rank
         train(engine, 0, 1)
@@ -374,6 +381,17 @@ class ByNorm(torch.optim.SGD):
         super().step()
 
 
+class DecaysMatrices(torch.optim.SGD):
+    """Decays what has more than one dimension, by little."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim > 1:
+                    p.data.mul_(1 - group["lr"] * 1e-2)
+        super().step()
+
+
 class Deaf(torch.optim.SGD):
     """Remembers the parameters it was made with."""
 
@@ -419,6 +437,10 @@ def test_it_is_refused_at_every_stage_if(make, text):
     ("make", "text"),
     [
         (lambda p: torch.optim.Adafactor(p, lr=0.01), "torch.optim.Adafactor cannot step shards of parameters: its st"),
+        # At rates of fine-tuning, where values hardly move, and at none, where a warm-up begins.
+        (lambda p: torch.optim.Adafactor(p, lr=1e-5), "Adafactor cannot step shards of parameters: its step of one"),
+        (lambda p: torch.optim.Adafactor(p, lr=0.0), "Adafactor cannot step shards of parameters: its step of one"),
+        (lambda p: DecaysMatrices(p, lr=1e-5), "DecaysMatrices cannot step shards of parameters: its step of one"),
         (lambda p: ByNorm(p, lr=0.1), "ByNorm cannot step shards of parameters: its step of one element depends on"),
     ],
 )
@@ -439,6 +461,19 @@ def test_one_that_looks_beyond_elements_needs_whole_parameters(make, text):
     model, _ = plain(make, 3, 8)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(states[0][f"{key}/master"], parameter.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adadelta"])
+def test_a_warm_up_may_begin_at_no_rate(name):
+    kind, options = OWN[name]
+    engine = start(None, 2, lambda p: kind(p, **{**options, "lr": 0.0}))
+    before = engine.module.state_dict()["norm.weight"].clone()
+    train(engine, last=1)
+    assert torch.equal(engine.module.norm.weight, before)
+    engine.optimizer.param_groups[0]["lr"] = 1e-2
+    train(engine, first=1)
+    assert not torch.equal(engine.module.norm.weight, before)
+    engine.destroy()
 
 
 def test_zero_allow_untested_optimizer_lets_it_step_shards_and_says_so(caplog):

@@ -7,7 +7,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -195,6 +197,45 @@ TEST(Staging, ForgetsTheBlocksOfABufferThatIsGone) {
     EXPECT_EQ(buffer.copy().abs().max().item<float>(), 0.0f);
     buffer.lease(buffer.block(0), Access::write).tensor().fill_(3.0f);
   }
+}
+
+int g_refusals = 0;  // that the kernel is to give
+
+int refuse() {
+  if (g_refusals == 0) return 0;
+  return g_refusals-- % 2 == 0 ? EAGAIN : EBUSY;
+}
+
+TEST(RingQueue, GoesOnAfterWhatTheKernelPutsOff) {
+  const auto queue = io::make_ring_queue(2, &refuse);
+  if (!queue) GTEST_SKIP() << "no io_uring here";
+  const std::string path = ::testing::TempDir() + "/deeptide_ring_test";
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  ASSERT_GE(fd, 0);
+  ::unlink(path.c_str());
+  std::string written = "what the file keeps", read(written.size(), ' ');
+  const auto bytes = static_cast<int64_t>(written.size());
+  g_refusals = 3;
+  EXPECT_EQ(queue->wait(queue->start({fd, 0, written.data(), bytes, /*read=*/false})), 0);
+  EXPECT_EQ(g_refusals, 0);
+  g_refusals = 2;
+  EXPECT_EQ(queue->wait(queue->start({fd, 0, read.data(), bytes, /*read=*/true})), 0);
+  EXPECT_EQ(read, written);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    bool refused = false;
+    try {
+      queue->start({fd, 0, read.data(), bytes, /*read=*/true});
+    } catch (const std::runtime_error&) {
+      refused = true;
+    }
+    ::_exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(queue->wait(queue->start({fd, 0, read.data(), bytes, /*read=*/true})), 0);
+  ::close(fd);
 }
 
 }  // namespace
