@@ -376,7 +376,7 @@ MODULES: dict[str, dict[str, Name]] = {
         },
     },
     "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": absent("deeptide.Config reads and checks configurations")
+        "DeepSpeedConfigModel": differs("zero_config:DeepSpeedConfigModel", "no pydantic: keys and defaults alone"),
     },
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {"MMapIndexedDataset": absent(_DATA)},
     "deepspeed.runtime.data_pipeline.data_routing.helper": {"remove_random_ltd_state_dict": absent(_DATA)},
@@ -414,11 +414,15 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {
         "ZeroStageEnum": ours("configuration:ZeroStageEnum"),
-        "DeepSpeedZeroConfig": absent("deeptide.Config reads and checks configurations"),
+        "DeepSpeedZeroConfig": ours("zero_config:DeepSpeedZeroConfig"),
+        "get_zero_config": ours("zero_config:get_zero_config"),
+        "read_zero_config_deprecated": absent("write a section for zero_optimization, not a boolean"),
     },
     "deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": ours("configuration:OffloadDeviceEnum"),
         "OffloadStateTypeEnum": ours("configuration:OffloadStateTypeEnum"),
+        "DeepSpeedZeroOffloadOptimizerConfig": ours("zero_config:DeepSpeedZeroOffloadOptimizerConfig"),
+        "DeepSpeedZeroOffloadParamConfig": ours("zero_config:DeepSpeedZeroOffloadParamConfig"),
     },
     "deepspeed.runtime.zero.partition_parameters": {
         **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
