@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts ask of the interface beside training: older spellings, accessors, helpers that they import."""
 
+import itertools
 import os
 
 import models
@@ -97,3 +98,152 @@ def check_accessors():
 
 def test_accessors_answer_from_the_configuration():
     run_processes(1, check_accessors)
+
+
+def check_helpers():
+    interface().init_distributed()
+    from deepspeed.runtime.utils import (
+        CheckOverflow,
+        clip_grad_norm_,
+        get_global_norm,
+        get_grad_norm,
+        partition_balanced,
+        partition_uniform,
+    )
+
+    from deeptide.as_deepspeed import NotSupportedError
+
+    assert get_global_norm([3.0, 4.0]) == 5.0
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    assert float(get_grad_norm(p)) == 5.0 and float(clip_grad_norm_([p], 2.5)) == 5.0
+    torch.testing.assert_close(p.grad, torch.tensor([1.5, 2.0]))
+    rank = torch.distributed.get_rank()
+    assert not CheckOverflow([[p]]).check()
+    p.grad[0] = float("inf") if rank == 1 else 1.0
+    assert CheckOverflow([[p]]).check() and CheckOverflow().has_overflow_serial([p]) == (rank == 1)
+    assert CheckOverflow().check_using_norm([-1 if rank == 0 else 2.0])
+    engine = start(2)[1]
+    engine.backward(engine(*models.batches(1, 2)[0]))
+    with pytest.raises(NotSupportedError, match='write "gradient_clipping" into the configuration'):
+        clip_grad_norm_(engine.module.parameters(), 1.0)
+
+    assert partition_uniform(10, 4) == [0, 3, 6, 8, 10] and partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert partition_balanced([1, 1, 1, 9, 1, 1], 3) == [0, 3, 4, 6]
+    generator = torch.Generator().manual_seed(1)
+    for parts in (1, 2, 3, 5, 9):
+        weights = torch.randint(0, 20, (9,), generator=generator).tolist()
+        bounds = partition_balanced(weights, parts)
+        assert bounds[0] == 0 and bounds[-1] == 9 and len(bounds) == parts + 1 and bounds == sorted(bounds)
+        heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
+        assert heaviest == lightest_cut(weights, parts)
+
+
+def lightest_cut(weights, parts):
+    """By trying all cuts."""
+    cuts = itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
+    bounds = ([0, *cut, len(weights)] for cut in cuts)
+    return min(max(sum(weights[a:b]) for a, b in itertools.pairwise(cut)) for cut in bounds)
+
+
+def test_norms_overflow_and_partitions():
+    run_processes(2, check_helpers)
+
+
+def check_imports():
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    deepspeed = interface()
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
+    from deepspeed.elasticity import ensure_immutable_elastic_config
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, UtilsBuilder
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from deepspeed.runtime.constants import TRAIN_BATCH_SIZE
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+    from deepspeed.utils import safe_update_full_grad_vectorized
+    from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+
+    from deeptide.as_deepspeed import NotSupportedError
+
+    assert (OPTIMIZER_STATE_DICT, ZERO_STAGE, TRAIN_BATCH_SIZE) == (
+        "optimizer_state_dict",
+        "zero_stage",
+        "train_batch_size",
+    )
+    assert issubclass(ZeRORuntimeException, Exception) and callable(ensure_immutable_elastic_config)
+    cpu = CPU_Accelerator()
+    assert cpu.device_name() == "cpu" and isinstance(cpu, deepspeed.accelerator.DeepSpeedAccelerator)
+    for size, expected in ((None, 1), ("3", 3), ("0", 1)):
+        os.environ.update({} if size is None else {"LOCAL_SIZE": size})
+        assert cpu.device_count() == expected
+    del os.environ["LOCAL_SIZE"]
+    assert (
+        CPUAdamBuilder().is_compatible()
+        and CPUAdamBuilder().load().DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
+    )
+    assert FusedAdamBuilder.NAME == "fused_adam" and ALL_OPS["fused_adam"] is FusedAdamBuilder
+    with pytest.raises(NotSupportedError, match=r"CPUAdamBuilder\(\)\.load\(\)\.create_adam is not here"):
+        CPUAdamBuilder().load().create_adam(0)
+    flat = UtilsBuilder().load().flatten([torch.ones(2), torch.zeros(1)])
+    assert flat.tolist() == [1, 1, 0]
+    assert not AsyncIOBuilder().is_compatible()
+    with pytest.raises(NotSupportedError, match="offload_param"):
+        AsyncIOBuilder().load()
+
+    timers = SynchronizedWallClockTimer()
+    timers("a").start()
+    assert timers("a").elapsed(reset=False) > 0 and timers("a").started_
+    timers("a").stop(record=True)
+    with pytest.raises(RuntimeError, match="is not started"):
+        timers("a").stop()
+    assert timers.get_mean(["a", "b"])["a"] > 0 and timers("a").elapsed() == 0
+    said = []
+    speed = ThroughputTimer(None, 8, start_step=1, steps_per_output=2, logging_fn=said.append)
+    assert speed.avg_samples_per_sec() < 0
+    for _ in range(4):
+        speed.start()
+        speed.stop(global_step=True)
+    assert speed.avg_samples_per_sec() > 0 and [line.split(",")[0][-13:] for line in said] == [
+        "global_step=2",
+        "global_step=4",
+    ]
+
+    engine = start(2)[1]
+    engine.backward(engine(*models.batches(1, 2)[0]))
+    gradient = deepspeed.utils.safe_get_full_grad(engine.module.norm.weight)
+    safe_update_full_grad_vectorized([engine.module.norm.weight], lambda grad, param: grad * 2)
+    assert torch.equal(deepspeed.utils.safe_get_full_grad(engine.module.norm.weight), gradient * 2)
+
+
+def test_modules_that_scripts_import_at_the_top_are_there():
+    run_processes(1, check_imports)
+
+
+def check_one_bit():
+    interface()
+    from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+    from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
+    from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
+
+    values = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    for make, name, options in (
+        (OnebitAdam, "OneBitAdam", {"freeze_step": 2}),
+        (OnebitLamb, "OneBitLamb", {"freeze_step": 2, "coeff_beta": 0.8}),
+        (ZeroOneAdam, "ZeroOneAdam", {"var_freeze_step": 2}),
+    ):
+        params = {**values, "betas": list(values["betas"]), **options}
+        by_name = start(0, optimizer={"type": name, "params": params})[1]
+        model = models.make_model()
+        config = {key: value for key, value in models.config(0).items() if key != "optimizer"}
+        given = interface().initialize(
+            model=model, optimizer=make(model.parameters(), deepspeed=None, **values, **options), config=config
+        )[0]
+        assert train(given, 0, 4) == train(by_name, 0, 4), name
+    with pytest.raises(ValueError, match="local_step_clipper=16 is not supported"):
+        ZeroOneAdam(model.parameters(), local_step_clipper=16)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'freeze'"):
+        OnebitAdam(model.parameters(), freeze=3)
+
+
+def test_one_bit_optimizers_made_by_hand_step_as_the_configurations():
+    run_processes(2, check_one_bit)

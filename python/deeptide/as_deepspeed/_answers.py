@@ -20,6 +20,7 @@ KEYS: dict[str, tuple[str, Any]] = {
     "autotuning_enabled": ("autotuning.enabled", False),
     "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
     "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
+    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", None),
     "curriculum_params_legacy": ("curriculum_learning", None),
     "data_efficiency_config": ("data_efficiency", None),
     "data_efficiency_enabled": ("data_efficiency.enabled", False),
@@ -53,6 +54,8 @@ KEYS: dict[str, tuple[str, Any]] = {
     "pld_theta": ("progressive_layer_drop.theta", 1.0),
     "random_ltd_config": ("data_efficiency.data_routing.random_ltd", None),
     "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
+    "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
+    "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
     "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
     "swap_tensor_config": ("aio", None),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
@@ -66,6 +69,8 @@ ZERO: dict[str, str] = {
     for name in (
         "allgather_bucket_size",
         "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
         "contiguous_gradients",
         "elastic_checkpoint",
         "ignore_unused_parameters",
@@ -80,10 +85,12 @@ ZERO: dict[str, str] = {
         "offload_param",
         "overlap_comm",
         "param_persistence_threshold",
+        "parameter_alignment",
         "prefetch_bucket_size",
         "reduce_bucket_size",
         "reduce_scatter",
         "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
         "sub_group_size",
     )
 } | {

@@ -68,7 +68,7 @@ class DeepSpeedZeroOffloadParamConfig(_OffloadConfig):
         "buffer_count": 5,
         "buffer_size": 100_000_000,
         "max_in_cpu": _BILLION,
-        "pin_memory": False,
+        "pin_memory": True,
     }
 
 
@@ -79,7 +79,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_OffloadConfig):
         "device": "none",
         "nvme_path": None,
         "buffer_count": 4,
-        "pin_memory": False,
+        "pin_memory": True,
         "pipeline_read": False,
         "pipeline_write": False,
         "fast_init": False,
@@ -125,7 +125,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         "max_live_parameters": _BILLION,
         "max_reuse_distance": _BILLION,
         "gather_16bit_weights_on_model_save": False,
-        "gather_fp16_weights_on_model_save": False,
+        "stage3_gather_fp16_weights_on_model_save": False,
         "module_granularity_threshold": 0,
         "use_all_reduce_for_fetch_params": False,
         "ignore_unused_parameters": True,
@@ -146,6 +146,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         "fast_sharding_for_leaf_module": False,
         "leaf_module": None,
         "zenflow": None,
+        "compute_grad_norm": True,
+        "allgather_sequential": False,
+        "parameter_alignment": False,
         "save_muon_momentum_buffer_in_memory": False,
     }
 
@@ -167,7 +170,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
                 values[name] = kind(**values[name])
         if values["overlap_comm"] is None:
             values["overlap_comm"] = self.stage == ZeroStageEnum.weights
-        if values["gather_fp16_weights_on_model_save"]:  # its older name
+        if values["stage3_gather_fp16_weights_on_model_save"]:  # its older name
             values["gather_16bit_weights_on_model_save"] = True
 
 
