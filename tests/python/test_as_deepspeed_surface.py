@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts ask of the interface beside training: older spellings, accessors, helpers that they import."""
 
+import importlib
 import itertools
+import json
 import os
 
 import models
@@ -160,8 +162,6 @@ def check_imports():
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from deepspeed.runtime.constants import TRAIN_BATCH_SIZE
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
-    from deepspeed.utils import safe_update_full_grad_vectorized
-    from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 
     from deeptide.as_deepspeed import NotSupportedError
 
@@ -189,6 +189,12 @@ def check_imports():
     assert not AsyncIOBuilder().is_compatible()
     with pytest.raises(NotSupportedError, match="offload_param"):
         AsyncIOBuilder().load()
+
+
+def check_timers():
+    deepspeed = interface()
+    from deepspeed.utils import safe_update_full_grad_vectorized
+    from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 
     timers = SynchronizedWallClockTimer()
     timers("a").start()
@@ -219,6 +225,10 @@ def test_modules_that_scripts_import_at_the_top_are_there():
     run_processes(1, check_imports)
 
 
+def test_timers_and_vectorised_updates_of_gradients():
+    run_processes(1, check_timers)
+
+
 def check_one_bit():
     interface()
     from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
@@ -247,3 +257,66 @@ def check_one_bit():
 
 def test_one_bit_optimizers_made_by_hand_step_as_the_configurations():
     run_processes(2, check_one_bit)
+
+
+def check_weight_files(folder):
+    deepspeed = interface()
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    engine = start(3, bf16=True)[1]
+    train(engine)
+    engine.save_checkpoint(folder)
+    read = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    whole = read(folder)
+    lazy = read(folder, lazy_mode=True)
+    assert all(lazy[name].shape == value.shape and lazy[name].dtype == value.dtype for name, value in whole.items())
+    assert all(torch.equal(lazy[name].contiguous(), value) for name, value in whole.items())
+    for safe, stem, load in ((True, "model{}.safetensors", load_file), (False, "pytorch_model{}.bin", torch.load)):
+        out = os.path.join(folder, f"out-{safe}")
+        convert(folder, out, safe_serialization=safe)
+        assert os.listdir(out) == [stem.format("")]
+        assert_equal(load(os.path.join(out, stem.format(""))), whole)
+        out += "-small"
+        convert(folder, out, "8KB", safe)
+        with open(os.path.join(out, stem.format("") + ".index.json")) as file:
+            index = json.load(file)
+        files = sorted(set(index["weight_map"].values()))
+        count = len(files)
+        assert count > 3 and files == [stem.format(f"-{i:05d}-of-{count:05d}") for i in range(1, count + 1)]
+        assert sorted(os.listdir(out)) == sorted([*files, stem.format("") + ".index.json"])
+        assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in whole.values())
+        found = {}
+        for name in files:
+            part = load(os.path.join(out, name))
+            assert set(part) == {key for key, at in index["weight_map"].items() if at == name}
+            assert sum(4 * value.numel() for value in part.values()) <= 8000
+            found.update(part)
+        assert_equal(found, whole)
+        if safe:
+            with safe_open(os.path.join(out, files[0]), "pt") as file:
+                assert file.metadata() == {"format": "pt"}
+    with pytest.raises(ValueError, match=r"max_shard_size: got '5 parsecs', expected bytes such as"):
+        convert(folder, out, "5 parsecs")
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_whole_weights_are_written_in_files_of_a_size(tmp_path):
+    pytest.importorskip("safetensors")
+    run_processes(1, check_weight_files, str(tmp_path))
+
+
+def test_sizes_of_files_are_read_as_hugging_face_writes_them():
+    importlib.import_module("deeptide.as_deepspeed")
+    weight_files = importlib.import_module("deeptide.as_deepspeed.weight_files")
+    sizes = {"5GB": 5 * 10**9, "1.5 KB": 1500, "2GiB": 2 << 30, "7": 7, 300: 300, "10mb": 10**7}
+    assert {size: weight_files.parse_size(size) for size in sizes} == sizes
+    tensors = {
+        str(i): weight_files.LazyTensor([count], torch.int8, torch.empty) for i, count in enumerate((3, 3, 9, 1))
+    }
+    assert [list(part) for part in weight_files.split(tensors, 6)] == [["0", "1"], ["2"], ["3"]]
+    assert [list(part) for part in weight_files.split(tensors, None)] == [["0", "1", "2", "3"]]
