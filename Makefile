@@ -169,8 +169,8 @@ wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
 test-wheel: wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
 	@$(PYTHON) tests/wheel/wheel_test.py "$$(ls -t dist/deeptide-*.whl | head -n 1)"
 
-wheel-deepspeed: setup-lint  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
-	@$(PYTHON) tools/deepspeed_wheel.py dist
+wheel-deepspeed: build  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) -m deeptide.as_deepspeed --wheel dist
 
 bundle: setup-test  ## Write dist/deeptide.tar.xz: builds and tests itself where there is a compiler and torch, but no network
 	@tools/bundle.sh dist/deeptide.tar.xz

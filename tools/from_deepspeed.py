@@ -27,7 +27,8 @@ def tables() -> str:
     """A table of each module's names, and one of the engine's methods that are not there."""
     before = {name: module for name, module in sys.modules.items() if name.startswith("deeptide")}
     try:
-        _load("_entries")
+        for part in ("_entries", "_names_of_features", "_names_of_helpers"):
+            _load(part)
         names = _load("names")
     finally:
         for name in [name for name in sys.modules if name.startswith("deeptide")]:

@@ -161,6 +161,8 @@ class DEEPTIDE_API Engine {
   std::optional<StepOutcome> join_step();
   /// Collective. Drops the gradients accumulated so far, and those in `.grad` of the trained parameters.
   void zero_grad();
+  /// Whether this rank has a gradient that zero_grad() would drop, whoever ran backward.
+  bool has_gradients() const;
 
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(std::optional<bool> boundary);
@@ -187,11 +189,14 @@ class DEEPTIDE_API Engine {
   int64_t hyperparameters_version() const;
   std::vector<std::string> group_parameters(int64_t group) const;
 
-  /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder.
+  /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder. Frozen parameters
+  /// may be left out, as an adapter's base: a load leaves them as they are.
   std::string save_checkpoint(const std::string& directory, const std::string& tag = "",
-                              const std::string& client_state_json = "{}", bool save_latest = true);
-  /// Collective. Empty if `tag` is empty and no `latest` exists. Errors: CheckpointError listing what does not fit,
-  /// with nothing changed.
+                              const std::string& client_state_json = "{}", bool save_latest = true,
+                              bool exclude_frozen_parameters = false);
+  /// Collective. Empty if `tag` is empty and no `latest` exists. Without `strict`, what the checkpoint or the model
+  /// lacks is told; what the checkpoint lacks stays as it is, and states of a weight that it has begin anew. Errors:
+  /// CheckpointError listing what does not fit, with nothing changed.
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, const std::string& tag = "",
                                                   const LoadOptions& options = {});
   /// Collective. Returns whole parameters (compute type) and buffers by name, on the CPU: on this rank, or, with

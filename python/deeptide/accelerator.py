@@ -60,8 +60,10 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """Devices that ranks of this machine may use; on a CPU its ranks."""
-        return torch.cuda.device_count() if self._cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Devices that ranks of this machine may use; on a CPU LOCAL_SIZE, or its ranks."""
+        if self._cuda:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE", "0")) or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies there."""
@@ -201,6 +203,20 @@ class Accelerator:
             torch.cuda._lazy_call(callback)
         else:
             callback()
+
+
+class CPUAccelerator(Accelerator):
+    """That of the CPU, wherever DS_ACCELERATOR points."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+
+class CUDAAccelerator(Accelerator):
+    """That of CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
 
 
 def _process_bytes(field: str) -> int:

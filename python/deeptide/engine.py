@@ -253,14 +253,17 @@ class Engine(Answers):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> str:
-        """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective."""
+        """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective.
+
+        With exclude_frozen_parameters, parameters that are not trained, such as the base of an adapter, are left out:
+        a load leaves them as they are.
+        """
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
-        if exclude_frozen_parameters:
-            raise ConfigError("save_checkpoint: exclude_frozen_parameters is not supported yet; leave it out")
         text = _checkpoint.pack_client_state(client_state, self)
+        name = "" if tag is None else str(tag)
         with self._synced():
-            return self._core.save_checkpoint(os.fspath(save_dir), "" if tag is None else str(tag), text, save_latest)
+            return self._core.save_checkpoint(os.fspath(save_dir), name, text, save_latest, exclude_frozen_parameters)
 
     @told
     def load_checkpoint(
@@ -273,7 +276,11 @@ class Engine(Answers):
         load_module_only: bool = False,
         custom_load_fn: object = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Returns (path, client_state), or (None, None) when load_dir holds no checkpoint. Collective."""
+        """Returns (path, client_state), or (None, None) when load_dir holds no checkpoint. Collective.
+
+        With load_module_strict=False, what the checkpoint or the model lacks is listed, and what the checkpoint lacks
+        stays as it is; shapes that differ are an error all the same.
+        """
         if not load_dir:
             raise ConfigError(f"load_checkpoint: load_dir is {load_dir!r}, expected a directory")
         if custom_load_fn is not None:

@@ -120,6 +120,7 @@ void bind_training(EngineClass& engine) {
       .def("step", forward_to(&Engine::step), NoGil())
       .def("join_step", forward_to(&Engine::join_step), NoGil())
       .def("zero_grad", forward_to(&Engine::zero_grad), NoGil())
+      .def("has_gradients", forward_to(&Engine::has_gradients), NoGil())
       .def("is_gradient_accumulation_boundary", forward_to(&Engine::is_gradient_accumulation_boundary), NoGil())
       .def("set_gradient_accumulation_boundary", forward_to(&Engine::set_gradient_accumulation_boundary),
            py::arg("boundary"), NoGil())
@@ -152,7 +153,8 @@ void bind_questions(EngineClass& engine) {
 void bind_state(EngineClass& engine) {
   engine
       .def("save_checkpoint", forward_to(&Engine::save_checkpoint), py::arg("directory"), py::arg("tag") = "",
-           py::arg("client_state_json") = "{}", py::arg("save_latest") = true, NoGil())
+           py::arg("client_state_json") = "{}", py::arg("save_latest") = true,
+           py::arg("exclude_frozen_parameters") = false, NoGil())
       .def("load_checkpoint", &load_checkpoint, py::arg("directory"), py::arg("tag") = "", py::kw_only(),
            py::arg("strict") = true, py::arg("optimizer_states") = true, py::arg("lr_scheduler_states") = true,
            py::arg("module_only") = false, NoGil())

@@ -81,9 +81,10 @@ struct Verdict {
   LinkFacts links;
 };
 
-/// The first rank's name for a save: other saves of the same tag have others.
+/// The first rank's name for a save, and what a rank was asked to save: other saves of the same tag have other names.
 struct SaveName {
   uint64_t nonce = 0;
+  bool exclude_frozen = false;
 };
 
 /// Whether a rank could do its part, and a digest of what it saw.

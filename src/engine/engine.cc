@@ -56,6 +56,7 @@ void Engine::zero_grad() {
   impl_->told("zero_grad", [&] { impl_->stepper->zero_grad(); });
 }
 
+bool Engine::has_gradients() const { return impl_->has_gradients(); }
 bool Engine::is_gradient_accumulation_boundary() const { return impl_->stepper->is_boundary(); }
 void Engine::set_gradient_accumulation_boundary(std::optional<bool> boundary) {
   impl_->stepper->set_boundary(boundary);
@@ -94,9 +95,11 @@ std::vector<std::string> Engine::group_parameters(int64_t group) const {
 }
 
 std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
-                                    const std::string& client_state_json, bool save_latest) {
-  return impl_->told("save_checkpoint",
-                     [&] { return impl_->save_checkpoint(directory, tag, client_state_json, save_latest); });
+                                    const std::string& client_state_json, bool save_latest,
+                                    bool exclude_frozen_parameters) {
+  return impl_->told("save_checkpoint", [&] {
+    return impl_->save_checkpoint(directory, tag, client_state_json, save_latest, exclude_frozen_parameters);
+  });
 }
 
 std::optional<LoadedCheckpoint> Engine::load_checkpoint(const std::string& directory, const std::string& tag,

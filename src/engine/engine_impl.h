@@ -23,6 +23,7 @@
 #include "engine/kept_gradients.h"
 #include "engine/link_report.h"
 #include "engine/live_model.h"
+#include "engine/partial_load.h"
 #include "engine/progress.h"
 #include "engine/rewind.h"
 #include "engine/stepper.h"
@@ -43,7 +44,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
 
   // --- save.cc, load.cc, inspect.cc, export.cc, parameter_state.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
-                              bool save_latest);
+                              bool save_latest, bool exclude_frozen_parameters);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
@@ -52,6 +53,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
   std::optional<LocalState> local_state(const std::string& name, const std::string& role);
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
+
+  bool has_gradients() const;
 
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
@@ -140,6 +143,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::LooseTensors enter_to_inspect();
   at::Tensor gathered(const sharding::Unit& unit);
   std::string agree_on_tag(const std::string& directory, const std::string& given);
+  void go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected, engine::Progress& saved);
   void publish_parameters(int64_t rounds_begun);
   void gather(const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
   StatePlace enter_state(const std::string& name, const std::string& role,

@@ -86,6 +86,11 @@ std::vector<bool> GradientIntake::check_left() {
   return units;
 }
 
+bool GradientIntake::has_left() const {
+  return std::any_of(places_.begin(), places_.end(),
+                     [&](const Place& place) { return tensor(place).grad().defined(); });
+}
+
 void GradientIntake::take_left() {
   for (size_t i = 0; i < places_.size(); ++i) {
     const Tensor& own = tensor(places_[i]);

@@ -26,6 +26,8 @@ class GradientIntake {
   /// parameter's accumulator was replaced and had no hook; it has one from now on. Returns the units that have some.
   /// Errors: ValueError naming a parameter that backward has already given a gradient: which of the two counts?
   std::vector<bool> check_left();
+  /// Whether any lies there.
+  bool has_left() const;
   /// Once no rank's check has failed: takes these gradients, as if backward had just given them.
   void take_left();
   /// Gradients travel multiplied by `scale`. Those of a backward that is not the engine's are not yet, and are then.

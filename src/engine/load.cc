@@ -93,6 +93,21 @@ void add_loose(const std::vector<NamedTensor>& loose, const SavedRoles& saved, s
   }
 }
 
+void fill(const std::vector<NamedTensor>& loose, const std::vector<Tensor>& staged) {
+  for (size_t i = 0; i < staged.size(); ++i) loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
+}
+
+/// Requests all that a load fills; returns what the checkpoint has not, and the load goes on without.
+engine::Absent request(const checkpoint::Reader& reader, const SavedRoles& saved, bool strict,
+                       std::vector<NamedTensor>& loose, std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
+  translate_roles(saved, wanted);
+  engine::Absent absent(reader, strict);
+  absent.take_from(wanted);
+  absent.take_from(loose, [&](const std::string& name) { return loose_role(saved, name); });
+  add_loose(loose, saved, wanted, staged);
+  return absent;
+}
+
 /// Reads what the checkpoint has under one of a parameter's names, in the parameter's type; undefined if nothing.
 Tensor saved_values(const checkpoint::Reader& reader, const SavedRoles& saved, const std::string& name,
                     const Tensor& like) {
@@ -212,7 +227,6 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   const auto entered = enter_alike(Call::load_checkpoint, [&] {
     TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
   });
-  const std::vector<comm::Close>& closes = entered.first;
   const engine::LooseTensors& now = entered.second;
   std::vector<NamedTensor> loose = now.all();
   residency->release_all();
@@ -239,15 +253,18 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
     const SavedRoles roles(*reader, coordinates);
-    translate_roles(roles, wanted);
-    add_loose(loose, roles, wanted, staged);
+    const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
     const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
-    if (lines.empty()) return check_ties(now.tied, *reader, roles);
-    throw CheckpointError("checkpoint " + directory + "/" + tag +
-                          " does not fit the model (nothing was changed):" + joined(lines, 20));
+    if (!lines.empty()) {
+      throw CheckpointError("checkpoint " + directory + "/" + tag +
+                            " does not fit the model (nothing was changed):" + joined(lines, 20));
+    }
+    check_ties(now.tied, *reader, roles);
+    fresh.insert(absent.fresh().begin(), absent.fresh().end());
+    go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
   });
   if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
@@ -255,16 +272,25 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
     custom_states.apply();
-    for (size_t i = 0; i < staged.size(); ++i) {
-      loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
-    }
+    fill(loose, staged);
   });
-  publish_parameters(engine::most_rounds(closes));
+  publish_parameters(engine::most_rounds(entered.first));
   if (!options.module_only) {
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
   }
   return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
+}
+
+/// Prepares what a load leaves as it is: masters follow what the program wrote, counts stay.
+void Engine::Impl::go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected,
+                                 engine::Progress& saved) {
+  if (channels.is_first()) absent.tell(unexpected);
+  if (absent.empty() || !optimizer) return;
+  optimizer->states().refresh_masters();
+  progress.parameter_steps = optimizer->states().uneven_steps();
+  progress.parameter_numbers = optimizer->states().parameter_numbers();
+  absent.keep_counts(saved, progress);
 }
 
 /// Publishes parameters from the masters that were read, and frozen units from their shards.

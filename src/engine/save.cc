@@ -31,6 +31,10 @@ void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::ve
 
 }  // namespace
 
+bool Engine::Impl::has_gradients() const {
+  return reducer && (reducer->has_pending() || reducer->has_gradient() || intake->has_left());
+}
+
 void Engine::Impl::check_no_gradients(const char* method) const {
   TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()), method,
                     " between backward() and step(): the gradients would be lost; call step() first, or zero_grad() to "
@@ -51,14 +55,20 @@ void Engine::Impl::check_saving(const std::string& directory) const {
 }
 
 std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
-                                          const std::string& client_state_json, bool save_latest) {
+                                          const std::string& client_state_json, bool save_latest,
+                                          bool exclude_frozen_parameters) {
   at::NoGradGuard no_grad;
   engine::LooseTensors loose = enter_alike(Call::save_checkpoint, [&] { check_saving(directory); }).second;
   if (optimizer) optimizer->states().refresh_masters();
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
-  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0};
+  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0, exclude_frozen_parameters};
   const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
   const checkpoint::SaveTarget target{directory, tag, names.front().nonce};
+  for (const comm::SaveName& name : names) {
+    TORCH_CHECK_VALUE(name.exclude_frozen == names.front().exclude_frozen,
+                      "save_checkpoint: some ranks were given exclude_frozen_parameters=true and some false; give all "
+                      "ranks the same");
+  }
   if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
   if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
   nlohmann::json state = engine::to_json(progress);
@@ -77,6 +87,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   for (const engine::LateTie& tie : loose.tied) {
     if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});
   }
+  if (exclude_frozen_parameters) engine::leave_out_frozen(model, snapshot.pieces, loose.added, state);
   substitute(loose.replaced, channels.is_first(), snapshot.pieces);
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());

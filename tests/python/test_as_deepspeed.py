@@ -258,7 +258,7 @@ def test_the_page_has_the_table_of_the_names():
 
 
 def test_the_wheel_is_the_interface_and_says_what_it_is(tmp_path):
-    wheel = _tool("deepspeed_wheel").build(tmp_path)
+    wheel = output_of("", "-m", "deeptide.as_deepspeed", "--wheel", str(tmp_path))
     site = tmp_path / "site-packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -271,6 +271,30 @@ def test_the_wheel_is_the_interface_and_says_what_it_is(tmp_path):
             made = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             assert (digest, size) == (f"sha256={made}", str(len(data))), name
     assert "deepspeed = deeptide.as_deepspeed.commands:launch" in (info / "entry_points.txt").read_text()
+
+
+def test_one_step_installs_its_commands(tmp_path):
+    pytest.importorskip("pip")
+    run_python("", "-m", "deeptide.as_deepspeed", "--install", "--target", str(tmp_path), "--quiet")
+    commands = {"deepspeed", "ds", "ds_bench", "ds_elastic", "ds_io", "ds_report", "ds_ssh", "dsr"}
+    assert set(os.listdir(tmp_path / "bin")) == commands
+    search = f"{tmp_path}{os.pathsep}{PACKAGE}"
+    for command, word in (
+        ("ds_ssh", "hostfile"),
+        ("ds_elastic", "elasticity"),
+        ("ds_io", "--folder"),
+        ("ds_bench", ""),
+    ):
+        done = run_python("", str(tmp_path / "bin" / command), "--help", PYTHONPATH=search)
+        assert "Usage: deeptide" in done.stdout and word in done.stdout, command
+
+
+def test_the_step_leaves_a_real_deepspeed_alone(another, tmp_path):
+    info = tmp_path / "deepspeed-0.19.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
+    done = run_python("", "-m", "deeptide.as_deepspeed", "--install", check=False, PYTHONPATH=another)
+    assert done.returncode == 1 and "deepspeed 0.19.8 is installed, and this would take its place" in done.stderr
 
 
 def test_its_commands_become_the_launcher_and_the_doctor(tmp_path):

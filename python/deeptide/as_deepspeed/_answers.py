@@ -6,49 +6,126 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from deeptide.as_deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_config
+
 if TYPE_CHECKING:
     from deeptide._C import Config
 
-# Methods without arguments that always give this, whatever the configuration.
-CONSTANTS: dict[str, Any] = {
-    "amp_enabled": False,
-    "autotuning_enabled": False,
-    "checkpoint_tag_validation_enabled": True,
-    "checkpoint_tag_validation_fail": True,
-    "curriculum_learning_enabled": False,
-    "curriculum_enabled_legacy": False,
-    "data_efficiency_enabled": False,
-    "data_sampling_enabled": False,
-    "eigenvalue_enabled": False,
-    "flops_profiler_enabled": False,
-    "is_deepcompile_active": False,
-    "is_deepcompile_enabled": False,
-    "is_first_weights_partition_group": True,
-    "load_universal_checkpoint": False,
-    "managed_gradient_accumulation": True,
-    "memory_breakdown": False,
-    "optimizer_legacy_fusion": False,
-    "pld_enabled": False,
-    "quantize_training": False,
-    "random_ltd_enabled": False,
-    "super_offload": False,
-    "use_node_local_storage": False,
-    "zero_allow_untested_optimizer": True,
-    "zero_cpu_offload": False,
-    "zero_elastic_checkpoint": True,
-    "zero_has_nvme_offload": False,
-    "zero_hpz_partition_size": 1,
-    "zero_ignore_unused_parameters": True,
-    "zero_legacy_stage1": False,
-    "zero_nvme_offload_optimizer": False,
-    "zero_offload_optimizer": None,
-    "zero_offload_param": None,
-    "zero_partial_offload": 1.0,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_weights": False,
-    "zero_use_cpu_optimizer": False,
+# Methods without arguments that give a key of the configuration, or else DeepSpeed's default.
+KEYS: dict[str, tuple[str, Any]] = {
+    "aio_config": ("aio", None),
+    "amp_enabled": ("amp.enabled", False),
+    "autotuning_enabled": ("autotuning.enabled", False),
+    "curriculum_enabled_legacy": ("curriculum_learning.enabled", False),
+    "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
+    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", None),
+    "curriculum_params_legacy": ("curriculum_learning", None),
+    "data_efficiency_config": ("data_efficiency", None),
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "data_sampling_config": ("data_efficiency.data_sampling", None),
+    "data_sampling_enabled": ("data_efficiency.data_sampling.enabled", False),
+    "eigenvalue_enabled": ("eigenvalue.enabled", False),
+    "eigenvalue_gas_boundary_resolution": ("eigenvalue.gas_boundary_resolution", 1),
+    "eigenvalue_layer_name": ("eigenvalue.layer_name", "bert.encoder.layer"),
+    "eigenvalue_layer_num": ("eigenvalue.layer_num", 0),
+    "eigenvalue_max_iter": ("eigenvalue.max_iter", 100),
+    "eigenvalue_stability": ("eigenvalue.stability", 1e-6),
+    "eigenvalue_tol": ("eigenvalue.tol", 1e-2),
+    "eigenvalue_verbose": ("eigenvalue.verbose", False),
+    "elasticity_enabled": ("elasticity.enabled", False),
+    "flops_profiler_detailed": ("flops_profiler.detailed", True),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
+    "flops_profiler_output_file": ("flops_profiler.output_file", None),
+    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
+    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
+    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "graph_harvesting": ("graph_harvesting", False),
+    "is_deepcompile_enabled": ("compile.deepcompile", False),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "memory_breakdown": ("memory_breakdown", False),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "pld_enabled": ("progressive_layer_drop.enabled", False),
+    "pld_gamma": ("progressive_layer_drop.gamma", 0.001),
+    "pld_params": ("progressive_layer_drop", None),
+    "pld_theta": ("progressive_layer_drop.theta", 1.0),
+    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", None),
+    "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
+    "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
+    "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
+    "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
+    "swap_tensor_config": ("aio", None),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
 }
+
+# Methods that give an attribute of DeepSpeedZeroConfig.
+ZERO: dict[str, str] = {
+    f"zero_{name}": name
+    for name in (
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
+        "contiguous_gradients",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "param_persistence_threshold",
+        "parameter_alignment",
+        "prefetch_bucket_size",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
+        "sub_group_size",
+    )
+} | {
+    "mics_shard_size": "mics_shard_size",
+    "zero_hpz_partition_size": "zero_hpz_partition_size",
+    "zero_multi_rank_bucket_allreduce": "use_multi_rank_bucket_allreduce",
+    "zero_quantized_gradients": "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_quantized_weights",
+}
+
+# Always so here, whatever the configuration.
+CONSTANTS: dict[str, Any] = {
+    "is_deepcompile_active": False,
+    "is_first_weights_partition_group": True,
+    "managed_gradient_accumulation": True,
+    "quantize_training": False,
+}
+
+
+def answer(name: str, config: dict[str, Any]) -> Any:
+    """What the method `name` of one of these tables gives. Errors: KeyError for another name."""
+    if name in ZERO:
+        return getattr(get_zero_config(config), ZERO[name])
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    return answer_path(config, *KEYS[name])
+
+
+def answer_path(config: dict[str, Any], path: str, default: Any) -> Any:
+    """The value at "a.b" of nested dictionaries, or the default."""
+    at: Any = config
+    for key in path.split("."):
+        at = at.get(key) if isinstance(at, dict) else None
+    return default if at is None else at
 
 
 class EngineAnswers:
@@ -96,6 +173,69 @@ class EngineAnswers:
         """Of fp16."""
         power = (self.given_config.get("fp16") or {}).get("initial_scale_power", 16)
         return float(2 ** int(power))
+
+    def _zero(self) -> DeepSpeedZeroConfig:
+        return get_zero_config(self.given_config)
+
+    def _offload_devices(self) -> list[str]:
+        """Of the optimizer's states and of the parameters."""
+        zero = self._zero()
+        return ["none" if part is None else part.device for part in (zero.offload_optimizer, zero.offload_param)]
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the configuration asks for states in the CPU's memory."""
+        return self._offload_devices()[0] == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the CPU steps: states are there or in files."""
+        return self._offload_devices()[0] in ("cpu", "nvme")
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether states are in files."""
+        return self._offload_devices()[0] == "nvme"
+
+    def zero_has_nvme_offload(self) -> bool:
+        """Whether states or parameters are in files."""
+        return "nvme" in self._offload_devices()
+
+    def zero_partial_offload(self) -> float:
+        """The share of states that is offloaded (Twin-Flow); 1 without offloading."""
+        section = self._zero().offload_optimizer
+        return 1.0 if section is None else section.ratio
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks are to compare tags."""
+        return str(answer_path(self.given_config, "checkpoint.tag_validation", "warn")).lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether another tag is to be an error."""
+        return str(answer_path(self.given_config, "checkpoint.tag_validation", "warn")).lower() == "fail"
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the parts of a step are to be timed."""
+        return bool(self.given_config.get("wall_clock_breakdown", False))
+
+    def postscale_gradients(self) -> bool:
+        """Whether gradients are divided after they are summed."""
+        return not self.given_config.get("prescale_gradients", False)
+
+    def amp_params(self) -> dict[str, Any]:
+        """The keys of "amp" besides "enabled"."""
+        section = self.given_config.get("amp") or {}
+        return {key: value for key, value in section.items() if key != "enabled"}
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The type that the configuration names, else the one in which parameters compute."""
+        named = self.given_config.get("communication_data_type")
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+        if named in names:
+            return names[named]
+        return torch.float16 if self._config.fp16 else torch.bfloat16 if self._config.bf16 else torch.float32
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """For `engine.scale(loss).backward()`: the loss, since gradients are scaled where they arrive."""
+        return loss
 
     def _asks(self, section: str, key: str) -> bool:
         """Whether a section that is on has the key set."""

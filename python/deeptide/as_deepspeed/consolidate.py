@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deeptide._C import CheckpointError
+from deeptide.as_deepspeed.weight_files import SAFETENSORS_NAMES, LazyTensor, parse_size, write
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.engine import DeepSpeedEngine
@@ -25,18 +26,7 @@ if __name__ == "__main__":
     main()
 """
 _SAFETENSORS = ".safetensors"
-_TYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_TYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def write_script(save_dir: Any) -> None:
@@ -92,7 +82,8 @@ def _safetensors() -> Any:
 def _write(state: dict[str, torch.Tensor], path: str) -> None:
     if path.endswith(_SAFETENSORS):
         # The format knows no shared memory: each name has its own.
-        _safetensors().save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, path)
+        own = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+        _safetensors().save_file(own, path, metadata={"format": "pt"})
     else:
         torch.save(state, path)
 
@@ -139,35 +130,48 @@ def _bytes_needed(offset: int, count: int, dtype: torch.dtype) -> int:
     return offset + count * dtype.itemsize
 
 
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, torch.Tensor]:
-    """{name: tensor} of a checkpoint on the CPU, in fp32 where it is trained; needs no engine and no ranks.
-
-    A tied parameter has its first name only. Errors: ValueError without `latest` and tag, FileNotFoundError.
-    """
-    folder = _folder_of(checkpoint_dir, tag)
+def _entries(folder: str) -> list[dict[str, Any]]:
     with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as file:
         manifest = json.load(file)
     if manifest.get("version") != 2:
         raise CheckpointError(
             f"{folder}: version {manifest.get('version')} of the format, expected 2; load it in an engine and save anew"
         )
+    tensors: list[dict[str, Any]] = manifest["tensors"]
+    return tensors
+
+
+def _lazy(folder: str, entry: dict[str, Any]) -> LazyTensor:
+    """Weights of any floating type become fp32; buffers stay."""
+    dtype = _TYPES[entry["dtype"]]
+    kind = torch.float32 if entry["role"] != "buffer" and dtype.is_floating_point else dtype
+    return LazyTensor(entry["shape"], kind, lambda: _read_tensor(folder, entry).to(kind))
+
+
+def _lazy_state(checkpoint_dir: Any, tag: str | None, exclude_frozen: bool) -> dict[str, LazyTensor]:
+    folder = _folder_of(checkpoint_dir, tag)
     masters: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    for entry in manifest["tensors"]:
+    for entry in _entries(folder):
         if entry["role"] == "master":
             masters[entry["name"]] = entry
         elif entry["role"] == "param" or (entry["role"] == "buffer" and not entry.get("coordinates")):
             others.setdefault(entry["name"], entry)
-    if exclude_frozen_parameters:  # a frozen parameter has no master
+    if exclude_frozen:  # a frozen parameter has no master
         others = {name: entry for name, entry in others.items() if entry["role"] != "param"}
-    chosen = {**others, **masters}
-    state = {name: _read_tensor(folder, entry) for name, entry in chosen.items()}
-    return {
-        name: t.float() if chosen[name]["role"] != "buffer" and t.is_floating_point() else t
-        for name, t in state.items()
-    }
+    return {name: _lazy(folder, entry) for name, entry in {**others, **masters}.items()}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Any, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """{name: tensor} of a checkpoint on the CPU, in fp32 where it is trained; needs no engine and no ranks.
+
+    With lazy_mode the values are read one by one, each by its contiguous(). A tied parameter has its first name only.
+    Errors: ValueError without `latest` and tag, FileNotFoundError.
+    """
+    state = _lazy_state(checkpoint_dir, tag, exclude_frozen_parameters)
+    return dict(state) if lazy_mode else {name: tensor.contiguous() for name, tensor in state.items()}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -182,16 +186,18 @@ def load_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: Any,
     output_dir: Any,
-    max_shard_size: str | None = "5GB",
+    max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes a checkpoint's whole fp32 weights to one file in `output_dir`, whatever max_shard_size says."""
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    os.makedirs(output_dir, exist_ok=True)
-    name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    _write(state, os.path.join(os.fspath(output_dir), name))
+    """Writes a checkpoint's whole fp32 weights into `output_dir`: files of at most `max_shard_size`, with an index.
+
+    One file where all fit, or with None. Memory: one tensor as safetensors, else one file. Errors: ValueError.
+    """
+    most = None if max_shard_size is None else parse_size(max_shard_size)
+    state = _lazy_state(checkpoint_dir, tag, exclude_frozen_parameters)
+    write(state, os.fspath(output_dir), most, safe_serialization)
 
 
 def main() -> None:
@@ -199,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Writes whole fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given")
     parser.add_argument("output_dir", help="where to write")
-    parser.add_argument("--max_shard_size", default="5GB", help="accepted; one file is written")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file at most, such as 5GB or 500MiB")
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch.save")
     parser.add_argument("-t", "--tag", help="the checkpoint; else the latest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen ones out")

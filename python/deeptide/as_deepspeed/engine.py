@@ -15,7 +15,7 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._model import whole_afterwards
 from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
-from deeptide.as_deepspeed._answers import CONSTANTS, EngineAnswers
+from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
 from deeptide.as_deepspeed.names import ENGINE
 from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param, mark_model
 from deeptide.engine import Engine
@@ -43,8 +43,8 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
             return modules[name]
         if modules is None or name.startswith("__"):
             raise AttributeError(f"'DeepSpeedEngine' has no attribute '{name}'")
-        if name in CONSTANTS:
-            return functools.partial(CONSTANTS.__getitem__, name)
+        if name in KEYS or name in ZERO or name in CONSTANTS:
+            return functools.partial(answer, name, self.given_config)
         if name in ENGINE:
             raise NotSupportedError(f"DeepSpeedEngine.{name} is not supported by Deeptide: {ENGINE[name]}")
         try:
@@ -92,7 +92,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients. Right after a step there are none, and no rank has to hear of it."""
-        if not self._clean:
+        if not self._clean or self._core.has_gradients():  # a program may call the model and autograd itself
             super().zero_grad()
             self._clean = True
 
@@ -124,17 +124,22 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        client_sd: dict[str, Any] | None = None,
     ) -> str:
         """Saves all that a resume needs; returns its folder. Collective.
 
         client_state may hold whatever pickle can: such a checkpoint runs code when it is loaded, as DeepSpeed's do.
-        exclude_frozen_parameters: frozen ones are saved all the same.
+        client_sd: its name in DeepSpeed's first documents. exclude_frozen_parameters: leaves out what is not trained.
         """
-        if exclude_frozen_parameters and any(not p.requires_grad for p in self.module.parameters()):
-            self._say_once("save_checkpoint: exclude_frozen_parameters has no effect here: frozen ones are saved too")
+        if client_sd is not None:
+            if client_state:
+                raise TypeError("save_checkpoint() got client_state and client_sd, which is its older name; give one")
+            client_state = client_sd
         if self.global_rank == 0 and save_dir:
             consolidate.write_script(save_dir)  # before the collectives: afterwards it is there for every rank
-        return super().save_checkpoint(save_dir, tag, _client_state.packed(client_state), save_latest)
+        state = _client_state.packed(client_state)
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,

@@ -42,6 +42,11 @@ def get_model_parallel_group() -> None:
     """None: there is no such group, as in DeepSpeed without one."""
 
 
+def _get_broadcast_src_rank() -> int:
+    """0: all ranks take its values."""
+    return 0
+
+
 _clone_world_group = _get_data_parallel_group = get_data_parallel_group
 _get_sequence_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
@@ -50,3 +55,4 @@ get_tensor_model_parallel_world_size = get_model_parallel_world_size
 _get_model_parallel_world_size = _get_sequence_parallel_world_size = get_model_parallel_world_size
 get_tensor_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_group = _get_sequence_parallel_group = get_model_parallel_group
+get_tensor_model_parallel_src_rank = get_data_parallel_rank

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -43,6 +44,35 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Nested containers whose tensors are on a device: those for which the criterion holds, if there is one."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor,
+        item,
+    )
+
+
+def empty_cache() -> None:
+    """Gives unused memory of the device back."""
+    get_accelerator().empty_cache()
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Makes the folder of a file."""
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
+    """A call as text: name(1, key=2)."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+def noop_decorator(func: _F) -> _F:
+    """The function itself."""
+    return func
 
 
 def instrument_w_nvtx(func: _F) -> _F:

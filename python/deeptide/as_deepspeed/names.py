@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from deeptide.as_deepspeed._entries import Name, Status, absent, differs, ours, torchs, works
+from deeptide.as_deepspeed._names_of_features import ALIASES_OF_FEATURES, FEATURES
+from deeptide.as_deepspeed._names_of_helpers import ALIASES_OF_HELPERS, HELPERS
 
 __all__ = ["ALIASES", "ENGINE", "MODULES", "Name", "Status"]
 
@@ -14,16 +16,12 @@ _TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _COMPRESSION = "there is no compression; quantise with torch.ao or peft"
-_ONE_BIT_ADAM = 'the configuration makes it: "optimizer": {"type": "OneBitAdam"}'
-_ONE_BIT_LAMB = 'the configuration makes it: "optimizer": {"type": "OneBitLamb"}'
 _OPS = "no operator is compiled here; the engine's kernels are built in"
 _PROFILER = "there is no profiler; use torch.profiler"
 _DATA = "there is no curriculum of data yet; order the data set yourself"
 _ZENFLOW = "ZenFlow is not here yet"
 _LONG = "ulysses and tiled layers are not here; use gradient checkpointing for long sequences"
-_TIMER = "the engine is timed by time.perf_counter() around engine.step()"
 _HYBRID = "there is no hybrid engine; engine.module.generate() works between steps"
-_AUTOTUNE = "there is no autotuning yet; change the configuration by hand"
 
 _STATE_FUNCTIONS = {
     name: works(f"deeptide.utils:{name}")
@@ -275,7 +273,6 @@ MODULES: dict[str, dict[str, Name]] = {
         "DeepSpeedAccelerator": works("deeptide.accelerator:Accelerator"),
         "set_accelerator": absent("the environment variable DS_ACCELERATOR chooses cpu or cuda"),
     },
-    "deepspeed.autotuning": {"Autotuner": absent(_AUTOTUNE)},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": ours("helpers:clone_tensors_for_torch_save"),
         "get_model_ckpt_name_for_rank": absent("a checkpoint here is safetensors files and a manifest"),
@@ -318,40 +315,24 @@ MODULES: dict[str, dict[str, Name]] = {
         "DEEPSPEED_ENVIRONMENT_NAME": ours("commands:ENVIRONMENT_FILE"),
         "main": differs("commands:launch", "starts `deeptide --as-deepspeed`, whose options are DeepSpeed's"),
     },
-    "deepspeed.linear": {"LoRAConfig": absent("use peft's LoRA"), "OptimizedLinear": absent("use peft's LoRA")},
     "deepspeed.module_inject": {"replace_transformer_layer": _TOP["replace_transformer_layer"]},
-    "deepspeed.moe.layer": {"MoE": absent(_MOE)},
-    "deepspeed.moe.sharded_moe": {"MOELayer": absent(_MOE), "TopKGate": absent(_MOE)},
     "deepspeed.moe.utils": {
         "is_moe_param": ours("helpers:is_moe_param"),
         "has_moe_layers": ours("helpers:has_moe_layers"),
         "split_params_into_different_moe_groups_for_optimizer": absent(_MOE),
         "split_params_grads_into_shared_and_expert_params": absent(_MOE),
     },
-    "deepspeed.monitor.monitor": {
-        "MonitorMaster": absent("there are no monitors yet; write engine.get_lr() and the like")
-    },
     "deepspeed.ops": {},
     **{f"deepspeed.ops.{name}": entries for name, entries in _OPTIMIZERS.items()},
-    "deepspeed.ops.op_builder": {},
-    "deepspeed.ops.op_builder.builder": {"OpBuilder": absent(_OPS)},
-    "deepspeed.ops.sparse_attention": {"SparseSelfAttention": absent("use torch's flex_attention")},
     "deepspeed.ops.transformer": {
         "DeepSpeedTransformerLayer": absent(_OPS),
         "DeepSpeedTransformerConfig": absent(_OPS),
     },
     "deepspeed.pipe": _PIPE_NAMES,
-    "deepspeed.profiling.flops_profiler": {
-        "FlopsProfiler": absent(_PROFILER),
-        "get_model_profile": absent(_PROFILER),
-    },
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": {
         "DeepSpeedOptimizer": _TOP["DeepSpeedOptimizer"],
         "ZeROOptimizer": ours("optimizers:ZeROOptimizer"),
-    },
-    "deepspeed.runtime.bf16_optimizer": {
-        "BF16_Optimizer": absent("the engine itself keeps masters, of every optimizer")
     },
     "deepspeed.runtime.compiler": {
         "is_compile_supported": ours("helpers:is_compile_supported"),
@@ -376,10 +357,8 @@ MODULES: dict[str, dict[str, Name]] = {
         },
     },
     "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": absent("deeptide.Config reads and checks configurations")
+        "DeepSpeedConfigModel": differs("zero_config:DeepSpeedConfigModel", "no pydantic: keys and defaults alone"),
     },
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {"MMapIndexedDataset": absent(_DATA)},
-    "deepspeed.runtime.data_pipeline.data_routing.helper": {"remove_random_ltd_state_dict": absent(_DATA)},
     "deepspeed.runtime.dataloader": {
         "DeepSpeedDataLoader": _TOP["DeepSpeedDataLoader"],
         "RepeatingLoader": _UTILS["RepeatingLoader"],
@@ -389,7 +368,6 @@ MODULES: dict[str, dict[str, Name]] = {
         "DeepSpeedOptimizerCallable": _TOP["DeepSpeedOptimizerCallable"],
         "DeepSpeedSchedulerCallable": _TOP["DeepSpeedSchedulerCallable"],
     },
-    "deepspeed.runtime.fp16.onebit": {"OnebitAdam": absent(_ONE_BIT_ADAM), "OnebitLamb": absent(_ONE_BIT_LAMB)},
     "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": absent(_HYBRID)},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE_NAMES,
@@ -399,26 +377,23 @@ MODULES: dict[str, dict[str, Name]] = {
         "PipeModelDataParallelTopology": absent(_PIPE),
         "ProcessTopology": absent(_PIPE),
     },
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "UlyssesSPAttentionHF": absent(_SEQUENCE),
-        "UlyssesSPDataLoaderAdapter": absent(_SEQUENCE),
-    },
-    "deepspeed.runtime.tensor_parallel": {"tp_model_init": absent(_TENSOR)},
     "deepspeed.runtime.utils": {
         "see_memory_usage": ours("helpers:see_memory_usage"),
         "set_random_seed": ours("helpers:set_random_seed"),
-        "clip_grad_norm_": absent('gradients are sharded; write "gradient_clipping" into the configuration'),
-        "get_grad_norm": absent("call engine.get_global_grad_norm()"),
         "required_torch_version": ours("versions:required_torch_version"),
     },
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {
         "ZeroStageEnum": ours("configuration:ZeroStageEnum"),
-        "DeepSpeedZeroConfig": absent("deeptide.Config reads and checks configurations"),
+        "DeepSpeedZeroConfig": ours("zero_config:DeepSpeedZeroConfig"),
+        "get_zero_config": ours("zero_config:get_zero_config"),
+        "read_zero_config_deprecated": absent("write a section for zero_optimization, not a boolean"),
     },
     "deepspeed.runtime.zero.offload_config": {
         "OffloadDeviceEnum": ours("configuration:OffloadDeviceEnum"),
         "OffloadStateTypeEnum": ours("configuration:OffloadStateTypeEnum"),
+        "DeepSpeedZeroOffloadOptimizerConfig": ours("zero_config:DeepSpeedZeroOffloadOptimizerConfig"),
+        "DeepSpeedZeroOffloadParamConfig": ours("zero_config:DeepSpeedZeroOffloadParamConfig"),
     },
     "deepspeed.runtime.zero.partition_parameters": {
         **{name: _ZERO[name] for name in ("Init", "GatheredParameters", "ZeroParamStatus", "ZeroParamType")},
@@ -442,21 +417,20 @@ MODULES: dict[str, dict[str, Name]] = {
         "is_zero_param": ours("parameters:is_zero_param"),
         "is_zero_supported_optimizer": ours("optimizers:is_zero_supported_optimizer"),
     },
-    "deepspeed.sequence.layer": {"DistributedAttention": absent(_SEQUENCE)},
     "deepspeed.utils": _UTILS,
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.nvtx": {"instrument_w_nvtx": _UTILS["instrument_w_nvtx"]},
     "deepspeed.utils.tensor_fragment": _STATE_FUNCTIONS,
-    "deepspeed.utils.timer": {
-        "SynchronizedWallClockTimer": absent(_TIMER),
-        "ThroughputTimer": absent(_TIMER),
-    },
     "deepspeed.utils.zero_to_fp32": _FP32,
 }
+for _module, _names in (*HELPERS.items(), *FEATURES.items()):
+    MODULES[_module] = {**_names, **MODULES.get(_module, {})}
 
 # Other paths of the same modules.
 ALIASES = {
+    **ALIASES_OF_HELPERS,
+    **ALIASES_OF_FEATURES,
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
     "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
@@ -481,6 +455,8 @@ ENGINE: dict[str, str] = {
     "set_data_post_process_func": _DATA,
     "set_custom_curriculum_learning_schedule": _DATA,
     "flops_profiler": _PROFILER,
+    "monitor": "there are no monitors yet; write engine.get_lr() and the like",
+    "timers": "time the loop by deepspeed.utils.timer.SynchronizedWallClockTimer",
     "train_batch": "a pipeline engine's; call forward, backward and step",
     "eval_batch": "a pipeline engine's; call the engine under torch.no_grad()",
     "deepspeed_io": "give training_data to initialize, or use torch's DataLoader",
