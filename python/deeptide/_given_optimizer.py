@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer object that a program gave to `initialize` and goes on using: what it is asked, the engine's one does."""
+"""The optimizer object that a program gave to `initialize` and goes on using: it answers as the engine's does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deeptide.optimizer import DeeptideOptimizer
 
 # Methods of torch's optimizers that the one of the engine answers. A step of the program's own optimizer is not among
@@ -29,21 +31,21 @@ class AwayState(defaultdict[Any, Any]):
             "A method of the optimizer that needs its state outside of step() cannot run"
         )
 
-    __getitem__ = __setitem__ = __missing__ = __contains__ = get = setdefault = _refuse  # type: ignore[assignment]
+    __getitem__ = __setitem__ = __missing__ = __contains__ = get = setdefault = _refuse
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AwayState:
         return AwayState()
 
 
 def follow(given: torch.optim.Optimizer, ours: DeeptideOptimizer, steps: bool) -> None:
-    """From now on `given` answers as `ours`, whose groups it has. steps: the engine steps by it, and keeps its step()."""
+    """From now on `given` answers as `ours`, whose groups it has. steps: the engine steps by it and keeps its state."""
     for name in _ANSWERED:
         setattr(given, name, types.MethodType(_forwarding(name, ours), given))
     if not steps:
         given.state = AwayState()
 
 
-def _forwarding(name: str, ours: DeeptideOptimizer) -> types.FunctionType:
+def _forwarding(name: str, ours: DeeptideOptimizer) -> Callable[..., Any]:
     def forward(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if ours.has_ended():
             return getattr(type(self), name)(self, *args, **kwargs)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Says which buffer an operator may have met that refused two types: buffers keep fp32 where parameters have 16 bits."""
+"""Names the buffers that an operator may have met that refuses two types: they keep fp32 beside 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def _explain(model: torch.nn.Module, args: Any, output: Any) -> None:
     if names:
         low = "fp16" if any(p.dtype == torch.float16 for p in model.parameters()) else "bf16"
         listed = "', '".join(names[:3]) + ("', …" if len(names) > 3 else "'")
-        hint = f"buffers keep fp32, as in DeepSpeed: '{listed}; \"data_types\": {{\"buffer_dtype\": \"{low}\"}} casts them"
+        hint = f'buffers keep fp32, as in DeepSpeed: \'{listed}; "data_types": {{"buffer_dtype": "{low}"}} casts them'
         error.args = (f"{error}\n{hint}",)

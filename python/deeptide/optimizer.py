@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from deeptide import _C
-from deeptide import _given_optimizer
+from deeptide import _C, _given_optimizer
 from deeptide._groups import OptimizerPlan, ParamGroup
 from deeptide._live_groups import LiveGroups
 from deeptide._rebuild import group_to_add

@@ -57,7 +57,8 @@ def register(engine: Engine) -> None:
 
 def engine_of(param: Tensor) -> Engine | None:
     """The living engine that has this parameter."""
-    return _owners.get(param, (lambda: None, None))[0]()
+    engine: Engine | None = _owners.get(param, (lambda: None, None))[0]()
+    return engine
 
 
 def _owner(param: Tensor) -> tuple[Engine, str]:

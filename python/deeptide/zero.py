@@ -189,7 +189,7 @@ class GatheredParameters:
                 known[place] = parameter
         self.params = [known[place] for place in sorted(known)]
         if modifier_rank is not None and not dist.is_initialized() and any(map(_has_peers, self.params)):
-            raise ConfigError(
+            raise _C.ConfigError(
                 "GatheredParameters: modifier_rank needs torch.distributed, by which it sends that rank's values; this "
                 "process has not called init_process_group. Write the same values on every rank, without it"
             )

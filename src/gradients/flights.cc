@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/start_thread.h"
 #include "comm/blocking.h"
 #include "comm/nonzero_blocks.h"
 #include "device/parallel.h"
@@ -119,13 +120,8 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
   for (int unit = 0; !options_.keep_rows && unit < static_cast<int>(units_.size()); ++unit) {
     if (!leaves(unit)) accumulator(unit);
   }
-  if (!options_.side_thread) return;
-  side_may_work_ = true;
-  try {
-    side_thread_ = std::thread([this] { run_side_thread(); });
-  } catch (const std::system_error&) {  // the system has no more threads: this one does it all
-    side_may_work_ = false;
-  }
+  if (options_.side_thread) side_thread_ = start_thread([this] { run_side_thread(); });
+  side_may_work_ = side_thread_.joinable();  // else this thread does it all
 }
 
 Flights::~Flights() {

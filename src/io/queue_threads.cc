@@ -10,11 +10,11 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/start_thread.h"
 #include "io/queue.h"
 
 namespace deeptide::io {
@@ -38,13 +38,11 @@ class ThreadQueue : public Queue {
  public:
   explicit ThreadQueue(int depth) {
     for (int i = 0; i < std::clamp(depth, 1, kMostThreads); ++i) {
-      try {
-        threads_.emplace_back([this] { serve(); });
-      } catch (const std::system_error&) {  // the system has no more threads: fewer serve as well
-        if (threads_.empty()) throw std::runtime_error("the system refuses the thread that would read and write files");
-        break;
-      }
+      std::thread thread = start_thread([this] { serve(); });
+      if (!thread.joinable()) break;  // the system has no more: fewer serve as well
+      threads_.push_back(std::move(thread));
     }
+    if (threads_.empty()) throw std::runtime_error("the system refuses the thread that would read and write files");
   }
   ~ThreadQueue() override {
     {

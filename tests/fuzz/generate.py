@@ -366,8 +366,8 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison", "look", "save", "load", "hyper", "join",
-                     "surroundings"]  # fmt: skip
+WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison", "look", "save", "load", "hyper"]
+WITH_A_LOSS_SCALE += ["join", "surroundings"]
 
 
 def without_undefined(program, settings=SETTINGS):

@@ -13,7 +13,11 @@ from programs import LOSS_SCALE, STATES, is_low, placement_of
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
-EPSILON = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of gradients that are summed and rounded again
+EPSILON = {
+    torch.float32: 2.0**-22,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}  # of gradients that are summed and rounded again
 OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
 # With 16 bits enough for some elements to round elsewhere.
 OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}

@@ -8,7 +8,8 @@ program = {
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
   "optimizer": a ds_config section, "schedule": what each step multiplies lr by, or None, "clipping": number,
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
-  "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the other memory, "config": {…}, "offload",
+  "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
+              other memory, "config": {…}, "offload",
               "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }

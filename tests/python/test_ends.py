@@ -46,10 +46,14 @@ ENDS = {
     "after a collective of its own": ("loss = torch.ones(1000000)\ndist.all_reduce(loss)", 0),
     "after a loss with a graph": ("dist.all_reduce(loss)", 0),
     "by sys.exit": ("dist.all_reduce(loss.detach())\nsys.exit()", 0),
-    "by sys.exit within a function": ("def end():\n    kept = loss\n    dist.all_reduce(torch.ones(9))\n    sys.exit(0)\nend()", 0),
+    "by sys.exit within a function": (
+        "def end():\n    kept = loss\n    dist.all_reduce(torch.ones(9))\n    sys.exit(0)\nend()",
+        0,
+    ),
     "without its group": ("dist.destroy_process_group()", 0),
     "with an exit handler that ends the group": (
-        "atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())\ndist.all_reduce(torch.ones(9))",
+        "atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())\n"
+        "dist.all_reduce(torch.ones(9))",
         0,
     ),
     "with an engine that was destroyed": ("engine.destroy()\ndist.all_reduce(torch.ones(9))", 0),
@@ -68,7 +72,8 @@ ENDS = {
         0,
     ),
     "beside a thread in backward": (
-        "def work():\n    net = torch.nn.Linear(64, 64)\n    while True:\n        net(torch.ones(64, 64)).sum().backward()\n"
+        "def work():\n    net = torch.nn.Linear(64, 64)\n"
+        "    while True:\n        net(torch.ones(64, 64)).sum().backward()\n"
         "threading.Thread(target=work, daemon=True).start()\ndist.all_reduce(torch.ones(9))",
         0,
     ),

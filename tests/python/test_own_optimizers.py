@@ -291,6 +291,7 @@ def test_the_configurations_schedule_and_the_leading_ranks_rate_reach_it():
 
     def run(world):
         seen = []
+
         class Watched(torch.optim.NAdam):
             def step(self, closure=None):
                 seen.append(self.param_groups[0]["lr"])

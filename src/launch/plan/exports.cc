@@ -23,7 +23,8 @@ constexpr std::array<std::string_view, 11> kPrefixes = {"NCCL",  "RCCL",      "P
 // Variables of one job. A job that is started inside another one must not inherit them.
 constexpr std::array<std::string_view, 4> kNever = {"DEEPTIDE_JOB_TOKEN", "DEEPTIDE_RESTART_COUNT", "DEEPTIDE_LAUNCHER",
                                                     "DEEPTIDE_HUB"};
-constexpr std::array<std::string_view, 7> kSecretWords = {"TOKEN", "PASS", "PWD", "SECRET", "CREDENTIAL", "KEY", "AUTH"};
+constexpr std::array<std::string_view, 7> kSecretWords = {"TOKEN",      "PASS", "PWD", "SECRET",
+                                                          "CREDENTIAL", "KEY",  "AUTH"};
 
 bool is_name(std::string_view name) {
   return !name.empty() && !std::isdigit(static_cast<unsigned char>(name[0])) &&
