@@ -23,12 +23,16 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all configure configure-all setup demo demo-large test test-cpp test-ends test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_product
+
+examples: configure  ## Build the C++ examples, into build/examples
+	@$(CMAKE) -B $(BUILD) -DDEEPTIDE_EXAMPLES=ON >/dev/null
+	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target quickstart gpt
 
 build-all: configure-all  ## Build that, the examples and the tests
 	@$(CMAKE) --build $(BUILD) -j $(JOBS)
