@@ -18,8 +18,9 @@ LossScale initial_loss_scale(const PrecisionConfig& config) {
 }
 
 LossScale next_loss_scale(const PrecisionConfig& config, LossScale now, bool overflow) {
+  if (!config.scales_loss()) return now;  // its steps stay 0: a checkpoint shows that it has no scale to give
   const int64_t step = now.steps++;
-  if (!config.scales_loss() || config.loss_scale > 0.0) return now;
+  if (config.loss_scale > 0.0) return now;
   if (overflow) {
     now.last_overflow = step;
     if (now.hysteresis > 1) {
