@@ -132,6 +132,12 @@ def check_helpers():
 
     assert partition_uniform(10, 4) == [0, 3, 6, 8, 10] and partition_uniform(2, 4) == [0, 1, 2, 2, 2]
     assert partition_balanced([1, 1, 1, 9, 1, 1], 3) == [0, 3, 4, 6]
+    assert partition_balanced([1, 1, 1, 1, 1], 4) in (
+        [0, 1, 2, 3, 5],
+        [0, 2, 3, 4, 5],
+        [0, 1, 3, 4, 5],
+        [0, 1, 2, 4, 5],
+    )
     generator = torch.Generator().manual_seed(1)
     for parts in (1, 2, 3, 5, 9):
         weights = torch.randint(0, 20, (9,), generator=generator).tolist()

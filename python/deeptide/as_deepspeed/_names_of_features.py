@@ -140,6 +140,12 @@ _ROWS = (
         "there is no log of collectives; `deeptide bench comm` measures them",
         "CommsLogger calc_bw_log get_caller_func",
     ),
+    (
+        "utils.groups",
+        _MOE,
+        "_create_expert_and_data_parallel _create_expert_data_and_model_parallel _create_model_parallel "
+        "_get_expert_parallel_ranks _get_expert_parallel_group_dict _get_expert_data_parallel_group_dict",
+    ),
     ("utils.numa", "`deeptide --bind_cores_to_rank` shares cores out", "get_numa_cores get_numactl_cmd"),
 )
 

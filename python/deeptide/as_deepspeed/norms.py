@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -130,24 +129,22 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """num_parts + 1 bounds: consecutive parts of which the heaviest is as light as it can be."""
-    if len(weights) <= num_parts:
-        return partition_uniform(len(weights), num_parts)
+    """num_parts + 1 bounds of consecutive parts: the heaviest as light as it can be, and then the most even ones."""
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
     sums = [0, *itertools.accumulate(weights)]
-
-    def bounds(most: float) -> list[int] | None:
-        """Each part as long as it may be; None if `num_parts` do not hold all."""
-        found = [0]
-        for _ in range(num_parts):
-            found.append(bisect.bisect_right(sums, sums[found[-1]] + most) - 1)
-        return found if found[-1] == len(weights) else None
-
-    # The heaviest part of the best cut is the weight of some run of items.
-    runs = sorted({sums[j] - sums[i] for i in range(len(sums)) for j in range(i + 1, len(sums))})
-    best = bisect.bisect_left(runs, True, key=lambda most: bounds(most) is not None)
-    found = bounds(runs[best])
-    assert found is not None
-    return found
+    # By the end of the last part: the heaviest part, the sum of squares, and the bounds, of the best cut so far.
+    best: list[tuple[float, float, list[int]]] = [(sums[end], sums[end] ** 2, [0, end]) for end in range(count + 1)]
+    for _ in range(num_parts - 1):
+        best = [
+            min(
+                (max(heaviest, sums[end] - sums[begin]), squares + (sums[end] - sums[begin]) ** 2, [*bounds, end])
+                for begin, (heaviest, squares, bounds) in enumerate(best[: end + 1])
+            )
+            for end in range(count + 1)
+        ]
+    return best[-1][2]
 
 
 class DummyOptim:
