@@ -213,6 +213,9 @@ class DEEPTIDE_API Engine {
   /// that the next step uses, before clipping. Shapes: `value` as the parameter, equal on all ranks. Errors: ValueError
   /// if the parameter is not optimized, the role is unknown, or the values differ between ranks.
   void set_full_state(const std::string& parameter, const std::string& role, const at::Tensor& value);
+  /// Collective. Overwrites `values` with rank `source`'s. Shapes and types: equal on all ranks. Errors: ValueError
+  /// if `source` is no rank.
+  void broadcast(const at::Tensor& values, int source);
   /// Collective. As full_state, but only the elements that this rank holds: its slice, or all at stage 0.
   std::optional<LocalState> local_state(const std::string& parameter, const std::string& role);
   /// Collective. Overwrites the elements that local_state returns. Errors: as set_full_state.

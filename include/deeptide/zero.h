@@ -52,4 +52,8 @@ DEEPTIDE_API void wait_for_values(const at::Storage& storage);
 /// Returns the values of such a tensor, or of a sharded one, in memory of their own.
 DEEPTIDE_API at::Tensor values_of(const at::Tensor& tensor);
 
+/// Makes `tensor`, sharded or not, stand for `whole` until it is given its own memory back by set_data.
+/// Shapes, types and devices: equal.
+DEEPTIDE_API void lend_memory(const at::Tensor& tensor, const at::Tensor& whole);
+
 }  // namespace deeptide::zero

@@ -127,32 +127,40 @@ class _Lent:
         self.own: torch.Tensor | None = None
         self.deferred = _C.is_deferred(parameter)
         # Ranks of a host may share its memory, in which the writes of others than `source` would meet.
-        is_written_apart = source is not None and not self.deferred and dist.is_initialized()
+        is_written_apart = source is not None and not self.deferred
         if _C.is_sharded(parameter) or is_written_apart:
             with torch.no_grad():
                 whole = parameter.detach().clone()
             self.own = parameter.data
-            parameter.data = whole
+            _C.lend_memory(parameter, whole)
 
-    def end(self, source: int | None) -> None:
-        """Gives the shard its memory back, with rank `source`'s values where there is one."""
+    def take_back(self, source: int | None) -> torch.Tensor | None:
+        """Gives the shard its memory back; returns what was written, where a rank's writes are to stay."""
         if self.deferred and not source:
-            return
+            return None
         with torch.no_grad():
-            values = _C.values_of(self.parameter) if source is not None else None
-            if values is not None and dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(values, source)
-            if self.own is not None:
-                self.parameter.data = self.own
-            if values is not None:
-                self.parameter.copy_(values)  # also on `source`: a write through .data tells nobody, this does
+            if self.own is None:
+                return None if source is None else _C.values_of(self.parameter)
+            values = self.parameter.data
+            self.parameter.data = self.own
+            return None if source is None else values
+
+    def spread(self, values: torch.Tensor, source: int) -> None:
+        """Gives every rank the values of rank `source`."""
+        _broadcast(values, source, self.parameter)
+        with torch.no_grad():
+            self.parameter.copy_(values)  # also on `source`: a write through .data tells nobody, this does
 
 
-def _has_peers(parameter: torch.Tensor) -> bool:
+def _broadcast(values: torch.Tensor, source: int, parameter: torch.Tensor) -> None:
     from deeptide.utils import engine_of
 
     engine = engine_of(parameter)
-    return engine is not None and engine.world.size > 1
+    if engine is not None:  # whose channels carry what its device holds, with torch.distributed and without
+        if engine.world.size > 1:
+            engine._core.broadcast(values, source)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(values, source)
 
 
 def _flat(params: object) -> Iterator[torch.Tensor]:
@@ -188,11 +196,6 @@ class GatheredParameters:
             if place is not None:
                 known[place] = parameter
         self.params = [known[place] for place in sorted(known)]
-        if modifier_rank is not None and not dist.is_initialized() and any(map(_has_peers, self.params)):
-            raise _C.ConfigError(
-                "GatheredParameters: modifier_rank needs torch.distributed, by which it sends that rank's values; this "
-                "process has not called init_process_group. Write the same values on every rank, without it"
-            )
         self.src_rank = modifier_rank
         self._lent: list[_Lent] = []
 
@@ -203,8 +206,11 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         lent, self._lent = self._lent, []
-        for one in lent:
-            one.end(self.src_rank)
+        # The engine, which is to carry them, takes only parameters in memory of their own.
+        written = [(one, one.take_back(self.src_rank)) for one in lent]
+        for one, values in written:
+            if values is not None and self.src_rank is not None:
+                one.spread(values, self.src_rank)
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

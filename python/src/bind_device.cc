@@ -63,6 +63,7 @@ void bind_device(py::module_& module) {
   module.def("address_of_storage", py::overload_cast<const at::Storage&>(&zero::address_of));
   module.def("materialize", &zero::materialize);
   module.def("values_of", &zero::values_of);
+  module.def("lend_memory", &zero::lend_memory);
   module.def("run_as_operator", &run_as_operator, py::arg("graph"), py::arg("inputs"), py::arg("written"));
   module.def("sharded_unit", &binding::sharded_unit);
   module.def("wait_for_values", py::overload_cast<const at::Tensor&>(&zero::wait_for_values));

@@ -163,6 +163,7 @@ void bind_state(EngineClass& engine) {
       .def("full_state", forward_to(&Engine::full_state), py::arg("parameter"), py::arg("role"), NoGil())
       .def("set_full_state", forward_to(&Engine::set_full_state), py::arg("parameter"), py::arg("role"),
            py::arg("value"), NoGil())
+      .def("broadcast", forward_to(&Engine::broadcast), py::arg("values"), py::arg("source"), NoGil())
       .def("local_state", &local_state, py::arg("parameter"), py::arg("role"), NoGil())
       .def("set_local_state", forward_to(&Engine::set_local_state), py::arg("parameter"), py::arg("role"),
            py::arg("values"), NoGil())

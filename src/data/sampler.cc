@@ -76,8 +76,11 @@ std::vector<int64_t> DistributedSampler::next() {
   }
   const uint64_t batch = options_.batch_size;
   const uint64_t start = (uint64_t(position_.batch) * options_.world_size + options_.rank) * batch;
-  std::vector<int64_t> indices(batch);
-  for (uint64_t i = 0; i < batch; ++i) {
+  // Ranks need batches of one size; a rank alone takes a short last one.
+  const uint64_t count =
+      options_.world_size == 1 ? std::min(batch, static_cast<uint64_t>(num_samples_) - start) : batch;
+  std::vector<int64_t> indices(count);
+  for (uint64_t i = 0; i < count; ++i) {
     indices[i] = permute(position_.epoch, static_cast<int64_t>((start + i) % uint64_t(num_samples_)));
   }
   ++position_.batch;

@@ -121,6 +121,10 @@ void Engine::set_full_state(const std::string& parameter, const std::string& rol
   impl_->told("set_full_state", [&] { impl_->set_full_state(parameter, role, value); });
 }
 
+void Engine::broadcast(const at::Tensor& values, int source) {
+  impl_->told("broadcast", [&] { impl_->broadcast(values, source); });
+}
+
 std::optional<LocalState> Engine::local_state(const std::string& parameter, const std::string& role) {
   return impl_->told("local_state", [&] { return impl_->local_state(parameter, role); });
 }

@@ -51,6 +51,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more);
   at::Tensor full_state(const std::string& name, const std::string& role);
   void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
+  void broadcast(const at::Tensor& values, int source);
   std::optional<LocalState> local_state(const std::string& name, const std::string& role);
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 

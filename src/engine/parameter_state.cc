@@ -175,6 +175,19 @@ void Engine::Impl::set_full_state(const std::string& name, const std::string& ro
   write_state(place, role, first, flat.narrow(0, first - p.offset, last - first));
 }
 
+void Engine::Impl::broadcast(const Tensor& values, int source) {
+  at::NoGradGuard no_grad;
+  boundary->enter(Call::gather_state, [&](comm::Close&) {
+    TORCH_CHECK_VALUE(source >= 0 && source < channels.gathers().size(), "broadcast: got rank ", source,
+                      " as the source, expected one ", "of 0 to ", channels.gathers().size() - 1);
+  });
+  // The channel wants contiguous memory on the engine's device.
+  const Tensor sent = values.to(model.device()).contiguous();
+  auto pending = channels.gathers().broadcast(sent, source);
+  channels.gathers().wait(pending, {"writing parameters", fmt::format("broadcasting rank {}'s values", source)});
+  if (!sent.is_same(values)) const_cast<Tensor&>(values).copy_(sent);
+}
+
 void Engine::Impl::set_local_state(const std::string& name, const std::string& role, const Tensor& values) {
   at::NoGradGuard no_grad;
   const StatePlace place = enter_state(name, role, [&](const StatePlace& at) {

@@ -121,7 +121,6 @@ Flights::Flights(const std::vector<Unit*>& units, comm::Group& group, host::Exch
     if (!leaves(unit)) accumulator(unit);
   }
   if (options_.side_thread) side_thread_ = start_thread([this] { run_side_thread(); });
-  side_may_work_ = side_thread_.joinable();  // else this thread does it all
 }
 
 Flights::~Flights() {

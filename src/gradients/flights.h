@@ -197,7 +197,7 @@ class Flights {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool side_is_busy_ = false;
-  bool side_may_work_ = false;
+  bool side_may_work_ = true;
   bool stop_ = false;
   std::exception_ptr side_failure_;  // its sum is half done: no thread may go on
   std::thread side_thread_;

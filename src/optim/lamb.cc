@@ -12,6 +12,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/div.h>
 #include <ATen/ops/sqrt.h>
+#include <ATen/ops/where.h>
 
 #include <cmath>
 
@@ -37,6 +38,7 @@ struct LambScalars {
   float step_size;  // with bias correction and ratio
   float gradient_scale;
   bool eps_inside_sqrt;
+  bool mean_where_unreached;
 };
 
 }  // namespace deeptide::optim
@@ -49,7 +51,10 @@ namespace deeptide::optim::HWY_NAMESPACE {
 HWY_INLINE V lamb_update(V p, V m, V v, const LambScalars& s) {
   const D d;
   const V eps = hn::Set(d, s.eps);
-  const V denominator = s.eps_inside_sqrt ? hn::Sqrt(hn::Add(v, eps)) : hn::Add(hn::Sqrt(v), eps);
+  V denominator = s.eps_inside_sqrt ? hn::Sqrt(hn::Add(v, eps)) : hn::Add(hn::Sqrt(v), eps);
+  if (s.mean_where_unreached) {
+    denominator = hn::IfThenElse(hn::Eq(v, hn::Zero(d)), hn::Add(hn::Abs(m), eps), denominator);
+  }
   return hn::MulAdd(hn::Set(d, s.decay), p, hn::Div(m, denominator));
 }
 
@@ -102,12 +107,14 @@ LambScalars scalars_of(const LambNumbers& numbers, const StepTerms& terms, doubl
       .step_size = static_cast<float>(numbers.lr * correction * ratio),
       .gradient_scale = static_cast<float>(terms.gradient_scale),
       .eps_inside_sqrt = numbers.eps_inside_sqrt,
+      .mean_where_unreached = numbers.mean_where_unreached,
   };
 }
 
 Tensor update_aten(const Segment& segment, const LambScalars& s) {
   const Tensor exp_avg = segment.states[0], exp_avg_sq = segment.states[1];
-  const Tensor denominator = s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
+  Tensor denominator = s.eps_inside_sqrt ? at::add(exp_avg_sq, s.eps).sqrt_() : at::sqrt(exp_avg_sq).add_(s.eps);
+  if (s.mean_where_unreached) denominator = at::where(exp_avg_sq.eq(0), exp_avg.abs().add_(s.eps), denominator);
   return at::div(exp_avg, denominator).add_(segment.master, s.decay);
 }
 

@@ -11,6 +11,7 @@ struct LambNumbers {
   double lr = 0.0, beta1 = 0.0, beta2 = 0.0, eps = 0.0, weight_decay = 0.0;
   bool eps_inside_sqrt = false;
   bool bias_correction = true;
+  bool mean_where_unreached = false;  // the mean stands in for the root of a second moment of 0, as signs need
 };
 
 namespace detail {

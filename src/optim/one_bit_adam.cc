@@ -9,6 +9,7 @@
 // runtime/fp16/onebit/adam.py, zoadam.py.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/sqrt.h>
+#include <ATen/ops/where.h>
 
 #include "optim/adam.h"
 #include "optim/compressed_rule.h"
@@ -37,13 +38,15 @@ struct OneBitAdamScalars {
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::optim::HWY_NAMESPACE {
 
-/// States: m, v, and the mean.
+/// States: m, v, and the mean. Where no gradient came before signs did, v is 0, and the mean itself takes its place:
+/// the element moves by the rate at most, as in a first step.
 void one_bit_adam_take(const Streams& io, size_t count, const OneBitAdamScalars& s) {
   move_master(io, count, [io, s](auto part, size_t i) {
     const D d;
     const V m = part.get(io.states[2] + i), v = part.get(io.states[1] + i);
     part.put(m, io.states[0] + i);
-    const V denominator = hn::Add(hn::Sqrt(v), hn::Set(d, s.eps));
+    const V root = hn::IfThenElse(hn::Eq(v, hn::Zero(d)), hn::Abs(m), hn::Sqrt(v));
+    const V denominator = hn::Add(root, hn::Set(d, s.eps));
     const V p = hn::Mul(part.get(io.master + i), hn::Set(d, s.keep));
     return hn::Sub(p, hn::Div(hn::Mul(hn::Set(d, s.lr), m), denominator));
   });
@@ -115,7 +118,9 @@ class AdamBySigns : public CompressedElementRule {
                  const Tensor& mean) const override {
     const OneBitAdamScalars s = scalars(hyper);
     segment.states[0].copy_(mean);
-    segment.master.mul_(s.keep).addcdiv_(mean, at::sqrt(segment.states[1]).add_(s.eps), -s.lr);
+    const Tensor& v = segment.states[1];
+    const Tensor root = at::where(v.eq(0), mean.abs(), at::sqrt(v));
+    segment.master.mul_(s.keep).addcdiv_(mean, root.add(s.eps), -s.lr);
   }
 
   const size_t lr_ = index_of("lr"), beta1_ = index_of("beta1"), beta2_ = index_of("beta2"), eps_ = index_of("eps"),

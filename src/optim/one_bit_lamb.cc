@@ -14,6 +14,7 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/sub.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cmath>
@@ -69,7 +70,8 @@ float one_bit_lamb_take(const Streams& io, const float* mean, size_t count, cons
     const V g = hn::Mul(moved, hn::Set(d, s.first_inverse));
     V w = part.get(io.states[s.starts ? 1 : 2] + i);
     w = hn::MulAdd(hn::Mul(g, hn::Set(d, s.second_weight)), g, hn::Mul(w, hn::Set(d, s.second_keep)));
-    const V frozen = hn::Add(hn::Sqrt(v), eps), moving = hn::Add(hn::Sqrt(w), eps);
+    const V root = hn::IfThenElse(hn::Eq(v, hn::Zero(d)), hn::Abs(m), hn::Sqrt(v));  // v is 0 where nothing came before
+    const V frozen = hn::Add(root, eps), moving = hn::Add(hn::Sqrt(w), eps);
     const V towards = hn::Div(m, frozen);
     part.put(m, io.states[0] + i);
     part.put(w, io.states[2] + i);
@@ -140,7 +142,8 @@ class OneBitLamb final : public CompressedNormRule {
             .beta2 = hyper[beta2_],
             .eps = hyper[eps_],
             .weight_decay = hyper[weight_decay_],
-            .bias_correction = false};
+            .bias_correction = false,
+            .mean_where_unreached = true};
   }
 
   OneBitLambScalars scalars(const Hyperparameters& hyper, std::span<const double> numbers) const {
@@ -199,7 +202,8 @@ class OneBitLamb final : public CompressedNormRule {
     if (s.starts) w.copy_(v);
     w.mul_(s.second_keep).addcmul_(g, g, s.second_weight);
     m.copy_(mean);
-    const Tensor frozen = at::sqrt(v).add_(s.eps), moving = at::sqrt(w).add_(s.eps);
+    const Tensor root = at::where(v.eq(0), mean.abs(), at::sqrt(v));
+    const Tensor frozen = root.add(s.eps), moving = at::sqrt(w).add_(s.eps);
     sums.note_factor(at::div(frozen, moving).max().item<float>());
     const Tensor direction = at::div(m, frozen);
     sums.direction.add(first, direction);

@@ -58,7 +58,9 @@ class OneCycle final : public Schedule {
     }
     for (auto& group : groups) {
       group.set("lr", lr);
-      if (config_.cycle_momentum && group.has("beta1")) group.set("beta1", momentum).set("beta2", 0.99);
+      // Muon's momentum is none of Adam's: DeepSpeed leaves that optimizer's groups alone, and so does this.
+      const bool cycles = config_.cycle_momentum && group.has("beta1") && !group.has("use_muon");
+      if (cycles) group.set("beta1", momentum).set("beta2", 0.99);
     }
   }
 

@@ -170,7 +170,7 @@ void expect_error(const std::string& type, const Params& params, const std::stri
 }
 
 TEST(Schedule, IsRefusedForTypesAndParametersThatItCannotUse) {
-  expect_error("StepLR", {}, "type: expected one of \"LRRangeTest\", \"OneCycle\", \"WarmupLR\"");
+  expect_error("StepLR", {}, "type: \"StepLR\" is torch's: give it as initialize(lr_scheduler=");
   expect_error("WarmupLR", {{"warmup_num_steps", 0}},
                "params.warmup_num_steps: expected an integer of at least 1, got 0");
   expect_error("WarmupLR", {{"warmup_num_steps", 2.5}},

@@ -57,6 +57,13 @@ def test_the_last_samples_are_dropped_or_filled_up_as_told(drop_last, expected):
     assert all(len(batch) == 2 for part in parts for batch in part)
 
 
+def test_a_rank_alone_takes_a_short_last_batch():
+    loader = DataLoader(Numbers(11), batch_size=4, drop_last=False)
+    batches = numbers(loader)
+    assert [len(batch) for batch in batches] == [4, 4, 3]
+    assert sorted(flat(batches)) == list(range(11))
+
+
 def test_each_epoch_has_its_own_order_and_the_seed_repeats_it():
     loader = DataLoader(Numbers(64), batch_size=4, seed=1)
     first, second = numbers(loader), numbers(loader)

@@ -351,3 +351,46 @@ def test_bad_values_are_named(type, key, value):
     config = models.config(0, optimizer={"type": type, "params": {key: value}})
     with pytest.raises(deeptide.ConfigError, match=f"optimizer.params.{key}"):
         deeptide.initialize(model=models.make_model(), config=config)
+
+
+class Branches(torch.nn.Module):
+    """An embedding of which some rows are used late and some never, and a branch that is taken late."""
+
+    def __init__(self):
+        super().__init__()
+        with models._seeding:
+            torch.manual_seed(5)
+            self.rows = torch.nn.Embedding(12, 8)
+            self.branch = torch.nn.Linear(8, 8)
+            self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, tokens, late):
+        x = self.rows(tokens)
+        return self.head(torch.tanh(self.branch(x)) if late else x).square().mean()
+
+
+@pytest.mark.parametrize("type", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_what_is_first_reached_after_signs_began_moves_by_about_the_rate(type):
+    """It has no variance: divided by one of 0, a mean of signs would throw it far off."""
+
+    def run(world):
+        engine = start(world, type, params={"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0}, model=Branches())
+        model = engine.module
+        for step in range(12):
+            late = step >= 6
+            tokens = torch.arange(4) + 4 * late + world.rank
+            before = [p.detach().clone() for p in model.parameters()]
+            engine.backward(engine(tokens, late))
+            assert engine.step()
+            for p, b in zip(model.parameters(), before, strict=True):
+                unreached = utils.safe_get_full_optimizer_state(p, "exp_avg_sq") == 0
+                assert (p.detach() - b)[unreached].abs().le(2e-3).all(), step
+        state = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.destroy()
+        return state
+
+    one, other = run_ranks(2, run)
+    start_values = dict(Branches().named_parameters())
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert not torch.equal(value, start_values[name]), name

@@ -109,10 +109,8 @@ def write_by_load_state_dict(engine, weight, value):
 
 
 def write_gathered(engine, weight, value):
-    with deeptide.zero.GatheredParameters([weight], modifier_rank=0):
-        if engine.world.rank == 0 or engine._config.zero.stage == 0:  # where each rank has its own, each writes it
-            with torch.no_grad():
-                weight.copy_(value)
+    with deeptide.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.copy_(value if engine.world.rank == 0 else -value)
 
 
 @pytest.mark.both_ways

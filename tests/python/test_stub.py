@@ -38,6 +38,8 @@ deeptide\._publishing\._watch_forks
 deeptide\.accelerator\.get_accelerator
 deeptide\.as_deepspeed\.configuration\._schema
 deeptide\.as_deepspeed\.helpers\._say_leaves
+# Classes that a table names
+deeptide\.as_deepspeed\.op_builders\.\w+Builder
 # A class inside a function
 deeptide\._compiled\.PieceCompiler@\d+
 # enum gives its classes a __new__ of its own

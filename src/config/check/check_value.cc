@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "config/check/suggest.h"
 
@@ -54,6 +55,37 @@ std::string off_values(const Key& key) {
   return "set it to " + shown_value(key.fallback) + " or remove it";
 }
 
+/// What to do with a class of torch's that this table does not have; empty for other words.
+std::string way_of_torchs(const Key& key, const std::string& word) {
+  static const std::set<std::string> optimizers = {"Adadelta", "Adafactor", "Adamax", "ASGD",
+                                                   "NAdam",    "RAdam",     "Rprop"};
+  static const std::set<std::string> schedules = {"LambdaLR",
+                                                  "MultiplicativeLR",
+                                                  "StepLR",
+                                                  "MultiStepLR",
+                                                  "ConstantLR",
+                                                  "LinearLR",
+                                                  "PolynomialLR",
+                                                  "ExponentialLR",
+                                                  "CosineAnnealingLR",
+                                                  "CyclicLR",
+                                                  "OneCycleLR",
+                                                  "SequentialLR",
+                                                  "CosineAnnealingWarmRestarts",
+                                                  "ReduceLROnPlateau"};
+  if (key.name != "type") return "";
+  if (optimizers.contains(word)) {
+    return "\"" + word + "\" is torch's: give it as initialize(optimizer=lambda parameters: torch.optim." + word +
+           "(parameters, …)) and leave the section out";
+  }
+  if (schedules.contains(word)) {
+    return "\"" + word +
+           "\" is torch's: give it as initialize(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler." + word +
+           "(optimizer, …)) and leave the section out";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string shown_value(const JsonValue& value) {
@@ -68,6 +100,7 @@ std::string type_problem(const Key& key, const JsonValue& value) {
     return "expected " + describe_expected(key) + ", got " + shown_value(value);
   }
   if (key.choices.empty() || contains(key.choices, value.string, key.any_case)) return "";
+  if (const std::string way = way_of_torchs(key, value.string); !way.empty()) return way;
   const std::string meant = nearest(value.string, key.choices);
   return "expected " + describe_expected(key) + ", got " + shown_value(value) +
          (meant.empty() ? "" : "; did you mean \"" + meant + "\"?");

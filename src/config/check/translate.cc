@@ -27,6 +27,10 @@ bool asks_for_parameters(const Values& values) {
 bool clips_in_optimizer(const Values& values) {
   return is_given(values, kMaxNorm) && values.number(kMaxNorm) > 0 && !values.given("gradient_clipping");
 }
+bool clips_here(const Values& values) {
+  const std::string stage = to_text(values.value("zero_optimization.stage"));
+  return (stage == "1" || stage == "2") && values.number("gradient_clipping") > 0;
+}
 bool decays_as_torch(const Values& values) {
   return asks(values, kTorchAdam) && !is_given(values, kDecay) && values.word("optimizer.type") != "Adagrad" &&
          values.flag("optimizer.params.adam_w_mode");
@@ -49,6 +53,15 @@ void note_translations(const Values& values, std::vector<std::string>& decisions
   const auto note = [&](const std::string& path, const std::string& meaning) {
     decisions.push_back(path + ": " + meaning);
   };
+  const bool is_muon = values.word("optimizer.type") == "Muon";
+  if (is_muon && values.word("scheduler.type") == "OneCycle") {
+    note("scheduler.params.cycle_momentum", "no effect with Muon, as in DeepSpeed; its momentum stays");
+  }
+  if (is_muon && clips_here(values)) {
+    note("gradient_clipping",
+         "clips gradients; DeepSpeed's stages 1 and 2 clip Muon's updates, so a rate that was tuned "
+         "there moves more here");
+  }
   if (asks_for_optimizer(values)) note(kOffload, "true means offload_optimizer {\"device\": \"cpu\"}");
   if (asks_for_parameters(values)) note(kOffloadParam, "true means offload_param {\"device\": \"cpu\"}");
   if (clips_in_optimizer(values)) note(kMaxNorm, "means gradient_clipping, which is not given");

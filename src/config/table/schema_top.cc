@@ -85,7 +85,10 @@ std::vector<Key> report_keys() {
           .never("the launcher and the environment variable CUDA_VISIBLE_DEVICES choose devices"),
       flag("disable_python_gc", false, "Switch Python's garbage collector off.")
           .never("the engine keeps no cycles of objects that it would have to find; gc.disable() switches it off"),
-      flag("dataloader_drop_last", false, "Leave out an incomplete last batch.").into(&DataConfig::drop_last),
+      flag("dataloader_drop_last", false,
+           "Leave out an incomplete last batch; else it is short on one rank, and on several filled up with samples of "
+           "the epoch's beginning.")
+          .into(&DataConfig::drop_last),
       integer("vocabulary_size", {}, "Only checked: a multiple of 8 is faster.")
           .at_least(1)
           .derives("not checked")

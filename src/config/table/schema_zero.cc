@@ -121,7 +121,8 @@ std::vector<Key> checkpoint_keys() {
           .either("checkpoints always hold whole tensors by name, without padding"),
       flag("pipeline_loading_checkpoint", false, "Ranks load one after another, which bounds the host's memory.")
           .never("a rank reads its own slices only"),
-      flag("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum in memory.").later("Muon is not there"),
+      flag("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum in memory.")
+          .later("it lies where offload_optimizer puts all states"),
   };
 }
 
