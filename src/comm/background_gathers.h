@@ -16,7 +16,8 @@
 namespace deeptide::comm {
 
 /// Runs all-gathers of a group on a thread of its own, in the order in which they were added. The group is the
-/// thread's until all of them are done. Used by one thread.
+/// thread's until all of them are done. Used by one thread. An engine's part: a forked child, which lacks the thread,
+/// neither uses nor destroys it.
 class BackgroundGathers {
  public:
   /// `most_bytes`: of outputs under way; no more are started then, but the next that is due always is.

@@ -20,7 +20,8 @@ namespace deeptide::comm {
 /// socket and back, without a copy between. Gloo's own collectives copy into flat buffers and use one direction at a
 /// time: an all-to-all of 184 MB at 1 Gbit/s took twice as long, and six times as much of a core.
 /// Used by one thread. Exchanges end in the order in which they began, on a thread that waits for them: a wait of
-/// Gloo's that ends early breaks its connection, and Gloo tells in no other way whether bytes have arrived.
+/// Gloo's that ends early breaks its connection, and Gloo tells in no other way whether bytes have arrived. An engine's
+/// part: a forked child, which lacks the thread and shares the sockets, neither uses nor destroys it.
 class PairExchange {
  public:
   explicit PairExchange(Network network) : network_(std::move(network)) {}

@@ -228,7 +228,8 @@ BufferPool::Idle BufferPool::take_idle(int64_t bytes, int64_t reached) {
     return taken;
   }
   // A large new buffer replaces idle ones of other sizes: otherwise the peak would hold both.
-  if (bytes >= kLargeRequest) free_idle(0, reached, /*reserved_too=*/false);
+  const bool is_too_much = bytes > most_bytes_ - ledger_->current(role_);
+  if (bytes >= kLargeRequest || is_too_much) free_idle(0, reached, /*reserved_too=*/false);
   return {};
 }
 

@@ -66,7 +66,7 @@ class Ledger {
 };
 
 /// Returns a zeroed flat tensor (numel,) with memory of its own, counted in `ledger` until its last reference is
-/// released. On the CPU: mapped, in large pages from 2 MiB on. Elsewhere: torch's allocator.
+/// released. On the CPU: mapped, in large pages from 2 MiB on; a forked child has a copy. Elsewhere: torch's allocator.
 /// Errors: OutOfMemoryError on a device, or beyond the ledger's cap; else RuntimeError if memory cannot be mapped. They
 /// name role and bytes, and what the ledger holds.
 at::Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t numel, at::ScalarType dtype,
@@ -93,6 +93,8 @@ class BufferPool {
   /// is kept until `trim`, after which a `take` makes it anew. What else is taken counts as `beyond_reserve`. Units:
   /// bytes.
   void reserve(std::vector<int64_t> sizes);
+  /// Makes small new buffers, too, replace idle ones where the ledger's role would otherwise hold more than this.
+  void keep_within(int64_t bytes) { most_bytes_ = bytes; }
   /// Whether `take` gives a buffer that is idle or promised.
   bool has(int64_t numel, at::ScalarType dtype);
   /// Takes a buffer (numel,) of `dtype` for work of the current lane. Hand it back with `put`, or drop it, which frees
@@ -126,6 +128,7 @@ class BufferPool {
   int64_t max_waste_;
   Source source_;
   Lane home_;
+  int64_t most_bytes_ = INT64_MAX;
   std::mutex mutex_;
   std::vector<Idle> idle_;
   bool reserves_ = false;

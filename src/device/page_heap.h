@@ -16,6 +16,7 @@ namespace deeptide::device {
 /// Best fit in mapped ranges; freed neighbours merge. What it keeps in memory stays within the larger of
 /// `min_kept_bytes` and 1.25 x the recent peak in use. Beyond that, the memory freed longest ago returns to the kernel:
 /// whole large pages first, then the plain pages of fragments between blocks. Thread-safe. Any thread may free a block.
+/// A forked child has a copy that it may use as its own.
 class PageHeap {
  public:
   explicit PageHeap(int64_t min_kept_bytes = int64_t{64} << 20) : min_kept_bytes_(min_kept_bytes) {}

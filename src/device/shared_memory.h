@@ -16,7 +16,8 @@ namespace deeptide::device {
 /// Size of a plain page, in bytes.
 int64_t page_size();
 
-/// A mapped memfd. Pages are taken on first touch, so a generous size costs nothing. Thread-safe.
+/// A mapped memfd. Pages are taken on first touch, so a generous size costs nothing. Thread-safe. A forked child shares
+/// the pages with its parent: it may read and drop them, and what it writes the parent sees.
 class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
  public:
   /// Creates zeroed memory. Errors: RuntimeError when the kernel refuses.

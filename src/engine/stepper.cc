@@ -399,11 +399,9 @@ void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) 
   }
   if (bad == verdicts.end()) return;
   outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
-  outcome.rank = bad->bad_rank;
-  if (outcome.rank < 0) return;
-  const auto& ranks = parts_.channels.data().ranks();
-  const auto place = std::find(ranks.begin(), ranks.end(), outcome.rank) - ranks.begin();
-  outcome.phase = place < static_cast<int64_t>(in_forward.size()) && in_forward[place] != 0 ? "forward" : "backward";
+  if (bad->bad_rank < 0) return;
+  outcome.rank = parts_.channels.data().ranks().at(bad->bad_rank);
+  outcome.phase = in_forward.at(bad->bad_rank) != 0 ? "forward" : "backward";
 }
 
 /// What follows when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the

@@ -67,7 +67,8 @@ struct ReducerOptions {
   std::function<void(int64_t rounds)> while_ahead;
 };
 
-/// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results.
+/// Used by one thread. A side thread, if any, sums arrived flights meanwhile, with equal results. An engine's part: in
+/// a forked child, which lacks that thread, the engine refuses every call and keeps this alive.
 class Flights {
  public:
   /// `units`: by position; each gets an accumulator shard, unless rows are kept. Buckets return to `buckets` once

@@ -69,6 +69,7 @@ Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group
   const auto layouts = layouts_of(units_);
   limits_.max_live = std::max(limits_.max_live, two_largest(layouts));
   predicted_bytes_ = forecast(layouts, limits_);
+  pool_.keep_within(predicted_bytes_);  // ranks that run apart take other sizes than a rank that runs alone
   for (Unit* unit : units_) {
     if (unit == nullptr) continue;
     for (Parameter& p : unit->parameters()) entries_.emplace_back(p, *this);

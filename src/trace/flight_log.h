@@ -23,7 +23,8 @@ struct Flight {
   int rank = 0;
 };
 
-/// Lock-free and callable from any thread. Never throws. Takes about 50 ns per call. Ranks as threads share one log.
+/// Lock-free and callable from any thread. Never throws. Takes about 50 ns per call. Ranks as threads share one log. A
+/// forked child shares the ring with its parent and records nothing there, because its engines refuse every call.
 class FlightLog {
  public:
   using Ticket = uint64_t;  // 0: none; calls with it have no effect

@@ -289,6 +289,11 @@ TEST(Config, NamesTheCureForWhatBelongsElsewhere) {
   EXPECT_TRUE(has(error_of(R"({"zero": {"gradient_clipping": 1}})"), "it belongs under 'the top level'"));
   EXPECT_TRUE(has(error_of(R"({"lr": 1})"), "it belongs under 'optimizer.params'"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "AdamW", "params": {"dampening": 1}}})"), "of type SGD"));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}})"),
+                  "optimizer.params.betas: unknown key; this type has no such key, but 'dampening', "));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}})"),
+                  "optimizer.params.eps: unknown key; this type has no such key, but 'betas', "));
+  EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "NAdam"}})"), "torch.optim.NAdam(parameters, …)"));
   EXPECT_TRUE(has(error_of(R"({"reduce_bucket_sise": 1})"), "did you mean 'zero_optimization.reduce_bucket_size'?"));
   EXPECT_TRUE(has(error_of(R"({"zero": {"stage3_foo": 1}})"), "unknown key; did you mean 'stage3_"));
   EXPECT_TRUE(has(error_of(R"({"optimizer": {"type": "Adma"}})"), "did you mean \"Adam\"?"));

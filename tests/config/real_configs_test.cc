@@ -141,6 +141,12 @@ TEST(RealConfigs, OfOlderSpellingsMeanThePresentOnes) {
   EXPECT_EQ(offloaded.offload_optimizer().device, OffloadDevice::cpu);
   EXPECT_EQ(offloaded.offload_optimizer().ratio, 1.0);
   EXPECT_EQ(offloaded.offload_param().device, OffloadDevice::cpu);
+  const auto half = Config::from_text(R"({"torch_autocast": {"enabled": true, "dtype": "float16"}})");
+  EXPECT_EQ(half.precision().hysteresis, 1) << "as torch's GradScaler";
+  EXPECT_EQ(half.precision().loss_scale_window, 2000);
+  const auto patient = Config::from_text(R"({"torch_autocast": {"enabled": true, "dtype": "float16"},
+                                             "fp16": {"hysteresis": 3}})");
+  EXPECT_EQ(patient.precision().hysteresis, 3);
   const auto off = Config::from_text(R"({"zero_optimization": {"stage": 2, "cpu_offload": false}})");
   EXPECT_EQ(off.offload_optimizer().device, OffloadDevice::none);
 

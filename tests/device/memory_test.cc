@@ -179,6 +179,15 @@ TEST_F(Pool, FreesWhatDoesNotFitALargeRequestInsteadOfAddingToThePeak) {
   EXPECT_EQ(ledger_->current(Role::gathered), 8'000'400);
 }
 
+TEST_F(Pool, ReplacesIdleBuffersThatWouldGoBeyondItsMost) {
+  pool_.keep_within(1000);
+  pool_.put(pool_.take(100, at::kFloat));
+  const Tensor small = pool_.take(150, at::kFloat);
+  EXPECT_EQ(ledger_->current(Role::gathered), 1000) << "both, for they have room";
+  pool_.take(200, at::kFloat);
+  EXPECT_EQ(ledger_->peak(Role::gathered), 1400) << "the idle one went first";
+}
+
 TEST_F(Pool, NeverLendsOneBufferTwice) {
   const Tensor one = pool_.take(64, at::kFloat), other = pool_.take(64, at::kFloat);
   EXPECT_NE(address(one), address(other));

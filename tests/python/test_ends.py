@@ -107,6 +107,74 @@ def test_a_script_ends_as_it_says(command, how, tmp_path):
             assert code or not done.stderr, done.stderr
 
 
+FORK = """
+child = os.fork()
+if child == 0:
+    try:
+        engine.step()
+    except ValueError as error:
+        right = 'was forked from process' in str(error)
+    del engine, model
+    sys.exit(0 if right else 3)
+assert os.waitpid(child, 0)[1] == 0
+train(model, engine)
+"""
+IN_FILES = {"device": "nvme", "nvme_path": "FOLDER"}
+# Each has threads, rings or mappings that others lack: side threads that sum, shared memory, gathers, files.
+ENGINES = {
+    "that sums": (2, {}),
+    "that gathers": (3, {}),
+    "that gathers and shares no memory": (3, {"shared_memory": False}),
+    "with states in files": (2, {"offload_optimizer": IN_FILES}),
+    "with all in files": (3, {"offload_optimizer": IN_FILES, "offload_param": IN_FILES}),
+}
+
+
+@pytest.mark.parametrize("which", ENGINES)
+def test_a_forked_child_leaves_its_parent_an_engine(command, which, tmp_path):
+    stage, section = ENGINES[which]
+    own = {"shared_memory": section["shared_memory"]} if "shared_memory" in section else {}
+    section = {key: value for key, value in section.items() if key not in own}
+    script = tmp_path / "train.py"
+    beginning = BEGINNING.replace("model, engine = make()", f"model, engine = make({stage}, **{section!r})")
+    beginning = beginning.replace('"zero_optimization": section', f'"zero_optimization": section, "deeptide": {own!r}')
+    script.write_text(beginning.replace("FOLDER", str(tmp_path)) + FORK)
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in pool.map(lambda _: _run(command, script), range(RUNS)):
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+CELL = BEGINNING.replace('"train_batch_size": 4', '"train_batch_size": 2')
+# {who runs it: (the arguments of Python, what it reads)}
+ALONE = {
+    "a notebook, whose cell runs again": (
+        ["-c", "cell = open('cell.py').read()\nfor _ in range(3):\n    exec(cell)"],
+        None,
+    ),
+    "a prompt": (["-i", "-q", "cell.py"], "train(model, engine)\nexit()\n"),
+    "a prompt that is closed": (["-i", "-q", "cell.py"], ""),
+    "pytest": (["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_cell.py"], None),
+    "a module": (["-m", "cell"], None),
+}
+
+
+@pytest.mark.parametrize("who", ALONE)
+def test_who_runs_a_script_sees_it_end(who, tmp_path):
+    arguments, typed = ALONE[who]
+    (tmp_path / "cell.py").write_text(CELL)
+    (tmp_path / "test_cell.py").write_text("from cell import *\n\n\ndef test():\n    train(model, engine)\n")
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    environment = {**os.environ, "PYTHONPATH": package, "DEEPTIDE_LOG_LEVEL": "warning"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    words = [sys.executable, *arguments]
+    for _ in range(RUNS):
+        done = subprocess.run(
+            words, input=typed, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        prompts = done.stderr.replace(">>> ", "").strip()
+        assert (done.returncode, prompts) == (0, ""), done.stdout
+
+
 def test_a_forked_child_may_drop_an_engine_but_not_use_it():
     code = BEGINNING + (
         "child = os.fork()\n"

@@ -123,9 +123,12 @@ std::string nearest(std::string_view name, const std::vector<std::string>& candi
   return best;
 }
 
-std::string suggest(std::string_view name, const std::vector<std::string>& siblings) {
+std::string suggest(std::string_view name, const std::vector<std::string>& siblings, std::string_view section) {
   if (name.size() > kLongestName) return "";
   const std::set<std::string> places = other_places(name);
+  if (places.contains(std::string(section))) {  // for many other types
+    return "; this type has no such key, but " + quoted_list({siblings.begin(), siblings.end()});
+  }
   if (!places.empty()) return "; it belongs under " + quoted_list(places);
   std::string meant = nearest(name, siblings);
   if (meant.empty()) meant = slip_elsewhere(name);

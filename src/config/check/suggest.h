@@ -18,6 +18,6 @@ size_t edit_distance(std::string_view a, std::string_view b);
 std::string nearest(std::string_view name, const std::vector<std::string>& candidates);
 
 /// The hint for the unknown key `name` in a section with `siblings`: where it belongs or which key was meant.
-std::string suggest(std::string_view name, const std::vector<std::string>& siblings);
+std::string suggest(std::string_view name, const std::vector<std::string>& siblings, std::string_view section);
 
 }  // namespace deeptide::config

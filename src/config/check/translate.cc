@@ -36,6 +36,14 @@ bool decays_as_torch(const Values& values) {
          values.flag("optimizer.params.adam_w_mode");
 }
 
+/// torch's GradScaler halves at once and doubles every 2,000 steps; keys of the fp16 section say otherwise.
+bool scales_as_torch(const Values& values) {
+  const std::string precision = values.word("torch_autocast.dtype");
+  const bool is_half =
+      precision == "float16" || precision == "torch.float16" || precision == "fp16" || precision == "half";
+  return values.flag("torch_autocast.enabled") && is_half;
+}
+
 }  // namespace
 
 void translate(const Values& values, Config::Sections& sections) {
@@ -45,6 +53,11 @@ void translate(const Values& values, Config::Sections& sections) {
     offload.ratio = 1.0;
   }
   if (asks_for_parameters(values)) std::get<OffloadParamConfig>(sections).device = OffloadDevice::cpu;
+  if (scales_as_torch(values)) {
+    auto& precision = std::get<PrecisionConfig>(sections);
+    if (!values.given("fp16.hysteresis")) precision.hysteresis = 1;
+    if (!values.given("fp16.loss_scale_window")) precision.loss_scale_window = 2000;
+  }
   if (clips_in_optimizer(values)) std::get<GradientConfig>(sections).clipping = values.number(kMaxNorm);
   if (decays_as_torch(values)) std::get<OptimizerConfig>(sections).defaults.set("weight_decay", kTorchDecay);
 }

@@ -64,7 +64,7 @@ class Walk {
     if (section.open || (variant && variant->open)) return;
     for (const JsonMember& member : object.members) {
       if (is_comment(member.key) || std::find(known.begin(), known.end(), member.key) != known.end()) continue;
-      problems_.add(member.line, at.below("", &member).shown, "unknown key" + suggest(member.key, known));
+      problems_.add(member.line, at.below("", &member).shown, "unknown key" + suggest(member.key, known, at.path));
     }
   }
 

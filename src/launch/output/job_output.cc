@@ -43,7 +43,10 @@ int open_log(const std::string& path) {
 }  // namespace
 
 JobOutput::JobOutput(const Options& options)
-    : log_dir_(options.log_dir), rank_prefix_(options.rank_prefix), quiet_(options.quiet), level_(options.log_level) {
+    : log_dir_(options.log_dir),
+      rank_prefix_(options.rank_prefix),
+      quiet_(options.quiet && !options.under_starter),
+      level_(options.log_level) {
   sinks_.push_back(std::make_unique<Sink>(STDOUT_FILENO));
   output_ = errors_ = sinks_.back().get();
   if (!same_file(STDOUT_FILENO, STDERR_FILENO)) {
