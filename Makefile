@@ -167,8 +167,12 @@ docs: configure-all  ## Write docs/config.md, its JSON schema and docs/from-deep
 	@$(PYTHON) tools/from_deepspeed.py
 
 # c++ as CMake finds it, where the backend would take g++: then a compiler cache recognises what was built before.
-wheel: setup-wheel  ## Build a wheel against the torch in .venv, into dist/
-	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist .
+wheel: setup-wheel  ## Build an sdist, and from it a wheel against the torch in .venv, into dist/
+	@rm -rf build-sdist dist/deeptide-*.tar.gz && mkdir build-sdist
+	@$(PYTHON) -c "from scikit_build_core.build import build_sdist; build_sdist('dist')" >build-sdist/log
+	@tar -xzf dist/deeptide-*.tar.gz -C build-sdist --strip-components 1
+	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist \
+	  ./build-sdist
 
 test-wheel: wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
 	@$(PYTHON) tests/wheel/wheel_test.py "$$(ls -t dist/deeptide-*.whl | head -n 1)"

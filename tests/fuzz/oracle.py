@@ -56,7 +56,8 @@ def traits_of(program, setting):
 def _traits(setting, phase):
     """What plain torch's expectations depend on."""
     several = phase["world"] > 1
-    gated = several and setting.stage == 3 and not setting.shared
+    # In files they are as far from a rank that is alone as from one of many.
+    gated = setting.stage == 3 and (phase["offload"] or (several and not setting.shared))
     whole = not several or (setting.stage < 3 and not setting.shared)
     in_files = {kind for kind, share in placement_of(phase, setting).items() if share != "100%"}
     return gated, whole and is_low(phase), setting.stage >= 2, phase["offload"] or "optimizer_states" in in_files
@@ -311,6 +312,8 @@ def rebuild(life, act, saves):
         raise UndefinedError("what a rebuild makes of a model that has changed, and of graphs from before")
     if life.program["model"]["left_out"] or life.has_frozen_or_thawed():
         raise UndefinedError("what a rebuild makes of parameters that no group has, or that were frozen since")
+    if any(rank.hyper != life.ranks[0].hyper for rank in life.ranks):
+        raise UndefinedError("which rank tells first that ranks have other rates: the rebuild, or the step")
     within = life.micro_steps % life.phase["gas"] and life.override is None
     if within or any(rank.sums for rank in life.ranks):
         life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER)

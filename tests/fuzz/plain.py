@@ -157,7 +157,7 @@ class Life:
     def __init__(self, program, phase, setting, noise=None):
         self.program, self.phase, self.noise = program, phase, noise
         world, self.setting = phase["world"], setting
-        self.gated = world > 1 and setting.stage == 3 and not setting.shared
+        self.gated = setting.stage == 3 and (phase["offload"] or (world > 1 and not setting.shared))
         self.whole = world == 1 or (setting.stage < 3 and not setting.shared)
         spec, seed = program["model"], program["seed"]
         models = [subject.make(spec, seed) for _ in range(world)]

@@ -16,7 +16,7 @@ from programs import acts_of, is_low
 # rounding may move them; a program's tolerance at a value is MARGIN times what that moved the value, and at least FLOOR
 # of its size: a sum of as many terms rounds differently. In bf16 an element moves by a whole step or not at all. Which
 # ones may is shown by noise that is MARGIN times as large, and what that moves counts as it is.
-MARGIN = 16
+MARGIN = 24  # two noises show less than rounding does now and then
 FLOOR = 2e-6
 FLOOR_OF_LOW = 2.0**-7  # in bf16 one element of a parameter may round to its neighbour
 FLOOR_OF_MASTERS = 2.0**-10  # which moves the fp32 values beside it by less

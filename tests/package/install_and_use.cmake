@@ -13,6 +13,7 @@ file(REMOVE_RECURSE ${prefix} ${WORK_DIR}/consumer)
 run(${CMAKE_COMMAND} --install ${BUILD_DIR} --prefix ${prefix} --component deeptide)
 run(${CMAKE_COMMAND} -S ${SOURCE_DIR} -B ${WORK_DIR}/consumer -G ${GENERATOR} -D CMAKE_MAKE_PROGRAM=${MAKE_PROGRAM}
   -D CMAKE_PREFIX_PATH=${prefix} -D CMAKE_CXX_COMPILER=${CXX_COMPILER}
+  -D QUICKSTART=${SOURCE_DIR}/../../../examples/quickstart.cc
   -D CMAKE_CXX_COMPILER_LAUNCHER=${CXX_COMPILER_LAUNCHER})
 run(${CMAKE_COMMAND} --build ${WORK_DIR}/consumer)
 
@@ -23,4 +24,8 @@ endif()
 run(${prefix}/bin/deeptide -q --num_ranks 2 ${WORK_DIR}/consumer/consumer)
 if(NOT output MATCHES "\\[rank 1\\] stage 3, micro-batch 4")
   message(FATAL_ERROR "the installed launcher printed: ${output}")
+endif()
+run(${prefix}/bin/deeptide -q --num_ranks 2 ${WORK_DIR}/consumer/quickstart)
+if(NOT output MATCHES "epoch 9 loss 0\\.")
+  message(FATAL_ERROR "the quickstart outside the tree printed: ${output}")
 endif()

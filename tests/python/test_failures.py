@@ -184,9 +184,9 @@ def raise_and_stay_in_process(stage, folder):
             raise_in("forward", engine, folder)
         train(engine)
     except deeptide.CommError as error:
-        print(json.dumps(str(error)))
+        print(json.dumps(str(error)), flush=True)
     except ValueError as error:
-        print(json.dumps(str(error)))
+        print(json.dumps(str(error)), flush=True)
     open(os.path.join(folder, str(rank)), "w").close()
     while len(os.listdir(folder)) < 3:
         time.sleep(0.05)

@@ -153,10 +153,11 @@ class Experts(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(3)
-        self.wte = torch.nn.Embedding(8, 6)
-        self.experts = torch.nn.Parameter(torch.randn(3, 6, 10) / 4)
-        self.conv = torch.nn.Parameter(torch.randn(4, 3, 2, 2) / 4)
+        with models._seeding:  # ranks as threads share one generator
+            torch.manual_seed(3)
+            self.wte = torch.nn.Embedding(8, 6)
+            self.experts = torch.nn.Parameter(torch.randn(3, 6, 10) / 4)
+            self.conv = torch.nn.Parameter(torch.randn(4, 3, 2, 2) / 4)
 
     def forward(self, x):
         mixed = torch.einsum("bd,edh->beh", self.wte(x), self.experts).tanh()

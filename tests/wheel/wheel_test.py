@@ -8,6 +8,7 @@ Run as: wheel_test.py <wheel>, by the Python of an environment that has torch. `
 import json
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -27,6 +28,56 @@ TORCH = re.compile(r"lib(c10|torch|torch_cpu|torch_cuda|torch_python|c10_cuda)\.
 # The packages that are there already: all of this environment's, but none of ours and nothing that runs by itself.
 NOT_THERE = re.compile(r"_?deeptide|__pycache__|.*\.pth$")
 
+LORA = """
+import sys
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+text = torch.tensor(list(open(__file__, "rb").read()))
+rows = [{"input_ids": row, "labels": row} for row in text.unfold(0, 32, 4)]
+config = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+arguments = TrainingArguments(
+    output_dir="out", deepspeed=config, per_device_train_batch_size=4, learning_rate=1e-2, max_steps=8,
+    logging_steps=2, save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True,
+)
+model = LlamaForCausalLM(
+    LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+)
+model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+Trainer(model=model, args=arguments, train_dataset=rows).train(resume_from_checkpoint="again" in sys.argv)
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+inputs = torch.randn(64, 8)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+losses = []
+for epoch in range(3):
+    for x, y in data:
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(accelerator.gather(loss.detach()).mean().item())
+assert losses[-1] < losses[0] / 2, losses
+stage = accelerator.state.deepspeed_plugin.zero_stage
+print(f"rank {accelerator.process_index} of {accelerator.num_processes} at stage {stage}: learned", flush=True)
+"""
+
 
 class Wheel(unittest.TestCase):
     """One environment for all tests: made once, it takes seconds."""
@@ -45,13 +96,21 @@ class Wheel(unittest.TestCase):
         cls.run_in("python", "-m", "pip", "install", "--quiet", "--no-index", str(WHEEL))
 
     @classmethod
-    def run_in(cls, program: str, *args: str) -> str:
+    def folder_of(cls, name: str, files: dict[str, str]) -> Path:
+        folder = Path(cls.folder.name) / name
+        folder.mkdir()
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        return folder
+
+    @classmethod
+    def run_in(cls, program: str, *args: str, folder: Path | None = None) -> str:
         """Runs a program of the environment with no variable and no folder of this tree; returns its output."""
         variables = {"PATH": f"{cls.bin}:/usr/bin:/bin", "HOME": cls.folder.name, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [cls.bin / program, *args],
             env=variables,
-            cwd=cls.folder.name,
+            cwd=folder or cls.folder.name,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -120,6 +179,45 @@ class Wheel(unittest.TestCase):
         self.assertLess(losses[-1], losses[0] - 1, output)
         self.assertTrue((folder / "out" / "checkpoint-40" / "latest").exists(), output)
         self.assertTrue((folder / "out" / "model" / "config.json").exists(), output)
+
+    def test_trainer_with_lora_goes_on_from_a_checkpoint(self) -> None:
+        """The frozen base is gathered at stage 3, and checkpoints are read by a second process."""
+        folder = self.folder_of("lora", {"train.py": LORA})
+        launch = ("deeptide", "--as-deepspeed", "--quiet", "--num_ranks", "2", "--python", str(self.bin / "python"))
+        straight = self.run_in(*launch, "train.py", folder=folder)
+        shutil.rmtree(folder / "out" / "checkpoint-8")
+        resumed = self.run_in(*launch, "train.py", "again", folder=folder)
+        losses = [re.findall(r"'loss': '?([0-9.]+)", output) for output in (straight, resumed)]
+        self.assertEqual(len(losses[0]), 4, straight)
+        self.assertEqual(losses[1], losses[0][2:], resumed)
+        self.assertTrue((folder / "out" / "checkpoint-8" / "adapter_model.safetensors").exists(), resumed)
+
+    def test_accelerate_launches(self) -> None:
+        config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+        folder = self.folder_of("accelerate", {"train.py": ACCELERATE, "ds_config.json": json.dumps(config)})
+        options = ("--num_processes", "2", "--use_deepspeed", "--deepspeed_config_file", "ds_config.json")
+        output = self.run_in("accelerate", "launch", *options, "train.py", folder=folder)
+        self.assertEqual(sorted(re.findall(r"rank (\d) of 2 at stage 3: learned", output)), ["0", "1"], output)
+
+    def test_plan_needs_no_model(self) -> None:
+        folder = self.folder_of(
+            "plan", {"ds_config.json": '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}'}
+        )
+        output = self.run_in(
+            *("deeptide", "plan", "--config", "ds_config.json", "--params", "7B", "--layers", "32", "--num_ranks", "8"),
+            folder=folder,
+        )
+        self.assertRegex(output, r"optimizer states +[0-9.]+ GiB")
+
+    def test_quickstart_trains(self) -> None:
+        quickstart = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+        folder = self.folder_of("quickstart", {"quickstart.py": quickstart})
+        launch = ("deeptide", "--quiet", "--num_ranks", "2", "--python", str(self.bin / "python"))
+        losses = [
+            float(x) for x in re.findall(r"loss ([0-9.e-]+)", self.run_in(*launch, "quickstart.py", folder=folder))
+        ]
+        self.assertEqual(len(losses), 10)
+        self.assertLess(losses[-1], losses[0] / 2)
 
     def test_demo_trains(self) -> None:
         gpt = ROOT / "examples" / "gpt"
