@@ -174,7 +174,7 @@ wheel: setup-wheel  ## Build an sdist, and from it a wheel against the torch in 
 	@CXX="$${CXX:-c++}" CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) -m pip wheel --no-build-isolation --no-deps -w dist \
 	  ./build-sdist
 
-test-wheel: wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
+test-wheel: setup-test wheel  ## Install the wheel beside torch in an environment of its own; check what it needs, train with it
 	@$(PYTHON) tests/wheel/wheel_test.py "$$(ls -t dist/deeptide-*.whl | head -n 1)"
 
 wheel-deepspeed: build  ## Build the wheel that shows the interface under the name of deepspeed, into dist/
