@@ -23,8 +23,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle asan tsan clean help bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-checkpoint bench-comm bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -87,7 +87,12 @@ test-python: build-all
 RUNS ?= 36
 test-ends: build setup-test  ## Scripts that just end, in 14 ways, RUNS=36 times each: 500 short jobs beside each other
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH RUNS=$(RUNS) $(PYTHON) -m pytest -q \
-	  -n $(JOBS) tests/python/test_ends.py
+	  -n $(JOBS) tests/python/programs/test_ends.py
+
+KILLS ?= 100
+test-kills: build setup-test  ## Kill ranks at random moments of saves beside training, KILLS=100 times: 20 minutes
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH KILLS=$(KILLS) $(PYTHON) -m pytest -q \
+	  tests/python/checkpoint/test_async_saves.py -k kills_at_random
 
 test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces (as root; skipped otherwise)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal \
@@ -96,13 +101,19 @@ test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces 
 test-gpu: build-all  ## What a GPU can prove: kernels, and the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "test-gpu: torch finds no GPU here")'
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 \
-	  $(PYTHON) -m pytest -q -rs tests/python/test_on_accelerator.py \
-	  $(patsubst %,tests/python/test_%_on_accelerator.py,offload offload_param placement twin_flow)
+	  $(PYTHON) -m pytest -q -rs tests/python/accelerator/test_on_accelerator.py \
+	  $(patsubst %,tests/python/accelerator/test_%_on_accelerator.py,offload offload_param placement twin_flow)
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -L gpu
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \
 	  -n $(JOBS) --dist loadfile $(ARGS)
+
+# DIR: a checkout of DeepSpeed without its folder `deepspeed`; PYTHON: one with pytest 7.2 to 8.3, hjson and py-cpuinfo.
+MOST ?= 5
+test-deepspeed-units: build  ## DeepSpeed's own unit tests on Deeptide under its name (DIR=…, PYTHON=…, FILES="…", MOST=cases per test)
+	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH MOST=$(MOST) $(PYTHON) \
+	  tests/deepspeed/run_units.py $(DIR) $(FILES)
 
 # Programs of user actions on the engine and on plain torch: docs/testing.md. ARGS: --seed 7, --program file.json, …
 FUZZ_SECONDS ?= 3600
@@ -131,6 +142,9 @@ bench-swap: build  ## Optimizer states between files and memory, beside fio (ARG
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_swap_bench
 	@$(PYTHON) bench/swap.py --program $(abspath $(BUILD))/bench/deeptide_swap_bench $(ARGS)
 
+bench-checkpoint: build  ## Saves beside a direct write, torch.save and DCP (ARGS=--folder=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/checkpoint.py $(ARGS)
+
 bench-link: build  ## Steps of Adam and of 1-bit Adam over a link of 1 Gbit/s, as root (ARGS=…)
 	@$(PYTHON) bench/slow_link.py --deeptide $(abspath $(BUILD))/python $(ARGS)
 
@@ -149,6 +163,7 @@ bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 lint: setup-lint  ## Check format, layer order, Python style and Python types
 	@clang-format --dry-run -Werror $(CPP_FILES)
 	@$(PYTHON) tools/check_includes.py
+	@$(PYTHON) tools/check_links.py
 	@$(RUFF) check $(PYTHON_FOLDERS)
 	@$(RUFF) format --check $(PYTHON_FOLDERS)
 	@$(PYTHON) -m mypy
@@ -183,18 +198,27 @@ wheel-deepspeed: build  ## Build the wheel that shows the interface under the na
 bundle: setup-test  ## Write dist/deeptide.tar.xz: builds and tests itself where there is a compiler and torch, but no network
 	@tools/bundle.sh dist/deeptide.tar.xz
 
+# CI compiles the command alone (CUT=1): the bundle's paths are its own, so that a compiler cache knows nothing of it.
+test-bundle: bundle  ## Unpack that archive elsewhere, build it, run what it built (CUT=1: the command alone)
+	@$(PYTHON) tests/bundle/bundle_test.py dist/deeptide.tar.xz $(if $(CUT),,--whole)
+
+# LAYERS="comm engine": the tests of these alone. A layer without such tests is none's fault.
+LABELS_asan = unit ranks
+LABELS_tsan = ranks
+OF_LAYERS = $(if $(LAYERS),-R '^($(shell echo $(LAYERS) | tr ' ' '|'))(_|$$)' --no-tests=ignore)
+
 asan: sanitize-asan  ## Run unit tests and ranks as threads under the address and undefined-behaviour sanitizers
-	@$(CTEST) --preset asan -j $(WORKERS)
-	@$(CTEST) --preset asan-ranks -j $(WORKERS)
+	@$(CTEST) --preset asan -j $(WORKERS) $(OF_LAYERS)
+	@$(CTEST) --preset asan-ranks -j $(WORKERS) $(OF_LAYERS)
 
 tsan: sanitize-tsan  ## Run ranks as threads under the thread sanitizer
-	@$(CTEST) --preset tsan -j $(WORKERS)
+	@$(CTEST) --preset tsan -j $(WORKERS) $(OF_LAYERS)
 
 .PHONY: sanitize-asan sanitize-tsan
 sanitize-asan: setup-clang
 sanitize-asan sanitize-tsan: sanitize-%: setup-test
 	@$(CMAKE) --preset $* -DPython3_EXECUTABLE=$(abspath $(PYTHON)) -DDEEPTIDE_UNITY=$(UNITY)
-	@$(CMAKE) --build --preset $* -j $(JOBS)
+	@$(CMAKE) --build --preset $* -j $(JOBS) $(if $(LAYERS),--target $(foreach label,$(LABELS_$*),$(addprefix deeptide_tests_$(label)_of_,$(LAYERS))))
 
 clean:  ## Remove all builds; .venv stays
 	rm -rf build build-* dist

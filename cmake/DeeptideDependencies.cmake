@@ -7,6 +7,7 @@ endif()
 find_package(nlohmann_json 3.11 REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(spdlog REQUIRED)
+find_path(DEEPTIDE_XXHASH_INCLUDE xxhash.h REQUIRED)  # used as a header only
 find_package(HWY CONFIG QUIET)
 if(NOT TARGET hwy::hwy)
   find_library(DEEPTIDE_HWY_LIBRARY hwy REQUIRED)

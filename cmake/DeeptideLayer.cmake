@@ -68,8 +68,8 @@ endfunction()
 
 # deeptide_add_test(<name> SOURCES … [THROUGH <layer>] [LABELS …] [PARTS <n>]): one gtest executable for a layer's tests,
 # with the objects up to that layer, or up to a higher one that they use too. For each label, the target
-# deeptide_tests_<label> builds its executables. Ranks mostly wait for each other, so a long program runs as n tests at
-# once, each with every n-th case.
+# deeptide_tests_<label> builds its executables; deeptide_tests_<label>_of_<layer>, those of one folder. Ranks mostly wait
+# for each other, so a long program runs as n tests at once, each with every n-th case.
 function(deeptide_add_test name)
   cmake_parse_arguments(ARG "" "PARTS;TIMEOUT;THROUGH" "SOURCES;LABELS;LIBRARIES" ${ARGN})
   if(NOT ARG_THROUGH)
@@ -86,11 +86,14 @@ function(deeptide_add_test name)
   if(deeptide_torch IN_LIST libraries)
     deeptide_precompile(deeptide_${name}_test tests)
   endif()
+  get_filename_component(layer ${CMAKE_CURRENT_SOURCE_DIR} NAME)
   foreach(label ${ARG_LABELS})
-    if(NOT TARGET deeptide_tests_${label})
-      add_custom_target(deeptide_tests_${label})
-    endif()
-    add_dependencies(deeptide_tests_${label} deeptide_${name}_test)
+    foreach(target deeptide_tests_${label} deeptide_tests_${label}_of_${layer})
+      if(NOT TARGET ${target})
+        add_custom_target(${target})
+      endif()
+      add_dependencies(${target} deeptide_${name}_test)
+    endforeach()
   endforeach()
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 600)

@@ -19,4 +19,7 @@ fi
 set -- --config "$config" --out "${OUT:-runs/demo}" --minutes 5
 [ -z "${DATA:-}" ] || set -- "$@" --data "$DATA"
 [ "${RESUME:-0}" != 1 ] || set -- "$@" --resume
-exec "$launcher" --quiet --num_ranks "${RANKS:-2}" --grace 60 --python "$python" "$here/gpt/gpt.py" "$@"
+code=0
+"$launcher" --quiet --num_ranks "${RANKS:-2}" --grace 60 --python "$python" "$here/gpt/gpt.py" "$@" || code=$?
+[ $code -ne 0 ] || "$python" -m deeptide._report_command "${OUT:-runs/demo}" | sed 's/^/Report: /'
+exit $code

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 archive=${1:?the archive to write, such as dist/deeptide.tar.xz}
 PACKAGES="nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libhwy-dev libgloo-dev libgtest-dev liburing-dev
-  libspdlog1.10 libfmt9 libhwy1"
+  libxxhash-dev libspdlog1.10 libfmt9 libhwy1"
 
 command -v dpkg >/dev/null || { echo "bundle: this needs Debian's dpkg, which lists a package's files" >&2; exit 1; }
 version=$(sed -nE 's/^project\(deeptide VERSION ([0-9.]+).*/\1/p' CMakeLists.txt)

@@ -73,6 +73,7 @@ needed_for() {
       have_header fmt/core.h || echo libfmt-dev
       have_header hwy/highway.h || echo libhwy-dev
       have_header gloo/algorithm.h || echo libgloo-dev
+      have_header xxhash.h || echo libxxhash-dev
       ;;
     lint) "$PYTHON3" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv ;;
     test) have_header gtest/gtest.h || echo libgtest-dev ;;

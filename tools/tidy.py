@@ -85,8 +85,8 @@ def all_sources() -> list[str]:
     return git("ls-files", "src/*.cc").split()
 
 
-def changed_files() -> list[str]:
-    """Returns the product's files that changed since the main branch or, on it, in the last commits."""
+def changed_files(folders: tuple[str, ...] = FOLDERS) -> list[str]:
+    """Returns the files below folders that changed since the main branch or, on it, in the last commits."""
     base = main_branch_base()
     if base:
         names = git("diff", "--name-only", "--diff-filter=d", base).split()
@@ -95,7 +95,7 @@ def changed_files() -> list[str]:
         for commit in git("rev-list", "--first-parent", f"--max-count={LAST_COMMITS}", "HEAD").split():
             names += by_turns(files_of(commit))
     names += git("ls-files", "--others", "--exclude-standard").split()
-    return [name for name in dict.fromkeys(names) if name.startswith(FOLDERS) and (ROOT / name).exists()]
+    return [name for name in dict.fromkeys(names) if name.startswith(folders) and (ROOT / name).exists()]
 
 
 def files_of(commit: str) -> list[str]:

@@ -157,7 +157,7 @@ class Trainer {
             .total_steps = total_};
   }
 
-  std::string sample() { return model_->generate("\n    def ", 400, /*temperature=*/0.5); }
+  std::string sample() { return model_->generate("\n    def ", 400, gpt::kTemperature); }
   const deeptide::Engine& engine() const { return engine_; }
   int64_t start() const { return start_; }
   const std::string& checkpoint() const { return checkpoint_; }

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import Tensor
 import deeptide
 from corpus import load_corpus
 from model import GPT
-from report import Report, Run
+from report import Report, Run, Sample
 from stop import INTERRUPTED, StopRequest
 
+PROMPT, TEMPERATURE = b"\n    def ", 0.5  # of the sample at the end: likely bytes, and not only the likeliest
 EXIT_INTERRUPTED = 130  # what a shell expects of a program that ^C ended
 
 
@@ -49,6 +51,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.config = deeptide.Config.from_file(args.config)
+        if not args.print_losses:  # `deeptide report` reads what this records
+            record = {"enabled": True, "output_path": str(args.out.parent), "job_name": args.out.name}
+            self.config = self.config.merged(json.dumps({"deeptide": {"jsonl_monitor": record}}))
         self.model = GPT(seed=args.seed)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.engine, *_ = deeptide.initialize(model=self.model, config=self.config)
@@ -146,8 +151,8 @@ def main() -> int:
         report.say(f"Stopped; nothing is lost, it is all in {trainer.checkpoint}. Go on with RESUME=1 (--resume).")
         return EXIT_INTERRUPTED
     if not args.print_losses:
-        sample = trainer.model.generate(b"\n    def ", 400, temperature=0.5)
-        report.summary(sample, trainer.engine.memory(), trainer.checkpoint)
+        text = trainer.model.generate(PROMPT, 400, TEMPERATURE)
+        report.summary(Sample(PROMPT, TEMPERATURE, text), trainer.engine.memory(), trainer.checkpoint)
     return 0
 
 

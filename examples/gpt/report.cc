@@ -180,10 +180,14 @@ void Report::summary(const std::string& sample, const std::vector<deeptide::Memo
                            static_cast<double>(run_.parameters) / 1e6, run_.ranks, run_.stage, run_.dtype)
             << fmt::format("{} steps in {} (min:s), {:.0f} tokens/s with evaluation and saving\n\n", steps_done_,
                            duration(seconds_), static_cast<double>(steps_done_ * run_.tokens_per_step) / seconds_)
+            << (start_ + steps_done_ < run_.total_steps
+                    ? fmt::format("Its time was up before step {}: --resume goes on, and it writes better\n\n",
+                                  run_.total_steps)
+                    : "")
             << fmt::format("Held-out loss: {:.3f} before, {:.3f} after (nats per byte; pure guessing is 5.545)\n\n",
                            held_out_losses_.front(), held_out_losses_.back())
-            << "It writes:\n"
-            << quoted(sample) << "\n"
+            << fmt::format("Prompted with \"def\", at temperature {}, it writes:\n", kTemperature) << quoted(sample)
+            << "\n"
             << memory_table(memory)
             << fmt::format("peak memory of this process (torch and data included): {}\n\n",
                            megabytes(resident_bytes("VmHWM")))

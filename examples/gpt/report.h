@@ -14,6 +14,8 @@
 
 namespace gpt {
 
+inline constexpr double kTemperature = 0.5;  // of the sample at the end: likely bytes, and not only the likeliest
+
 /// What stays the same during a run; the first line of losses.jsonl.
 struct Run {
   int64_t parameters = 0;

@@ -28,6 +28,27 @@ class Run:
     total_steps: int
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote, the prompt included, and how it was asked."""
+
+    prompt: bytes
+    temperature: float
+    text: bytes
+
+    def record(self, step: int) -> dict[str, object]:
+        """The last line of losses.jsonl. What has learned little writes blanks: `nonblank` is the share of the rest."""
+        written = printable(self.text[len(self.prompt) :])
+        nonblank = sum(not character.isspace() for character in written) / max(1, len(written))
+        return {
+            "step": step,
+            "sample": printable(self.text),
+            "prompt": printable(self.prompt),
+            "temperature": self.temperature,
+            "nonblank": round(nonblank, 3),
+        }
+
+
 def resident_bytes(field: str = "VmRSS") -> int:
     """Memory of this process; "VmHWM": at its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -118,25 +139,27 @@ class Report:
         if self.shown:
             self.steps_done = step - self.start
             self.seconds = time.monotonic() - self.began
-            self.losses.close()
             if self.bar is not None:
                 self.bar.close()
 
-    def summary(self, sample: bytes, memory: list, checkpoint: str) -> None:
+    def summary(self, sample: Sample, memory: list, checkpoint: str) -> None:
         """What one would show a friend."""
         if not self.shown:
             return
+        self.losses.write(json.dumps(sample.record(self.start + self.steps_done)) + "\n")
         run, steps = self.run, self.steps_done
         speed = steps * run.tokens_per_step / self.seconds
         print(RULE)
         million = run.parameters / 1e6
         print(f"A GPT with {million:.1f} M parameters: {run.ranks} ranks, ZeRO stage {run.stage}, {run.dtype}")
         print(f"{steps} steps in {duration(self.seconds)} (min:s), {speed:,.0f} tokens/s with evaluation and saving")
+        if self.start + steps < run.total_steps:
+            print(f"Its time was up before step {run.total_steps}: RESUME=1 (--resume) goes on, and it writes better")
         before, after = self.held_out_losses[0], self.held_out_losses[-1]
         print(f"\nHeld-out loss: {before:.3f} before, {after:.3f} after (nats per byte; pure guessing is 5.545)")
         print(
-            "\nIt writes:\n"
-            + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in printable(sample).strip("\n").splitlines())
+            f'\nPrompted with "{printable(sample.prompt).strip()}", at temperature {sample.temperature:g}, it writes:\n'
+            + "\n".join("  | " + line[:SAMPLE_WIDTH] for line in printable(sample.text).strip("\n").splitlines())
         )
         print("\n" + memory_table(memory))
         print(f"peak memory of this process (torch, Python and data included): {megabytes(resident_bytes('VmHWM'))}")

@@ -16,7 +16,7 @@ class DEEPTIDE_API Autocast {
  public:
   /// Errors: ValueError unless dtype is bf16 or fp16.
   Autocast(c10::DeviceType device, c10::ScalarType dtype);
-  /// As the configuration's "torch_autocast" has it; nothing where that is off.
+  /// Follows the configuration's "torch_autocast"; does nothing where that is off.
   explicit Autocast(const Engine& engine);
   ~Autocast();
   Autocast(const Autocast&) = delete;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the front of another language, such as the Python module, asks of the library besides what programs use.
+// The calls that a front in another language, such as the Python module, needs besides those of programs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -36,6 +37,10 @@ struct SchedulerParameters {
 
 /// Those that have a value; none without a schedule.
 DEEPTIDE_API SchedulerParameters scheduler_parameters(const Config& config);
+
+/// A section as JSON, with every key of the table: absent ones have their defaults, null where there is none.
+/// Errors: std::logic_error for a path that is no section.
+DEEPTIDE_API std::string section_text(const Config& config, std::string_view path);
 
 /// Computes the batch of the section "elasticity". Its `micro` is 0 where `world_size`, a number of ranks, is not one
 /// of the valid ones; 0: unknown, which only version 0.1 allows. Errors: ConfigError naming the key.

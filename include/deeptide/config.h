@@ -147,7 +147,7 @@ struct DEEPTIDE_API MemoryShare {
   int64_t bytes = 0;      // more than that; negative: less
 
   bool is_all() const { return fraction >= 1.0 && bytes >= 0; }
-  /// Of `total` bytes, how many lie in memory.
+  /// Returns how many of `total` bytes lie in memory.
   DEEPTIDE_API int64_t of(int64_t total) const;
 };
 
@@ -157,7 +157,7 @@ struct PlacementConfig {
   std::optional<MemoryShare> optimizer_states;  // absent: as offload_optimizer says
   std::optional<MemoryShare> parameters;        // absent: as offload_param says
   std::optional<MemoryShare> gradients;         // absent: in memory
-  // Of these, what an accelerator has; absent where the above are, and where it has all of it. A CPU's is in memory.
+  // The part that an accelerator holds; absent where the above are, and where it holds all. A CPU's is in memory.
   std::optional<MemoryShare> optimizer_states_on_device, parameters_on_device, gradients_on_device;
 };
 
@@ -223,6 +223,119 @@ struct GradientConfig {
 struct ReportConfig {
   std::optional<int64_t> steps_per_print;  // absent: no progress lines
   bool dump_state = false;
+  bool wall_clock_breakdown = false;  // where a step's time went, and what limits it
+  bool memory_breakdown = false;      // the ledger by role, with those lines
+};
+
+/// The section "flops_profiler".
+struct FlopsProfilerConfig {
+  bool enabled = false;
+  double recompute_fwd_factor = 0.0;
+  int64_t profile_step = 0;
+  int64_t module_depth = 0;  // -1: all
+  int64_t top_modules = 0;
+  bool detailed = false;
+  std::optional<std::string> output_file;  // absent: standard output
+};
+
+/// The section "comms_logger".
+struct CommsLoggerConfig {
+  bool enabled = false;
+  bool verbose = false;
+  bool prof_all = false;
+  std::vector<std::string> prof_ops;  // without prof_all: only these
+};
+
+/// The section "tensorboard", which the Python front reads: event files in output_path/job_name.
+struct TensorboardConfig {
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name;
+};
+
+/// The section "wandb", likewise.
+struct WandbConfig {
+  bool enabled = false;
+  std::optional<std::string> group;
+  std::optional<std::string> team;
+  std::string project;
+};
+
+/// The section "comet", likewise.
+struct CometConfig {
+  bool enabled = false;
+  int64_t samples_log_interval = 0;
+  std::optional<std::string> project, workspace, api_key, experiment_name, experiment_key;
+  std::optional<bool> online;
+  std::optional<std::string> mode;
+};
+
+/// The section "csv_monitor": files in output_path/job_name.
+struct CsvMonitorConfig {
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name;
+};
+
+/// The section "deeptide.jsonl_monitor": output_path/job_name/run.jsonl, which `deeptide report` reads.
+struct JsonlMonitorConfig {
+  bool enabled = false;
+  std::string output_path;
+  std::string job_name;
+};
+
+/// The section "deeptide.timeline": output_path/trace.rank0.json and so on.
+struct TimelineConfig {
+  bool enabled = false;
+  std::string output_path;
+  int64_t start_step = 0;  // the first one recorded, from 1
+  int64_t num_steps = 0;
+};
+
+/// The patterns of block-sparse attention: DeepSpeed's SparsityConfig classes, one name each.
+enum class SparsityMode : uint8_t { dense, fixed, variable, bigbird, bslongformer, local_sliding_window };
+enum class AttentionDirection : uint8_t { bidirectional, unidirectional };
+
+/// The section "sparse_attention": which blocks of a sequence attend to which. A mode reads the fields that it has.
+struct SparsityConfig {
+  SparsityMode mode = SparsityMode::fixed;
+  int64_t block = 16;  // elements of a block's side
+  bool different_layout_per_head = false;
+  int64_t num_local_blocks = 4;
+  int64_t num_global_blocks = 1;
+  AttentionDirection attention = AttentionDirection::bidirectional;
+  bool horizontal_global_attention = false;
+  int64_t num_different_global_patterns = 1;
+  int64_t num_random_blocks = 0;
+  std::vector<int64_t> local_window_blocks = {4};
+  std::vector<int64_t> global_block_indices = {0};
+  std::optional<std::vector<int64_t>> global_block_end_indices;
+  int64_t num_sliding_window_blocks = 3;
+};
+
+/// Which tensors a checkpoint has. trainable: without frozen parameters; weights: without optimizer states but masters.
+enum class SaveContents : uint8_t { all, trainable, weights };
+
+/// The section "checkpoint".
+struct CheckpointConfig {
+  bool background = false;     // "async": saves beside training
+  bool decoupled = false;      // likewise, in DeepSpeed's words
+  int64_t buffer_bytes = 0;    // through which a shard passes to its file
+  int64_t snapshot_bytes = 0;  // most memory for state that changes before it is written; 0: by what is available
+  SaveContents contents = SaveContents::all;
+  bool verify = true;           // a load compares all that it reads with the hashes before it changes anything
+  bool load_universal = false;  // without a tag, a load takes the one that `latest_universal` names
+  int64_t keep_last = 0;        // checkpoints of default tags that stay; 0: all
+  int64_t keep_every = 0;       // also those of steps that are multiples; 0: none
+  bool bf16_moments = false;    // optimizer states other than masters are saved in bf16
+  double loss_tolerance = 0;    // relative, of the first loss after a load from the last before the save; 0: any
+  std::string preempt_folder;   // "on_preempt": where a run saves that is asked to go; empty: it is not asked
+  std::vector<std::string> preempt_signals;  // by which
+  double preempt_deadline_s = 0.0;           // from the signal to the end of the save
+  int64_t preempt_exit_code = 0;             // with which the program ends then
+
+  bool handles_preemption() const { return !preempt_folder.empty(); }
+  bool saves_beside_training() const { return background || decoupled; }
 };
 
 struct DataConfig {
@@ -232,10 +345,10 @@ struct DataConfig {
 /// ordered: sums in one order, by pairs of ranks, so that a run repeats bit for bit; transport: in the transport's.
 enum class Reduction : uint8_t { ordered, transport };
 
-/// What happens when too many steps in a row were skipped.
+/// The answer to too many skipped steps in a row.
 enum class OnSkipped : uint8_t { skip, raise, rewind };
 
-/// What happens when replicated values differ between ranks.
+/// The answer to replicated values that differ between ranks.
 enum class OnDrift : uint8_t { warn, sync, stop };
 
 /// Whether a separate thread sums gradients during backward; automatic: if a core is idle.
@@ -269,9 +382,11 @@ struct RuntimeConfig {
 class DEEPTIDE_API Config {
  public:
   /// Every section, found by its type.
-  using Sections = std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig,
-                              OffloadParamConfig, PlacementConfig, ElasticityConfig, PrecisionConfig, GradientConfig,
-                              ReportConfig, DataConfig, RuntimeConfig>;
+  using Sections =
+      std::tuple<BatchConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, OffloadOptimizerConfig, OffloadParamConfig,
+                 PlacementConfig, ElasticityConfig, PrecisionConfig, GradientConfig, ReportConfig, FlopsProfilerConfig,
+                 CommsLoggerConfig, TensorboardConfig, WandbConfig, CometConfig, CsvMonitorConfig, JsonlMonitorConfig,
+                 TimelineConfig, SparsityConfig, DataConfig, CheckpointConfig, RuntimeConfig>;
 
   Config();  // every key at its default
   static Config from_file(const std::string& path);
@@ -300,14 +415,24 @@ class DEEPTIDE_API Config {
   const PrecisionConfig& precision() const { return std::get<PrecisionConfig>(sections_); }
   const GradientConfig& gradients() const { return std::get<GradientConfig>(sections_); }
   const ReportConfig& report() const { return std::get<ReportConfig>(sections_); }
+  const FlopsProfilerConfig& flops_profiler() const { return std::get<FlopsProfilerConfig>(sections_); }
+  const CommsLoggerConfig& comms_logger() const { return std::get<CommsLoggerConfig>(sections_); }
+  const TensorboardConfig& tensorboard() const { return std::get<TensorboardConfig>(sections_); }
+  const WandbConfig& wandb() const { return std::get<WandbConfig>(sections_); }
+  const CometConfig& comet() const { return std::get<CometConfig>(sections_); }
+  const CsvMonitorConfig& csv_monitor() const { return std::get<CsvMonitorConfig>(sections_); }
+  const JsonlMonitorConfig& jsonl_monitor() const { return std::get<JsonlMonitorConfig>(sections_); }
+  const TimelineConfig& timeline() const { return std::get<TimelineConfig>(sections_); }
+  const SparsityConfig& sparse_attention() const { return std::get<SparsityConfig>(sections_); }
   const DataConfig& data() const { return std::get<DataConfig>(sections_); }
+  const CheckpointConfig& checkpoint() const { return std::get<CheckpointConfig>(sections_); }
   const RuntimeConfig& runtime() const { return std::get<RuntimeConfig>(sections_); }
   const Sections& sections() const { return sections_; }
 
   const std::string& origin() const { return origin_; }
   /// The text as read, for checkpoints.
   const std::string& text() const { return text_; }
-  /// What "auto" and absent keys became, one line each.
+  /// One line for each "auto" and absent key, with the value that it took.
   const std::vector<std::string>& decisions() const { return decisions_; }
 
  private:

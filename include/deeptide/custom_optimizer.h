@@ -14,7 +14,7 @@
 
 namespace deeptide {
 
-/// What a rank steps of one parameter: consecutive elements of the flattened parameter, or all of it in its shape.
+/// The part of one parameter that a rank steps: consecutive elements, flattened, or all of it in its shape.
 struct ParameterPart {
   std::string parameter;
   int64_t group = 0;  // of the engine's groups

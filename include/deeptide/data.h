@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "deeptide/errors.h"
@@ -36,6 +37,13 @@ class DEEPTIDE_API DistributedSampler {
   std::vector<int64_t> next();
   Position position() const;
   void set_position(Position position);
+  /// Returns the JSON object with the position added, under the key by which Python's DataLoader keeps its own there:
+  /// for Engine::save_checkpoint(directory, tag, sampler.add_position()). It is counted in samples of the whole world,
+  /// so it holds for another number of ranks too. Errors: ConfigError for a text that is no JSON object.
+  std::string add_position(const std::string& client_state_json = "{}") const;
+  /// Goes on where the position in LoadedCheckpoint::client_state_json was; false without one.
+  /// Errors: ConfigError, with the position unchanged, when it is of another dataset or seed, or no JSON object.
+  bool take_position(const std::string& client_state_json);
   /// The sample at `index` of the epoch's order: a bijection on [0, num_samples), by Feistel network and cycle walking.
   int64_t permute(int64_t epoch, int64_t index) const;
 

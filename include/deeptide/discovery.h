@@ -14,7 +14,7 @@ namespace deeptide {
 /// Port of rank 0's store if neither MASTER_PORT, nor a job's number, nor the program gives one.
 inline constexpr int kDefaultPort = 29500;
 
-/// What a launcher's variables state about this process, before any connection is made.
+/// The facts that a launcher's variables state about this process, before any connection is made.
 struct DEEPTIDE_API Discovery {
   int rank = 0;
   int size = 1;
@@ -33,8 +33,8 @@ struct DEEPTIDE_API Discovery {
 /// Errors: ConfigError listing the variables that are missing, malformed, or contradict each other.
 DEEPTIDE_API std::optional<Discovery> discover_world(int default_port = kDefaultPort);
 
-/// What a program may state about its world; every field has a default. Names and defaults equal those of Python's
-/// init_distributed, and so DeepSpeed's.
+/// The facts that a program may state about its world; every field has a default. Names and defaults equal those of
+/// Python's init_distributed, and so DeepSpeed's.
 struct DEEPTIDE_API DistributedOptions {
   std::string dist_backend;                          // "gloo", or empty for gloo; World::make_backend provides others
   bool auto_mpi_discovery = true;                    // false: read only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT

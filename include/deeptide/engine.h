@@ -15,6 +15,7 @@
 #include "deeptide/config.h"
 #include "deeptide/custom_optimizer.h"
 #include "deeptide/errors.h"
+#include "deeptide/reports.h"
 #include "deeptide/world.h"
 
 namespace torch::nn {
@@ -43,7 +44,7 @@ struct Fp32Pattern {
   bool fp16_only = false;  // not where it computes in bf16
 };
 
-/// What the engine needs to know about a model, in whichever language it is written.
+/// A model as the engine sees it, in whichever language it is written.
 struct ModelDescription {
   std::vector<NamedTensor> parameters;              // every name in module order; tied parameters once per name
   std::vector<NamedTensor> buffers;                 // that checkpoints hold
@@ -58,6 +59,10 @@ struct ParameterGroup {
   Hyperparameters hyperparameters;
 };
 
+namespace engine {
+struct Axes;
+}  // namespace engine
+
 struct InitOptions {
   std::optional<World> world;            // absent: init_distributed()
   std::vector<ParameterGroup> groups;    // empty: one group of all trainable parameters
@@ -67,16 +72,18 @@ struct InitOptions {
   std::function<ModelDescription()> describe = {};
   /// Steps in the place of `optimizer`. Its groups have hyper-parameters of its info().
   std::shared_ptr<CustomOptimizer> custom = {};
+  /// Axes beside the data axis. Null: there are none; no key of the configuration makes any yet.
+  std::shared_ptr<const engine::Axes> axes = {};
 };
 
-/// What a call of Engine::step() did with the parameters.
+/// The effect of Engine::step() on the parameters.
 enum class StepResult : uint8_t {
   applied,       // stepped them
   accumulating,  // left them: more micro-batches come first
   non_finite,    // left them, and every state: a gradient is not finite
 };
 
-/// What a call of Engine::step() did.
+/// The report of one call of Engine::step().
 struct StepOutcome {
   StepResult result = StepResult::accumulating;
   int64_t step = 0;           // applied + skipped optimizer steps so far
@@ -89,12 +96,15 @@ struct StepOutcome {
   int rank = -1;              // rank that produced it
   std::string phase;          // where: "forward" if its loss was not finite already, else "backward"; else empty
   int64_t sent_bytes = 0;     // by this rank to others since the last step: gradients, and parameters made whole
+  std::string saved;          // the folder of a checkpoint that is complete since the last step, saved beside training
+  std::string save_error;     // why one was not saved, with the rank and the file; training goes on
+  bool preempted = false;     // "on_preempt": a rank was asked to go, and all save after this step
   int64_t rewound_to = -1;    // the step after which the state was that this call has brought back; -1: none
   bool applied() const { return result == StepResult::applied; }
   explicit operator bool() const { return applied(); }
 };
 
-/// What memory is for.
+/// The purpose of memory.
 enum class MemoryRole : uint8_t { parameters, gradients, optimizer_states, gathered, communication };
 /// "parameters", "gradients", "optimizer states", "gathered peak", "communication".
 DEEPTIDE_API const char* text(MemoryRole role);
@@ -122,7 +132,7 @@ struct LocalState {
   at::Tensor values;  // (elements,) fp32, on the CPU
 };
 
-/// What Engine::offload_states moves, and where to.
+/// The states that Engine::offload_states moves, and their destination.
 struct OffloadStates {
   /// nvme: files. cpu: the host's memory, where a CPU engine has them anyway.
   OffloadDevice to = OffloadDevice::nvme;
@@ -130,6 +140,13 @@ struct OffloadStates {
   bool moments = true;
   bool masters = true;    // of 16-bit parameters; packed ones: what they keep beside these
   bool gradients = true;  // memory of their sums, which are empty between two steps
+};
+
+struct SaveOptions {
+  bool save_latest = true;
+  bool exclude_frozen_parameters = false;  // as an adapter's base: a load leaves them as they are
+  std::optional<bool> blocking;            // absent: as the configuration's "checkpoint" says
+  std::optional<SaveContents> contents;    // likewise
 };
 
 struct LoadOptions {
@@ -177,7 +194,7 @@ class DEEPTIDE_API Engine {
   const Config& config() const;
   at::Device device() const;
 
-  /// What the next backward multiplies its loss by; 1 unless the model computes in fp16.
+  /// The factor of the next backward's loss; 1 unless the model computes in fp16.
   double loss_scale() const;
 
   /// Optimizer groups; 0 without an optimizer.
@@ -189,11 +206,24 @@ class DEEPTIDE_API Engine {
   int64_t hyperparameters_version() const;
   std::vector<std::string> group_parameters(int64_t group) const;
 
-  /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder. Frozen parameters
-  /// may be left out, as an adapter's base: a load leaves them as they are.
+  /// Collective. `client_state_json`: any JSON object. Returns the path of the checkpoint's folder. Without `blocking`
+  /// it returns at once: a thread writes the state of now while training goes on, the folder appears when all ranks
+  /// have written, and a later outcome of step() says so, or why not. One such save at a time: the next one, a load and
+  /// the engine's end wait for it. Errors: CheckpointError naming the file.
+  std::string save_checkpoint(const std::string& directory, const std::string& tag,
+                              const std::string& client_state_json, const SaveOptions& options);
   std::string save_checkpoint(const std::string& directory, const std::string& tag = "",
                               const std::string& client_state_json = "{}", bool save_latest = true,
                               bool exclude_frozen_parameters = false);
+  /// Whether half of the deadline of "on_preempt" is over since a rank was asked to go: a program that does not come to
+  /// a step soon, since it evaluates, then calls preempt(). Looks at the other ranks once a second.
+  bool should_preempt();
+  /// Collective, with ranks that are in step() too: returns once all ranks stand between the same two steps, and drops
+  /// gradients of the one to come. Then save.
+  void preempt();
+  /// Collective. Waits for a save beside training. Returns the folder of the last one that no outcome has told of;
+  /// empty if there is none. Errors: CheckpointError naming the rank and the file, if it was not saved.
+  std::string wait_for_save();
   /// Collective. Empty if `tag` is empty and no `latest` exists. Without `strict`, what the checkpoint or the model
   /// lacks is told; what the checkpoint lacks stays as it is, and states of a weight that it has begin anew. Errors:
   /// CheckpointError listing what does not fit, with nothing changed.
@@ -216,6 +246,8 @@ class DEEPTIDE_API Engine {
   /// Collective. Overwrites `values` with rank `source`'s. Shapes and types: equal on all ranks. Errors: ValueError
   /// if `source` is no rank.
   void broadcast(const at::Tensor& values, int source);
+  /// Collective. Returns the mean of the ranks' values, the same on every rank.
+  double mean(double value);
   /// Collective. As full_state, but only the elements that this rank holds: its slice, or all at stage 0.
   std::optional<LocalState> local_state(const std::string& parameter, const std::string& role);
   /// Collective. Overwrites the elements that local_state returns. Errors: as set_full_state.
@@ -251,6 +283,25 @@ class DEEPTIDE_API Engine {
   int64_t peak_gathered_bytes() const;
   /// Returns the lines printed at start: dtypes, units, stage, decisions.
   std::string summary() const;
+
+  /// Says that the program has its batch and calls its model now, so that breakdowns tell data from forward. `tokens`:
+  /// of this rank's batch, for rates. Where no one says so, time between steps counts as forward.
+  void begin_forward(int64_t tokens = 0);
+  /// How this rank spent the last step, with "wall_clock_breakdown" or "deeptide.jsonl_monitor".
+  StepTimes step_times() const;
+  /// Names what limits the steps since the last line of a breakdown, with figures and a setting that would help; empty
+  /// without a breakdown, and before the third step.
+  std::string limit() const;
+  /// The engine's collectives, with "comms_logger".
+  std::vector<CollectiveLine> collectives() const;
+  /// A table of these with DeepSpeed's columns, and the ranks that are late.
+  std::string collectives_text() const;
+  /// Keeps scalars of each step for take_events(), for monitors of the program's own. All ranks call it.
+  void keep_events();
+  /// The scalars of the steps since the last call, on rank 0; nothing elsewhere.
+  std::vector<MonitorEvent> take_events();
+  /// The program profiles its modules itself: the engine leaves "flops_profiler" to it.
+  void leave_profile_to_program();
 
   struct Impl;
 

@@ -19,8 +19,8 @@ class DEEPTIDE_API GatheredParameters {
  public:
   /// Errors: ValueError if `source` is no rank; CommError.
   GatheredParameters(Engine& engine, std::vector<at::Tensor> parameters, std::optional<int> source = {});
-  /// As end(), but logs its errors. Where an exception leaves the scope, other ranks are not waited for, and what was
-  /// written is dropped.
+  /// Does as end(), but logs its errors. Where an exception leaves the scope, other ranks are not waited for, and
+  /// writes are dropped.
   ~GatheredParameters();
   GatheredParameters(const GatheredParameters&) = delete;
   GatheredParameters& operator=(const GatheredParameters&) = delete;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine would take of memory and disk, before any of it is taken.
+// Forecasts the memory and disk that an engine would take, before any of it is taken.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace deeptide {
 
-/// Where a planned job's ranks run.
+/// The hosts and ranks of a planned job.
 struct PlannedWorld {
   int size = 1;
   int ranks_per_host = 0;  // 0: one host has all
@@ -45,9 +45,9 @@ struct DEEPTIDE_API MemoryPlan {
   std::vector<PlanLine> lines;    // by role
   std::vector<PlanPhase> phases;  // in order
 
-  /// Of one rank, in its largest phase. Units: bytes, as below.
+  /// The bytes of one rank in its largest phase; all figures below are bytes.
   int64_t peak_bytes() const;
-  /// Of a host with all its ranks and their devices: memory, and files.
+  /// The memory and files of a host with all its ranks and their devices.
   int64_t host_bytes() const;
   int64_t host_file_bytes() const;
 };
@@ -66,14 +66,14 @@ struct FolderSpace {
   uint64_t device = 0;
 };
 
-/// What one host has left. Units: bytes.
+/// The room that one host has left. Units: bytes.
 struct MachineLimits {
   int64_t memory_bytes = 0;
   std::string bound;  // what leaves no more memory: "available memory", "the limit of /sys/fs/cgroup/job"
-  /// Of /dev/shm, where workers of data loaders put their batches. An engine's shared memory has no file there: it
-  /// counts as memory. Absent: there is none.
+  /// The room in /dev/shm, where workers of data loaders put their batches. An engine's shared memory has no file
+  /// there: it counts as memory. Absent: there is none.
   std::optional<int64_t> shared_memory_bytes;
-  /// What a process may lock (RLIMIT_MEMLOCK). The engine locks nothing: files are read and written through memory that
+  /// The memory that a process may lock (RLIMIT_MEMLOCK). The engine locks nothing: files go through memory that
   /// io_uring pins per transfer. Absent: no limit.
   std::optional<int64_t> lockable_bytes;
   std::vector<FolderSpace> folders;  // for files; blocks are striped over them

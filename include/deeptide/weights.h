@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Weights that others saved: safetensors files and folders, as Transformers writes them.
+// What others saved: weights in files of safetensors and torch, as Transformers writes them; DeepSpeed's checkpoints.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,9 +17,11 @@ class Module;
 
 namespace deeptide {
 
-/// The tensors of a safetensors file, or of a folder that has `model.safetensors` or several files beside a
-/// `model.safetensors.index.json`. Files are mapped: bytes are read where they are used, and the kernel may drop them
-/// again. Thread-safe.
+struct NamedTensor;
+
+/// The tensors of a file of safetensors or of torch.save, or of a folder that has `model.safetensors` or
+/// `pytorch_model.bin`, or several such files beside an index (`model.safetensors.index.json`). No code that a pickle
+/// names is run. Files are mapped: bytes are read where they are used, and the kernel may drop them again. Thread-safe.
 class DEEPTIDE_API WeightFile {
  public:
   /// Errors: CheckpointError that names the file and what is wrong with it.
@@ -31,7 +33,8 @@ class DEEPTIDE_API WeightFile {
   /// In the order of their names.
   std::vector<std::string> names() const;
   bool has(const std::string& name) const;
-  /// Returns a view of the file, which outlives this object. What is written to it stays in this process.
+  /// Returns a view of the file, which outlives this object, strided as it was saved. What is written to it stays in
+  /// this process.
   /// Errors: CheckpointError if there is no such tensor.
   at::Tensor tensor(const std::string& name) const;
 
@@ -51,5 +54,20 @@ struct LoadedWeights {
 /// the parameters, unit by unit. Ranks of a host read the same pages.
 /// Errors: CheckpointError on other shapes, with nothing copied; with `strict`, also on missing and unexpected names.
 DEEPTIDE_API LoadedWeights load_weights(torch::nn::Module& model, const std::string& path, bool strict = true);
+/// The same into tensors by name.
+DEEPTIDE_API LoadedWeights load_weights(const std::vector<NamedTensor>& targets, const std::string& path,
+                                        bool strict = true);
+
+/// What torch.load would read from a file, as JSON {"values": {"root": …}, "notes": …, "left_out": […]}; nothing that
+/// the file names is run, and small tensors are there in full. Errors: CheckpointError naming what is malformed.
+DEEPTIDE_API std::string describe_torch_file(const std::string& path);
+
+/// Writes DeepSpeed's checkpoint `<source>/<source_tag>`, of any ZeRO stage or universal, as one of this library:
+/// `<directory>/<tag>`, and `<directory>/latest`. One process does it, without model or group, and in little memory.
+/// An empty `source_tag` is the one that `latest_universal` or `latest` names; an empty `tag` is the same as there.
+/// Engine::load_checkpoint reads either form. Returns the new folder.
+/// Errors: CheckpointError that names the file and what is wrong with it, or cannot be read.
+DEEPTIDE_API std::string import_checkpoint(const std::string& source, const std::string& directory,
+                                           const std::string& source_tag = "", const std::string& tag = "");
 
 }  // namespace deeptide

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 from deeptide import accelerator as accelerator
+from deeptide import checkpoint as checkpoint
 from deeptide import comm as comm
 from deeptide import config as config
 from deeptide import data as data
@@ -27,6 +28,9 @@ from deeptide._C import make_world as make_world
 from deeptide._initialize import initialize as initialize
 from deeptide._log import DeeptideWarning as DeeptideWarning
 from deeptide._plan import plan as plan
+from deeptide._preemption import Preempted as Preempted
+from deeptide._weights import import_checkpoint as import_checkpoint
+from deeptide._weights import load_weights as load_weights
 from deeptide._world import init_distributed as init_distributed
 from deeptide.data import DataLoader as DataLoader
 from deeptide.data import RepeatingLoader as RepeatingLoader
@@ -45,6 +49,7 @@ __all__ = [
     "DriftError",
     "Engine",
     "NonFiniteError",
+    "Preempted",
     "RepeatingLoader",
     "StepOutcome",
     "StepResult",
@@ -52,8 +57,10 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "import_checkpoint",
     "init_distributed",
     "initialize",
+    "load_weights",
     "make_world",
     "plan",
 ]

@@ -130,8 +130,8 @@ class Answers:
         return self._config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether the parts of a step are timed: not supported yet, so always False."""
-        return False
+        """Whether the parts of a step are timed."""
+        return self._config.wall_clock_breakdown
 
     def get_lr(self) -> list[float]:
         """Each group's learning rate."""

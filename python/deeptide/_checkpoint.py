@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from deeptide.engine import Engine
 
 _PRIVATE_KEY = "__deeptide__"
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def _pack(value: object) -> str:
@@ -86,11 +98,34 @@ def _tuples_in(value: object) -> Iterator[list[str | int]]:
         yield []
 
 
-def _with_tuple(value: Any, path: list[str | int]) -> Any:
-    """`value` with a tuple in the place of the list at `path`."""
-    if not path:
+def _array_of(numbers: list[Any], dtype: str, shape: list[int]) -> torch.Tensor:
+    """`numbers`: as JSON has them; what is not finite is {"value": "nan"} there."""
+    plain = [float(number["value"]) if isinstance(number, dict) else number for number in numbers]
+    return torch.tensor(plain, dtype=_TYPES[dtype]).view(shape)
+
+
+def _restored(value: Any, kind: str, note: list[Any]) -> Any:
+    if kind == "tuples":
         return tuple(value)
-    value[path[0]] = _with_tuple(value[path[0]], path[1:])
+    if kind == "integer_keys":
+        return {int(key): entry for key, entry in value.items()}
+    array = _array_of(value, *note)
+    return array if kind == "tensors" else array.numpy()
+
+
+def _restore_notes(value: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
+    """What JSON had to write in another way, as it was: tensors, numpy's arrays, integer keys, tuples."""
+    found: list[tuple[list[str | int], str, list[Any]]] = []
+    for kind in ("tensors", "arrays"):
+        found += [(path, kind, rest) for path, *rest in notes.get(kind, ())]
+    for kind in ("integer_keys", "tuples"):
+        found += [(path, kind, []) for path in notes.get(kind, ())]
+    # Inner ones first: a path leads through what is still as JSON has it.
+    for path, kind, note in sorted(found, key=lambda entry: -len(entry[0])):
+        parent: Any = value
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = _restored(parent[path[-1]], kind, note)
     return value
 
 
@@ -144,6 +179,8 @@ def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> st
         private["extra_states"] = _pack_extra_states(extra_states)
     if engine.training_dataloader is not None:
         private["loader"] = engine.training_dataloader.state_dict()
+    if engine._less_work is not None:
+        private["less_work"] = engine._less_work.state_dict()
     if _is_client_schedule(engine.lr_scheduler):
         private["scheduler"] = _pack_schedule(engine.lr_scheduler)
     if tuples := list(_tuples_in(client_state)):
@@ -169,13 +206,18 @@ def unpack_client_state(
     """The caller's client state; restores what `pack_client_state` added, as far as it is there."""
     client_state: dict[str, Any] = json.loads(text)
     private = client_state.pop(_PRIVATE_KEY, {})
-    for path in private.get("tuples", ()):
-        client_state = _with_tuple(client_state, path)
+    client_state = _restore_notes(client_state, private)
     _restore_extra_states(private, engine, strict)
     if not all_states:
         return client_state
     if "loader" in private and engine.training_dataloader is not None:
         engine.training_dataloader.load_state_dict(private["loader"])
+        engine._own_batches = None  # train_batch() begins where the loader now is
+    if "less_work" in private and engine._less_work is not None:
+        engine._less_work.load_state_dict(private["less_work"])
     if schedule_too and "scheduler" in private and _is_client_schedule(engine.lr_scheduler):
         engine.lr_scheduler.load_state_dict(_unpack(private["scheduler"]))
+    elif schedule_too and "plain_scheduler" in private and _is_client_schedule(engine.lr_scheduler):
+        plain = private["plain_scheduler"]
+        engine.lr_scheduler.load_state_dict(_restore_notes(plain["values"], plain["notes"])["scheduler"])
     return client_state

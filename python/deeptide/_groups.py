@@ -16,7 +16,7 @@ from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
 from deeptide._log import say
 from deeptide._muon import muon_groups
-from deeptide._optimizer_trial import name_of, why_whole
+from deeptide._optimizer_trial import kept_elsewhere, name_of, why_whole
 
 if TYPE_CHECKING:
     from deeptide._custom_optimizer import PartStepper
@@ -156,7 +156,7 @@ def _numbers_in(groups: list[ParamGroup]) -> list[tuple[str, str, int, bool, flo
     numbers: list[tuple[str, str, int, bool, float]] = []
     for key, value in groups[0].items():
         values = [group.get(key) for group in groups]
-        several = isinstance(value, (tuple, list)) and len(value) > 0
+        several = isinstance(value, (tuple, list))
         if key in _NO_NUMBERS or not all(_is_like(other, value) for other in values):
             continue
         if several:
@@ -170,7 +170,7 @@ def _numbers_in(groups: list[ParamGroup]) -> list[tuple[str, str, int, bool, flo
 def _is_like(value: Any, first: Any) -> bool:
     """Whether it is a number, or are numbers, of the same kind as the first."""
     if isinstance(first, (tuple, list)):
-        return isinstance(value, type(first)) and len(value) == len(first) and all(map(_is_number, value))
+        return isinstance(value, type(first)) and len(value) == len(first) > 0 and all(map(_is_number, value))
     return _is_number(value) and isinstance(value, bool) == isinstance(first, bool)
 
 
@@ -295,7 +295,7 @@ def _plan_of_instance(
     _check_numbers(groups, info)
     for group in groups:
         if "decoupled_weight_decay" in keys_of(info):
-            group.setdefault("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+            group.setdefault("decoupled_weight_decay", type(optimizer) is not torch.optim.Adam)
         if "match_rms_adamw" in keys_of(info):
             group.setdefault("match_rms_adamw", group.get("adjust_lr_fn") == "match_rms_adamw")
             group.setdefault("use_muon", True)
@@ -329,6 +329,16 @@ def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], 
             "warning",
         )
         needs_whole = ""
+    if where := kept_elsewhere(optimizer):
+        text = (
+            f"optimizer {name_of(optimizer)} keeps what changes in each step in {where}, where neither checkpoints nor "
+            "rewinds find it: a resumed run would be another one"
+        )
+        if not config.zero.allow_untested_optimizer:
+            raise ConfigError(
+                f'{text}. Keep it in self.state[parameter], or accept that: "zero_allow_untested_optimizer": true'
+            )
+        say(text, "warning")
     for place, group in enumerate(groups):
         if not _is_number(group.get("lr")):
             raise ConfigError(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from deeptide.schedule import resolve_schedule
 
 if TYPE_CHECKING:
     from deeptide._lr_range import RangeTest
+    from deeptide.efficiency.loader import CurriculumLoader
 
 range_test: RangeTest | None = None  # the test that the next engine takes, under `deeptide lr-range`
 
@@ -33,11 +35,15 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
     world: World,
-) -> DataLoader | None:
+) -> DataLoader | CurriculumLoader | None:
     if training_data is None:
         if collate_fn is not None:
             raise ConfigError("collate_fn was given without training_data and would have no effect")
         return None
+    if json.loads(_C.config_section(config, "data_efficiency.data_sampling.curriculum_learning"))["enabled"]:
+        from deeptide.efficiency.loader import CurriculumLoader
+
+        return CurriculumLoader(training_data, config, config.batch_sizes(world.size), collate_fn, world)
     return DataLoader(
         training_data,
         batch_size=config.batch_sizes(world.size).micro,
@@ -63,7 +69,7 @@ def initialize(
     mesh_param: object = None,
     config_params: ConfigSource | None = None,
     world: World | None = None,
-) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | None, Any]:
+) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
     """Makes the engine; returns (engine, optimizer, loader, scheduler), None for what was not asked for. Collective.
 
     config: a path, a dict, a base64 string or a Config; else args.deepspeed_config names the file.
@@ -105,7 +111,7 @@ def make_engine(
     world: World | None = None,
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
-) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | None, Any]:
+) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
     """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()

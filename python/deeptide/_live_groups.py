@@ -86,11 +86,12 @@ class LiveGroups:
 
     def _set(self, number: int, changed: list[tuple[GroupKey, Any]], core: _C.Engine) -> None:
         numbers = [numbers_of(key, value) for key, value in changed]  # all, before any is set
-        held = self._held[number]
+        held = _C.Hyperparameters(self._held[number])  # which stays as it is where the core refuses
         for (key, _), values in zip(changed, numbers, strict=True):
             for name, value in zip(key.names, values, strict=True):
                 held[name] = value
         core.set_hyperparameters(number, held)
+        self._held[number] = held
 
     def _put_back(self, groups: list[ParamGroup]) -> None:
         """Gives groups the keys that a program took out, with what the core holds."""

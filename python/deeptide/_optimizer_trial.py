@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,6 +67,54 @@ def why_whole(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
+def kept_elsewhere(optimizer: torch.optim.Optimizer) -> str:
+    """Where it keeps what changes from step to step outside of its `state`; empty if nowhere.
+
+    Neither checkpoints nor rewinds find it there. Numbers in groups are hyper-parameters, which they have.
+    """
+    looks: list[dict[str, list[Any]]] = []
+    try:
+        _trial(optimizer, torch.float32, cut=None, looks=looks)
+    except Exception:  # who has no fp32 steps is refused elsewhere
+        return ""
+    first, last = looks[-2:]
+    return next((place for place, held in last.items() if not _are_equal(held, first.get(place, []))), "")
+
+
+def _are_equal(ones: list[Any], others: list[Any]) -> bool:
+    def is_equal(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor):
+            return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+
+    return len(ones) == len(others) and all(map(is_equal, ones, others))
+
+
+def _look(probe: torch.optim.Optimizer, values: list[torch.nn.Parameter]) -> dict[str, list[Any]]:
+    """{place: copies of the tensors and numbers there}, of attributes and of what groups hold beside numbers."""
+    lent = {value.untyped_storage().data_ptr() for value in values}
+    places: dict[str, list[Any]] = {}
+    for name, value in vars(probe).items():
+        if name not in ("state", "param_groups", "defaults"):
+            places[f"its attribute {name!r}"] = list(_leaves(value, lent))
+    for name, value in probe.param_groups[0].items():
+        if name != "params":
+            leaves = _leaves(value, lent)
+            places[f"its groups' {name!r}"] = [v for v in leaves if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return places
+
+
+def _leaves(value: Any, lent: set[int], depth: int = 4) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        if value.untyped_storage().data_ptr() not in lent:
+            yield value.detach().clone()
+    elif isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(entry, lent, depth - 1)
+
+
 def _values() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in _SHAPES]
@@ -77,8 +126,13 @@ def _halves(tensor: torch.Tensor, half: int | None) -> torch.Tensor:
     return tensor if half is None else tensor.flatten()[:middle] if half == 0 else tensor.flatten()[middle:]
 
 
-def _trial(optimizer: torch.optim.Optimizer, dtype: torch.dtype, cut: int | None) -> list[torch.Tensor]:
-    """How far the values move in a few steps. Gradients have a part that lasts: some rates grow with it."""
+def _trial(
+    optimizer: torch.optim.Optimizer, dtype: torch.dtype, cut: int | None, looks: list[Any] | None = None
+) -> list[torch.Tensor]:
+    """How far the values move in a few steps. Gradients have a part that lasts: some rates grow with it.
+
+    looks: takes what `_look` sees after each step.
+    """
     before = [_halves(value, cut).to(dtype) for value in _values()]
     values = [torch.nn.Parameter(value.clone()) for value in before]
     probe = _copy_without_state(optimizer, values)
@@ -92,6 +146,8 @@ def _trial(optimizer: torch.optim.Optimizer, dtype: torch.dtype, cut: int | None
                 gradient = mean + 0.5 * torch.randn(mean.shape, generator=generator)
                 value.grad = _halves(gradient, cut).to(dtype)
             type(optimizer).step(probe)
+            if looks is not None:
+                looks.append(_look(probe, values))
     return [value.detach() - start for value, start in zip(values, before, strict=True)]
 
 

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from deeptide._preemption import Preempted
+
 if TYPE_CHECKING:
     from deeptide.engine import Engine
 
@@ -26,6 +28,8 @@ def told(method: _Method) -> _Method:
                 engine._core.withdraw_error()
         try:
             return method(engine, *args, **kwargs)
+        except Preempted:
+            raise
         except BaseException as error:
             with contextlib.suppress(Exception):
                 engine._has_told = True

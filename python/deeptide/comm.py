@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from deeptide._log import say
 from deeptide._world import init_distributed
+from deeptide.utils import engines
 
 __all__ = [
     "ReduceOp",
+    "configure",
     "get_all_ranks_from_group",
     "get_local_rank",
     "get_world_group",
@@ -24,6 +27,7 @@ __all__ = [
     "inference_all_reduce",
     "init_distributed",
     "initialize_mesh_device",
+    "log_summary",
 ]
 
 
@@ -69,3 +73,25 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = 
 
 def __getattr__(name: str) -> object:
     return getattr(dist, name)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, dict[int, list[float]]] | None:
+    """Prints, on rank 0, the table of each live engine's collectives, which "comms_logger" has counted.
+
+    With return_dict: {operation: {bytes: [count, total ms, mean ms, algorithm Gbit/s, bus Gbit/s]}}. Which ranks are
+    late stands below the table, whatever `show_straggler` says.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    for engine in engines():
+        text = engine.comms_summary()
+        if text and engine.world.rank == 0:
+            print(text, flush=True)
+        for line in engine._core.collectives():
+            figures = [line.count, line.total_ms, line.mean_ms, line.algorithm_gbps, line.bus_gbps]
+            found.setdefault(line.operation, {})[line.bytes] = figures
+    return found if return_dict else None
+
+
+def configure(*_: object, **__: object) -> None:
+    """Says that the configuration's section "comms_logger" decides, before initialize."""
+    say('deepspeed.comm.configure has no effect: set "comms_logger": {"enabled": true} in the configuration')

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +29,41 @@ class _Batches:
         return self._sampler.batches_per_epoch()
 
 
+class _SeededBatches(_Batches):
+    """Likewise for _Seeded: (index, seed) each."""
+
+    def __init__(self, sampler: DistributedSampler, seed_of: Callable[[int], int]) -> None:
+        super().__init__(sampler)
+        self._seed_of = seed_of
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in super().__iter__():
+            yield [(index, self._seed_of(index)) for index in indices]
+
+
+class _Seeded(torch.utils.data.Dataset[Any]):
+    """A dataset for workers, whose random numbers follow the sample.
+
+    torch gives a worker a stream per epoch: a run that resumes within one, or with other workers, would draw others.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, item: tuple[int, int]) -> Any:
+        index, seed = item
+        _seed_generators(seed)
+        return self._dataset[index]
+
+
+class _SeededFetches(_Seeded):
+    """Of one that fetches several samples at once: their numbers follow the first of them."""
+
+    def __getitems__(self, items: list[tuple[int, int]]) -> Any:
+        _seed_generators(items[0][1])
+        return self._dataset.__getitems__([index for index, _ in items])
+
+
 def _count(dataset: object) -> int:
     if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
@@ -36,18 +73,30 @@ def _count(dataset: object) -> int:
     return len(dataset)
 
 
-def _worker_seed(seed: int, epoch: int, rank: int) -> int:
-    """What the workers' random numbers follow from: per epoch and per rank. The order of samples does not.
+def _mixed(*numbers: int) -> int:
+    """63 bits in which every number matters; unlike a hash of Python, the same in every process (splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E37_79B9_7F4A_7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58_476D_1CE4_E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D0_49BB_1331_11EB % 2**64
+        state ^= state >> 31
+    return state >> 1
 
-    torch's CPU generator reads the low 32 bits of a seed: multiples of an odd number keep the ranks apart there.
-    """
-    return (seed * 1_000_003 + epoch + rank * 0x9E37_79B1) % 2**63
+
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 class DataLoader:
     """This rank's micro-batches of `dataset`. Iterating again starts the next epoch, in another order.
 
-    A break leaves the epoch; `load_state_dict` goes on in its middle. Further keywords go to torch's DataLoader.
+    A break leaves the epoch; `load_state_dict` goes on in its middle. Further keywords go to torch's DataLoader. In
+    workers, torch's, Python's and NumPy's generators are seeded for each sample, from `seed`, the epoch and its index:
+    it is augmented alike after a resume, and by any number of workers and ranks.
     """
 
     def __init__(
@@ -76,9 +125,13 @@ class DataLoader:
         self._seed, self._rank = seed, rank
         # Without a generator of its own, torch's loader draws from the global one at each epoch: no exact resume.
         self._generator = torch.Generator()
+        batches, fetched = _Batches(self._sampler), dataset
+        if torch_options.get("num_workers", 0) > 0:
+            batches = _SeededBatches(self._sampler, lambda index: _mixed(self._seed, self._epoch, index))
+            fetched = (_SeededFetches if getattr(dataset, "__getitems__", None) else _Seeded)(dataset)
         self._torch_loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_sampler=_Batches(self._sampler),
+            fetched,
+            batch_sampler=batches,
             collate_fn=collate_fn,
             generator=self._generator,
             **torch_options,
@@ -96,7 +149,7 @@ class DataLoader:
             self._epoch, self._batch = self._epoch + 1, 0
         self._begun = True
         self._sampler.set_position(self._epoch, self._batch)
-        self._generator.manual_seed(_worker_seed(self._seed, self._epoch, self._rank))
+        self._generator.manual_seed(_mixed(self._seed, self._epoch, self._rank))
         for batch in self._torch_loader:
             # Counted here and not by the sampler, which runs ahead when workers fetch.
             self._batch += 1
@@ -127,6 +180,11 @@ class DataLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Errors: ConfigError when the saved position is of another dataset or order."""
+        if "curriculum" in state:
+            raise ConfigError(
+                "the checkpoint's data position is of a curriculum; keep the section "
+                "data_efficiency.data_sampling.curriculum_learning of the saved run, or load without training_data"
+            )
         for key, mine in (("num_samples", self._num_samples), ("seed", self._seed)):
             if state[key] != mine:
                 raise ConfigError(

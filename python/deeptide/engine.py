@@ -14,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
+from deeptide import _C, _batches, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._answers import Answers
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._compiled import compile_model
 from deeptide._ends import end_with_interpreter
 from deeptide._extra_state import read_extra_states
+from deeptide._less_work import LessWork, Schedules
 from deeptide._log import say
 from deeptide._mixed_types import explain_mixed_types
+from deeptide._observed import Observed
+from deeptide._preemption import leave_evaluation_if_preempted, leave_if_preempted
 from deeptide._rebuild import rebuild
 from deeptide._reports import told
 from deeptide._snapshot import copy_of
@@ -29,6 +32,7 @@ from deeptide.zero import number_parameters
 
 if TYPE_CHECKING:
     from deeptide.data import DataLoader
+    from deeptide.efficiency.loader import CurriculumLoader
     from deeptide.optimizer import DeeptideOptimizer
 
 _Outcome = TypeVar("_Outcome", bound=StepOutcome | None)
@@ -38,9 +42,11 @@ def _as_fp16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if tensor.is_floating_point() else tensor
 
 
-class Engine(Answers):
+class Engine(Answers, LessWork, Observed):
     """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
 
+    client_state_on_preempt: Callable[[], dict[str, Any]] | None = None
+    """Returns the client_state of the checkpoint that "on_preempt" saves."""
     _has_told = False  # the other ranks of an error, since which no method was called
 
     def __init__(
@@ -50,7 +56,7 @@ class Engine(Answers):
         config: Config,
         optimizer: DeeptideOptimizer | None = None,
         lr_scheduler: Any = None,
-        training_dataloader: DataLoader | None = None,
+        training_dataloader: DataLoader | CurriculumLoader | None = None,
         process_groups: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
         self.module = model
@@ -65,15 +71,19 @@ class Engine(Answers):
         self._norm: float | None = None
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary was told
         self._in_no_sync = False
+        self._own_batches: Iterator[Any] | None = None  # of the training data, for train_batch()
         self._said: set[str] = set()
         self.is_compiled = False  # compile() was called
         self.is_destroyed = False
+        self._may_be_preempted = bool(config.checkpoint.preempt_folder)
+        self._less_work = Schedules(config, core.batch_sizes().train) or None
         self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
             if hasattr(owned, "attach"):
                 owned.attach(self)
         self._know_parameters()
+        self._begin_to_observe()
         end_with_interpreter(self)
         explain_mixed_types(self.module)
 
@@ -105,13 +115,18 @@ class Engine(Answers):
 
         With "fp16": {"auto_cast": true}, its floating inputs are cast to fp16.
         """
+        if self._may_be_preempted and not self.module.training:
+            leave_evaluation_if_preempted(self)
         if self.fp16_auto_cast():
             args, kwargs = tree_map_only(torch.Tensor, _as_fp16, (args, kwargs))
+        if self._less_work is not None and self.module.training:
+            kwargs = self._less_work.before_forward(self.global_steps, kwargs)
         lower = self.torch_autocast_dtype()
-        if lower is None:
-            return self.module(*args, **kwargs)
-        with torch.autocast(self.device.type, lower):
-            return self.module(*args, **kwargs)
+        with self._observed_forward(args, kwargs):
+            if lower is None:
+                return self.module(*args, **kwargs)
+            with torch.autocast(self.device.type, lower):
+                return self.module(*args, **kwargs)
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -123,9 +138,11 @@ class Engine(Answers):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
         accumulation = self.gradient_accumulation_steps()
         if scale_wrt_gas:
-            self._core.backward(loss, retain_graph)
+            with self._observed_backward():
+                self._core.backward(loss, retain_graph)
             return loss.detach() / accumulation
-        self._core.backward(loss * accumulation, retain_graph)  # which divides by them
+        with self._observed_backward():
+            self._core.backward(loss * accumulation, retain_graph)  # which divides by them
         return loss.detach()
 
     @told
@@ -134,13 +151,17 @@ class Engine(Answers):
 
         Returns a StepOutcome, true when the step was applied.
         """
-        return self._step(self._core.step, lr_kwargs)
+        outcome = self._step(self._core.step, lr_kwargs)
+        leave_if_preempted(self, outcome)
+        return outcome
 
     def _step(self, take: Callable[[], _Outcome], lr_kwargs: dict[str, Any] | None) -> _Outcome:
         """Ends a micro-batch by `take()` and returns its outcome; None when all ranks have joined."""
         schedule.check_arguments(self.lr_scheduler, lr_kwargs)
         _changes.tell(self)
         at_boundary = self._core.is_gradient_accumulation_boundary()
+        if at_boundary and self._less_work is not None:
+            self._less_work.before_step(self.global_steps)
         run_hooks = getattr(self.optimizer, "run_hooks", None) if at_boundary else None
         if run_hooks is not None:
             run_hooks("pre")
@@ -155,11 +176,46 @@ class Engine(Answers):
         self._outcome = outcome
         if at_boundary:
             self._norm = outcome.grad_norm
+            self._observe_step()
         if run_hooks is not None and outcome.applied:
             run_hooks("post")
         if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
             self._say_once(wants, "warning")
         return outcome
+
+    @told
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Trains on the micro-batches of one optimizer step; returns their mean loss over all ranks. Collective.
+
+        `data_iter` yields micro-batches; without it they come from `training_data`, without end. A dictionary goes to
+        forward as keywords, a tuple as arguments. The loss is the output, its `loss` or its first element; with
+        `loss_fn`, a batch is (inputs, labels), and the loss is loss_fn(output, labels). Sets the training mode. Raises
+        StopIteration where the iterator is at its end, and ValueError where it ends within the step.
+        """
+        return _batches.train_batch(self, data_iter, loss_fn)
+
+    @told
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> Any:
+        """Returns the mean loss of micro-batches over all ranks, in evaluation mode and without gradients. Collective.
+
+        Batches and losses: as train_batch's. Takes `num_micro_batches`; absent: as many as a step takes. With
+        reduce_output=None, the list of this rank's losses. With return_logits, (losses, list of this rank's outputs);
+        with compute_loss=False, that list alone. `bcast_loss` changes nothing: every rank has the mean.
+        """
+        return _batches.eval_batch(
+            self, data_iter, return_logits, compute_loss, reduce_output, num_micro_batches, loss_fn
+        )
 
     @told
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -174,8 +230,8 @@ class Engine(Answers):
     @told
     def join(self) -> None:
         """Takes part in the others' steps until every rank has joined: batches may differ in number. Collective."""
-        while self._step(self._core.join_step, None) is not None:
-            pass
+        while (outcome := self._step(self._core.join_step, None)) is not None:
+            leave_if_preempted(self, outcome)
 
     @told
     def rebuild(self) -> None:
@@ -252,18 +308,37 @@ class Engine(Answers):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
+        contents: str | None = None,
     ) -> str:
         """Saves all that an exact resume needs into save_dir/tag; returns that folder. Collective.
 
         With exclude_frozen_parameters, parameters that are not trained, such as the base of an adapter, are left out:
-        a load leaves them as they are.
+        a load leaves them as they are. With blocking=False it returns at once: a thread writes the state of now while
+        training goes on, the folder appears once all ranks have written, and the outcome of a later step() tells
+        (`saved`, or `save_error`). By default as "checkpoint": {"async": …} says. contents: "all", "trainable" (without
+        frozen parameters) or "weights" (without optimizer states); by default as "checkpoint": {"contents": …} says.
         """
         if not save_dir:
             raise ConfigError(f"save_checkpoint: save_dir is {save_dir!r}, expected a directory")
+        kinds = _C.SaveContents.__members__
+        if contents is not None and contents not in kinds:
+            raise ConfigError(f"save_checkpoint: contents is {contents!r}, expected one of {', '.join(kinds)}")
         text = _checkpoint.pack_client_state(client_state, self)
         name = "" if tag is None else str(tag)
+        kind = None if contents is None else kinds[contents]
         with self._synced():
-            return self._core.save_checkpoint(os.fspath(save_dir), name, text, save_latest, exclude_frozen_parameters)
+            return self._core.save_checkpoint(
+                os.fspath(save_dir), name, text, save_latest, exclude_frozen_parameters, blocking, kind
+            )
+
+    @told
+    def wait_for_save(self) -> str | None:
+        """Waits for a save beside training. Collective. Returns its folder, unless a step's outcome has told already.
+
+        Errors: CheckpointError naming the rank and the file, if it was not saved.
+        """
+        return self._core.wait_for_save() or None
 
     @told
     def load_checkpoint(
@@ -278,6 +353,7 @@ class Engine(Answers):
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Returns (path, client_state), or (None, None) when load_dir holds no checkpoint. Collective.
 
+        Reads DeepSpeed's checkpoints too; with load_module_only also weights alone, from a folder of `save_pretrained`.
         With load_module_strict=False, what the checkpoint or the model lacks is listed, and what the checkpoint lacks
         stays as it is; shapes that differ are an error all the same.
         """

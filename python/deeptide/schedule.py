@@ -41,6 +41,10 @@ class ConfigSchedule:
 
     get_lr = get_last_lr
 
+    def get_mom(self) -> list[float | tuple[float, float]]:
+        """Each group's two betas, or its momentum, which OneCycle moves."""
+        return self._live_engine().get_mom()
+
     def state_dict(self) -> dict[str, int]:
         """Its one number; -1 before the first step."""
         engine = self._live_engine()

@@ -55,6 +55,12 @@ def register(engine: Engine) -> None:
     _publishing.follow(engine)
 
 
+def engines() -> list[Engine]:
+    """The living engines of this process."""
+    found = {id(engine): engine for reference, _ in _owners.values() if (engine := reference()) is not None}
+    return [engine for engine in found.values() if not engine.is_destroyed]
+
+
 def engine_of(param: Tensor) -> Engine | None:
     """The living engine that has this parameter."""
     engine: Engine | None = _owners.get(param, (lambda: None, None))[0]()

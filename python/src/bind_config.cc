@@ -21,6 +21,10 @@ Scheduler scheduler_of(const Config& config) {
 }
 
 void bind_enums(py::module_& module) {
+  py::enum_<SaveContents>(module, "SaveContents")
+      .value("all", SaveContents::all)
+      .value("trainable", SaveContents::trainable)
+      .value("weights", SaveContents::weights);
   py::enum_<DataType>(module, "DataType")
       .value("fp32", DataType::fp32)
       .value("fp16", DataType::fp16)
@@ -47,6 +51,9 @@ void bind_sections(py::module_& module) {
       .def_readonly("allgather_bucket_size", &ZeroConfig::allgather_bucket_size)
       .def_readonly("gather_16bit_weights_on_model_save", &ZeroConfig::gather_16bit_weights_on_model_save)
       .def_readonly("allow_untested_optimizer", &ZeroConfig::allow_untested_optimizer);
+  py::class_<CheckpointConfig>(module, "CheckpointConfig")
+      .def_readonly("preempt_folder", &CheckpointConfig::preempt_folder)
+      .def_readonly("preempt_exit_code", &CheckpointConfig::preempt_exit_code);
   py::class_<RuntimeConfig>(module, "RuntimeConfig")
       .def_readonly("comm_timeout_s", &RuntimeConfig::comm_timeout_s)
       .def_readonly("error_grace_s", &RuntimeConfig::error_grace_s)
@@ -72,9 +79,11 @@ void bind_config(py::module_& module) {
       .def("batch_sizes", &Config::batch_sizes, py::arg("world_size"))
       .def("compute_dtype", &Config::compute_dtype)
       .def("without_scheduler", &Config::without_scheduler)
+      .def("merged", &Config::with, py::arg("patch"))
       .def_property_readonly("optimizer", &Config::optimizer)
       .def_property_readonly("scheduler", &scheduler_of)
       .def_property_readonly("zero", &Config::zero)
+      .def_property_readonly("checkpoint", &Config::checkpoint)
       .def_property_readonly("runtime", &Config::runtime)
       .def_property_readonly("fp16", [](const Config& config) { return config.precision().fp16; })
       .def_property_readonly("autocast",
@@ -87,6 +96,15 @@ void bind_config(py::module_& module) {
       .def_property_readonly("bf16", [](const Config& config) { return config.precision().bf16; })
       .def_property_readonly("gradient_clipping", [](const Config& config) { return config.gradients().clipping; })
       .def_property_readonly("steps_per_print", [](const Config& config) { return config.report().steps_per_print; })
+      .def_property_readonly("wall_clock_breakdown",
+                             [](const Config& config) { return config.report().wall_clock_breakdown; })
+      .def_property_readonly("memory_breakdown", [](const Config& config) { return config.report().memory_breakdown; })
+      .def_property_readonly("comms_logger", [](const Config& config) { return config.comms_logger().enabled; })
+      .def_property_readonly("flops_profiler", &Config::flops_profiler)
+      .def_property_readonly("tensorboard", &Config::tensorboard)
+      .def_property_readonly("wandb", &Config::wandb)
+      .def_property_readonly("comet", &Config::comet)
+      .def_property_readonly("csv_monitor", &Config::csv_monitor)
       .def_property_readonly("dataloader_drop_last", [](const Config& config) { return config.data().drop_last; })
       .def_property_readonly("origin", &Config::origin)
       .def_property_readonly("text", &Config::text)

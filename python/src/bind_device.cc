@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU allocator holds, for those who weigh a process; what the kernels run on; tensors that have no memory
+// Binds the CPU allocator's figures, for those who weigh a process; the kernels' kind; tensors that have no memory
 // yet, or only while an operator uses them.
 #include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>

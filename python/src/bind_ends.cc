@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What keeps a process alive through the end of its interpreter.
+// Keeps a process alive through the end of its interpreter.
 #include <pthread.h>
 #include <unistd.h>
 

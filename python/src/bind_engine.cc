@@ -62,6 +62,13 @@ HandlePointer make_engine(const ModelDescription& model, const Config& config, c
   return HandlePointer(new EngineHandle(model, config, options));
 }
 
+std::string save_checkpoint(EngineHandle& handle, const std::string& directory, const std::string& tag,
+                            const std::string& client_state_json, bool save_latest, bool exclude_frozen_parameters,
+                            std::optional<bool> blocking, std::optional<SaveContents> contents) {
+  return handle.get()->save_checkpoint(directory, tag, client_state_json,
+                                       {save_latest, exclude_frozen_parameters, blocking, contents});
+}
+
 using Loaded = std::optional<std::pair<std::string, std::string>>;
 
 Loaded load_checkpoint(EngineHandle& handle, const std::string& directory, const std::string& tag, bool strict,
@@ -150,11 +157,26 @@ void bind_questions(EngineClass& engine) {
       .def("summary", forward_to(&Engine::summary), NoGil());
 }
 
+void bind_observation(EngineClass& engine) {
+  engine.def("begin_forward", forward_to(&Engine::begin_forward), py::arg("tokens") = 0, NoGil())
+      .def("step_times", forward_to(&Engine::step_times))
+      .def("limit", forward_to(&Engine::limit))
+      .def("collectives", forward_to(&Engine::collectives))
+      .def("collectives_text", forward_to(&Engine::collectives_text))
+      .def("keep_events", forward_to(&Engine::keep_events))
+      .def("take_events", forward_to(&Engine::take_events))
+      .def("leave_profile_to_program", forward_to(&Engine::leave_profile_to_program));
+}
+
 void bind_state(EngineClass& engine) {
   engine
-      .def("save_checkpoint", forward_to(&Engine::save_checkpoint), py::arg("directory"), py::arg("tag") = "",
+      .def("save_checkpoint", &save_checkpoint, py::arg("directory"), py::arg("tag") = "",
            py::arg("client_state_json") = "{}", py::arg("save_latest") = true,
-           py::arg("exclude_frozen_parameters") = false, NoGil())
+           py::arg("exclude_frozen_parameters") = false, py::arg("blocking") = std::nullopt,
+           py::arg("contents") = std::nullopt, NoGil())
+      .def("should_preempt", forward_to(&Engine::should_preempt), NoGil())
+      .def("preempt", forward_to(&Engine::preempt), NoGil())
+      .def("wait_for_save", forward_to(&Engine::wait_for_save), NoGil())
       .def("load_checkpoint", &load_checkpoint, py::arg("directory"), py::arg("tag") = "", py::kw_only(),
            py::arg("strict") = true, py::arg("optimizer_states") = true, py::arg("lr_scheduler_states") = true,
            py::arg("module_only") = false, NoGil())
@@ -164,6 +186,7 @@ void bind_state(EngineClass& engine) {
       .def("set_full_state", forward_to(&Engine::set_full_state), py::arg("parameter"), py::arg("role"),
            py::arg("value"), NoGil())
       .def("broadcast", forward_to(&Engine::broadcast), py::arg("values"), py::arg("source"), NoGil())
+      .def("mean", forward_to(&Engine::mean), py::arg("value"), NoGil())
       .def("local_state", &local_state, py::arg("parameter"), py::arg("role"), NoGil())
       .def("set_local_state", forward_to(&Engine::set_local_state), py::arg("parameter"), py::arg("role"),
            py::arg("values"), NoGil())
@@ -184,6 +207,7 @@ void bind_engine(py::module_& module) {
   engine.def(py::init(&make_engine), py::arg("model"), py::arg("config"), py::arg("options"));
   bind_training(engine);
   bind_questions(engine);
+  bind_observation(engine);
   bind_state(engine);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the engine takes (model, groups, options) and what it returns (outcomes, memory).
+// Binds the engine's arguments (model, groups, options) and results (outcomes, memory).
 #include <pybind11/functional.h>
 
 #include <cstdio>
@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "deeptide/engine.h"
+#include "deeptide/weights.h"
 
 namespace deeptide::python {
 namespace {
@@ -95,6 +96,9 @@ void bind_results(py::module_& module) {
       .def_readonly("rank", &StepOutcome::rank)
       .def_readonly("phase", &StepOutcome::phase)
       .def_readonly("sent_bytes", &StepOutcome::sent_bytes)
+      .def_readonly("preempted", &StepOutcome::preempted)
+      .def_readonly("saved", &StepOutcome::saved)
+      .def_readonly("save_error", &StepOutcome::save_error)
       .def_readonly("rewound_to", &StepOutcome::rewound_to)
       .def("__bool__", [](const StepOutcome& outcome) { return outcome.applied(); })
       .def("__repr__", &outcome_repr);
@@ -107,6 +111,22 @@ void bind_results(py::module_& module) {
       .def_readonly("off_device_bytes", &MemoryLine::off_device_bytes)
       .def_readonly("measured_off_device_bytes", &MemoryLine::measured_off_device_bytes)
       .def("__repr__", &memory_repr);
+}
+
+using NamesOfBoth = std::pair<std::vector<std::string>, std::vector<std::string>>;
+
+NamesOfBoth load_into(const NamedTensors& targets, const std::string& path, bool strict) {
+  std::vector<NamedTensor> named;
+  for (const auto& [name, tensor] : targets) named.push_back({name, tensor});
+  LoadedWeights loaded = load_weights(named, path, strict);
+  return {std::move(loaded.missing), std::move(loaded.unexpected)};
+}
+
+void bind_weights(py::module_& module) {
+  module.def("load_weights", &load_into, py::arg("targets"), py::arg("path"), py::arg("strict") = true, NoGil());
+  module.def("import_checkpoint", &import_checkpoint, py::arg("source"), py::arg("directory"),
+             py::arg("source_tag") = "", py::arg("tag") = "", NoGil());
+  module.def("describe_torch_file", &describe_torch_file, py::arg("path"), NoGil());
 }
 
 }  // namespace
@@ -134,6 +154,7 @@ void bind_model(py::module_& module) {
            py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
            py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt, py::arg("custom") = py::none());
   bind_results(module);
+  bind_weights(module);
 }
 
 }  // namespace deeptide::python

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine would take, and what this machine's control groups leave.
+// Binds the plan of an engine, and the limits of this machine's control groups.
 #include "bindings.h"
 #include "deeptide/plan.h"
 

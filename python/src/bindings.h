@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the files of the Python module share: one function an area, each filling the module `deeptide._C`.
+// Declares one function per area, each filling the module `deeptide._C`.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -29,12 +29,16 @@ void bind_errors(py::module_& module);
 void bind_config(py::module_& module);
 void bind_world(py::module_& module);
 void bind_data(py::module_& module);
+void bind_curriculum(py::module_& module);
 void bind_bench(py::module_& module);
 void bind_device(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
+void bind_reports(py::module_& module);
 void bind_plan(py::module_& module);
+void bind_ops(py::module_& module);
+void bind_checkpoint(py::module_& module);
 void bind_ends(py::module_& module);
 
 }  // namespace deeptide::python

@@ -10,12 +10,16 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_errors(module);
   deeptide::python::bind_optimizer(module);
   deeptide::python::bind_config(module);
+  deeptide::python::bind_reports(module);
   deeptide::python::bind_world(module);
   deeptide::python::bind_bench(module);
   deeptide::python::bind_data(module);
+  deeptide::python::bind_curriculum(module);
   deeptide::python::bind_device(module);
   deeptide::python::bind_model(module);
   deeptide::python::bind_engine(module);
   deeptide::python::bind_plan(module);
+  deeptide::python::bind_ops(module);
+  deeptide::python::bind_checkpoint(module);
   deeptide::python::bind_ends(module);
 }

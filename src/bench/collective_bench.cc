@@ -57,7 +57,7 @@ Pattern moved(int64_t source, const Tensor& like) {
   return {kPeriod, [=](int64_t i) { return (17 * source + i) % kPeriod; }, like};
 }
 
-/// What `rank` adds to element i. In large worlds at most kMaxAddends ranks add, by turns, so no type rounds.
+/// Returns what `rank` adds to element i. In large worlds at most kMaxAddends ranks add, by turns, so no type rounds.
 int64_t addend(int rank, int world_size, int64_t i) {
   const int64_t turns = (world_size + kMaxAddends - 1) / kMaxAddends;
   return rank % turns == i / 7 % turns ? i * (rank % 6 + 1) % 7 % 3 : 0;

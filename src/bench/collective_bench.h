@@ -29,7 +29,7 @@ const char* name_of(Collective collective);
 /// Ratio of bus to algorithm bandwidth, as nccl-tests define them: what a link must carry per byte.
 double bus_factor(Collective collective, int world_size);
 
-/// What the ranks of a collective hold if its size is `numel`: all that a rank receives (all-gather) or gives (others).
+/// The sizes that ranks hold in a collective of `numel`: all that a rank receives (all-gather) or gives (others).
 struct CollectiveShape {
   Collective collective;
   int rank;

@@ -20,7 +20,9 @@ constexpr const char* kLatest = "latest";
 constexpr std::string_view kGrowing = ".tmp";
 constexpr std::string_view kShard = ".safetensors";
 constexpr std::string_view kTable = ".json";
+constexpr std::string_view kFrozen = "frozen_";
 constexpr size_t kNonceDigits = 16;
+constexpr size_t kHashDigits = 32;
 
 std::string numbered(int rank, std::string_view suffix) {
   char text[32];
@@ -63,8 +65,17 @@ bool is_growing_folder_v1(const std::string& path, std::string_view name, const 
 std::string shard_name(int rank) { return numbered(rank, kShard); }
 std::string rank_table_name(int rank) { return numbered(rank, kTable); }
 
+std::string frozen_name(const std::string& hash_text) { return std::string(kFrozen) + hash_text + std::string(kShard); }
+
+bool is_frozen_name(const std::string& name) {
+  std::string_view digits = name;
+  if (!digits.starts_with(kFrozen) || !strip_end(digits, kShard)) return false;
+  digits.remove_prefix(kFrozen.size());
+  return digits.size() == kHashDigits && digits.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
 bool is_own_file(const std::string& name) {
-  if (name == kManifestName) return true;
+  if (name == kManifestName || name == kGrowingLatest || is_frozen_name(name)) return true;
   std::string_view digits = name;
   if (!digits.starts_with("rank_") || !(strip_end(digits, kShard) || strip_end(digits, kTable))) return false;
   digits.remove_prefix(5);

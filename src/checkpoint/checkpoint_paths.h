@@ -9,8 +9,12 @@
 namespace deeptide::checkpoint {
 
 inline constexpr const char* kManifestName = "manifest.json";
-std::string shard_name(int rank);       // "rank_00000.safetensors"
-std::string rank_table_name(int rank);  // "rank_00000.json"
+inline constexpr const char* kGrowingLatest = "latest.tmp";  // in a tag's folder, until it is `<directory>/latest`
+std::string shard_name(int rank);                            // "rank_00000.safetensors"
+std::string rank_table_name(int rank);                       // "rank_00000.json"
+/// A file of one tensor that is not trained, by what it holds: "frozen_<hash>.safetensors". Saves share it as a link.
+std::string frozen_name(const std::string& hash_text);
+bool is_frozen_name(const std::string& name);
 /// Whether a save owns the files of this name in a tag's folder; all others are the user's.
 bool is_own_file(const std::string& name);
 

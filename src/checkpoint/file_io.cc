@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +21,13 @@ namespace {
 
 // Linux moves less than 2 GiB per call, whatever the caller requests.
 constexpr int64_t kMaxTransferBytes = int64_t{1} << 30;
+
+std::atomic<Refuse> g_refuse = nullptr;
+
+/// Fails as the test in charge wishes.
+void ask(const char* action, const std::string& path) {
+  if (const int error = refusal(action, path); error != 0) fail(action, path, error);
+}
 
 const char* cure(int error) {
   switch (error) {
@@ -54,6 +62,7 @@ int open_file(const std::string& path, int flags, const char* action) {
 
 // True when done; false when the filesystem cannot exchange.
 bool exchange_paths(const std::string& from, const std::string& to) {
+  ask("move", from);
 #ifdef RENAME_EXCHANGE
   if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return true;
   if (errno != EINVAL && errno != ENOSYS && errno != ENOTSUP) fail("move " + from + " to", to, errno);
@@ -76,17 +85,34 @@ std::string replace_in_two_steps(const std::string& from, const std::string& to)
 
 }  // namespace
 
+void refuse_with(Refuse refuse) { g_refuse = refuse; }
+int refusal(const char* action, const std::string& path) {
+  const Refuse refuse = g_refuse;
+  return refuse ? refuse(action, path) : 0;
+}
+
 void fail(const std::string& action, const std::string& path, int error) {
   throw CheckpointError("cannot " + action + " " + path + ": " + std::strerror(error) + cure(error));
 }
 
-File::File(std::string path, int descriptor) : path_(std::move(path)), descriptor_(descriptor) {}
-File::File(File&& other) noexcept : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
+File::File(std::string path, int descriptor, bool direct)
+    : path_(std::move(path)), descriptor_(descriptor), direct_(direct) {}
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)), direct_(other.direct_) {}
 File::~File() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
 
+File File::create_direct(const std::string& path) {
+  ask("create", path);
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
+  const int descriptor = ::open(path.c_str(), kFlags | O_DIRECT, 0666);
+  if (descriptor >= 0) return {path, descriptor, true};
+  return {path, open_file(path, kFlags, "create")};
+}
+
 File File::create(const std::string& path) {
+  ask("create", path);
   return File(path, open_file(path, O_WRONLY | O_CREAT | O_TRUNC, "create"));
 }
 
@@ -101,6 +127,9 @@ int64_t File::size() const {
 }
 
 void File::write_at(const void* data, int64_t bytes, int64_t offset) const {
+  if (const int error = refusal("write", path_); error != 0 && bytes > 0) {
+    fail(span_text("write", bytes, offset), path_, error);
+  }
   const char* cursor = static_cast<const char*>(data);
   for (int64_t left = bytes; left > 0;) {
     const ssize_t done = ::pwrite(descriptor_, cursor, std::min(left, kMaxTransferBytes), offset);
@@ -128,7 +157,16 @@ void File::read_at(void* data, int64_t bytes, int64_t offset) const {
   }
 }
 
+void File::cut(int64_t bytes) const {
+  int done;
+  do {
+    done = ::ftruncate(descriptor_, bytes);
+  } while (done != 0 && errno == EINTR);
+  if (done != 0) fail("cut to " + std::to_string(bytes) + " bytes", path_, errno);
+}
+
 void File::sync() const {
+  ask("flush", path_);
   if (::fsync(descriptor_) != 0) fail("flush", path_, errno);
 }
 
@@ -156,6 +194,7 @@ bool is_folder(const std::string& path) {
 }
 
 void make_folders(const std::string& path) {
+  ask("create the folder", path);
   std::error_code error;
   std::filesystem::create_directories(path, error);
   if (error) fail("create the folder", path, error.value());
@@ -178,6 +217,7 @@ std::vector<std::string> list_folder(const std::string& path) try {
 }
 
 void move_path(const std::string& from, const std::string& to) {
+  ask("move", from);
   if (::rename(from.c_str(), to.c_str()) != 0) fail("move " + from + " to", to, errno);
 }
 

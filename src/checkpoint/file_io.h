@@ -16,6 +16,8 @@ class File {
  public:
   static File create(const std::string& path);  // truncates what is there
   static File open(const std::string& path);    // to read
+  /// Likewise truncates. Writes bypass the page cache where the filesystem can; then io::kAlignment holds for them.
+  static File create_direct(const std::string& path);
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
   ~File();
@@ -26,12 +28,23 @@ class File {
   /// Errors: CheckpointError also when the file ends before `offset + bytes`.
   void read_at(void* data, int64_t bytes, int64_t offset) const;
   void sync() const;
+  /// Makes the file `bytes` long.
+  void cut(int64_t bytes) const;
+  int descriptor() const { return descriptor_; }
+  bool is_direct() const { return direct_; }
 
  private:
-  File(std::string path, int descriptor);
+  File(std::string path, int descriptor, bool direct = false);
   std::string path_;
   int descriptor_;
+  bool direct_;
 };
+
+/// For tests: from now on asked before the kernel is, it returns the error number with which an action ("write",
+/// "flush", "create", "move", "create the folder") on a path fails; 0: it goes on. Null: nobody is asked.
+using Refuse = int (*)(const char* action, const std::string& path);
+void refuse_with(Refuse refuse);
+int refusal(const char* action, const std::string& path);
 
 /// Errors: CheckpointError "cannot <action> <path>: <errno's text>", with the cure where there is one.
 [[noreturn]] void fail(const std::string& action, const std::string& path, int error);

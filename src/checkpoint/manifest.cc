@@ -3,9 +3,11 @@
 // The manifest of a checkpoint and the tables that its ranks write for it, as JSON.
 #include "checkpoint/manifest.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "checkpoint/checkpoint_paths.h"
 #include "checkpoint/json_field.h"
 #include "checkpoint/safetensors.h"
 
@@ -18,6 +20,9 @@ constexpr const char* kFormat = "deeptide-checkpoint";
 constexpr const char* kDataAxis = "data";  // ranks of version 1 lie on it
 constexpr const char* kMomentRole = "moment";
 constexpr const char* kBufferRole = "buffer";
+constexpr const char* kHash = "hash";  // how hashes were made; its presence promises a checksum
+constexpr const char* kChecksum = "checksum";
+constexpr size_t kChecksumDigits = 32;
 
 const ordered_json& list(const ordered_json& value, const char* field, const std::string& path) {
   if (!value.at(field).is_array()) malformed(path, std::string("'") + field + "' is not a list");
@@ -53,6 +58,44 @@ Coordinates decode_coordinates(const ordered_json& value, const std::string& pat
   return made(path, [&] { return Coordinates(indices); });
 }
 
+ordered_json encode_hashes(const std::vector<ContentHash>& hashes) {
+  ordered_json value = ordered_json::array();
+  for (const ContentHash& hash : hashes) value.push_back(hash.text());
+  return value;
+}
+
+ContentHash decode_hash(const ordered_json& value, const std::string& path) {
+  const auto text = value.get<std::string>();
+  const auto hash = ContentHash::from_text(text);
+  if (!hash) malformed(path, "'" + text.substr(0, 40) + "' is no hash");
+  return *hash;
+}
+
+bool has_hashes(const ordered_json& value) { return value.contains(kHash) && value[kHash] == kHashName; }
+
+// What the checksum covers: the whole text, with zeros in the checksum's place. Empty without a checksum.
+std::string checksummed(std::string text) {
+  const std::string mark = std::string("\"") + kChecksum + "\": \"";
+  const size_t found = text.rfind(mark);
+  if (found == std::string::npos || found + mark.size() + kChecksumDigits > text.size()) return "";
+  std::fill_n(text.begin() + static_cast<std::ptrdiff_t>(found + mark.size()), kChecksumDigits, '0');
+  return text;
+}
+
+std::string checksum_of(const std::string& text) {
+  return ContentHash::of(text.data(), static_cast<int64_t>(text.size())).text();
+}
+
+void check_checksum(const std::string& text, const ordered_json& value, const std::string& path) {
+  if (!value.contains(kHash) && !value.contains(kChecksum)) return;  // before there were any
+  const std::string covered = checksummed(text);
+  const std::string expected = covered.empty() ? "none" : checksum_of(covered);
+  const auto given = value.contains(kChecksum) ? value[kChecksum].get<std::string>() : "none";
+  if (covered.empty() || given != expected) {
+    malformed(path, "its checksum is " + given.substr(0, 40) + ", its text has " + expected + "; it was changed");
+  }
+}
+
 ordered_json encode_tensors(const Table& table) {
   ordered_json tensors = ordered_json::array();
   for (const auto& [id, logical] : table) {
@@ -68,6 +111,7 @@ ordered_json encode_tensors(const Table& table) {
                                  {"sizes", extent.region.sizes},
                                  {"file", extent.file},
                                  {"offset", extent.offset}});
+      if (!extent.hashes.empty()) value["pieces"].back()["hashes"] = encode_hashes(extent.hashes);
     }
     tensors.push_back(std::move(value));
   }
@@ -123,6 +167,9 @@ Extent decode_extent(const ordered_json& value, int version, const std::string& 
     malformed(path, "'" + extent.file + "' is not a file name");
   }
   if (extent.offset < 0) malformed(path, "a piece has a negative offset");
+  if (value.contains("hashes")) {
+    for (const ordered_json& hash : list(value, "hashes", path)) extent.hashes.push_back(decode_hash(hash, path));
+  }
   return extent;
 }
 
@@ -164,6 +211,23 @@ std::vector<RankState> decode_rank_states(const ordered_json& values, int versio
   return states;
 }
 
+std::map<std::string, ContentHash> decode_headers(const ordered_json& value, const std::string& path) {
+  std::map<std::string, ContentHash> hashes;
+  for (const auto& [file, hash] : value.at("header_hashes").items()) hashes[file] = decode_hash(hash, path);
+  return hashes;
+}
+
+// Hashes that were made otherwise are dropped: such a save is read as one without.
+void decode_header_hashes(const ordered_json& value, ManifestTable& table, const std::string& path) {
+  if (!has_hashes(value)) {
+    for (auto& [id, logical] : table.tensors) {
+      for (Extent& extent : logical.extents) extent.hashes.clear();
+    }
+    return;
+  }
+  table.header_hashes = decode_headers(value, path);
+}
+
 // Runs `decode` on the parsed text; errors of the JSON library become CheckpointErrors.
 template <typename Decode>
 auto parse(const std::string& text, const std::string& path, Decode decode) {
@@ -176,6 +240,20 @@ auto parse(const std::string& text, const std::string& path, Decode decode) {
   }
 }
 
+ordered_json encode_headers(const std::map<std::string, ContentHash>& hashes) {
+  ordered_json value = ordered_json::object();
+  for (const auto& [file, hash] : hashes) value[file] = hash.text();
+  return value;
+}
+
+int version_of(const ManifestTable& table) {
+  constexpr int kWithoutSharedFiles = 3;
+  for (const auto& [file, hash] : table.header_hashes) {
+    if (is_frozen_name(file)) return kManifestVersion;
+  }
+  return kWithoutSharedFiles;
+}
+
 ordered_json encode_rank_state(const RankState& state) {
   return {{"coordinates", encode_coordinates(state.coordinates)}, {"state", state.json}};
 }
@@ -184,6 +262,7 @@ ordered_json encode_rank_state(const RankState& state) {
 
 std::string encode(const RankTable& table) {
   ordered_json value = {{"save", table.nonce}, {"rank_state", encode_rank_state(table.state)}};
+  value["header_hashes"] = encode_headers(table.header_hashes);
   value["tensors"] = encode_tensors(table.tensors);
   return dump_text(value);
 }
@@ -192,20 +271,28 @@ std::string encode(const ManifestTable& table) {
   ordered_json rank_states = ordered_json::array();
   for (const RankState& state : table.rank_states) rank_states.push_back(encode_rank_state(state));
   const ordered_json value = {{"format", kFormat},
-                              {"version", kManifestVersion},
+                              {"version", version_of(table)},
                               {"save", table.nonce},
                               {"world_size", table.manifest.world_size},
                               {"state", table.manifest.state_json},
                               {"client_state", table.manifest.client_state_json},
                               {"rank_states", std::move(rank_states)},
-                              {"tensors", encode_tensors(table.tensors)}};
-  return dump_text(value, 1);
+                              {kHash, kHashName},
+                              {"header_hashes", encode_headers(table.header_hashes)},
+                              {"tensors", encode_tensors(table.tensors)},
+                              {kChecksum, std::string(kChecksumDigits, '0')}};
+  std::string text = dump_text(value, 1);
+  const std::string checksum = checksum_of(text);
+  text.replace(text.rfind(std::string(kChecksumDigits, '0')), kChecksumDigits, checksum);
+  return text;
 }
 
 RankTable decode_rank_table(const std::string& text, const std::string& path) {
   return parse(text, path, [&](const ordered_json& value) {
-    return RankTable{value.at("save").get<std::string>(), decode_rank_state(value.at("rank_state"), path),
-                     decode_tensors(list(value, "tensors", path), kManifestVersion, path)};
+    RankTable table{value.at("save").get<std::string>(), decode_rank_state(value.at("rank_state"), path),
+                    decode_tensors(list(value, "tensors", path), kManifestVersion, path)};
+    table.header_hashes = decode_headers(value, path);
+    return table;
   });
 }
 
@@ -229,6 +316,8 @@ ManifestTable decode_manifest(const std::string& text, const std::string& path) 
     table.manifest.state_json = value.at("state").get<std::string>();
     table.manifest.client_state_json = value.at("client_state").get<std::string>();
     table.tensors = decode_tensors(list(value, "tensors", path), table.manifest.version, path);
+    decode_header_hashes(value, table, path);
+    check_checksum(text, value, path);
     return table;
   });
 }

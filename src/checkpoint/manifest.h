@@ -3,6 +3,7 @@
 // The manifest of a checkpoint and the tables that its ranks write for it, as JSON.
 #pragma once
 
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,8 +13,9 @@
 
 namespace deeptide::checkpoint {
 
-/// The manifest's version that this Deeptide writes; it reads this one and all before it.
-inline constexpr int kManifestVersion = 2;
+/// The newest version of manifests; all are read. Written is 3 where no file is shared with other checkpoints: programs
+/// of before 4 read such a save.
+inline constexpr int kManifestVersion = 4;
 
 /// Everything global of a checkpoint that is not tensors. The JSON texts are kept as they are, character for character,
 /// so integers of any size and NaN are read back unchanged.
@@ -34,18 +36,21 @@ struct RankTable {
   std::string nonce;  // of the save
   RankState state;
   Table tensors;
+  std::map<std::string, ContentHash> header_hashes{};  // by file: of the bytes before its data
 };
 struct ManifestTable {
   Manifest manifest;
   std::string nonce;  // of the save; empty in version 1, whose shards have none
   std::vector<RankState> rank_states;
   Table tensors;
+  std::map<std::string, ContentHash> header_hashes{};  // by file; empty where the save has none
 };
 
 /// Errors: CheckpointError for text that is not UTF-8.
 std::string encode(const RankTable& table);
 std::string encode(const ManifestTable& table);
-/// Errors: CheckpointError naming `path` when the text is malformed, or written by a newer version.
+/// Errors: CheckpointError naming `path` when the text is malformed, has another checksum than it says, or was written
+/// by a newer version.
 RankTable decode_rank_table(const std::string& text, const std::string& path);
 ManifestTable decode_manifest(const std::string& text, const std::string& path);
 

@@ -3,7 +3,21 @@
 // Pieces of logical tensors: what a rank saves, and what it wants back.
 #include "checkpoint/piece.h"
 
+#include <ATen/ops/empty.h>
+
 namespace deeptide::checkpoint {
+
+PieceData rounded(const PieceData& data, at::ScalarType dtype) {
+  return {dtype, [data](int64_t begin, const at::Tensor& block) {
+            if (data.tensor().defined()) {
+              block.copy_(data.tensor().view({-1}).narrow(0, begin, block.numel()));
+              return;
+            }
+            const at::Tensor exact = at::empty({block.numel()}, block.options().dtype(data.dtype()));
+            data.transfer()(begin, exact);
+            block.copy_(exact);
+          }};
+}
 
 bool PieceData::holds(int64_t numel) const {
   if (!tensor_.defined()) return static_cast<bool>(transfer_);

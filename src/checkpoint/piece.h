@@ -42,6 +42,12 @@ class PieceData {
   BlockTransfer transfer_;
 };
 
+/// The same elements, rounded to `dtype` as they are read.
+PieceData rounded(const PieceData& data, at::ScalarType dtype);
+
+/// A piece that its program may change at any time.
+inline constexpr int kAnytime = -1;
+
 /// A region of a logical tensor, with its elements: to be written, or to be filled on load. May be empty.
 /// A rank may have several pieces of one tensor. Of what a world saves, no two may share an element.
 struct Piece {
@@ -50,6 +56,8 @@ struct Piece {
   Shape shape;  // of the whole logical tensor
   Region region;
   PieceData data;
+  int changes_with = kAnytime;  // the group of pieces that change together, each time after an announcement
+  bool apart = false;           // in a file of its own, which later saves link to while its elements stay as they are
 };
 
 }  // namespace deeptide::checkpoint

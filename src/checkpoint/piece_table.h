@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/content_hash.h"
 #include "checkpoint/region.h"
 #include "checkpoint/role.h"
 
@@ -18,8 +19,10 @@ namespace deeptide::checkpoint {
 /// A saved region: its elements lie side by side in a file.
 struct Extent {
   Region region;
-  std::string file;    // in the checkpoint's folder
-  int64_t offset = 0;  // bytes from the start of the file
+  std::string file;                   // in the checkpoint's folder
+  int64_t offset = 0;                 // bytes from the start of the file
+  std::vector<ContentHash> hashes{};  // of its blocks; empty where the save has none
+  Shape strides{};  // in elements, of a whole tensor that others saved in another order; empty: the region's order
 };
 
 struct Logical {

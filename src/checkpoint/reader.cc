@@ -6,66 +6,20 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <tuple>
 #include <utility>
 
-#include "checkpoint/checkpoint_paths.h"
+#include "checkpoint/extent_reader.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/transfer.h"
 
 namespace deeptide::checkpoint {
 
-struct Reader::Contents {
-  std::string folder;
-  ManifestTable table;
-};
-
 namespace {
 
 constexpr size_t kMaxListedLines = 20;
-
-// A crash between the two steps of a replacement leaves the old checkpoint aside.
-std::string existing_folder(const std::string& directory, const std::string& tag) {
-  const std::string folder = folder_path(directory, tag);
-  return !exists(folder) && exists(aside_path(folder)) ? aside_path(folder) : folder;
-}
-
-// Manifest and shard describe the same region independently, so they must agree.
-void check_against_header(const Logical& logical, const Extent& extent, const Header& header, const std::string& path) {
-  auto found = header.entries.find(region_key(logical.key, extent.region));
-  if (found == header.entries.end()) found = header.entries.find(logical.key);
-  if (found == header.entries.end() || found->second.dtype != logical.dtype ||
-      found->second.shape != extent.region.sizes || found->second.begin + header.data_offset != extent.offset) {
-    throw CheckpointError("malformed checkpoint: elements " + extent.region.text() + " of '" + logical.key +
-                          "' are not where " + kManifestName + " expects them in " + path +
-                          "; the shard is of another save, use another checkpoint");
-  }
-}
-
-Header read_shard_header(const std::string& path, const std::string& nonce) {
-  Header header = read_header(File::open(path));
-  const auto save = header.metadata.find("save");
-  if (!nonce.empty() && (save == header.metadata.end() || save->second != nonce)) {
-    throw CheckpointError("malformed checkpoint: " + path + " has no save " + nonce + " of " + kManifestName +
-                          "; the shard is of another save, use another checkpoint");
-  }
-  return header;
-}
-
-void check_shards(const std::string& folder, const ManifestTable& table) {
-  std::map<std::string, Header> headers;
-  for (const auto& [id, logical] : table.tensors) {
-    for (const Extent& extent : logical.extents) {
-      const std::string path = folder + "/" + extent.file;
-      auto found = headers.find(extent.file);
-      if (found == headers.end()) found = headers.emplace(extent.file, read_shard_header(path, table.nonce)).first;
-      check_against_header(logical, extent, found->second, path);
-    }
-  }
-}
 
 // The first elements of `wanted` that no shard holds. Extents do not overlap, so a count shows whether there are any.
 std::optional<Region> missing_elements(const Logical& saved, const Region& wanted) {
@@ -107,6 +61,17 @@ std::optional<std::string> mismatch(const Table& table, const Piece& wanted) {
   return std::nullopt;
 }
 
+/// Where elements lie, in which order: tensors that have a place in common are one under two names.
+using Place = std::tuple<std::string, int64_t, Shape, Shape>;
+
+std::set<Place> places_of(const Logical& logical) {
+  std::set<Place> places;
+  for (const Extent& extent : logical.extents) {
+    places.insert({extent.file, extent.offset, extent.region.sizes, extent.strides});
+  }
+  return places;
+}
+
 /// What one file holds of one wanted piece.
 struct Share {
   const Logical* saved;
@@ -140,14 +105,11 @@ std::vector<Share> plan_shares(const Table& table, const std::vector<Piece>& wan
 
 }  // namespace
 
-Reader::Reader(const std::string& directory, const std::string& tag) {
-  auto contents = std::make_shared<Contents>();
-  contents->folder = existing_folder(directory, tag);
-  const std::string path = contents->folder + "/" + kManifestName;
-  contents->table = decode_manifest(read_text(path), path);
-  check_shards(contents->folder, contents->table);
-  contents_ = std::move(contents);
-}
+Reader::Reader(const std::string& directory, const std::string& tag)
+    : contents_(std::make_shared<Contents>(open_contents(existing_folder(directory, tag)))) {}
+
+Reader::Reader(const std::string& folder, ManifestTable contents)
+    : contents_(std::make_shared<const Contents>(Contents{folder, std::move(contents)})) {}
 
 const Manifest& Reader::manifest() const { return contents_->table.manifest; }
 
@@ -169,8 +131,17 @@ std::vector<std::string> Reader::check(const std::vector<Piece>& wanted, bool st
     const auto line = mismatch(table, piece);
     if (line && seen.insert(*line).second) lines.push_back(*line);
   }
+  if (!strict) return lines;
+  std::set<Place> expected_places;
+  for (const TensorId& id : expected) {
+    if (const auto found = table.find(id); found != table.end()) expected_places.merge(places_of(found->second));
+  }
   for (const auto& [id, logical] : table) {
-    if (strict && expected.count(id) == 0) {
+    if (expected.contains(id)) continue;
+    const std::set<Place> places = places_of(logical);
+    const bool is_further_name =
+        !places.empty() && std::includes(expected_places.begin(), expected_places.end(), places.begin(), places.end());
+    if (!is_further_name) {
       lines.push_back("unexpected in the checkpoint: '" + tensor_key(id) + "' of shape " + shape_text(logical.shape));
     }
   }
@@ -194,6 +165,24 @@ void Reader::read(const std::vector<Piece>& wanted) const {
   }
 }
 
+void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const {
+  std::set<TensorId> named;
+  for (const Piece& piece : wanted) named.insert({piece.name, piece.role});
+  int64_t before = 0;  // blocks that are dealt out
+  for (const auto& [id, saved] : contents_->table.tensors) {
+    if (!named.contains(id)) continue;
+    for (const Extent& extent : saved.extents) {
+      const int64_t blocks = num_hashed_blocks(extent);
+      const int64_t stride = id.role.is_buffer() ? 1 : parts;
+      const int64_t first = id.role.is_buffer() ? 0 : (part + parts - before % parts) % parts;
+      if (first < blocks) {
+        verify_blocks(File::open(contents_->folder + "/" + extent.file), saved, extent, first, stride);
+      }
+      if (!id.role.is_buffer()) before += blocks;
+    }
+  }
+}
+
 std::vector<Piece> Reader::table() const {
   std::vector<Piece> pieces;
   for (const auto& [id, logical] : contents_->table.tensors) {
@@ -204,19 +193,6 @@ std::vector<Piece> Reader::table() const {
                       {logical.dtype, nullptr}});
   }
   return pieces;
-}
-
-std::string latest_tag(const std::string& directory) {
-  const std::string path = latest_path(directory);
-  if (!exists(path)) return "";
-  std::string tag = read_text(path);
-  while (!tag.empty() && (tag.back() == '\n' || tag.back() == '\r')) tag.pop_back();
-  try {
-    folder_path(directory, tag);
-  } catch (const CheckpointError& error) {
-    throw CheckpointError("malformed " + path + ": " + error.what());
-  }
-  return tag;
 }
 
 }  // namespace deeptide::checkpoint

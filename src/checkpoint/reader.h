@@ -8,13 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/manifest.h"
+#include "checkpoint/contents.h"
 #include "checkpoint/piece.h"
 
 namespace deeptide::checkpoint {
-
-/// The tag in `<directory>/latest`; empty when there is none.
-std::string latest_tag(const std::string& directory);
 
 /// Reads a checkpoint of any version, written by any number of ranks. Cheap to copy; several threads may call const
 /// functions.
@@ -22,24 +19,30 @@ class Reader {
  public:
   /// Errors: CheckpointError when the manifest or a shard is missing, truncated, malformed or of another save.
   Reader(const std::string& directory, const std::string& tag);
+  /// Reads what others wrote into files of `folder`, described in our tables. No file of it is checked here.
+  Reader(const std::string& folder, ManifestTable contents);
   const Manifest& manifest() const;
   /// The state that the rank at `coordinates` saved; empty when the saved mesh had no such rank.
   std::string rank_state_json(const Coordinates& coordinates) const;
   /// Lists every mismatch of `wanted`: missing, other shape, dtype that is not cast, region not covered. With `strict`
-  /// also each tensor of the checkpoint that is neither in `wanted` nor in `ignored`; `wanted` then names every
-  /// logical tensor, by an empty piece where this rank needs nothing of it. Empty when all fits.
+  /// also each tensor of the checkpoint that is neither in `wanted` nor in `ignored`, nor a further name for elements
+  /// that are (as of a tied weight that others saved); `wanted` then names every logical tensor, by an empty piece
+  /// where this rank needs nothing of it. Empty when all fits.
   std::vector<std::string> check(const std::vector<Piece>& wanted, bool strict,
                                  const std::set<TensorId>& ignored = {}) const;
   /// Fills the data of `wanted` from whichever shards hold their regions, casting when dtypes differ.
   /// Errors: CheckpointError with check()'s lines when `wanted` does not fit (nothing is filled then), or on a failed
   /// read.
   void read(const std::vector<Piece>& wanted) const;
+  /// Compares the tensors that `wanted` names with their hashes, whole, and changes nothing. `parts` readers share the
+  /// work, this is number `part` of them; of buffers, which differ between ranks, each compares all that it names.
+  /// Errors: CheckpointError naming the first damaged tensor. A save without hashes has nothing to compare.
+  void verify(const std::vector<Piece>& wanted, int part, int parts) const;
   /// All logical tensors, in the order of names: each whole, as a range of the flattened tensor; of the data
   /// only the type.
   std::vector<Piece> table() const;
 
  private:
-  struct Contents;  // the manifest's tables, checked against the shards' headers
   std::shared_ptr<const Contents> contents_;
 };
 

@@ -23,29 +23,36 @@ constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 
-constexpr struct {
+constexpr struct Known {
   ScalarType dtype;
   const char* name;
+  int64_t bytes;
 } kDtypes[] = {
-    {ScalarType::Double, "F64"},
-    {ScalarType::Float, "F32"},
-    {ScalarType::Half, "F16"},
-    {ScalarType::BFloat16, "BF16"},
-    {ScalarType::Long, "I64"},
-    {ScalarType::Int, "I32"},
-    {ScalarType::Short, "I16"},
-    {ScalarType::Char, "I8"},
-    {ScalarType::Byte, "U8"},
-    {ScalarType::UInt16, "U16"},
-    {ScalarType::UInt32, "U32"},
-    {ScalarType::UInt64, "U64"},
-    {ScalarType::Float8_e4m3fn, "F8_E4M3"},
-    {ScalarType::Float8_e5m2, "F8_E5M2"},
-    {ScalarType::ComplexFloat, "C64"},
-    {ScalarType::Bool, "BOOL"},
+    {ScalarType::Double, "F64", 8},
+    {ScalarType::Float, "F32", 4},
+    {ScalarType::Half, "F16", 2},
+    {ScalarType::BFloat16, "BF16", 2},
+    {ScalarType::Long, "I64", 8},
+    {ScalarType::Int, "I32", 4},
+    {ScalarType::Short, "I16", 2},
+    {ScalarType::Char, "I8", 1},
+    {ScalarType::Byte, "U8", 1},
+    {ScalarType::UInt16, "U16", 2},
+    {ScalarType::UInt32, "U32", 4},
+    {ScalarType::UInt64, "U64", 8},
+    {ScalarType::Float8_e4m3fn, "F8_E4M3", 1},
+    {ScalarType::Float8_e5m2, "F8_E5M2", 1},
+    {ScalarType::ComplexFloat, "C64", 8},
+    {ScalarType::Bool, "BOOL", 1},
 };
 
-int64_t element_bytes(ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+const Known& known_of(ScalarType dtype) {
+  for (const Known& known : kDtypes) {
+    if (known.dtype == dtype) return known;
+  }
+  throw CheckpointError(std::string("cannot save a tensor of dtype ") + c10::toString(dtype) +
+                        ": safetensors has no such dtype; convert it first");
+}
 
 Entry decode_entry(const json& value, const std::string& path) {
   Entry entry;
@@ -83,13 +90,9 @@ void check_layout(const Header& header, int64_t data_bytes, const std::string& p
 
 }  // namespace
 
-std::string dtype_name(ScalarType dtype) {
-  for (const auto& known : kDtypes) {
-    if (known.dtype == dtype) return known.name;
-  }
-  throw CheckpointError(std::string("cannot save a tensor of dtype ") + c10::toString(dtype) +
-                        ": safetensors has no such dtype; convert it first");
-}
+std::string dtype_name(ScalarType dtype) { return known_of(dtype).name; }
+
+int64_t element_bytes(ScalarType dtype) { return known_of(dtype).bytes; }
 
 ScalarType dtype_of_name(const std::string& name, const std::string& where) {
   for (const auto& known : kDtypes) {

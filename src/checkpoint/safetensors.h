@@ -16,6 +16,8 @@ namespace deeptide::checkpoint {
 
 /// The format's name for a dtype ("F32"). Errors: CheckpointError for a dtype that the format lacks.
 std::string dtype_name(at::ScalarType dtype);
+/// Bytes per element. Errors: as dtype_name().
+int64_t element_bytes(at::ScalarType dtype);
 /// Errors: CheckpointError for an unknown name; `where` is the file that has it.
 at::ScalarType dtype_of_name(const std::string& name, const std::string& where);
 

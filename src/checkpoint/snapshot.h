@@ -10,12 +10,22 @@
 
 namespace deeptide::checkpoint {
 
+/// A piece with a file of its own in the growing folder.
+struct StoredPiece {
+  TensorId id;
+  Shape shape;  // of the whole logical tensor
+  at::ScalarType dtype = at::ScalarType::Float;
+  Extent extent;
+  ContentHash header_hash;  // of the file's bytes before its data
+};
+
 /// What is to be written, gathered before anything is written. Its data must stay as it is until write_rank() returns:
-/// pieces are views of live state now; a save in the background will need copies of them.
+/// pieces are views of live state, or of what LiveState keeps of it.
 struct Snapshot {
   int rank = 0;
   RankState state;
   std::vector<Piece> pieces;
+  std::vector<StoredPiece> stored{};  // no longer in `pieces`
 };
 
 }  // namespace deeptide::checkpoint

@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "checkpoint/block_writer.h"
+#include "checkpoint/contents.h"
 #include "checkpoint/file_io.h"
+#include "checkpoint/frozen_files.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/user_files.h"
 
@@ -37,7 +39,7 @@ std::vector<const Piece*> in_file_order(const std::vector<Piece>& pieces) {
   std::vector<const Piece*> order;
   for (const Piece& piece : pieces) {
     check_piece(piece);
-    if (piece.region.numel() > 0) order.push_back(&piece);
+    if (piece.region.numel() > 0 && !piece.apart) order.push_back(&piece);
   }
   std::stable_sort(order.begin(), order.end(),
                    [](const Piece* a, const Piece* b) { return width_of(*a) > width_of(*b); });
@@ -69,6 +71,33 @@ Layout lay_out(const std::vector<Piece>& pieces, const std::vector<const Piece*>
   return layout;
 }
 
+// Appends the pieces, the first at `offset`, and notes their hashes in the table.
+void write_pieces(const std::vector<const Piece*>& order, int64_t offset, BlockWriter& writer, Table& table) {
+  for (const Piece* piece : order) {
+    writer.append(piece->data, piece->region.numel());
+    for (Extent& extent : table.at({piece->name, piece->role}).extents) {
+      if (extent.offset == offset) extent.hashes = writer.take_hashes();
+    }
+    offset += piece->region.numel() * width_of(*piece);
+  }
+}
+
+// Adds the pieces that have files of their own, and writes those that have none yet. Returns the bytes written.
+int64_t add_apart(const Snapshot& snapshot, const std::string& growing, int64_t buffer_bytes, RankTable& table) {
+  std::vector<StoredPiece> stored = snapshot.stored;
+  int64_t bytes = 0;
+  for (const Piece& piece : snapshot.pieces) {
+    if (!piece.apart || piece.region.numel() == 0) continue;
+    stored.push_back(write_apart(growing, snapshot.rank, piece, buffer_bytes));
+    bytes += stored.back().extent.offset + piece.region.numel() * width_of(piece);
+  }
+  for (StoredPiece& piece : stored) {
+    table.header_hashes[piece.extent.file] = piece.header_hash;
+    declare(table.tensors, piece.id, piece.shape, piece.dtype).extents.push_back(std::move(piece.extent));
+  }
+  return bytes;
+}
+
 RankTable read_rank_table(const std::string& growing, int rank, const SaveTarget& target) {
   const std::string path = growing + "/" + rank_table_name(rank);
   if (!exists(path)) {
@@ -95,6 +124,7 @@ ManifestTable merge_ranks(const std::string& growing, const SaveTarget& target, 
                             "coordinates " + table.state.coordinates.text());
     }
     merged.rank_states.push_back(std::move(table.state));
+    merged.header_hashes.merge(table.header_hashes);
     for (auto& [id, logical] : table.tensors) {
       Logical& into = declare(merged.tensors, id, logical.shape, logical.dtype);
       into.extents.insert(into.extents.end(), logical.extents.begin(), logical.extents.end());
@@ -122,17 +152,21 @@ void remove_replaced(const std::string& replaced, const std::string& folder) {
   remove_quietly(replaced);
 }
 
-void point_latest(const SaveTarget& target) {
-  const std::string path = latest_path(target.directory);
-  const std::string growing = path + "." + nonce_text(target.nonce) + ".tmp";
-  write_text(growing, target.tag);
-  move_path(growing, path);
+// What the commit has written in the tag's folder: a crash leaves nothing beside it.
+void point_latest(const SaveTarget& target, const std::string& folder) {
+  const std::string from = folder + "/" + kGrowingLatest;
+  try {
+    move_path(from, latest_path(target.directory));
+  } catch (const CheckpointError&) {
+    // Another save of the tag has taken it.
+    if (exists(from) || latest_tag(target.directory) != target.tag) throw;
+  }
   sync_folder(target.directory);
 }
 
 }  // namespace
 
-void write_rank(const SaveTarget& target, const Snapshot& snapshot) {
+int64_t write_rank(const SaveTarget& target, const Snapshot& snapshot, int64_t buffer_bytes) {
   const at::NoGradGuard no_grad;
   const std::string growing = growing_path(target);
   const std::vector<const Piece*> order = in_file_order(snapshot.pieces);
@@ -144,19 +178,25 @@ void write_rank(const SaveTarget& target, const Snapshot& snapshot) {
   for (auto& [id, logical] : layout.table) {
     for (Extent& extent : logical.extents) extent.offset += static_cast<int64_t>(header.size());
   }
-  const std::string table = encode(RankTable{nonce_text(target.nonce), snapshot.state, std::move(layout.table)});
 
   make_folders(growing);
   if (snapshot.rank == 0) remove_other_saves(target);
   // A table from an earlier call that failed must not vouch for a shard that this call fails to write.
   const std::string table_path = growing + "/" + rank_table_name(snapshot.rank);
   remove_quietly(table_path);
-  BlockWriter writer(File::create(growing + "/" + shard_name(snapshot.rank)));
+  BlockWriter writer(growing + "/" + shard_name(snapshot.rank), buffer_bytes);
   writer.append(header.data(), static_cast<int64_t>(header.size()));
-  for (const Piece* piece : order) writer.append(piece->data, piece->region.numel());
+  writer.take_hashes();  // the header has one of its own, whatever its size
+  RankTable table{nonce_text(target.nonce),
+                  snapshot.state,
+                  std::move(layout.table),
+                  {{shard_name(snapshot.rank), ContentHash::of(header.data(), static_cast<int64_t>(header.size()))}}};
+  write_pieces(order, static_cast<int64_t>(header.size()), writer, table.tensors);
   writer.finish();
-  write_text(table_path, table);
+  const int64_t apart_bytes = add_apart(snapshot, growing, buffer_bytes, table);
+  write_text(table_path, encode(table));
   sync_folder(growing);
+  return writer.written_bytes() + apart_bytes;
 }
 
 std::string commit(const SaveTarget& target, const Manifest& manifest, bool save_latest) {
@@ -165,9 +205,10 @@ std::string commit(const SaveTarget& target, const Manifest& manifest, bool save
   write_text(growing + "/" + kManifestName, encode(merge_ranks(growing, target, manifest)));
   remove_rank_tables(growing, manifest.world_size);
   if (exists(replaced_folder(folder))) keep_user_files(replaced_folder(folder), growing);
+  if (save_latest) write_text(growing + "/" + kGrowingLatest, target.tag);
   sync_folder(growing);
   remove_replaced(replace_folder(growing, folder), folder);
-  if (save_latest) point_latest(target);
+  if (save_latest) point_latest(target, folder);
   return folder;
 }
 

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "checkpoint/block_writer.h"
 #include "checkpoint/checkpoint_paths.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/snapshot.h"
@@ -15,10 +16,10 @@ namespace deeptide::checkpoint {
 // failure at any moment leaves the previous checkpoint as it was. Another save of the same tag never mixes its files
 // with these.
 
-/// Writes the shard and the table of one rank into the growing folder. Rank 0 removes what crashed saves of the tag
-/// left. Errors: CheckpointError (no space, not writable, a tag that is no folder name), naming path, bytes and errno's
-/// text.
-void write_rank(const SaveTarget& target, const Snapshot& snapshot);
+/// Writes the shard and the table of one rank into the growing folder, through `buffer_bytes` of memory. Rank 0 removes
+/// what crashed saves of the tag left. Returns the shard's bytes. Errors: CheckpointError (no space, not writable, a
+/// tag that is no folder name), naming path, bytes and errno's text.
+int64_t write_rank(const SaveTarget& target, const Snapshot& snapshot, int64_t buffer_bytes = kBufferBytes);
 /// Merges the ranks' tables into the manifest, keeps the user's files of the tag's folder, moves the growing folder to
 /// `<directory>/<tag>` and, with `save_latest`, points `<directory>/latest` at it. Returns `<directory>/<tag>`.
 /// Errors: CheckpointError, also for ranks that contradict each other and for tables that are missing or of another

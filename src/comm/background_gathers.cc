@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "comm/awaited_operation.h"
+#include "comm/transport/awaited_operation.h"
 
 namespace deeptide::comm {
 
@@ -55,16 +55,16 @@ void BackgroundGathers::run() {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return stop_ || !added_.empty() || !flights_.empty(); });
+      changed_.wait(lock, [&] { return stop_ || !added_.empty() || !under_way_.empty(); });
       if (stop_) return;
     }
     start_due();
-    if (!flights_.empty()) end_first();
+    if (!under_way_.empty()) end_first();
   }
 }
 
 void BackgroundGathers::start_due() {
-  while (flights_.empty() || bytes_ < most_bytes_) {
+  while (under_way_.empty() || bytes_ < most_bytes_) {
     std::shared_ptr<Gather> next;
     {
       const std::lock_guard lock(mutex_);
@@ -79,7 +79,7 @@ void BackgroundGathers::start_due() {
     try {
       Pending pending = next->start(group_);
       bytes_ += next->nbytes();
-      flights_.push_back({std::move(next), std::move(pending)});
+      under_way_.push_back({std::move(next), std::move(pending)});
     } catch (const std::exception& error) {  // no memory
       failure_ = error.what();
       next->end(failure_);
@@ -89,7 +89,7 @@ void BackgroundGathers::start_due() {
 
 /// Works on the first for a turn.
 void BackgroundGathers::end_first() {
-  Flight& first = flights_.front();
+  UnderWay& first = under_way_.front();
   try {
     if (failure_.empty() && !first.pending.advance(kTurn)) return;
   } catch (const std::exception& error) {
@@ -97,7 +97,7 @@ void BackgroundGathers::end_first() {
   }
   bytes_ -= first.gather->nbytes();
   first.gather->end(failure_);
-  flights_.pop_front();
+  under_way_.pop_front();
 }
 
 }  // namespace deeptide::comm

@@ -45,11 +45,11 @@ class BackgroundGathers {
   bool stop_ = false;
 
   // The thread's own.
-  struct Flight {
+  struct UnderWay {
     std::shared_ptr<Gather> gather;
     Pending pending;
   };
-  std::deque<Flight> flights_;
+  std::deque<UnderWay> under_way_;
   int64_t bytes_ = 0;    // of outputs under way
   std::string failure_;  // of the transport; empty: none
 

@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -64,6 +65,16 @@ class BackgroundThreads {
   int policy_;
 };
 
+/// A connection that a peer closes fails the exchange; it must not end the program: gloo writes without MSG_NOSIGNAL.
+/// A program that has a handler of its own keeps it.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) != 0) return;
+  if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &action, nullptr);
+}
+
 /// One for each interface that the variable names, as torch reads it; else the one that reaches the other ranks.
 std::vector<std::shared_ptr<gloo::transport::Device>> make_devices(const World& world) {
   using Gloo = c10d::ProcessGroupGloo;
@@ -79,6 +90,7 @@ std::vector<std::shared_ptr<gloo::transport::Device>> make_devices(const World& 
 /// `ranks`: of the world; this one is at `rank`.
 Network make_gloo(const World& world, const std::string& name, int rank, std::vector<int> ranks,
                   const ChannelOptions& channel) {
+  ignore_broken_pipes();
   std::optional<BackgroundThreads> scope;
   if (channel.on_device) scope.emplace();  // others carry few bytes, and ranks wait for them
   auto options = c10d::ProcessGroupGloo::Options::create(channel.timeout + kTransportGrace);
@@ -109,12 +121,15 @@ std::unique_ptr<Transport> make_transport(const World& own, const Team& team, co
     return make_c10d_transport({.backend = own.make_backend(team.ranks(), name), .ranks = team.ranks()});
   }
   if (host && host->holds_all()) return make_host_transport(host, options.peers);
-  const bool two_levels = host && host->size() > 1 && host->is_uniform() && options.peers == PeerTraffic::no;
+  const bool two_levels = host && host->size() > 1 && host->is_uniform();
   if (!two_levels) return make_c10d_transport(make_gloo(own, name, team.index(), team.ranks(), options));
   const std::string rail = name + "/rail/" + std::to_string(host->index());
   std::vector<int> peers;
   for (const auto& ranks : host->hosts()) peers.push_back(team.ranks()[ranks[host->index()]]);
-  return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), std::move(peers), options));
+  std::optional<Network> all;
+  if (options.peers == PeerTraffic::yes) all = make_gloo(own, name + "/peers", team.index(), team.ranks(), options);
+  return make_two_level_transport(host, make_gloo(own, rail, host->host_index(), std::move(peers), options),
+                                  std::move(all));
 }
 
 /// Makes the transport on a thread of its own: Gloo connects, or waits for ranks that never come, without a look at
@@ -164,8 +179,14 @@ bool Pending::advance(milliseconds limit) {
   if (operation_ == nullptr) return true;
   if (!operation_->advance(limit)) return false;
   operation_.reset();
-  trace::flight_log().end(ticket_);
+  note_end();
   return true;
+}
+
+void Pending::note_end() {
+  trace::flight_log().end(ticket_);
+  if (recorder_) recorder_->note_collective(kind_, channel_, bytes_, begin_ns_);
+  recorder_.reset();
 }
 
 bool Pending::wait_for(milliseconds limit) {
@@ -213,6 +234,12 @@ Pending Group::logged(OperationPtr under_way, const char* operation, int64_t byt
   flight.sequence = ++sequence_;
   flight.rank = team_.rank();
   pending.ticket_ = trace::flight_log().begin(flight);
+  if (!options_.recorder || !options_.recorder->is_on()) return pending;
+  pending.recorder_ = options_.recorder;
+  pending.kind_ = operation;
+  pending.channel_ = channel_;
+  pending.bytes_ = bytes;
+  pending.begin_ns_ = trace::now_ns();
   return pending;
 }
 
@@ -282,13 +309,14 @@ bool Group::advance(Pending& pending, milliseconds limit, const Site& site) {
   bool done = false;
   run_blocking([&] {
     const Waiting waiting;
+    const trace::Span span(recorder(), trace::Work::wait, site.what);
     try {
       done = pending.operation_->advance(limit);
     } catch (const TransportError& error) {
       failure = error.what();
     }
   });
-  if (done || !failure.empty()) trace::flight_log().end(pending.ticket_);
+  if (done || !failure.empty()) pending.note_end();
   if (!failure.empty()) {
     throw_comm_error("rank " + std::to_string(team_.rank()) + " lost its peers at " + text(site) + ": " +
                      find_cause(site) + ". Transport: " + failure);
@@ -301,32 +329,46 @@ void Group::order_before(const device::Lane& lane, Pending& pending, const Site&
                          const std::function<void()>& meanwhile) {
   if (!pending.valid()) return;
   if (!pending.operation_->order_before(lane)) return wait(pending, site, meanwhile);
-  trace::flight_log().end(pending.ticket_);
+  pending.note_end();
   pending = Pending();
 }
 
+Wait::Wait(Group& group, Pending& pending, Site site)
+    : group_(group),
+      pending_(pending),
+      site_(std::move(site)),
+      begin_(Clock::now()),
+      period_(std::min(world::kPollFailures, group.options_.timeout)),
+      look_(begin_ + period_) {}
+
+bool Wait::go_on(milliseconds limit) {
+  if (group_.wait_for(pending_, std::min(limit, period_), site_)) return true;
+  const auto now = Clock::now();
+  if (now < look_) return false;
+  look_ += period_;
+  look_at_board(now);
+  if (now - begin_ > group_.options_.timeout) group_.time_out(site_);
+  return false;
+}
+
+/// A rank that ended after its part may be reported before that part, or others', has come over a slow link. One that
+/// ended before its part breaks its connections.
+void Wait::look_at_board(Clock::time_point now) {
+  world::FailureBoard& board = *group_.options_.board;
+  const auto failure = board.failure("waits: " + group_.text(site_));
+  if (!failure) return;
+  if (!reported_) reported_ = now;
+  const bool may_come = group_.transport_->crosses_hosts() && !board.is_failure();
+  if (now - *reported_ < (may_come ? kLateParts : period_)) return;
+  throw_comm_error("rank " + std::to_string(group_.team_.rank()) + " stopped at " + group_.text(site_) + ": " +
+                   group_.find_cause(site_, failure));
+}
+
 void Group::wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile) {
-  const auto begin = steady_clock::now();
-  const milliseconds period = std::min(world::kPollFailures, options_.timeout);
-  auto look = begin + period;  // at the board: its store is remote
-  std::optional<steady_clock::time_point> reported;
+  Wait wait(*this, pending, site);
   if (meanwhile) meanwhile();
-  while (!wait_for(pending, meanwhile ? kMeanwhile : period, site)) {
+  while (!wait.go_on(meanwhile ? kMeanwhile : world::kPollFailures)) {
     if (meanwhile) meanwhile();
-    const auto now = steady_clock::now();
-    if (now < look) continue;
-    look += period;
-    if (const auto failure = options_.board->failure("waits: " + text(site))) {
-      // A rank that ended after its part may be reported before that part, or others', has come over a slow link. One
-      // that ended before its part breaks its connections.
-      if (!reported) reported = now;
-      const bool may_come = transport_->crosses_hosts() && !options_.board->is_failure();
-      if (now - *reported >= (may_come ? kLateParts : period)) {
-        throw_comm_error("rank " + std::to_string(team_.rank()) + " stopped at " + text(site) + ": " +
-                         find_cause(site, failure));
-      }
-    }
-    if (now - begin > options_.timeout) time_out(site);
   }
 }
 

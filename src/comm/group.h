@@ -13,9 +13,10 @@
 
 #include "comm/clock.h"
 #include "comm/team.h"
-#include "comm/transport.h"
+#include "comm/transport/transport.h"
 #include "deeptide/world.h"
 #include "trace/flight_log.h"
+#include "trace/recorder.h"
 
 namespace deeptide::world {
 class FailureBoard;
@@ -43,8 +44,38 @@ class Pending {
 
  private:
   friend class Group;
+  void note_end();
+
   OperationPtr operation_;
   trace::FlightLog::Ticket ticket_ = 0;
+  std::shared_ptr<trace::Recorder> recorder_;  // null: nobody listens
+  const char* kind_ = "";
+  std::string channel_;
+  int64_t bytes_ = 0;
+  int64_t begin_ns_ = 0;
+};
+
+class Group;
+
+/// A wait that its caller leaves and takes up again, to do something else between. `pending` outlives it.
+class Wait {
+ public:
+  Wait(Group& group, Pending& pending, Site site);
+  /// Works for at most about `limit`; returns whether the operation is done. Errors: as Group::wait, by the time since
+  /// the wait was made.
+  bool go_on(std::chrono::milliseconds limit);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void look_at_board(Clock::time_point now);
+
+  Group& group_;
+  Pending& pending_;
+  const Site site_;
+  const Clock::time_point begin_;
+  const std::chrono::milliseconds period_;  // between looks at the board: its store is remote
+  Clock::time_point look_;
+  std::optional<Clock::time_point> reported_;
 };
 
 /// How long the calling thread has waited for other ranks so far, in any group. Units: seconds.
@@ -58,7 +89,8 @@ struct ChannelOptions {
   std::shared_ptr<const Clock> clock;          // null: errors report step 0
   bool on_device = false;                      // carries tensors of the model's device, not the CPU's
   PeerTraffic peers = PeerTraffic::no;
-  std::shared_ptr<LinkTimes> links;  // counts what CPUs exchange over the network; null: nobody counts
+  std::shared_ptr<trace::Recorder> recorder;  // where waits and collectives are reported; null: nowhere
+  std::shared_ptr<LinkTimes> links;           // counts what CPUs exchange over the network; null: nobody counts
 };
 
 /// One channel of collectives over a team. All ranks make calls in the same order, from one thread per rank at a time.
@@ -81,6 +113,8 @@ class Group {
   bool advances_alone() const { return transport_->advances_alone(); }
   /// What this rank has sent to the others so far, whatever the transport. Units: bytes.
   int64_t sent_bytes() const { return sent_bytes_; }
+  /// Where the engine reports its time; null: nowhere.
+  trace::Recorder* recorder() const { return options_.recorder.get(); }
   /// The engine's step, for logs.
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
 
@@ -91,7 +125,8 @@ class Group {
   /// Sums in an order that the transport chooses. Shapes: input (W * N,), output (N,).
   Pending reduce_scatter(at::Tensor output, at::Tensor input);
   Pending broadcast(at::Tensor tensor, int root);
-  /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Needs PeerTraffic::yes.
+  /// Sends one contiguous tensor to index `to`, which receives an equal type and shape. Any number may be under way, in
+  /// both directions. Needs PeerTraffic::yes.
   Pending send(at::Tensor tensor, int to);
   Pending receive(at::Tensor tensor, int from);
   /// Logs in this channel a reduction that was started elsewhere. All ranks call it in the same order. `sent`: of its
@@ -114,6 +149,7 @@ class Group {
   bool wait_for(Pending& pending, std::chrono::milliseconds limit, const Site& site);
 
  private:
+  friend class Wait;
   Pending logged(OperationPtr under_way, const char* operation, int64_t bytes, int64_t sent);
   /// Works for at most `limit` and ends `pending` when it is done. Errors: as `wait`.
   bool advance(Pending& pending, std::chrono::milliseconds limit, const Site& site);

@@ -5,8 +5,14 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <variant>
+
+#include "comm/transport/link_times.h"
+#include "deeptide/config.h"
+#include "deeptide/reports.h"
+#include "world/rank.h"
 
 namespace deeptide::comm {
 
@@ -20,7 +26,9 @@ enum class Call : int32_t {
   zero_grad,
   show_gradients,
   rebuild,
-  offload_states
+  offload_states,
+  wait_for_save,
+  preempt
 };
 
 /// The units that a rank needs now, and those that it expects to use next.
@@ -48,9 +56,11 @@ struct Close {
   bool has_gradient = false;  // backward gave this rank something not yet reduced
   bool has_written = false;   // this rank's program wrote into its private view of shared parameters
   bool failed = false;        // this rank cannot take part: it throws, and so do the others
+  bool asked_to_go = false;   // this rank got a signal to save and end
   int64_t rounds = 0;         // of reductions: required by a step, started before anything drops gradients
   int32_t writes = 0;         // as in Wishes
   int64_t launched = 0;       // likewise
+  int32_t save = 0;           // how far this rank is with a save beside training: checkpoint::SavePhase
   uint64_t changes = 0;       // a digest of how the model's parameters differ from those bound at initialize
   int32_t num_ahead = 0;      // of the units with which this rank expects its next pass to begin
   std::array<int32_t, Wishes::kMaxUnits> units_ahead{};
@@ -61,30 +71,26 @@ struct Close {
 /// One rank's part of a round.
 using Word = std::variant<Wishes, Close>;
 
-/// What a rank has seen of its links over the network, and of itself.
-struct LinkFacts {
-  int32_t slow_from = -1;       // the world's rank at the other end of the slowest link towards this rank; -1: none is
-                                // known well enough to be blamed
-  float rate = 0.0f;            // of the slowest link, in bytes/s; 0: none is known
-  float rate_of_others = 0.0f;  // the median of this rank's other links; 0: none is known
-  float computing_s = 0.0f;     // per step: the time in which it did not wait for others
-};
-
 /// What a rank knows about its shards of the gradients.
 struct Verdict {
-  double squares = 0.0;          // not finite if any element is not
-  int32_t bad_unit = -1;         // by Unit::index(); -1: no element is bad here
-  int32_t bad_parameter = -1;    // in that unit
-  int32_t bad_rank = -1;         // the contributor; -1: every contribution was finite, their sum was not
+  double squares = 0.0;        // not finite if any element is not
+  int32_t bad_unit = -1;       // by Unit::index(); -1: no element is bad here
+  int32_t bad_parameter = -1;  // in that unit
+  /// The contributor; none: every contribution was finite, their sum was not.
+  world::WorldRank bad_rank = world::WorldRank::none;
   bool has_seen_all = false;     // this rank's backward reached every trained parameter
   uint64_t hyperparameters = 0;  // a digest of what this rank would step with
   LinkFacts links;
+  StepTimes times;  // of the last step, if the configuration asks for a breakdown
+  double loss = std::numeric_limits<double>::quiet_NaN();  // mean of this rank's losses, if somebody asks
 };
 
 /// The first rank's name for a save, and what a rank was asked to save: other saves of the same tag have other names.
 struct SaveName {
   uint64_t nonce = 0;
   bool exclude_frozen = false;
+  bool blocking = true;
+  SaveContents contents = SaveContents::all;
 };
 
 /// Whether a rank could do its part, and a digest of what it saw.

@@ -8,6 +8,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace deeptide::comm {
+
+using world::TeamIndex;
+using world::WorldRank;
+
 namespace {
 
 /// Whether the two ranks differ along `axes` at most.
@@ -43,6 +47,15 @@ Team Team::along(const world::Mesh& mesh, int rank, const std::vector<world::Axi
     ranks.push_back(other);
   }
   return {std::move(name), std::move(ranks), index};
+}
+
+WorldRank Team::world_rank(TeamIndex index) const {
+  return index == TeamIndex::none ? WorldRank::none : WorldRank(ranks_.at(number(index)));
+}
+
+TeamIndex Team::index_of(WorldRank rank) const {
+  const auto found = std::find(ranks_.begin(), ranks_.end(), number(rank));
+  return found == ranks_.end() ? TeamIndex::none : TeamIndex(found - ranks_.begin());
 }
 
 std::string Team::key() const { return name_ + " of rank " + std::to_string(ranks_.front()); }

@@ -8,6 +8,7 @@
 
 #include "deeptide/world.h"
 #include "world/mesh.h"
+#include "world/rank.h"
 
 namespace deeptide::comm {
 
@@ -29,6 +30,10 @@ class Team {
   int index() const { return index_; }
   /// This rank's world rank, as errors and logs print it.
   int rank() const { return ranks_[index_]; }
+  /// None for none.
+  world::WorldRank world_rank(world::TeamIndex index) const;
+  /// The other way round; none for a rank outside this team.
+  world::TeamIndex index_of(world::WorldRank rank) const;
   /// Distinguishes this team from others of its name in the mesh by its first rank: "data of rank 2".
   std::string key() const;
   /// The world as this team sees it: its ranks only, counted by index, with separate keys in the store.

@@ -156,7 +156,7 @@ OptimizerConfig optimizer_config(const Values& values) {
     optimizer.defaults.set_at(i, as_number(hyper.element < 0 ? value : value.items[hyper.element]));
   }
   if (optimizer.defaults.has("use_muon")) split_muon(values, optimizer);
-  // As in DeepSpeed, whatever adam_w_mode says.
+  // DeepSpeed does so too, whatever adam_w_mode says.
   if (values.word("optimizer.type") == "AdamW") optimizer.defaults.set("decoupled_weight_decay", 1.0);
   return optimizer;
 }

@@ -18,6 +18,7 @@
 
 #include "deferred/key.h"
 #include "deferred/traits.h"
+#include "device/idle_memory.h"
 #include "device/page_heap.h"
 #include "device/torch_versions.h"
 
@@ -29,15 +30,17 @@ using c10::IValue;
 
 namespace {
 
-/// Of its own: from malloc's, the small records that are made meanwhile would keep each freed tensor's pages in use.
+/// A heap of its own: in malloc's, the small records made meanwhile would keep each freed tensor's pages in use.
 /// Never destroyed: tensors may outlive static destruction.
 device::PageHeap& heap() {
-  static auto* heap = new device::PageHeap(/*min_kept_bytes=*/0);
+  static auto* heap = new device::PageHeap(/*min_kept_bytes=*/0, &device::make_room);
   return *heap;
 }
 
 Storage allocate(size_t nbytes) {
-  void* data = heap().allocate(static_cast<int64_t>(std::max<size_t>(nbytes, 1)));
+  const auto wanted = static_cast<int64_t>(std::max<size_t>(nbytes, 1));
+  void* data = nullptr;
+  device::take_before_idle([&] { return (data = heap().allocate(wanted)) != nullptr; });
   TORCH_CHECK_WITH(OutOfMemoryError, data != nullptr, "zero.Init: no memory for a tensor of ", nbytes, " bytes");
   const auto free = [](void* block) { heap().free(block); };
   return Storage(Storage::use_byte_size_t(), nbytes, at::DataPtr(data, data, free, at::kCPU), nullptr,

@@ -16,8 +16,8 @@ namespace deeptide::deferred {
 
 struct Operation;
 
-/// What a memory holds once an operator has written it. Versions never change: a write makes the next one, so those
-/// that nobody can ask for any more go, and the operators that made them with them.
+/// The contents of a memory once an operator has written it. Versions never change: a write makes the next one, so
+/// those that nobody can ask for any more go, and the operators that made them with them.
 struct Version {
   Version(std::shared_ptr<Operation> operation, size_t bytes) : made_by(std::move(operation)), nbytes(bytes) {}
   ~Version();
@@ -26,7 +26,7 @@ struct Version {
   size_t nbytes = 0;
 };
 
-/// Where a tensor's elements lie in its memory.
+/// The places of a tensor's elements in its memory.
 struct Geometry {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   std::vector<int64_t> sizes, strides;
@@ -45,7 +45,7 @@ struct Absent {
   bool written = false;
 };
 
-/// What an operator made: a written argument, or a new tensor.
+/// The product of an operator: a written argument, or a new tensor.
 struct Result {
   std::weak_ptr<Version> version;
   int absent = -1;  // index into Operation::absent, or

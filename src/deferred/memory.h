@@ -13,7 +13,7 @@
 
 namespace deeptide::deferred {
 
-/// What a deferred storage holds in place of bytes.
+/// The stand-in for the bytes of a deferred storage.
 struct Memory {
   explicit Memory(std::shared_ptr<Version> first);
   ~Memory();

@@ -111,7 +111,7 @@ Tensor on_meta(const Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
 }
 
-/// What the operator would return, on the meta device; false if it cannot run there.
+/// Infers the operator's results on the meta device; returns false if it cannot run there.
 bool infer(const Call& call, Stack& results) {
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
   const at::NoGradGuard no_grad;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an operator's schema states about its arguments and results.
+// The facts that an operator's schema states about its arguments and results.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -4,9 +4,12 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
+#include <exception>
+
 #include "base/invariant.h"
 #include "base/sanitizers.h"
 #include "deeptide/allocator.h"
+#include "device/idle_memory.h"
 #include "device/page_heap.h"
 
 namespace deeptide::device {
@@ -16,10 +19,11 @@ using c10::DataPtr;
 namespace {
 
 constexpr size_t kLargeBlockBytes = 256 << 10;  // malloc packs smaller blocks into pages better
+constexpr int64_t kMinKeptBytes = 64 << 20;
 
 /// Never destroyed: tensors are freed until the process ends.
 PageHeap& heap() {
-  static PageHeap& heap = *new PageHeap();
+  static PageHeap& heap = *new PageHeap(kMinKeptBytes, &make_room);
   return heap;
 }
 
@@ -47,12 +51,17 @@ class LargePageAllocator final : public c10::Allocator {
   static DataPtr allocate_default(size_t bytes) {
     c10::Allocator* const allocator = c10::GetDefaultCPUAllocator();
     DataPtr data;
-    try {
-      data = allocator->allocate(bytes);
-    } catch (const c10::Error&) {
-      if (!release_idle_heap()) throw;
-      data = allocator->allocate(bytes);
-    }
+    std::exception_ptr refused;
+    const bool taken = take_before_idle([&] {
+      try {
+        data = allocator->allocate(bytes);
+        return true;
+      } catch (const c10::Error&) {
+        refused = std::current_exception();
+        return false;
+      }
+    });
+    if (!taken) std::rethrow_exception(refused);
     DEEPTIDE_INVARIANT(data.compare_exchange_deleter(allocator->raw_deleter(), &release),
                        "memory with another deleter than its allocator's");
     return data;

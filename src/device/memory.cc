@@ -14,7 +14,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "device/page_heap.h"
+#include "device/idle_memory.h"
 
 namespace deeptide::device {
 
@@ -45,14 +45,16 @@ Mapping map_pages(const Ledger& ledger, Role role, int64_t bytes) {
   mapping.length = round_up(std::max<int64_t>(bytes, 1), kPage);
   const int64_t large = mapping.length / kLargePage * kLargePage;
   const int64_t slack = large > 0 ? kLargePage : 0;
-  const auto map = [&] {
-    return ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  };
-  void* base = map();
-  if (base == MAP_FAILED && release_idle_heap()) base = map();
-  const int error = errno;
-  TORCH_CHECK_WITH(OutOfMemoryError, base != MAP_FAILED, "deeptide: cannot map ", bytes, " bytes for ", role_name(role),
-                   ": ", std::strerror(error), ". ", ledger.text());
+  make_room(mapping.length);
+  void* base = MAP_FAILED;
+  int error = 0;
+  const bool taken = take_before_idle([&] {
+    base = ::mmap(nullptr, mapping.length + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    error = errno;
+    return base != MAP_FAILED;
+  });
+  TORCH_CHECK_WITH(OutOfMemoryError, taken, "deeptide: cannot map ", bytes, " bytes for ", role_name(role), ": ",
+                   std::strerror(error), ". ", ledger.text());
   mapping.start = static_cast<char*>(base);
   if (large == 0) return mapping;
   const int64_t before = round_up(reinterpret_cast<int64_t>(base), kLargePage) - reinterpret_cast<int64_t>(base);
@@ -198,24 +200,15 @@ int64_t BufferPool::fit(const Idle& idle, int64_t bytes, int64_t reached) const 
   return size < bytes || wastes || idle.after > reached ? -1 : size;
 }
 
-/// Makes what is reserved and has no memory. If there is too little, the rest stays promised.
+/// Makes what is reserved and has no memory. If there is too little, the rest stays promised. Other takers wait: a
+/// buffer of their own would go beyond the reserve.
 void BufferPool::make_promised() {
-  std::vector<int64_t> sizes;
-  {
-    std::lock_guard lock(mutex_);
-    sizes = std::exchange(promised_, {});
-  }
-  while (!sizes.empty()) {
-    try {
-      Tensor buffer = make(sizes.back(), INT64_MAX, /*is_promised=*/true);
-      sizes.pop_back();
-      std::lock_guard lock(mutex_);
-      reserved_.insert(buffer.const_data_ptr());
-      idle_.push_back({std::move(buffer), home_.mark(), 0, true});
-    } catch (...) {
-      reserve(std::move(sizes));
-      throw;
-    }
+  const std::lock_guard lock(mutex_);
+  while (!promised_.empty()) {
+    Tensor buffer = make(promised_.back(), INT64_MAX, /*is_promised=*/true);
+    promised_.pop_back();
+    reserved_.insert(buffer.const_data_ptr());
+    idle_.push_back({std::move(buffer), home_.mark(), 0, true});
   }
 }
 
@@ -242,7 +235,8 @@ Tensor BufferPool::make(int64_t bytes, int64_t reached, bool is_promised) {
   try {
     return allocate();
   } catch (const c10::OutOfMemoryError&) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (!is_promised) lock.lock();  // make_promised holds it
     free_idle(0, reached, /*reserved_too=*/!is_promised);
   }
   return allocate();

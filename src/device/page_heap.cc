@@ -64,8 +64,15 @@ PageHeap::~PageHeap() {
 void* PageHeap::allocate(int64_t bytes) noexcept try {
   if (bytes > kMostBytes) return nullptr;
   bytes = round_up(std::max<int64_t>(bytes, 1), kPage);
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   auto range = take_idle(bytes);
+  if (range == ranges_.end() && before_growth_ != nullptr) {
+    const int64_t growth = growth_for(bytes);
+    lock.unlock();
+    before_growth_(growth);
+    lock.lock();
+    range = take_idle(bytes);
+  }
   if (range == ranges_.end() && grow(bytes)) range = take_idle(bytes);
   if (range == ranges_.end()) return nullptr;
   count(range->second.bytes);
@@ -164,10 +171,14 @@ PageHeap::Ranges::iterator PageHeap::take_idle(int64_t bytes) {
   return range;
 }
 
-bool PageHeap::grow(int64_t bytes) {
+/// Returns the bytes that the heap would like to map for a block.
+int64_t PageHeap::growth_for(int64_t bytes) const {
   const int64_t mapped = stats_.in_use_bytes + stats_.idle_bytes;
-  const int64_t wish = std::max(bytes, std::clamp(mapped / 8, kMinGrowth, kMaxGrowth));
-  int64_t length = round_up(wish, kLargePage);
+  return round_up(std::max(bytes, std::clamp(mapped / 8, kMinGrowth, kMaxGrowth)), kLargePage);
+}
+
+bool PageHeap::grow(int64_t bytes) {
+  int64_t length = growth_for(bytes);
   char* start = map_large_pages(length);
   if (start == nullptr) {
     trim(0);

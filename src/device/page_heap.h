@@ -19,7 +19,10 @@ namespace deeptide::device {
 /// A forked child has a copy that it may use as its own.
 class PageHeap {
  public:
-  explicit PageHeap(int64_t min_kept_bytes = int64_t{64} << 20) : min_kept_bytes_(min_kept_bytes) {}
+  /// `before_growth` runs without the heap's lock before the heap maps so many bytes or more.
+  using BeforeGrowth = void (*)(int64_t bytes) noexcept;
+  explicit PageHeap(int64_t min_kept_bytes = int64_t{64} << 20, BeforeGrowth before_growth = nullptr)
+      : min_kept_bytes_(min_kept_bytes), before_growth_(before_growth) {}
   ~PageHeap();
   PageHeap(const PageHeap&) = delete;
   PageHeap& operator=(const PageHeap&) = delete;
@@ -52,6 +55,7 @@ class PageHeap {
   using Ranges = std::map<char*, Range>;
 
   Ranges::iterator take_idle(int64_t bytes);
+  int64_t growth_for(int64_t bytes) const;
   bool grow(int64_t bytes);
   Ranges::iterator add_idle(char* start, int64_t bytes, uint64_t freed_at, bool hollow);
   void enter(Ranges::iterator range);
@@ -68,6 +72,7 @@ class PageHeap {
 
   mutable std::mutex mutex_;
   const int64_t min_kept_bytes_;
+  const BeforeGrowth before_growth_;
   Ranges ranges_;
   SizeIndex idle_;
   AgeIndex large_;      // idle ranges with a whole large page in them
@@ -77,9 +82,5 @@ class PageHeap {
   int64_t window_peak_ = 0;   // most in use in this window of the clock
   int64_t earlier_peak_ = 0;  // most in use in the previous window
 };
-
-/// Gives the kernel what the installed allocator's heap keeps idle. Returns whether there was any: who was refused
-/// memory then asks again.
-bool release_idle_heap();
 
 }  // namespace deeptide::device

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/from_blob.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -16,11 +17,12 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/invariant.h"
+#include "device/idle_memory.h"
 #include "device/memory_limit.h"
-#include "device/page_heap.h"
 
 namespace deeptide::device {
 
@@ -35,6 +37,7 @@ namespace {
 
 constexpr int64_t kLargePage = 2 << 20;
 constexpr int64_t kWorthALook = 1 << 20;  // at the control groups' limits, which takes some 50 us
+constexpr int64_t kRanksAtOnce = 64;      // that may take as much at the same moment
 #ifndef MADV_POPULATE_WRITE
 constexpr int MADV_POPULATE_WRITE = 23;  // Linux 5.14
 #endif
@@ -47,21 +50,55 @@ constexpr unsigned MFD_NOEXEC_SEAL = 8;  // Linux 6.3; a must where vm.memfd_noe
   TORCH_CHECK(false, "deeptide: cannot ", what, ": ", std::strerror(error));
 }
 
+/// What a pool answers by giving its idle buffers up.
 [[noreturn]] void refuse_pages(int64_t bytes, const std::string& reason) {
-  TORCH_CHECK(false, "deeptide: cannot take ", bytes, " bytes of shared memory: ", reason,
-              ". Give the job more memory, use more hosts or a smaller model.");
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: cannot take ", bytes, " bytes of shared memory: ", reason,
+                   ". Give the job more memory, use more hosts or a smaller model.");
 }
 
-/// The kernel kills a process of a control group that is full, so it has to be asked before.
-void check_limit(int64_t bytes) {
-  if (bytes < kWorthALook) return;
-  auto limit = tightest_memory_limit();
-  if (limit && limit->left < bytes && release_idle_heap()) limit = tightest_memory_limit();
-  if (!limit || limit->left >= bytes) return;
-  refuse_pages(bytes, "the control group " + limit->group + " allows " + std::to_string(limit->limit) +
-                          " bytes of memory, of which " + std::to_string(std::max<int64_t>(limit->left, 0)) +
-                          " are left");
-}
+/// The kernel kills a process of a control group that is full, so it has to be asked before. Near a limit, ranks that
+/// share `fd` look and take one after the other: together they would go beyond what each of them saw.
+class Room {
+ public:
+  Room(int fd, int64_t bytes) {
+    if (bytes < kWorthALook) return;
+    const auto limit = tightest_memory_limit();
+    if (!limit || limit->left / kRanksAtOnce >= bytes) return;
+    turn_.emplace(fd);
+    check(bytes);
+  }
+
+ private:
+  /// Opens by itself when the process ends. Where the kernel has no such lock, looks may be out of date.
+  struct Turn {
+    explicit Turn(int file) : fd(::flock(file, LOCK_EX) == 0 ? file : -1) {}
+    ~Turn() {
+      if (fd >= 0) ::flock(fd, LOCK_UN);
+    }
+    Turn(const Turn&) = delete;
+    std::lock_guard<std::mutex> among_threads{threads()};  // ranks as threads share the descriptor
+    int fd;
+  };
+
+  static std::mutex& threads() {
+    static std::mutex mutex;
+    return mutex;
+  }
+
+  static void check(int64_t bytes) {
+    std::optional<MemoryLimit> limit;
+    const bool fits = take_before_idle([&] {
+      limit = tightest_memory_limit();
+      return !limit || limit->left >= bytes;
+    });
+    if (fits) return;
+    refuse_pages(bytes, "the control group " + limit->group + " allows " + std::to_string(limit->limit) +
+                            " bytes of memory, of which " + std::to_string(std::max<int64_t>(limit->left, 0)) +
+                            " are left");
+  }
+
+  std::optional<Turn> turn_;
+};
 
 /// Returns an error number, 0 for success. Touching a page that the kernel cannot give would raise SIGBUS.
 template <typename Call>
@@ -272,9 +309,9 @@ void SharedMemory::populate(int64_t offset, int64_t bytes) {
   const int64_t first = offset / page_size() * page_size();
   const int64_t last = std::min((offset + bytes + page_size() - 1) / page_size() * page_size(), size_);
   if (last <= first) return;
-  check_limit(last - first);
-  int error = take_pages(fd_, data_, first, last - first);
-  if (error != 0 && release_idle_heap()) error = take_pages(fd_, data_, first, last - first);
+  const Room room(fd_, last - first);
+  int error = 0;
+  take_before_idle([&] { return (error = take_pages(fd_, data_, first, last - first)) == 0; });
   if (error != 0) {
     const bool forbidden = error == EFAULT;  // what the kernel says instead of SIGBUS
     refuse_pages(last - first, forbidden ? "the kernel has too little memory for it, or vm.overcommit_memory is 2 and "

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where torch's minor versions differ, from 2.9 to 2.13: all that this library needs to know of it.
+// The differences between torch's minor versions, 2.9 to 2.13: all that this library needs to know of them.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -53,7 +53,7 @@ class KeptArguments {
 
 namespace versions {
 
-// Of torch's C interface, which stays the same; only a build for CUDA or ROCm has it. 0 is success.
+// Belongs to torch's C interface, which stays the same; only a build for CUDA or ROCm has it. 0 is success.
 extern "C" __attribute__((weak)) int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 template <typename Stream>

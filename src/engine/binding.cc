@@ -5,6 +5,7 @@
 
 #include "bench/collective_bench.h"
 #include "config/elasticity.h"
+#include "config/section.h"
 #include "config/table/schema.h"
 #include "numerics/ordered_sum.h"
 #include "ops/kernels.h"
@@ -39,6 +40,10 @@ SchedulerParameters scheduler_parameters(const Config& config) {
     }
   }
   return parameters;
+}
+
+std::string section_text(const Config& config, std::string_view path) {
+  return to_text(config::section_with_defaults(config, path));
 }
 
 ElasticBatch elastic_batch(const ElasticityConfig& config, int64_t world_size) {

@@ -4,8 +4,8 @@
 #include "deeptide/engine.h"
 
 #include "deferred/recorder.h"
+#include "engine/design/optimizer_groups.h"
 #include "engine/engine_impl.h"
-#include "engine/optimizer_groups.h"
 
 namespace deeptide {
 
@@ -74,6 +74,15 @@ const World& Engine::world() const { return impl_->channels.world(); }
 const Config& Engine::config() const { return impl_->config; }
 at::Device Engine::device() const { return impl_->model.device(); }
 
+void Engine::begin_forward(int64_t tokens) { impl_->reporter.begin_forward(tokens, impl_->progress.global_steps); }
+StepTimes Engine::step_times() const { return impl_->reporter.last_times(); }
+std::string Engine::limit() const { return impl_->reporter.limit(); }
+std::vector<CollectiveLine> Engine::collectives() const { return impl_->reporter.collectives(); }
+std::string Engine::collectives_text() const { return impl_->reporter.collectives_text(); }
+void Engine::keep_events() { impl_->reporter.keep_events(); }
+std::vector<MonitorEvent> Engine::take_events() { return impl_->reporter.take_events(); }
+void Engine::leave_profile_to_program() { impl_->reporter.leave_profile_to_program(); }
+
 double Engine::loss_scale() const { return impl_->stepper->loss_scale(); }
 
 int64_t Engine::num_groups() const { return static_cast<int64_t>(impl_->progress.hyperparameters.size()); }
@@ -97,8 +106,25 @@ std::vector<std::string> Engine::group_parameters(int64_t group) const {
 std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
                                     const std::string& client_state_json, bool save_latest,
                                     bool exclude_frozen_parameters) {
-  return impl_->told("save_checkpoint", [&] {
-    return impl_->save_checkpoint(directory, tag, client_state_json, save_latest, exclude_frozen_parameters);
+  return save_checkpoint(directory, tag, client_state_json,
+                         {.save_latest = save_latest, .exclude_frozen_parameters = exclude_frozen_parameters});
+}
+std::string Engine::save_checkpoint(const std::string& directory, const std::string& tag,
+                                    const std::string& client_state_json, const SaveOptions& options) {
+  return impl_->told("save_checkpoint",
+                     [&] { return impl_->save_checkpoint(directory, tag, client_state_json, options); });
+}
+bool Engine::should_preempt() { return impl_->preemption->is_pressing(); }
+void Engine::preempt() {
+  impl_->told("preempt", [&] { impl_->stepper->preempt(); });
+}
+std::string Engine::wait_for_save() {
+  return impl_->told("wait_for_save", [&] {
+    impl_->boundary->enter(comm::Call::wait_for_save);
+    impl_->saver->finish(*impl_->boundary);
+    const auto result = impl_->saver->take_result();
+    if (result && !result->error.empty()) throw CheckpointError(result->path + " was not saved: " + result->error);
+    return result ? result->path : "";
   });
 }
 
@@ -123,6 +149,10 @@ void Engine::set_full_state(const std::string& parameter, const std::string& rol
 
 void Engine::broadcast(const at::Tensor& values, int source) {
   impl_->told("broadcast", [&] { impl_->broadcast(values, source); });
+}
+
+double Engine::mean(double value) {
+  return impl_->told("mean", [&] { return impl_->mean(value); });
 }
 
 std::optional<LocalState> Engine::local_state(const std::string& parameter, const std::string& role) {

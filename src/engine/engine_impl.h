@@ -6,8 +6,10 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,26 +17,31 @@
 
 #include "deeptide/engine.h"
 #include "device/memory.h"
-#include "engine/bound_model.h"
-#include "engine/boundary.h"
-#include "engine/carried_state.h"
-#include "engine/channels.h"
-#include "engine/gradient_intake.h"
-#include "engine/kept_gradients.h"
-#include "engine/link_report.h"
-#include "engine/live_model.h"
-#include "engine/partial_load.h"
-#include "engine/progress.h"
-#include "engine/rewind.h"
-#include "engine/stepper.h"
+#include "engine/bind/bound_model.h"
+#include "engine/bind/channels.h"
+#include "engine/bind/live_model.h"
+#include "engine/bind/settle.h"
+#include "engine/step/boundary.h"
+#include "engine/step/gradient_intake.h"
+#include "engine/step/kept_gradients.h"
+#include "engine/step/link_report.h"
+#include "engine/step/preemption.h"
+#include "engine/step/progress.h"
+#include "engine/step/rewind.h"
+#include "engine/step/saver.h"
+#include "engine/step/stepper.h"
 #include "gradients/reducer.h"
-#include "optim/rule.h"
+#include "report/reporter.h"
 #include "sharding/residency.h"
 #include "zero/arrivals.h"
-#include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
 
 namespace deeptide {
+
+namespace engine {
+class Absent;
+struct CarriedState;
+}  // namespace engine
 
 /// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
 /// they are methods here: one file each.
@@ -44,7 +51,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
 
   // --- save.cc, load.cc, inspect.cc, export.cc, parameter_state.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
-                              bool save_latest, bool exclude_frozen_parameters);
+                              const SaveOptions& options);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
@@ -52,6 +59,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   at::Tensor full_state(const std::string& name, const std::string& role);
   void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
   void broadcast(const at::Tensor& values, int source);
+  double mean(double value);
   std::optional<LocalState> local_state(const std::string& name, const std::string& role);
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 
@@ -83,10 +91,12 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   auto told(const char* method, Run run) {
     check_process(method);
     const auto board = channels.board();  // `run` may end this object
+    const auto lost = lost_peers;
     board->withdraw_error();
     try {
       return run();
     } catch (const std::exception& error) {
+      if (dynamic_cast<const CommError*>(&error)) *lost = true;
       board->report_error(std::string("failed in ") + method, error.what());
       throw;
     }
@@ -103,15 +113,14 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   engine::Channels channels;
   engine::InitFailureNotice notice;
   const BatchSizes batch;
-  const std::shared_ptr<CustomOptimizer> custom;         // null: the rule steps
-  const std::unique_ptr<const optim::Rule> custom_rule;  // null likewise
-  const optim::Rule* const rule;                         // null: no optimizer
-  zero::StagePolicy policy;
-  const std::vector<ParameterGroup> groups;
+  const std::shared_ptr<CustomOptimizer> custom;  // null: the rule steps
+  engine::Settled settled;
+  const engine::Design& design = settled.design;
   engine::BoundModel model;
   const engine::Origin origin;
   engine::LiveModel live;
   engine::LinkReport links;
+  report::Reporter reporter;
   std::unique_ptr<sharding::Residency> residency;
   std::unique_ptr<zero::Arrivals> arrivals;           // null: steps wait for what they publish
   std::unique_ptr<gradients::Reducer> reducer;        // null: nothing to train
@@ -124,29 +133,38 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
   std::unique_ptr<engine::Boundary> boundary;
+  const std::shared_ptr<std::atomic<bool>> lost_peers = std::make_shared<std::atomic<bool>>(false);
+  std::unique_ptr<engine::Saver> saver;
+  std::unique_ptr<engine::Preemption> preemption;
   std::unique_ptr<engine::Stepper> stepper;
 
  private:
   struct StatePlace;
 
-  void make_trainer(const ModelDescription& description);
+  report::Reporting reporting();
+  void make_trainer();
   bool publishes_late();
-  std::vector<zero::UnitForecast> stepped_units(const std::vector<sharding::Unit*>& trainable) const;
-  zero::StatePlacement place_states(const std::vector<sharding::Unit*>& trainable, zero::StateTypes& types);
+  void measure_ratio();
+  zero::StatePlacement place_states();
   void check_no_gradients(const char* method) const;
   void check_between_steps(const char* method) const;
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
+  checkpoint::SaveTarget name_save(const std::string& directory, std::string tag, const SaveOptions& options,
+                                   bool blocking);
+  checkpoint::Snapshot take_snapshot(engine::LooseTensors& loose, bool exclude_frozen, nlohmann::json& state);
+  void save_now(const checkpoint::SavePlan& plan);
   void check_rebuilding() const;
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
                                                                         const std::function<void()>& check);
   engine::LooseTensors enter_to_inspect();
   at::Tensor gathered(const sharding::Unit& unit);
-  std::string agree_on_tag(const std::string& directory, const std::string& given);
+  std::string agree_on_tag(const std::string& directory, const std::string& given, const LoadOptions& options);
   void go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected, engine::Progress& saved);
   void publish_parameters(int64_t rounds_begun);
-  void gather(const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
+  void gather(const sharding::Unit& unit, const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
+  void check_axes(const char* method) const;
   StatePlace enter_state(const std::string& name, const std::string& role,
                          const std::function<void(const StatePlace&)>& check = {});
   void check_writable(const StatePlace& place, const std::string& role) const;

@@ -16,6 +16,7 @@ namespace deeptide::gradients {
 using at::Tensor;
 using numerics::Contributions;
 using sharding::Unit;
+using world::TeamIndex;
 
 FiniteCheck::FiniteCheck(const std::vector<Unit*>& units, int64_t num_ranks, Tensor squares, FiniteCheckTime time)
     : units_(units), num_ranks_(num_ranks), squares_(std::move(squares)), time_(time) {
@@ -23,16 +24,15 @@ FiniteCheck::FiniteCheck(const std::vector<Unit*>& units, int64_t num_ranks, Ten
   maxima_ = at::zeros({static_cast<int64_t>(units_.size()), num_ranks}, squares_.options().dtype(at::kFloat));
 }
 
-void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Sum& sum) {
+void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Route& route, const Sum& sum) {
   if (time_ == FiniteCheckTime::each_sum) {
     if (bad_ || std::isfinite(squares_[unit].item<double>())) return;
     const auto found = numerics::find_non_finite(rows.rows, sum());
-    const bool by_rank = static_cast<int64_t>(rows.rows.size()) == num_ranks_;
-    name(unit, found, found && by_rank ? found->rank : -1);
+    name(unit, found, found && found->rank >= 0 ? route.sender(found->rank) : TeamIndex::none);
     return;
   }
   constexpr double kLargest = std::numeric_limits<double>::infinity();  // the norm that is the largest magnitude
-  for (int64_t row = 0; row < num_ranks_; ++row) {
+  for (int64_t row = 0; row < static_cast<int64_t>(rows.rows.size()); ++row) {
     Tensor maximum = maxima_[unit][row];
     const Tensor own = at::linalg_vector_norm(rows.rows[static_cast<size_t>(row)], kLargest, at::OptionalIntArrayRef{},
                                               false, at::kFloat);
@@ -40,8 +40,8 @@ void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Su
   }
 }
 
-void FiniteCheck::note_element(int unit, int64_t element, int rank) {
-  if (!bad_) name_element(unit, element, rank);
+void FiniteCheck::note_element(int unit, int64_t element, TeamIndex row) {
+  if (!bad_) name_element(unit, element, row);
 }
 
 void FiniteCheck::note_overwritten(int unit, const Sum& sum) {
@@ -49,7 +49,7 @@ void FiniteCheck::note_overwritten(int unit, const Sum& sum) {
   if (maxima_.defined()) maxima_[unit].zero_();
   if (bad_ || std::isfinite(squares_[unit].item<double>())) return;
   const Tensor whole = sum();
-  name(unit, numerics::find_non_finite({whole}, whole), -1);
+  name(unit, numerics::find_non_finite({whole}, whole), TeamIndex::none);
 }
 
 double FiniteCheck::total(const std::vector<bool>& units) {
@@ -57,7 +57,7 @@ double FiniteCheck::total(const std::vector<bool>& units) {
   seen_ = maxima_.defined() ? at::cat({squares, maxima_.to(at::kDouble)}, 1).cpu() : squares.cpu();
   double total = 0.0;
   for (size_t i = 0; i < units.size(); ++i) {
-    if (units[i]) total += seen(static_cast<int>(i))[0];
+    if (units[i] && units_[i]->is_first_holder()) total += seen(static_cast<int>(i))[0];
   }
   return total;
 }
@@ -69,23 +69,24 @@ int FiniteCheck::first_bad(const std::vector<bool>& units) const {
   return -1;
 }
 
-int FiniteCheck::first_bad_row(int unit) const {
+TeamIndex FiniteCheck::first_bad_row(int unit) const {
   for (int row = 0; row + 1 < seen_.size(1); ++row) {
-    if (!std::isfinite(seen(unit)[row + 1])) return row;
+    if (!std::isfinite(seen(unit)[row + 1])) return TeamIndex(row);
   }
-  return -1;
+  return TeamIndex::none;
 }
 
 const double* FiniteCheck::seen(int unit) const { return seen_.const_data_ptr<double>() + unit * seen_.size(1); }
 
-void FiniteCheck::name(int unit, const std::optional<numerics::NonFinite>& found, int rank) {
+void FiniteCheck::name(int unit, const std::optional<numerics::NonFinite>& found, TeamIndex row) {
   if (!found) return;  // finite squares overflowed: the step is skipped without a culprit
-  name_element(unit, units_[unit]->shard_begin() + found->index, rank);
+  name_element(unit, units_[unit]->shard_begin() + found->index, row);
 }
 
-void FiniteCheck::name_element(int unit, int64_t element, int rank) {
+/// Here, and nowhere else, the row of a reduction becomes a rank of the job.
+void FiniteCheck::name_element(int unit, int64_t element, TeamIndex row) {
   const Unit& u = *units_[unit];
-  bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = rank};
+  bad_ = BadGradient{.unit = u.index(), .parameter = 0, .rank = u.reduce_over().world_rank(row)};
   for (size_t i = 0; i < u.parameters().size(); ++i) {
     if (element >= u.parameters()[i].offset) bad_->parameter = static_cast<int>(i);
   }

@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "gradients/route/route.h"
 #include "numerics/ordered_sum.h"
 #include "sharding/unit.h"
 
@@ -18,7 +19,8 @@ namespace deeptide::gradients {
 struct BadGradient {
   int unit = 0;       // Unit::index()
   int parameter = 0;  // in that unit
-  int rank = -1;      // that contributed it, by index in the team; -1: every contribution was finite, the sum was not
+  /// The contributor; none: every contribution was finite, the sum was not.
+  world::WorldRank rank = world::WorldRank::none;
 };
 
 /// When to look: at each sum, while its rows are at hand; or once per step, so that the host waits for the device once.
@@ -27,19 +29,21 @@ enum class FiniteCheckTime : uint8_t { each_sum, each_step };
 /// Remembers the first bad gradient of a step. Units are counted by position.
 class FiniteCheck {
  public:
-  /// `num_ranks`: how many rows a sum has, one per rank; of other sums the rows are not the ranks'. 0: of none (the
-  /// transport has summed them). `squares`: (units,) fp64, where sums leave their squares.
+  /// `num_ranks`: how many rows a sum has, one per rank, where each step is checked; 0: the transport has summed them.
+  /// `squares`: (units,) fp64, where sums leave their squares.
   FiniteCheck(const std::vector<sharding::Unit*>& units, int64_t num_ranks, at::Tensor squares, FiniteCheckTime time);
 
   using Sum = std::function<at::Tensor()>;  // (shard,), called only where something is bad
 
-  /// After a unit's rows were summed. `first`: of this unit in this step.
-  void note(int unit, const numerics::Contributions& rows, bool first, const Sum& sum);
-  /// Where a rank's own contribution was seen, before `note`. `element`: of the unit; `rank`: as in BadGradient.
-  void note_element(int unit, int64_t element, int rank);
+  /// After a unit's rows were summed, which came by `route`. `first`: of this unit in this step.
+  void note(int unit, const numerics::Contributions& rows, bool first, const Route& route, const Sum& sum);
+  /// Where a rank's own contribution was seen, before `note`. `element`: of the unit; `row`: whose contribution is bad,
+  /// of the ranks that reduce the unit; none: each is finite.
+  void note_element(int unit, int64_t element, world::TeamIndex row);
   /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.
   void note_overwritten(int unit, const Sum& sum);
-  /// The sum of the squares of these units, by position; non-finite if any element is. Reads the device once.
+  /// The sum of the squares of these units, by position, of which this rank is the first holder; non-finite if any
+  /// element is. Reads the device once.
   double total(const std::vector<bool>& units);
   /// After `total` was not finite: finds what `note` left open. `sum_of(unit)`: the unit's accumulated sum, fp32.
   template <typename SumOf>
@@ -55,10 +59,10 @@ class FiniteCheck {
 
  private:
   int first_bad(const std::vector<bool>& units) const;
-  int first_bad_row(int unit) const;
+  world::TeamIndex first_bad_row(int unit) const;
   const double* seen(int unit) const;
-  void name(int unit, const std::optional<numerics::NonFinite>& found, int rank);
-  void name_element(int unit, int64_t element, int rank);
+  void name(int unit, const std::optional<numerics::NonFinite>& found, world::TeamIndex row);
+  void name_element(int unit, int64_t element, world::TeamIndex row);
 
   std::vector<sharding::Unit*> units_;
   int64_t num_ranks_;

@@ -16,8 +16,9 @@ namespace deeptide::gradients {
 
 namespace {
 
+constexpr size_t kUnderWay = RouteForecast().pace;
 /// So many buckets are kept at least, where there are as many units: one fills, two are under way.
-constexpr size_t kFewestBuckets = kMaxFlights + 1;
+constexpr size_t kFewestBuckets = kUnderWay + 1;
 /// As many small ones as these hold: then ranks that share memory may drift further apart.
 constexpr int64_t kBytesOfSmallBuckets = 16 << 20;
 
@@ -97,16 +98,16 @@ void add_mostly_zero(std::vector<int64_t>& buckets, const std::vector<int64_t>& 
 }
 
 /// In shared memory a bucket may be sent, and another may wait for its last reader, beside those that have just filled.
-std::vector<int64_t> buckets_of_shared_memory(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> buckets = largest(sizes, kMaxOffers + 2);
+std::vector<int64_t> buckets_of_shared_memory(const std::vector<int64_t>& sizes, const RouteForecast& way) {
+  std::vector<int64_t> buckets = largest(sizes, way.pace + 2);
   while (buckets.size() > kFewestBuckets && total(buckets) > kBytesOfSmallBuckets) buckets.pop_back();
   return buckets;
 }
 
 /// What a Reducer takes where nothing is reserved: on a device, whose order of calls says which buffers are in use.
-class ForecastFlights {
+class QueueForecast {
  public:
-  ForecastFlights(const ReducerOptions& options, int num_ranks) : options_(options), num_ranks_(num_ranks) {}
+  QueueForecast(const ReducerOptions& options, const RouteForecast& way) : options_(options), way_(way) {}
 
   /// Returns the most bytes of a backward pass. The second finds the first one's buffers.
   int64_t peak(const std::vector<const sharding::UnitLayout*>& units) {
@@ -121,60 +122,51 @@ class ForecastFlights {
       play_backward(units, {}, sums ? std::function<void(size_t)>(ignore) : open, send);
       while (!queue_.empty()) retire_front();
     }
-    return buckets_.peak() + received_.peak();
+    return buckets_.peak() + arrivals_.peak();
   }
 
  private:
-  struct Flight {
-    int64_t sent = 0, received = 0;
+  struct UnderWay {
+    int64_t bucket = 0, arriving = 0;
   };
 
   static int64_t size_of(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
   void launch(const sharding::UnitLayout& unit, int64_t bucket) {
-    const int64_t item = size_of(options_.reduce_dtype);
-    Flight flight{.sent = bucket};
+    UnderWay next{.bucket = bucket};
     if (options_.accumulates_whole && options_.reduce_dtype != options_.accumulate_dtype) {
-      flight.sent = buckets_.take(unit.numel * item);
+      next.bucket = buckets_.take(unit.numel * size_of(options_.reduce_dtype));
       buckets_.put(bucket);
     }
-    if (queue_.size() >= kMaxFlights) retire_front();
-    if (num_ranks_ > 1) flight.received = received_.take((options_.ordered ? unit.numel : unit.shard) * item);
-    queue_.push_back(flight);
+    if (queue_.size() >= way_.pace) retire_front();
+    if (way_.arriving > 0) next.arriving = arrivals_.take(way_.arriving_bytes(unit));
+    queue_.push_back(next);
   }
   void retire_front() {
-    buckets_.put(queue_.front().sent);
-    if (num_ranks_ > 1) received_.put(queue_.front().received);
+    buckets_.put(queue_.front().bucket);
+    if (way_.arriving > 0) arrivals_.put(queue_.front().arriving);
     queue_.pop_front();
   }
 
   const ReducerOptions& options_;
-  int num_ranks_;
-  device::PoolForecast buckets_{kMaxBucketWaste}, received_{kMaxBucketWaste};
-  std::deque<Flight> queue_;
+  const RouteForecast& way_;
+  device::PoolForecast buckets_{kMaxBucketWaste}, arrivals_{kMaxBucketWaste};
+  std::deque<UnderWay> queue_;
 };
-
-/// What a unit's reduction takes until it has been summed, besides its bucket.
-int64_t arriving_bytes(const sharding::UnitLayout& unit, const ReducerOptions& options) {
-  if (options.together > 1) {
-    return HierarchicalSums::memory_numel(unit.numel, options.together) * static_cast<int64_t>(sizeof(float));
-  }
-  const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
-  return (options.ordered ? unit.numel : unit.shard) * item;
-}
 
 }  // namespace
 
 ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
                                 int num_ranks, bool shares_memory) {
+  const RouteForecast way = forecast(options.route(num_ranks, shares_memory));
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
   std::vector<int64_t> sizes, sums, arriving;
   for (size_t i = 0; i < units.size(); ++i) {
-    const bool at_close = !options.mostly_zero.empty() && options.mostly_zero[i];  // whose rows all travel
     sizes.push_back(units[i]->numel * item);
     sums.push_back(units[i]->numel * sum);
-    arriving.push_back(at_close ? sizes.back() : arriving_bytes(*units[i], options));
+    // At the close all rows travel.
+    arriving.push_back(options.is_mostly_zero(i) ? sizes.back() : way.arriving_bytes(*units[i]));
   }
   ReducerBuffers buffers;
   if (!options.reserve) return buffers;
@@ -182,29 +174,30 @@ ReducerBuffers reserved_buffers(const std::vector<const sharding::UnitLayout*>& 
     buffers.buckets = sums;
     const bool narrows = item < sum && !sizes.empty();
     if (narrows) buffers.buckets.push_back(*std::max_element(sizes.begin(), sizes.end()));
-  } else if (buckets_stay(options, num_ranks, shares_memory)) {
+  } else if (buckets_stay(options, way)) {
     buffers.buckets = sizes;
   } else if (shares_memory) {
-    buffers.buckets = both(buckets_of_shared_memory(sizes), needed(units, {}, sizes, kMaxFlights));
+    buffers.buckets = both(buckets_of_shared_memory(sizes, way), needed(units, {}, sizes, kUnderWay));
   } else {
     // Alone: one fills while one is summed.
-    const size_t lent = options.together > 1 ? 1 : 0;  // that a neighbour has not read yet
-    const size_t under_way = (num_ranks > 1 ? kMaxFlights : 1) + lent;
+    const size_t under_way = (num_ranks > 1 ? way.pace : 1) + way.lent;
     buffers.buckets = both(largest(sizes, under_way + 1), needed(units, options.mostly_zero, sizes, under_way));
     add_mostly_zero(buffers.buckets, sizes, options.mostly_zero);
   }
-  if (num_ranks > 1 && !shares_memory) {
-    buffers.received = options.keep_rows ? arriving : largest(arriving, kMaxFlights);
-  }
+  if (way.arriving > 0) buffers.received = options.keep_rows ? arriving : largest(arriving, way.pace);
   return buffers;
 }
 
-std::vector<HostSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
-                                   const ReducerOptions& options) {
-  std::vector<HostSums::Cut> cuts;
+size_t most_ahead(size_t num_units, const RouteForecast& way) {
+  return std::clamp(kMaxRoundsAhead * num_units, way.pace, static_cast<size_t>(host::Exchange::kMaxOffers / 4));
+}
+
+std::vector<CpuSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
+                                  const ReducerOptions& options) {
+  std::vector<CpuSums::Cut> cuts;
   for (size_t i = 0; i < options.stays.size(); ++i) cuts.push_back({units[i]->shard, options.stays[i]});
   const bool leave = std::any_of(cuts.begin(), cuts.end(), [](const auto& cut) { return cut.stays < cut.numel; });
-  return leave ? cuts : std::vector<HostSums::Cut>();
+  return leave ? cuts : std::vector<CpuSums::Cut>();
 }
 
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
@@ -221,14 +214,15 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
     largest_unit = std::max(largest_unit, units[i]->numel * item);
   }
   // Rows that stay until the step count as gradients, wherever they lie.
-  const bool stay = buckets_stay(options, num_ranks, shares_memory);
+  const RouteForecast way = forecast(options.route(num_ranks, shares_memory));
+  const bool stay = buckets_stay(options, way);
   const ReducerBuffers buffers = reserved_buffers(units, options, num_ranks, shares_memory);
   ReducerForecast bytes;
   bytes.gradients = stay ? total(buffers.buckets) : options.keep_rows ? total(buffers.received) : sums;
   bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
-  if (!options.reserve) bytes.communication = ForecastFlights(options, num_ranks).peak(units);
+  if (!options.reserve) bytes.communication = QueueForecast(options, way).peak(units);
   bytes.gradients_in_files = split.bytes_in_files();
-  const auto leaving = HostSums::forecast(cuts, options.accumulate_dtype);
+  const auto leaving = CpuSums::forecast(cuts, options.accumulate_dtype);
   bytes.gradients += leaving.on_device;
   bytes.gradients_on_host = leaving.on_host;
   if (options.offload) bytes.gradients += options.offload->num_slots * tiers::kSwapBlockBytes;
@@ -238,7 +232,7 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   }
   // On one side: what is sent, or received, or still unread by other ranks.
   const int64_t late = std::min(static_cast<int64_t>(kMaxRoundsAhead) * round,
-                                static_cast<int64_t>(most_ahead(units.size(), shares_memory)) * largest_unit);
+                                static_cast<int64_t>(most_ahead(units.size(), way)) * largest_unit);
   bytes.late_gradients = stay ? 2 * late : options.keep_rows ? late : 0;
   bytes.late_communication = stay ? 0 : options.keep_rows ? late : 2 * late;
   return bytes;

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "gradients/flights.h"
+#include "gradients/cpu_sums.h"
+#include "gradients/reducer_options.h"
 #include "sharding/layout.h"
 
 namespace deeptide::gradients {
@@ -33,16 +34,19 @@ struct ReducerForecast {
 };
 
 /// By unit, which elements of the sums stay on the device; empty: all.
-std::vector<HostSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
-                                   const ReducerOptions& options);
+std::vector<CpuSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options);
 
 /// `shares_memory`: buckets lie in memory of all ranks of the world.
 ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, const ReducerOptions& options,
                          int num_ranks, bool shares_memory);
 
-/// Whether rows kept until the step live in the buckets rather than in receive buffers.
-inline bool buckets_stay(const ReducerOptions& options, int num_ranks, bool shares_memory) {
-  return options.keep_rows && (shares_memory || num_ranks == 1);
+/// Whether rows kept until the step live in the buckets rather than in memory of what arrives.
+inline bool buckets_stay(const ReducerOptions& options, const RouteForecast& way) {
+  return options.keep_rows && way.arriving == 0;
 }
+
+/// The most buckets under way that accumulate while another rank is late. At most a quarter of all offers: another rank
+/// that is ahead has as many unread, and kept rows add some more.
+size_t most_ahead(size_t num_units, const RouteForecast& way);
 
 }  // namespace deeptide::gradients

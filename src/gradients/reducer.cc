@@ -68,19 +68,23 @@ void check_layout(const Parameter& parameter, const Tensor& gradient) {
                     ", expected a dense one or one sparse by coordinates");
 }
 
-Reducer::Reducer(std::vector<Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
-                 std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options)
+Reducer::Reducer(std::vector<Unit*> units, const comm::TeamGroups& groups, std::unique_ptr<host::Exchange> exchange,
+                 std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
+                 sharding::Residency* residency)
     : units_(std::move(units)),
       exchange_(std::move(exchange)),
-      num_ranks_(group.size()),
-      own_rank_(group.index()),
+      num_ranks_(groups.whole().size()),
+      own_rank_(world::WorldRank(groups.whole().team().rank())),
       shares_memory_(exchange_ != nullptr && options.together == 1),
-      buckets_stay_(gradients::buckets_stay(options, group.size(), shares_memory_)),
+      buckets_stay_(gradients::buckets_stay(options, gradients::forecast(options.route(num_ranks_, shares_memory_)))),
       pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste, bucket_source(exchange_.get(), ledger)),
       options_(options),
       device_(device),
       buckets_(units_.size()),
-      flights_(std::make_unique<Flights>(units_, group, exchange_.get(), ledger, device, options, pool_)) {
+      residency_(residency),
+      sums_(std::make_unique<Sums>(units_, num_ranks_, ledger, device, options)),
+      queue_(units_, groups, exchange_.get(), ledger, device, options, pool_, *sums_,
+             residency ? &residency->rounds() : nullptr) {
   pool_.reserve(reserved_buffers(sharding::layouts_of(units_), options_, num_ranks_, shares_memory_).buckets);
   for (size_t i = 0; i < units_.size(); ++i) {
     const int unit = static_cast<int>(units_.size() - 1 - i);
@@ -134,11 +138,13 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
 
 /// Serves the others while this rank waits in backward.
 void Reducer::attend() const {
-  if (options_.while_ahead) options_.while_ahead(begun());
+  if (!residency_) return;
+  residency_->rounds().announce(begun());
+  residency_->attend();
 }
 
 Tensor Reducer::take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile) {
-  flights_->make_room(numel, dtype, meanwhile);
+  queue_.make_room(numel, dtype, meanwhile);
   return pool_.take(numel, dtype);
 }
 
@@ -165,7 +171,7 @@ void Reducer::empty(Bucket& bucket) {
 
 void Reducer::issue_complete() {
   while (has_next() && complete(order_[next_])) issue_next([this] { attend(); });
-  flights_->retire_ready();
+  queue_.retire_ready();
 }
 
 /// Writes zeros to the unit's bucket where no gradient arrived.
@@ -201,7 +207,7 @@ Tensor Reducer::outgoing(int unit, const std::function<void()>& meanwhile) {
 /// Sends the next unit of the round under way.
 void Reducer::issue_next(const std::function<void()>& meanwhile) {
   const int unit = order_[next_++];
-  flights_->launch(unit, outgoing(unit, meanwhile), meanwhile);
+  queue_.launch(unit, outgoing(unit, meanwhile), meanwhile);
   if (next_ < order_.size()) return;
   ++rounds_done_;
   next_ = 0;
@@ -240,14 +246,14 @@ int64_t Reducer::rounds_wanted() const {
 void Reducer::keep_up(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && flights_->has_room()) issue_next();
-  flights_->retire_ready();
+  while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && queue_.has_room()) issue_next();
+  queue_.retire_ready();
 }
 
 void Reducer::go_on() {
   at::NoGradGuard no_grad;
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (lock) flights_->retire_ready();
+  if (lock) queue_.retire_ready();
 }
 
 void Reducer::finish(int64_t rounds, bool ends_micro_batch) {
@@ -255,9 +261,9 @@ void Reducer::finish(int64_t rounds, bool ends_micro_batch) {
   std::lock_guard lock(mutex_);
   coming_.clear();
   while (rounds_done_ < rounds && has_next()) issue_next();
-  flights_->drain();
+  queue_.drain();
   for (size_t i = 0; rounds > 0 && i < closing_.size(); ++i) {
-    flights_->reduce_mostly_zero(closing_[i], outgoing(closing_[i]));
+    queue_.reduce_mostly_zero(closing_[i], outgoing(closing_[i]));
   }
   rounds_done_ = 0;
   for (Bucket& bucket : buckets_) {  // remaining buckets wait for the next micro-batch's gradients
@@ -272,7 +278,7 @@ numerics::Contributions Reducer::local_gradient(int unit) {
   std::lock_guard lock(mutex_);
   Bucket& bucket = buckets_[unit];
   if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), options_.accumulate_dtype);
-  return {{filled_bucket(unit)}, options_.scale * num_ranks_};
+  return {{filled_bucket(unit)}, options_.scale_of(unit) * num_ranks_};
 }
 
 double Reducer::local_squares() {
@@ -305,7 +311,7 @@ void Reducer::find_local_bad() {
 
 void Reducer::clear_accumulated() {
   std::lock_guard lock(mutex_);
-  flights_->clear_accumulated();
+  sums_->clear();
   local_bad_.reset();
   if (local_) {
     for (Bucket& bucket : buckets_) empty(bucket);
@@ -316,13 +322,14 @@ void Reducer::clear_accumulated() {
 void Reducer::release_memory() {
   std::lock_guard lock(mutex_);
   pool_.trim();
-  flights_->release_memory();
+  queue_.release_memory();
+  sums_->release_memory();
 }
 
 void Reducer::set_gradient(int unit, int parameter, int64_t begin, const Tensor& values) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
-  flights_->overwrite(unit, begin, values);
+  sums_->overwrite(unit, begin, values);
   buckets_[unit].seen[parameter] = true;
 }
 
@@ -332,7 +339,7 @@ void Reducer::drop_gradient(int unit, int parameter) {
   const Unit& u = *units_[unit];
   const auto [first, last] = u.owned_range(u.parameters()[parameter]);
   const int64_t begin = first == last ? 0 : first - u.shard_begin();
-  flights_->overwrite(unit, begin, at::zeros({last - first}, at::kFloat));
+  sums_->overwrite(unit, begin, at::zeros({last - first}, at::kFloat));
   buckets_[unit].seen[parameter] = false;
 }
 

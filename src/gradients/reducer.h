@@ -10,8 +10,10 @@
 #include <optional>
 #include <vector>
 
-#include "gradients/flights.h"
+#include "gradients/bucket_queue.h"
 #include "gradients/forecast.h"
+#include "gradients/sums.h"
+#include "sharding/residency.h"
 
 namespace deeptide::gradients {
 
@@ -27,8 +29,11 @@ class Reducer {
   /// rows. Errors: as tiers::Offload, where sums lie in files.
   /// `exchange`: among the ranks of this host, if those are all, or if the options sum what they contribute before it
   /// travels; buckets then lie in its arena, and are summed in place.
-  Reducer(std::vector<sharding::Unit*> units, comm::Group& group, std::unique_ptr<host::Exchange> exchange,
-          std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options);
+  /// `residency`: serves the others while this rank waits because it is too far ahead, and tells those that have no
+  /// more gradients how many rounds it has begun; null: it only waits.
+  Reducer(std::vector<sharding::Unit*> units, const comm::TeamGroups& groups, std::unique_ptr<host::Exchange> exchange,
+          std::shared_ptr<device::Ledger> ledger, at::Device device, const ReducerOptions& options,
+          sharding::Residency* residency = nullptr);
   ~Reducer();
 
   /// Adds a gradient of units[unit].parameters()[parameter]. After `set_local(true)`, buckets stay here (stages 0-1
@@ -47,29 +52,26 @@ class Reducer {
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   void keep_up(int64_t rounds);
-  /// As Flights::advance_alone.
-  bool advances_alone() const { return flights_->advance_alone(); }
+  /// As BucketQueue::advances_alone.
+  bool advances_alone() const { return queue_.advances_alone(); }
   /// Goes on with what this rank has sent, unless a thread does so just now. Never waits.
   void go_on();
   /// Collective. Completes `rounds` rounds, the maximum over ranks, and reduces once what is mostly zero; then all
   /// accumulators are final. Without `ends_micro_batch`, has_added still counts what came before.
   void finish(int64_t rounds, bool ends_micro_batch = true);
 
-  bool has_gradient() const { return flights_->has_accumulated(); }
+  bool has_gradient() const { return sums_->has_any(); }
   /// Whether this rank has added a gradient of the parameter in this micro-batch.
   bool has_added(int unit, int parameter) const;
   /// For each parameter, unit after unit: 1 if this rank has added a gradient since they were last dropped or used.
   std::vector<uint8_t> seen() const;
   /// Gradient shard (shard,) of a unit, summed or as rows; zeros if none arrived. Valid until it is cleared.
-  UnitGradient gradient(int unit) const { return flights_->gradient(unit); }
-  /// As Flights::gradient_on_device.
-  UnitGradient gradient_on_device(int unit) const { return flights_->gradient_on_device(unit); }
-  /// As Flights::prefetch.
-  void prefetch(int unit, int64_t element) const { flights_->prefetch(unit, element); }
-  /// As Flights::leave.
-  bool leave() const { return flights_->leave(); }
-  /// As Flights::files.
-  const tiers::Offload* files() const { return flights_->files(); }
+  UnitGradient gradient(int unit) const { return sums_->gradient(unit); }
+  /// The next ones: as Sums has them.
+  UnitGradient gradient_on_device(int unit) const { return sums_->gradient_on_device(unit); }
+  void prefetch(int unit, int64_t element) const { sums_->prefetch(unit, element); }
+  bool leave() const { return sums_->leave(); }
+  const tiers::Offload* files() const { return sums_->files(); }
   /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if
   /// none arrived. Valid until it is cleared.
   numerics::Contributions local_gradient(int unit);
@@ -85,20 +87,18 @@ class Reducer {
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
   bool buckets_stay() const { return buckets_stay_; }
   /// Whether the unit's gradients travel by blocks that are not zero.
-  bool is_mostly_zero(int unit) const { return !options_.mostly_zero.empty() && options_.mostly_zero[unit]; }
+  bool is_mostly_zero(int unit) const { return options_.is_mostly_zero(static_cast<size_t>(unit)); }
   /// Memory on this rank.
   ReducerForecast predicted() const;
   /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
-  double sum_of_squares() { return flights_->sum_of_squares(); }
-  const std::optional<BadGradient>& bad() const { return local_bad_ ? local_bad_ : flights_->bad(); }
+  double sum_of_squares() { return sums_->sum_of_squares(); }
+  const std::optional<BadGradient>& bad() const { return local_bad_ ? local_bad_ : sums_->bad(); }
   /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;
   /// Drops the accumulated gradients after a step; the local ones too, if they were stepped.
   void clear_accumulated();
   /// While there is no gradient: gives memory of sums and idle buckets back. The next gradients take it anew.
   void release_memory();
-  /// Of buckets, since the start. Called by any thread.
-  sharding::ReductionProgress progress() const { return flights_->progress(); }
   /// Rounds that this rank has begun since the last `finish`; sent to the others before all ranks discard.
   int64_t rounds_begun() const;
   /// Collective. Drops all gradients (zero_grad), after completing `rounds` rounds, the maximum over ranks.
@@ -132,7 +132,7 @@ class Reducer {
   std::vector<sharding::Unit*> units_;
   std::unique_ptr<host::Exchange> exchange_;
   int num_ranks_;
-  int own_rank_;        // by index in the team
+  world::WorldRank own_rank_;
   bool shares_memory_;  // with all ranks
   bool buckets_stay_;
   device::BufferPool pool_;
@@ -144,7 +144,9 @@ class Reducer {
   std::vector<int> order_;    // unit positions, last module first
   std::vector<int> closing_;  // those reduced at the close instead, in the same order
   std::vector<Bucket> buckets_;
-  std::unique_ptr<Flights> flights_;
+  sharding::Residency* const residency_;
+  std::unique_ptr<Sums> sums_;  // made as it is used
+  BucketQueue queue_;
   int64_t rounds_done_ = 0;  // issued completely, since the last finish
   size_t next_ = 0;          // in order_, for the round under way
   bool local_ = false;

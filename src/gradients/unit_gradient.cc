@@ -9,7 +9,7 @@ namespace deeptide::gradients {
 
 using at::Tensor;
 
-Tensor HostPart::read(tiers::Block block) const {
+Tensor CpuPart::read(tiers::Block block) const {
   if (block.count > 0 && !arrived.empty()) arrived.at(static_cast<size_t>((block.end() - 1) / kBlock)).wait();
   return values.narrow(0, block.begin, block.count);
 }

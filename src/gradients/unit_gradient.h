@@ -17,7 +17,7 @@
 namespace deeptide::gradients {
 
 /// Elements of a device's sum that leave for the host's memory.
-struct HostPart {
+struct CpuPart {
   static constexpr int64_t kBlock = int64_t{1} << 20;  // elements that leave by one copy: 4 MiB of fp32
 
   /// Waits for these elements, counted from the part's beginning. Shapes: (count,).
@@ -42,7 +42,7 @@ class UnitGradient {
     }
   }
   /// A device's sum: its first elements (M,), M >= 0, and what leaves.
-  UnitGradient(at::Tensor stays, std::shared_ptr<const HostPart> leaves)
+  UnitGradient(at::Tensor stays, std::shared_ptr<const CpuPart> leaves)
       : rows(std::move(stays)), on_host(std::move(leaves)) {}
 
   bool defined() const { return !rows.rows.empty() || sums.defined(); }
@@ -57,9 +57,9 @@ class UnitGradient {
     return lease.tensor();
   }
 
-  numerics::Contributions rows;             // none if `sums` is defined
-  tiers::Buffer sums;                       // in files
-  std::shared_ptr<const HostPart> on_host;  // behind `rows`; null: nothing leaves
+  numerics::Contributions rows;            // none if `sums` is defined
+  tiers::Buffer sums;                      // in files
+  std::shared_ptr<const CpuPart> on_host;  // behind `rows`; null: nothing leaves
 };
 
 }  // namespace deeptide::gradients

@@ -38,8 +38,8 @@ class Arena::Heap {
       if (first + bytes < begin + size) free_[first + bytes] = begin + size - first - bytes;
       return first;
     }
-    TORCH_CHECK(false, "deeptide: gradients wait for other ranks in more than ", capacity_,
-                " bytes of shared memory: another rank is far behind this one");
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: gradients wait for other ranks in more than ", capacity_,
+                     " bytes of shared memory: another rank is far behind this one");
   }
 
   void give_back(int64_t begin, int64_t bytes) {

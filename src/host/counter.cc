@@ -47,6 +47,12 @@ void publish(Counter& counter, uint32_t value) {
   if (counter.sleepers.load(std::memory_order_seq_cst) > 0) futex(counter.value, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+uint32_t advance(Counter& counter) {
+  const uint32_t value = counter.value.fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (counter.sleepers.load(std::memory_order_seq_cst) > 0) futex(counter.value, FUTEX_WAKE, INT_MAX, nullptr);
+  return value;
+}
+
 bool await(Counter& counter, uint32_t target, steady_clock::time_point deadline, Linger linger) {
   const auto is_there = [&] { return reached(counter.value.load(std::memory_order_acquire), target); };
   if (is_there()) return true;

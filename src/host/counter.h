@@ -25,6 +25,9 @@ inline bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b)
 /// Stores `value` after all earlier writes, and wakes the sleepers.
 void publish(Counter& counter, uint32_t value);
 
+/// Adds one after all earlier writes, wakes the sleepers, and returns the new count.
+uint32_t advance(Counter& counter);
+
 /// Waits until `counter` reaches `target` or `deadline` passes. Returns whether it has reached `target`.
 bool await(Counter& counter, uint32_t target, std::chrono::steady_clock::time_point deadline, Linger linger);
 

@@ -17,6 +17,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "device/parallel.h"
+#include "host/memory_appeal.h"
 #include "world/failure_board.h"
 
 namespace deeptide::host {
@@ -45,7 +46,7 @@ std::string host_identity(const World& world) {
   return boot + "/" + inode("/proc/self/ns/net") + "/" + inode("/proc/self/ns/pid") + "/" + std::to_string(::geteuid());
 }
 
-/// What a rank reports about itself. Its host's name is last, because it may contain any character.
+/// A rank's report about itself. Its host's name is last, because it may contain any character.
 struct Place {
   int pid;
   bool enabled;
@@ -60,6 +61,14 @@ struct Place {
     const size_t first = line.find(' ');
     return {std::stoi(line), line.at(first + 1) == '1', line.substr(first + 3)};
   }
+};
+
+/// The signal memory of a host's ranks; while it is there, this rank gives idle memory to the others.
+struct Signals {
+  Signals(std::shared_ptr<SharedMemory> shared, char* lines, int size, int index)
+      : memory(std::move(shared)), appeal(memory, lines, size, index) {}
+  const std::shared_ptr<SharedMemory> memory;
+  MemoryAppeal appeal;
 };
 
 /// Assumes that ranks bound to cores were given different cores.
@@ -192,6 +201,11 @@ std::string Host::connect() {
     char* place = reserve(sizeof(*first_killed_));
     take_pages(place, sizeof(*first_killed_));
     first_killed_ = reinterpret_cast<std::atomic<int32_t>*>(place);
+    const int64_t lines = MemoryAppeal::bytes_for(size());
+    place = reserve(lines);
+    take_pages(place, lines);
+    const auto signals = std::make_shared<Signals>(signals_, place, size(), index_);
+    signals_ = std::shared_ptr<SharedMemory>(signals, signals->memory.get());
   }
   return why_not;
 }

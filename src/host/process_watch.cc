@@ -22,7 +22,7 @@ namespace {
 constexpr long SYS_pidfd_open = 434;  // Linux 5.3, on every architecture
 #endif
 
-/// What /proc says of a process. `state` is 0 if it says nothing.
+/// The fields of /proc/<pid>/stat. `state` is 0 if it cannot be read.
 struct Stat {
   char state = 0;
   std::string start_time;

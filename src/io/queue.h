@@ -8,7 +8,7 @@
 
 namespace deeptide::io {
 
-/// What O_DIRECT requires of a transfer's address, offset and size. Units: bytes.
+/// The alignment that O_DIRECT requires of a transfer's address, offset and size. Units: bytes.
 inline constexpr int64_t kAlignment = 4096;
 
 struct Transfer {

@@ -17,7 +17,7 @@
 namespace deeptide::io {
 namespace {
 
-/// What the kernel says when it has too little memory, or results to be taken first: nothing has failed.
+/// Tells the errors of a kernel with too little memory, or with results to be taken first: nothing has failed.
 bool is_transient(int error) { return error == EAGAIN || error == EBUSY || error == EINTR; }
 
 /// A forked child shares the ring with its parent, so there each method but the destructor, which leaves it alone, is

@@ -13,7 +13,7 @@ struct CopyArguments {
   static constexpr int kMost = 64;
   Numbers from[kMost];
   Numbers to[kMost];
-  /// Where each pair's elements begin among all of them, ascending; then their number.
+  /// Each pair's first element among all of them, ascending; then their number.
   int64_t begin[kMost + 1] = {};
   int pairs = 0;
 };

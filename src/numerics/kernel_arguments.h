@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What kernels are given: raw memory of numbers, and ranks' rows of them. No torch, so that any compiler reads it.
+// The kernels' arguments: raw memory of numbers, and ranks' rows of them. No torch, so that any compiler reads it.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@
 
 #define DEEPTIDE_ON_DEVICE 1
 #define DEEPTIDE_HOST_DEVICE __host__ __device__ __forceinline__
-/// Where a file of kernels puts its functions: both forms of it may be in one program.
+/// The namespace of a file's kernels: both forms of the file may be in one program.
 #define DEEPTIDE_KERNELS device_kernels
 #else
 #define DEEPTIDE_HOST_DEVICE inline
@@ -36,7 +36,7 @@ inline int64_t num_blocks(int64_t count, int64_t per_block) {
   return blocks < kMostBlocks ? blocks : kMostBlocks;
 }
 
-/// Where a thread stands in the grid.
+/// A thread's position in the grid.
 struct Place {
   int64_t block;
   int64_t blocks;

@@ -63,7 +63,7 @@ enum class Squares : uint8_t { begin, go_on };
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares,
                  Squares squares = Squares::begin);
 
-/// What `ordered_sum` with `overwrite` gives as the sum of squares, without writing the sum. Shapes: as there.
+/// Computes the sum of squares of `ordered_sum` with `overwrite`, without writing the sum. Shapes: as there.
 void ordered_squares(const Contributions& contributions, at::Tensor sum_of_squares, Squares squares = Squares::begin);
 
 /// accumulator = (overwrite ? 0 : accumulator) + gradient, with cast. Shapes: (N,) each; any float dtypes; N may be 0.

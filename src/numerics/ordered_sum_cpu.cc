@@ -55,7 +55,7 @@ struct Rows {
   int64_t count;
 };
 
-/// What becomes of the accumulator: written (a large one past the cache, which would not hold it until it is read),
+/// The use of the accumulator: written (a large one past the cache, which would not hold it until it is read),
 /// added to, or left alone, when only the squares are wanted.
 enum class Sink : uint8_t { overwrite, overwrite_past_cache, add, none };
 
@@ -192,7 +192,7 @@ void write_pairs(const T* const* rows, int64_t num_rows, float* sum, float* scra
   write_sum<1, true>(second, sum, count);
 }
 
-/// As write_pairs, with its own scratch.
+/// Does as write_pairs, with scratch of its own.
 template <class T>
 void write_rows(const T* const* rows, int64_t num_rows, float* sum, size_t count) {
   const int64_t blocks = scratch_blocks(num_rows);

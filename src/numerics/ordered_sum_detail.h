@@ -32,7 +32,7 @@ bool has_sum_kernel(at::TensorList rows);
 /// accumulator: only the squares are wanted.
 void ordered_sum_kernel(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                         const at::Tensor& sum_of_squares);
-/// What the kernel is given. `scratch`: (SumArguments::num_scratch(N),) fp64.
+/// Fills the kernel's arguments. `scratch`: (SumArguments::num_scratch(N),) fp64.
 kernel::SumArguments sum_arguments(at::TensorList rows, float scale, bool overwrite, const at::Tensor& accumulator,
                                    const at::Tensor& scratch, const at::Tensor& sum_of_squares);
 

@@ -32,7 +32,7 @@ class HalfwayBits {
   void set(int64_t element, bool above);
 
   bool is_tensor() const { return bits_.defined(); }
-  /// Of `count` elements from `first` on: a tensor (count,) of 0 and 1, uint8. Only of bits in a tensor, as `set_all`.
+  /// The bits of `count` elements from `first` on: (count,) of 0 and 1, uint8. Only of bits in a tensor, as `set_all`.
   at::Tensor above(int64_t first, int64_t count) const;
   void set_all(int64_t first, const at::Tensor& above);
 
@@ -75,7 +75,7 @@ void pack(const at::Tensor& from, const PackedTensors& to);
 
 namespace detail {
 
-/// Of `count` elements from `first` on: adds to bits[i], where low[i] is -2^15, what HalfwayBits knows.
+/// Adds to bits[i], where low[i] is -2^15, what HalfwayBits knows of `count` elements from `first` on.
 void raise_halfway(const PackedRange& range, size_t first, size_t count, const int32_t* low, int32_t* bits);
 /// Notes for each of these fp32 numbers that is halfway on which side it lies.
 void note_halfway(const PackedRange& range, size_t first, size_t count, const uint32_t* bits);

@@ -24,7 +24,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 inline constexpr size_t kSignsPerWord = 64;
 using SignLanes = hn::CappedTag<float, kSignsPerWord>;
 
-/// As many bytes as `count` signs take: the memory behind them is another's.
+/// Stores only the bytes that `count` signs take: the memory behind them is another's.
 HWY_INLINE void store_signs(uint64_t word, size_t count, uint8_t* bits) { std::memcpy(bits, &word, (count + 7) / 8); }
 
 HWY_INLINE uint64_t load_signs(const uint8_t* bits, size_t count) {

@@ -42,7 +42,7 @@ HWY_INLINE U bits_of_stream(U random, int stream) {
   return stream % 2 == 0 ? hn::And(random, hn::Set(D32(), 0xFFFFu)) : hn::ShiftRight<16>(random);
 }
 
-/// What rounding gives where a finite number could become infinite, or is not finite. Rare: kept out of the loops.
+/// Rounds where a finite number could become infinite, or is not finite. Rare: kept out of the loops.
 inline HWY_NOINLINE U rounded_with_care(U bits, U random) {
   const D32 d;
   const U sign = hn::And(bits, hn::Set(d, 0x80000000u)), magnitude = hn::Xor(bits, sign);

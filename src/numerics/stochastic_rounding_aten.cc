@@ -29,7 +29,7 @@ Tensor times(const Tensor& x, int64_t factor) {
 /// x ^ (x >> count)
 Tensor folded(const Tensor& x, int64_t count) { return x.bitwise_xor(x.bitwise_right_shift(count)); }
 
-/// As the vector code's `random_bits`, of `count` elements.
+/// Draws the vector code's `random_bits` for `count` elements.
 Tensor random_bits(const RandomKey& key, int pair, int64_t index, int64_t count, const at::TensorOptions& options) {
   const Tensor element = at::arange(index, index + count, options.dtype(at::kLong));
   const Tensor place = element.bitwise_and(kLow32), high = element.bitwise_right_shift(32);
@@ -43,7 +43,7 @@ Tensor bits_of_stream(const Tensor& random, int stream) {
   return stream % 2 == 0 ? random.bitwise_and(0xFFFF) : random.bitwise_right_shift(16);
 }
 
-/// As the vector code's `rounded_by`: the bf16 number's bits are the upper 16 of the result's lower 32.
+/// Rounds as the vector code's `rounded_by`: the bf16 number's bits are the upper 16 of the result's lower 32.
 Tensor rounded_by(const Tensor& x, const Tensor& random) {
   constexpr int64_t kInfinity = 0x7F800000, kMost = 0x7F7FFFFF, kNaN = 0x7FC00000, kSign = 0x80000000;
   const Tensor bits = x.view(at::kInt).to(at::kLong).bitwise_and_(kLow32);

@@ -40,13 +40,13 @@ struct Batch {
 
 /// Sums one piece's rows and its squares.
 struct PieceBody {
-  /// As kernel::sum_of, for a batch.
+  /// Does as kernel::sum_of for a batch.
   DEEPTIDE_HOST_DEVICE void sum_rows(const Batch& batch, float* sums) const {
     const auto load = [&](int row, float* values) { batch.load(all.rows.data[row], all.rows.type, values); };
     kernel::add_by_pairs<kTogether>(all.rows.count, load, sums);
     for (int k = 0; k < kTogether; ++k) sums[k] = sums[k] * all.rows.scale;
   }
-  /// What the accumulator holds then: its squares are of that.
+  /// Adds to the accumulator and leaves its new values in `sums`, whose squares are taken.
   DEEPTIDE_HOST_DEVICE void accumulate(const Batch& batch, float* sums) const {
     const kernel::Numbers& to = all.accumulator;
     float before[kTogether];

@@ -14,7 +14,7 @@
 
 namespace deeptide::optim {
 
-/// What ranks exchange for a step.
+/// The data that ranks exchange for a step.
 enum class Exchanged : uint8_t {
   gradients,  // their mean, as for any rule: Rule::step
   signs,      // the mean of what each rank offers, from signs and scales: `offer`, then `take`
@@ -23,7 +23,7 @@ enum class Exchanged : uint8_t {
 /// A rank has whole parameters, states and gradients, and offers the momentum that its own gradient makes.
 class CompressedRule : public virtual Rule {
  public:
-  /// What the step-th step exchanges, counted from 1. One answer for the whole model: see `exchanged_by`.
+  /// Returns what the step-th step exchanges, counted from 1. One answer for the whole model: see `exchanged_by`.
   virtual Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const = 0;
   /// First pass: adds to `carried` (N,) fp32 what this rank offers for the mean. The segment's gradient is this rank's
   /// own; its master and states stay. Errors: as `step`.
@@ -59,7 +59,7 @@ class CompressedElementRule : public CompressedRule {
                          const at::Tensor& mean) const = 0;
 };
 
-/// What a step by signs needs to know of a whole parameter, summed over a range of its elements.
+/// The sums over a range of elements that a step by signs needs of a whole parameter.
 class TakenSums {
  public:
   explicit TakenSums(int64_t numel) : direction(numel), update(numel) {}
@@ -94,7 +94,7 @@ class CompressedNormRule : public CompressedRule, public NormRule {
                                 const at::Tensor& mean, int64_t first, TakenSums& sums) const = 0;
 };
 
-/// What the step-th step exchanges: gradients as long as any group needs them.
+/// Returns what the step-th step exchanges: gradients as long as any group needs them.
 Exchanged exchanged_by(const Rule& rule, const std::vector<Hyperparameters>& groups, int64_t step);
 
 }  // namespace deeptide::optim

@@ -18,7 +18,7 @@
 #include "numerics/stochastic_rounding-inl.h"
 #include "optim/elementwise.h"
 
-/// What marks the arithmetic that kernels share.
+/// Marks the arithmetic that kernels share.
 #undef DEEPTIDE_HOST_DEVICE
 #define DEEPTIDE_HOST_DEVICE HWY_INLINE
 
@@ -64,7 +64,7 @@ HWY_INLINE void store_param(InMemory part, V x, const detail::ParamStream& param
   }
 }
 
-/// What a step reads and writes in fp32: a master with its states, and its parameter rounded.
+/// The streams of a step in fp32: a master with its states, and its parameter rounded.
 template <Output kOutput>
 struct WideForm {
   HWY_INLINE void fetch_master(size_t i) const { fetch_ahead(io.master + i); }
@@ -218,7 +218,7 @@ HWY_INLINE void step_streams(const Streams& io, size_t count, const Update& upda
   } else {
     step_range<kStates, Source::summed>(WideForm<Output::fp16>{io}, count, update);
   }
-  // What went past the cache is visible to other threads before they hear of the step.
+  // Stores past the cache become visible to other threads before they hear of the step.
   if (io.param.past_cache) hwy::FlushStream();
 }
 

@@ -50,7 +50,7 @@ ParamStream param_stream(const Tensor& param, int64_t begin) {
   return {data, bf16 ? Output::bf16 : Output::fp16, aligned && param.nbytes() >= kLarge};
 }
 
-/// What vector code reads by itself: a pass through the cache costs a tenth more.
+/// Returns the form in which vector code reads: a pass through the cache costs a tenth more.
 Source source_of(const Segment& segment) {
   const auto& rows = segment.gradient.rows;
   const bool to_bf16 =
@@ -86,7 +86,7 @@ bool needs_widening(const Segment& segment) {
   return is_narrow(segment.master) || std::any_of(segment.states.begin(), segment.states.end(), is_narrow);
 }
 
-/// What a range of a segment needs in fp32 to be stepped: 20 KiB, which stay in the first-level cache.
+/// The fp32 scratch of a step over a range of a segment: 20 KiB, which stay in the first-level cache.
 struct WideBlock {
   static constexpr int64_t kNumel = 1024;
   HWY_ALIGN float gradient[kNumel];
@@ -143,7 +143,7 @@ numerics::RandomKey random_of(const Segment& segment, const StepTerms& terms) {
   return numerics::RandomKey::of(segment.rounding->seed, static_cast<uint64_t>(terms.step));
 }
 
-/// As over_streams, with a master or states of 16 bits.
+/// Does as over_streams with a master or states of 16 bits.
 void over_widened(const Segment& segment, const StepTerms& terms,
                   c10::function_ref<void(const Streams& streams, size_t count)> kernel) {
   const numerics::SumReader reader(segment.gradient);

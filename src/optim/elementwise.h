@@ -29,8 +29,8 @@ struct GradientStreams {
   Source source;
 };
 
-/// Where the rounded master goes. Large outputs go past the cache: they are not read before the whole model has been
-/// written, and a line that is not cached need not be read to be written.
+/// The destination of the rounded master. Large outputs go past the cache: they are not read before the whole model has
+/// been written, and a line that is not cached need not be read to be written.
 struct ParamStream {
   void* data;
   Output output;

@@ -9,7 +9,7 @@
 
 namespace deeptide::optim {
 
-/// What a loss scaler remembers from step to step; part of every checkpoint.
+/// The memory of a loss scaler from step to step; part of every checkpoint.
 struct LossScale {
   double scale = 1.0;
   int64_t steps = 0;           // applied and skipped

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Muon: a matrix moves by its momentum, orthogonalized; groups with use_muon off are AdamW's.
+// Muon: a matrix moves by its momentum, orthogonalized; groups with use_muon off are AdamW's, or Adam's with L2 decay.
 //
 // m = m+(1-mu)(g-m); d = g+mu*(m-g), or m without Nesterov; O = Newton-Schulz of d in bf16; p *= 1-lr*wd;
 // p -= lr*sqrt(max(1, rows/columns)) * O, or lr*0.2*sqrt(max(rows, columns)) * O. In the operations and the order of
@@ -130,7 +130,8 @@ class Muon final : public MatrixRule {
                               .beta1 = hyper[beta1_],
                               .beta2 = hyper[beta2_],
                               .eps = hyper[eps_],
-                              .weight_decay = hyper[weight_decay_]};
+                              .weight_decay = hyper[weight_decay_],
+                              .decoupled = hyper[decoupled_] != 0.0};
     on_cpu ? detail::adam_cpu(adam, numbers, terms) : detail::adam_aten(adam, numbers, terms);
   }
 
@@ -172,7 +173,8 @@ class Muon final : public MatrixRule {
                weight_decay_ = index_of("weight_decay"), beta1_ = index_of("beta1"), beta2_ = index_of("beta2"),
                eps_ = index_of("eps"), ns_steps_ = index_of("ns_steps"), first_ = index_of("ns_coefficient1"),
                second_ = index_of("ns_coefficient2"), third_ = index_of("ns_coefficient3"),
-               match_rms_adamw_ = index_of("match_rms_adamw"), use_muon_ = index_of("use_muon");
+               match_rms_adamw_ = index_of("match_rms_adamw"), use_muon_ = index_of("use_muon"),
+               decoupled_ = index_of("decoupled_weight_decay");
 };
 
 const Registration kMuon("Muon", &make_rule<Muon>);

@@ -65,7 +65,7 @@ HWY_EXPORT(one_bit_adam_take);
 
 std::vector<StateRole> roles_of_adam() { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
-/// What the two have in common: all but their steps with gradients.
+/// The part that the two share: all but their steps with gradients.
 class AdamBySigns : public CompressedElementRule {
  public:
   std::optional<UpdateScalars> kernel_update(const Hyperparameters& hyper, const StepTerms& terms) const override {

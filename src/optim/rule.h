@@ -20,7 +20,7 @@
 
 namespace deeptide::optim {
 
-/// What one step of an element depends on.
+/// The elements on which one step of an element depends.
 enum class Reach : uint8_t {
   elementwise,      // the element's own gradient and states: a shard may be cut anywhere
   parameter_norms,  // and sums over its whole parameter, as LAMB's: a NormRule
@@ -28,7 +28,7 @@ enum class Reach : uint8_t {
   callers,          // what the caller's own optimizer makes of it: a CustomRule
 };
 
-/// Where the random bits of a segment's first element are; those of a step follow from its number.
+/// The place of the random bits of a segment's first element; those of a step follow from its number.
 struct StochasticRounding {
   uint64_t seed = 0;
   int64_t first = 0;  // the element's index among all that are trained
@@ -74,7 +74,7 @@ class Rule {
 
   const OptimizerInfo& info() const { return info_; }
   const std::string& name() const { return info_.name; }
-  /// What a step under these hyper-parameters depends on.
+  /// Returns what a step under these hyper-parameters depends on.
   virtual Reach reach(const Hyperparameters& /*hyper*/) const { return reach_; }
   const std::vector<StateRole>& roles() const { return roles_; }
   /// The numbers that the rule keeps of each parameter as a whole, as they are before the first step.

@@ -12,7 +12,7 @@ namespace deeptide::optim::detail {
 /// too many: ATen's operators do.
 bool has_step_kernel(const Segment& segment);
 
-/// What the kernel is given.
+/// Fills the kernel's arguments.
 StepArguments step_arguments(const Segment& segment, const StepTerms& terms, const UpdateScalars& update);
 
 /// The bits of `Rule::step` on a CPU whose vectors fuse multiply-adds.

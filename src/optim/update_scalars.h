@@ -49,7 +49,7 @@ struct SgdScalars {
   bool nesterov;
 };
 
-/// Of any rule that has a kernel.
+/// The scalars of any rule that has a kernel.
 using UpdateScalars = std::variant<AdamScalars, AdagradScalars, LionScalars, RmspropScalars, SgdScalars>;
 
 }  // namespace deeptide::optim

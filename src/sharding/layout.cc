@@ -157,9 +157,11 @@ class Packer {
 
   void close(UnitLayout unit, const Run& run) {
     const int64_t align = alignment(unit.dtype);
-    unit.shard = round_up((unit.numel + options_.num_shards - 1) / options_.num_shards, align);
+    const auto kind = static_cast<size_t>(parameters_[unit.slots.front().parameter].kind);
+    const int num_shards = kind < options_.by_kind.size() ? options_.by_kind[kind] : options_.num_shards;
+    unit.shard = round_up((unit.numel + num_shards - 1) / num_shards, align);
     unit.shard = std::max(unit.shard, align);
-    unit.numel = unit.shard * options_.num_shards;
+    unit.numel = unit.shard * num_shards;
     unit.name = name_of(unit, run);
     units_.push_back(std::move(unit));
   }

@@ -41,14 +41,16 @@ struct UnitLayout {
   int64_t used = 0;   // elements that parameters take, without padding
   int64_t numel = 0;  // num_shards * shard
   int64_t shard = 0;  // elements per rank: a multiple of 64 bytes
+  int copies = 1;     // how many ranks have each slice, of those that reduce the unit
 };
 
 /// Elements of one rank's shards of all units.
 int64_t shard_numel(const std::vector<const UnitLayout*>& units);
 
 struct LayoutOptions {
-  int num_shards = 1;          // size of the team over which units are sharded
-  int64_t max_unit_numel = 0;  // 0: only the repeated block limits a unit; a larger single parameter stays whole
+  int num_shards = 1;             // size of the team over which units are sharded
+  int64_t max_unit_numel = 0;     // 0: only the repeated block limits a unit; a larger single parameter stays whole
+  std::vector<int> by_kind = {};  // `num_shards` of parameters of each kind; of those beyond: the above
 };
 
 /// Cuts the parameters, in the given order, into units. Each repeated block (an outermost module of a numbered

@@ -21,10 +21,13 @@ using comm::Close;
 using comm::Wishes;
 using comm::Word;
 using device::Lane;
+using std::chrono::milliseconds;
 
 namespace {
 
 constexpr int kMostReadAhead = 64;  // units
+constexpr milliseconds kPeriod{250};
+constexpr milliseconds kTurn{5};  // in which gathers go on where callers move the bytes
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 bool training() { return in_backward() || at::GradMode::is_enabled(); }
@@ -53,11 +56,11 @@ int64_t two_largest(const std::vector<const UnitLayout*>& units) {
   return first + second;
 }
 
-Residency::Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
+Residency::Residency(std::vector<Unit*> units, comm::TeamGroups gathers, comm::Rounds& rounds,
                      std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits)
     : units_(std::move(units)),
-      gathers_(gathers),
-      rendezvous_(control),
+      gathers_(std::move(gathers)),
+      rounds_(rounds),
       device_(device),
       gather_lane_(device::Lane::create(device)),
       pool_(ledger, device::Role::gathered, device, kGatheredWaste, {}, gather_lane_),
@@ -82,11 +85,13 @@ Residency::~Residency() {
   if (!device_.is_cpu()) order_before_frees();
 }
 
-/// As in Flights: units that are whole free their buffers after this.
+/// As in BucketQueue: units that are whole free their buffers after this.
 void Residency::order_before_frees() {
   try {
     const Lane current = Lane::current(device_);
-    for (Flight& flight : flights_) gathers_.order_before(gather_lane_, flight.pending, site("dropping", *flight.unit));
+    for (Gather& gather : under_way_) {
+      group_of(*gather.unit).order_before(gather_lane_, gather.pending, site("dropping", *gather.unit));
+    }
     gather_lane_.wait_for(current.mark());
     current.wait_for(gather_lane_.mark());
   } catch (const std::exception&) {  // a device or a channel that has failed gives no memory to anybody
@@ -106,6 +111,7 @@ void Residency::release(c10::ArrayRef<Use> uses, bool succeeded) {
 
 void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   const device::Unseen unseen;
+  const trace::RecorderScope scope(gathers_.whole().recorder());
   std::lock_guard lock(mutex_);
   needed_.clear();
   const int before = last_visited_;
@@ -117,7 +123,7 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
   // A round of wishes is posted at one unit and collected at the next, never 'when it happens to be ready'. What is
   // whole then depends on the program alone: ranks with equal programs hold equal units and wait for no absent rank.
   const bool moved = last_visited_ != before;
-  if (moved && rendezvous_.posted()) serve(collect(site("agreeing ahead of", *needed_.front())));
+  if (moved && rounds_.posted()) serve(collect(site("agreeing ahead of", *needed_.front())));
   const bool all_whole = std::all_of(needed_.begin(), needed_.end(), [](Unit* u) { return u->is_whole(); });
   if (!all_whole) bring(needed_);
   if (moved) look_ahead();
@@ -130,7 +136,7 @@ void Residency::acquire_locked(c10::ArrayRef<Use> uses) {
 
 /// Keeps a round of wishes under way, so that the next units arrive while this operator computes.
 void Residency::look_ahead() {
-  if (rendezvous_.posted()) return;
+  if (rounds_.posted()) return;
   Wishes word;
   add_wishes(word, needed_);
   if (word.num_wishes > 0) post(word);
@@ -150,13 +156,8 @@ void Residency::read_ahead() const {
 }
 
 void Residency::post(Word word) {
-  std::visit(
-      [&](auto& message) {
-        message.writes = pending_writes_.claim();
-        message.launched = reductions().launched;
-      },
-      word);
-  rendezvous_.post(word);
+  std::visit([&](auto& message) { message.writes = pending_writes_.claim(); }, word);
+  rounds_.post(word);
 }
 
 void Residency::release_locked(c10::ArrayRef<Use> uses, bool succeeded) {
@@ -179,7 +180,7 @@ void Residency::visit(const Unit& unit) {
   if (last_visited_ == unit.index()) return;
   const int previous = std::exchange(last_visited_, unit.index());
   plan().visit(unit.index());
-  trace::flight_log().enter(gathers_.step(), phase(), unit.layout().name);
+  trace::enter_unit(gathers_.whole().recorder(), phase(), gathers_.whole().step(), unit.layout().name);
   if (previous < 0 || limits_.max_reuse_distance >= limits_.max_live) return;
   Unit* left = units_[previous];
   if (!left->is_whole() || !may_go(*left) || contains(needed_, left)) return;
@@ -193,7 +194,7 @@ void Residency::bring(const std::vector<Unit*>& needed) {
       if (in_flight(*unit)) {
         land_front();
       } else {
-        if (!rendezvous_.posted()) post(request(needed));
+        if (!rounds_.posted()) post(request(needed));
         serve(collect(site("agreeing on", *unit)));
       }
     }
@@ -227,9 +228,9 @@ void Residency::add_wishes(Wishes& word, const std::vector<Unit*>& needed) const
 }
 
 void Residency::serve(const std::vector<Word>& words) {
-  launched_by_all_ = launched_by_all(words);
+  launched_by_all_ = rounds_.launched_by_all();
   commit_writes(words);  // first: a rank that needs a unit again has written it as often as the others
-  for (const auto& [index, wanted] : agree(words, gathers_.index())) {
+  for (const auto& [index, wanted] : agree(words, gathers_.whole().index())) {
     Unit& unit = *units_[index];
     if (in_flight(unit)) land_all();
     launch(unit, wanted && !unit.is_whole());
@@ -258,34 +259,34 @@ void Residency::launch(Unit& unit, bool keep) {
   Tensor buffer = pool_.take(unit.numel(), unit.layout().dtype, launched_by_all_);
   const Tensor own = unit.shard_for(buffer);  // first: if it cannot be read, nothing was issued or counted
   count(unit, +1);
-  auto pending = gathers_.all_gather(buffer, own);
-  flights_.push_back({&unit, std::move(buffer), std::move(pending), gather_lane_.mark(), keep});
+  auto pending = group_of(unit).all_gather(buffer, own);
+  under_way_.push_back({&unit, std::move(buffer), std::move(pending), gather_lane_.mark(), keep});
   ++gathers_issued_;
 }
 
 bool Residency::in_flight(const Unit& unit) const {
-  return std::any_of(flights_.begin(), flights_.end(), [&](const Flight& f) { return f.unit == &unit; });
+  return std::any_of(under_way_.begin(), under_way_.end(), [&](const Gather& gather) { return gather.unit == &unit; });
 }
 
 void Residency::land_front() {
-  Flight& flight = flights_.front();
+  Gather& gather = under_way_.front();
   // What only other ranks use need not arrive before this one computes on.
-  const Lane lane = flight.keep ? Lane::current(device_) : gather_lane_;
-  lane.wait_for(flight.issued);
-  gathers_.order_before(lane, flight.pending, site("gathering", *flight.unit));
-  if (flight.keep) {
-    flight.unit->attach(std::move(flight.buffer));
+  const Lane lane = gather.keep ? Lane::current(device_) : gather_lane_;
+  lane.wait_for(gather.issued);
+  group_of(*gather.unit).order_before(lane, gather.pending, site("gathering", *gather.unit));
+  if (gather.keep) {
+    gather.unit->attach(std::move(gather.buffer));
   } else {
     const Lane::Scope on_lane(gather_lane_);
-    count(*flight.unit, -1);
-    pool_.put(std::move(flight.buffer));
+    count(*gather.unit, -1);
+    pool_.put(std::move(gather.buffer));
   }
-  flights_.pop_front();
+  under_way_.pop_front();
 }
 
 /// Afterwards shards may change on the current lane: all that was sent of them is on its way before.
 void Residency::land_all() {
-  while (!flights_.empty()) land_front();
+  while (!under_way_.empty()) land_front();
   Lane::current(device_).wait_for(gather_lane_.mark());
 }
 
@@ -293,7 +294,7 @@ void Residency::make_room(int64_t numel) {
   while (live_numel_ + numel > limits_.max_live) {
     if (Unit* victim = choose_victim()) {
       let_go(*victim);
-    } else if (!flights_.empty()) {
+    } else if (!under_way_.empty()) {
       land_all();
     } else {
       return;  // the operator in flight needs more than the budget and must have all of it
@@ -321,7 +322,7 @@ bool Residency::may_go(const Unit& unit) const { return !unit.is_pinned() && !pe
 
 void Residency::let_go(Unit& unit) {
   count(unit, -1);
-  pool_.put(unit.detach(), reductions().awaited);
+  pool_.put(unit.detach(), rounds_.awaited());
 }
 
 void Residency::count(const Unit& unit, int sign) {
@@ -331,59 +332,54 @@ void Residency::count(const Unit& unit, int sign) {
 }
 
 /// Ranks that need a unit may wait for this rank's part of its gather, where callers move the bytes.
-void Residency::advance_flights() {
-  if (gathers_.advances_alone()) return;
-  for (Flight& flight : flights_) {
-    if (!flight.pending.wait_for(std::chrono::milliseconds(0))) return;
+void Residency::advance_gathers() {
+  if (gathers_.whole().advances_alone()) return;
+  for (Gather& gather : under_way_) {
+    if (!gather.pending.wait_for(milliseconds(0))) return;
   }
 }
 
-std::vector<Word> Residency::collect(const comm::Site& here, const std::function<void()>& meanwhile) {
-  if (gathers_.advances_alone() || flights_.empty()) return rendezvous_.collect(here, meanwhile);
-  return rendezvous_.collect(here, [&] {
-    advance_flights();
-    if (meanwhile) meanwhile();
-  });
+std::vector<Word> Residency::collect(const comm::Site& here) {
+  for (;;) {
+    if (auto words = collect_for(kPeriod, here)) return *std::move(words);
+  }
 }
 
-void Residency::attend(int64_t rounds) {
+std::optional<std::vector<Word>> Residency::collect_for(milliseconds limit, const comm::Site& here) {
+  if (gathers_.whole().advances_alone() || under_way_.empty()) return rounds_.collect_for(limit, here);
+  advance_gathers();
+  return rounds_.collect_for(std::min(limit, kTurn), here);
+}
+
+void Residency::attend() {
   auto work = [&] {
     std::lock_guard lock(mutex_);
-    advance_flights();
-    if (rendezvous_.ready()) {
-      serve(rendezvous_.collect({"backward", "serving ranks that are behind"}));
+    advance_gathers();
+    if (rounds_.ready()) {
+      serve(rounds_.collect({"backward", "serving ranks that are behind"}));
       land_all();
     }
-    if (rendezvous_.posted()) return;
-    Wishes word;
-    word.rounds = static_cast<int32_t>(rounds);
-    post(word);
+    if (!rounds_.posted()) post(Wishes());
   };
   comm::run_blocking(std::ref(work));
 }
 
-std::vector<Close> Residency::close(const Close& own, bool ends_pass, const KeepUp& keep_up,
-                                    const std::function<void()>& meanwhile) {
-  std::unique_lock lock(mutex_);
+std::optional<std::vector<Close>> Residency::close_for(milliseconds limit, const Close& own, bool ends_pass) {
+  std::lock_guard lock(mutex_);
   needed_.clear();
-  Close word = own;
-  if (ends_pass) list_ahead(word);
-  const comm::Site here{"step", "waiting for all ranks to end the micro-batch"};
-  for (;;) {
-    if (!rendezvous_.posted()) post(word);
-    const auto words = collect(here, meanwhile);
-    serve(words);
-    if (end_close(words, ends_pass)) {
-      std::vector<Close> closes;
-      for (const Word& each : words) closes.push_back(std::get<Close>(each));
-      ahead_ = agree_ahead(closes);
-      return closes;
-    }
-    // Without the lock: whoever reduces may hold its own, and call attend().
-    lock.unlock();
-    if (const int64_t rounds = most_announced(words); keep_up && rounds > 0) keep_up(rounds);
-    lock.lock();
+  if (!rounds_.posted()) {
+    Close word = own;
+    if (ends_pass) list_ahead(word);
+    post(word);
   }
+  const auto words = collect_for(limit, {"step", "waiting for all ranks to end the micro-batch"});
+  if (!words) return std::nullopt;
+  serve(*words);
+  if (!end_close(*words, ends_pass)) return std::nullopt;
+  std::vector<Close> closes;
+  for (const Word& each : *words) closes.push_back(std::get<Close>(each));
+  ahead_ = agree_ahead(closes);
+  return closes;
 }
 
 /// Returns whether all ranks have closed. Gathers ahead of the next pass stay under way where no shard changes.
@@ -420,7 +416,7 @@ void Residency::begin_step() {
   release_all();
   std::lock_guard lock(mutex_);
   // All ranks have completed the same reductions: whatever used a gathered buffer waits for no other.
-  launched_by_all_ = std::max(launched_by_all_, reductions().launched);
+  launched_by_all_ = std::max(launched_by_all_, rounds_.launched());
 }
 
 void Residency::note_stepped(Unit& unit) {

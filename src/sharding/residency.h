@@ -7,14 +7,15 @@
 #include <c10/util/ArrayRef.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "comm/rendezvous.h"
+#include "comm/rounds.h"
+#include "comm/team_groups.h"
 #include "sharding/gate.h"
 #include "sharding/pending_writes.h"
 #include "sharding/plan.h"
@@ -28,12 +29,6 @@ struct ResidencyLimits {
   int64_t prefetch = 0;            // requested ahead of need
   int64_t max_reuse_distance = 0;  // a unit whose next use is farther away is released at once
   int64_t read_ahead_bytes = 0;    // of shards in files, announced ahead of their gathers
-};
-
-/// How far this rank's reductions are, in the order in which all ranks begin them.
-struct ReductionProgress {
-  int64_t launched = 0;
-  int64_t awaited = 0;  // work that this rank issues from now on may wait for so many of them
 };
 
 /// A kept buffer serves a unit of its own size only.
@@ -50,12 +45,9 @@ int64_t forecast(const std::vector<const UnitLayout*>& units, ResidencyLimits li
 /// ranks share one order of collectives, whatever branches they take. Thread-safe.
 class Residency : public Gatekeeper {
  public:
-  Residency(std::vector<Unit*> units, comm::Group& gathers, comm::Group& control,
+  Residency(std::vector<Unit*> units, comm::TeamGroups gathers, comm::Rounds& rounds,
             std::shared_ptr<device::Ledger> ledger, at::Device device, const ResidencyLimits& limits);
   ~Residency() override;
-
-  /// For a device, whose work may wait for other ranks: gathers that such ranks need must not wait for it.
-  void follow(std::function<ReductionProgress()> reductions) { reductions_ = std::move(reductions); }
 
   /// Makes the units of `uses` whole and opens their parameters. Errors: CommError, with nothing pinned.
   void acquire(c10::ArrayRef<Use> uses) override;
@@ -63,27 +55,16 @@ class Residency : public Gatekeeper {
   void release(c10::ArrayRef<Use> uses, bool succeeded) override;
   bool lends() const override { return true; }
 
-  /// Collective. Posts `own` in every round, and serves ranks that still need units, until all ranks close. Then every
-  /// shard has what its rank wrote. Returns each rank's message in the team's order. `ends_pass`: the plan learns which
-  /// units the pass has used. `keep_up` is called between rounds with the most reductions that a rank has begun and
-  /// announced, `meanwhile` every few milliseconds.
-  using KeepUp = std::function<void(int64_t rounds)>;
-  std::vector<comm::Close> close(const comm::Close& own, bool ends_pass, const KeepUp& keep_up = {},
-                                 const std::function<void()>& meanwhile = {});
-  /// Serves the others while this rank waits for their reductions: call it over and over. Announces that this rank has
-  /// begun `rounds` reductions. Waits for gathers that are due, never for a rank that is not in a round.
-  void attend(int64_t rounds);
-  /// Collective, among ranks that have all closed: every rank receives every rank's message.
-  template <typename Message>
-  std::vector<Message> exchange(const Message& own, const comm::Site& site) {
-    std::lock_guard lock(mutex_);
-    return rendezvous_.exchange(own, site);
-  }
-  /// The same for `bytes` bytes, equally many on all ranks; `all` takes those of every rank in the team's order.
-  void exchange_bytes(const void* own, void* all, size_t bytes, const comm::Site& site) {
-    std::lock_guard lock(mutex_);
-    rendezvous_.exchange_bytes(own, all, bytes, site);
-  }
+  /// Collective: call it over and over until it returns each rank's message, in the team's order. Posts `own` in every
+  /// round, and serves ranks that still need units, until all ranks close. Then every shard has what its rank wrote.
+  /// Returns nothing after each round, and after about `limit` without one. `ends_pass`: the plan learns which units
+  /// the pass has used. Errors: CommError.
+  std::optional<std::vector<comm::Close>> close_for(std::chrono::milliseconds limit, const comm::Close& own,
+                                                    bool ends_pass);
+  /// Serves the others while this rank waits for something else than a unit: call it over and over. Waits for gathers
+  /// that are due, never for a rank that is not in a round.
+  void attend();
+  comm::Rounds& rounds() const { return rounds_; }
   /// Leaves no unit whole: call it when shards have changed or memory is wanted, after all ranks have closed.
   void release_all();
   /// Collective, after all ranks have closed a pass: begins a step that changes all shards. Leaves no unit whole.
@@ -100,11 +81,10 @@ class Residency : public Gatekeeper {
   /// As `forecast`. Models that use units in another order may take up to `budget()` elements; an operator that uses
   /// more by itself, or a rank that writes parameters which others do not, takes what it needs.
   int64_t predicted_bytes() const;
-  int64_t rounds() const { return rendezvous_.rounds(); }
   int64_t gathers_issued() const { return gathers_issued_; }
 
  private:
-  struct Flight {
+  struct Gather {
     Unit* unit;
     at::Tensor buffer;
     comm::Pending pending;
@@ -119,15 +99,16 @@ class Residency : public Gatekeeper {
   void look_ahead();
   void read_ahead() const;
   void post(comm::Word word);
-  ReductionProgress reductions() const { return reductions_ ? reductions_() : ReductionProgress(); }
   comm::Wishes request(const std::vector<Unit*>& needed) const;
   void add_wishes(comm::Wishes& word, const std::vector<Unit*>& needed) const;
   void serve(const std::vector<comm::Word>& words);
   void commit_writes(const std::vector<comm::Word>& words);
   bool end_close(const std::vector<comm::Word>& words, bool ends_pass);
   void list_ahead(comm::Close& word) const;
-  std::vector<comm::Word> collect(const comm::Site& site, const std::function<void()>& meanwhile = {});
-  void advance_flights();
+  std::vector<comm::Word> collect(const comm::Site& site);
+  std::optional<std::vector<comm::Word>> collect_for(std::chrono::milliseconds limit, const comm::Site& site);
+  void advance_gathers();
+  comm::Group& group_of(const Unit& unit) const { return gathers_.of(unit.shard_over()); }
   void launch(Unit& unit, bool keep);
   void order_gathers_after_shards();
   bool in_flight(const Unit& unit) const;
@@ -145,14 +126,13 @@ class Residency : public Gatekeeper {
   comm::Site site(const char* verb, const Unit& unit) const;
 
   std::vector<Unit*> units_;  // by Unit::index(); null: kept whole
-  comm::Group& gathers_;
-  comm::Rendezvous rendezvous_;
+  comm::TeamGroups gathers_;
+  comm::Rounds& rounds_;
   at::Device device_;
   device::Lane gather_lane_;    // whole units arrive on it, while the current lane computes
   bool shards_changed_ = true;  // perhaps, since the gather lane was last put behind the current one
   device::BufferPool pool_;
-  std::function<ReductionProgress()> reductions_;  // null: no work waits for them
-  int64_t launched_by_all_ = 0;                    // as far as this rank knows
+  int64_t launched_by_all_ = 0;  // reductions, as far as this rank knows
   ResidencyLimits limits_;
   std::vector<GateEntry> entries_;
   std::optional<Watch> watch_;  // nothing: no unit is sharded
@@ -160,7 +140,7 @@ class Residency : public Gatekeeper {
   mutable std::mutex mutex_;
   mutable Plan train_plan_;
   mutable Plan eval_plan_;
-  std::deque<Flight> flights_;
+  std::deque<Gather> under_way_;
   PendingWrites pending_writes_;
   std::vector<Unit*> needed_;  // of the acquire in progress: must not be released
   std::vector<int> ahead_;     // gathered as soon as they are stepped: all ranks begin the next pass with them

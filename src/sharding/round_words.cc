@@ -28,22 +28,8 @@ bool mentions(const Wishes& wishes, int unit) {
 
 }  // namespace
 
-int64_t most_announced(const std::vector<Word>& words) {
-  int64_t rounds = 0;
-  for (const Word& word : words) rounds = std::max<int64_t>(rounds, wishes_of(word).rounds);
-  return rounds;
-}
-
 int32_t writes_of(const Word& word) {
   return std::visit([](const auto& message) { return message.writes; }, word);
-}
-
-int64_t launched_by_all(const std::vector<Word>& words) {
-  int64_t launched = INT64_MAX;
-  for (const Word& word : words) {
-    launched = std::min(launched, std::visit([](const auto& message) { return message.launched; }, word));
-  }
-  return launched;
 }
 
 bool wrote_alike(const std::vector<Word>& words) {

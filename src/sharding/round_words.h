@@ -11,10 +11,6 @@
 
 namespace deeptide::sharding {
 
-/// Returns the most reductions that a rank has begun and waits in.
-int64_t most_announced(const std::vector<comm::Word>& words);
-/// Returns the reductions that all ranks have begun.
-int64_t launched_by_all(const std::vector<comm::Word>& words);
 int32_t writes_of(const comm::Word& word);
 /// Whether all ranks have made equally many writes: then they have made the same ones.
 bool wrote_alike(const std::vector<comm::Word>& words);

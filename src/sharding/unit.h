@@ -67,7 +67,9 @@ enum class UnitMemory : uint8_t {
 struct UnitPlacement {
   UnitMemory memory = UnitMemory::whole;
   comm::Team shard_over;   // each of its ranks owns one slice
-  comm::Team reduce_over;  // gradients are summed over it
+  comm::Team reduce_over;  // gradients are summed over it: whole teams of the above, one after the other
+  /// Of the ranks that hold one slice, the first: it counts the slice in norms and writes it into checkpoints.
+  bool is_first_holder() const { return reduce_over.index() < shard_over.size(); }
 };
 
 /// Makes the buffer (shard,) of a sharded unit's slice: where it lies is its choice.
@@ -131,6 +133,7 @@ class Unit {
   UnitMemory memory() const { return placement_.memory; }
   const comm::Team& shard_over() const { return placement_.shard_over; }
   const comm::Team& reduce_over() const { return placement_.reduce_over; }
+  bool is_first_holder() const { return placement_.is_first_holder(); }
   /// Memory that it keeps of this rank's share: what is resident of its slice, or all of it.
   int64_t resident_bytes() const;
   std::vector<Parameter>& parameters() { return parameters_; }

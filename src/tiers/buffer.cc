@@ -29,6 +29,11 @@ class ResidentStore : public Store {
 
 }  // namespace
 
+void Store::read_beside(Block block, const Tensor& target) {
+  target.copy_(open(block, Access::read));
+  close(block, Access::read);
+}
+
 Lease& Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
   end();
@@ -85,6 +90,12 @@ void Buffer::copy_to(const Tensor& target) const {
     const Lease source = starts ? Lease() : lease(block, Access::read);
     if (const int64_t next = block.begin + block.count; next < numel_) prefetch({next, 1});
     if (!starts) part.copy_(source.tensor());
+  });
+}
+
+void Buffer::copy_beside(Block range, const Tensor& target) const {
+  for_each_block(*this, range, [&](Block block) {
+    store_->read_beside(block, target.narrow(0, block.begin - range.begin, block.count));
   });
 }
 

@@ -12,7 +12,7 @@
 
 namespace deeptide::tiers {
 
-/// Where memory is: on the device, in the host's memory, in files.
+/// The home of memory: the device, the host's memory, files.
 enum class Tier : uint8_t { device, cpu, nvme };
 
 enum class Access : uint8_t {
@@ -41,7 +41,7 @@ class Store {
   virtual void prefetch(Block block) = 0;
   /// Announces that what changed will not change again soon.
   virtual void write_behind() {}
-  /// Of `numel` elements, how many are always in memory.
+  /// Returns how many of `numel` elements are always in memory.
   virtual int64_t resident_numel(int64_t numel) const { return numel; }
   /// All elements (numel,) where they lie for good; undefined for a store that moves them.
   virtual at::Tensor in_place() const { return {}; }
@@ -50,6 +50,9 @@ class Store {
   virtual bool start_read(Block, const at::Tensor& /*target*/) { return false; }
   /// Starts to overwrite the elements by `source` (count,), likewise.
   virtual bool start_write(Block, const at::Tensor& /*source*/) { return false; }
+  /// Copies the elements, which nobody writes meanwhile, to `target` (count,) on the CPU: from any thread, beside the
+  /// leases of others, and into memory of no store.
+  virtual void read_beside(Block block, const at::Tensor& target);
 };
 
 /// The right to a part of a buffer while the lease lives. Movable.
@@ -107,6 +110,8 @@ class Buffer {
   at::Tensor copy() const { return copy({0, numel_}); }
   /// Copies all elements to `target` (numel,): on a device in the order of its current lane's work.
   void copy_to(const at::Tensor& target) const;
+  /// Copies elements that nobody writes meanwhile to `target` (count,) on the CPU, from any thread.
+  void copy_beside(Block range, const at::Tensor& target) const;
   /// Overwrites the elements from `begin` on by `source` (count,).
   void copy_from(const at::Tensor& source, int64_t begin = 0) const;
   void prefetch(Block range) const { store_->prefetch(range); }

@@ -81,7 +81,7 @@ class CopiedStore : public Store {
     return true;
   }
 
-  /// What passes through to a file goes on from the host.
+  // A write that passes through to a file goes on from the host.
   bool start_write(Block block, const Tensor& source) override {
     if (source.is_cpu() || resident_numel(numel_) < numel_) return false;
     const Lane lane = Lane::current(source.device());

@@ -13,7 +13,7 @@
 
 namespace deeptide::tiers {
 
-/// What copies to a device still read, of many buffers. Each keeps its block open. Thread-safe.
+/// The reads of copies to a device that are under way, of many buffers. Each keeps its block open. Thread-safe.
 class ReadsUnderWay {
  public:
   /// `most`: open at a time; beyond it the host waits for the oldest copy.

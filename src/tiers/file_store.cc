@@ -55,6 +55,17 @@ class FileStore : public Store {
 
   void write_behind() override { staging_->write_behind(this); }
 
+  void read_beside(Block block, const Tensor& target) override {
+    if (is_resident(block)) {
+      target.copy_(resident_.narrow(0, block.count == 0 ? 0 : block.begin, block.count));
+      return;
+    }
+    const int64_t index = index_of(block);
+    const int64_t begin = first_ + index * block_numel_;
+    const Tensor bytes = staging_->copy_of({this, index}, region_.block(index), name_);
+    target.copy_(bytes.view(resident_.scalar_type()).narrow(0, block.begin - begin, block.count));
+  }
+
  private:
   bool is_resident(Block block) const { return block.begin < first_ || block.count == 0; }
   int64_t index_of(Block block) const { return (block.begin - first_) / block_numel_; }

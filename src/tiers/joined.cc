@@ -48,6 +48,11 @@ class JoinedStore : public Store {
     second_.write_behind();
   }
 
+  void read_beside(Block block, const at::Tensor& target) override {
+    const auto [buffer, own] = place_of(block);
+    buffer->copy_beside(own, target);
+  }
+
  private:
   std::pair<const Buffer*, Block> place_of(Block block) const {
     if (block.begin < first_.numel()) return {&first_, block};

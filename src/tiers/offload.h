@@ -48,7 +48,7 @@ class Offload {
   Buffer place(int64_t numel, at::ScalarType dtype);
 
   int64_t staging_bytes() const { return staging_->nbytes(); }
-  /// As split_text.
+  /// Returns the text of split_text for this split.
   std::string text() const;
 
  private:

@@ -26,6 +26,7 @@ class SliceStore : public Store {
   void write_behind() override { whole_->write_behind(); }
   bool start_read(Block block, const at::Tensor& target) override { return whole_->start_read(moved(block), target); }
   bool start_write(Block block, const at::Tensor& source) override { return whole_->start_write(moved(block), source); }
+  void read_beside(Block block, const at::Tensor& target) override { whole_->read_beside(moved(block), target); }
 
  private:
   Block moved(Block block) const { return {begin_ + block.begin, block.count}; }

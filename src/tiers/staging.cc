@@ -3,14 +3,18 @@
 // Moves blocks through the slots.
 #include "tiers/staging.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "base/invariant.h"
+#include "trace/recorder.h"
 
 namespace deeptide::tiers {
 
@@ -64,6 +68,7 @@ void Staging::start(Slot& slot, bool read) {
 /// Ends the slot's transfer. Returns what went wrong, or an empty text.
 std::string Staging::result_of(Slot& slot) {
   if (!slot.ticket) return "the file has been truncated";
+  const trace::Span span(trace::RecorderScope::current(), trace::Work::file, slot.what);
   const int error = queue_->wait(*std::exchange(slot.ticket, {}));
   return error == 0 ? "" : std::strerror(error);
 }
@@ -134,6 +139,24 @@ Tensor Staging::open(Key key, const DiskPlace& place, bool keep_values, const st
   ++slot->leases;
   slot->last_use = ++clock_;
   return slot->memory;
+}
+
+Tensor Staging::copy_of(Key key, const DiskPlace& place, const std::string& what) {
+  {
+    std::lock_guard lock(mutex_);
+    if (Slot* slot = find(key)) {
+      if (slot->state == State::reading) finish(*slot);
+      return slot->memory.narrow(0, 0, place.bytes).clone();
+    }
+  }
+  // Nobody holds the block, so its file has what was written last. O_DIRECT wants an aligned address.
+  const Tensor memory = at::empty({place.bytes + io::kAlignment}, at::kByte);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const Tensor aligned = memory.narrow(0, static_cast<int64_t>(-address % io::kAlignment), place.bytes);
+  const ssize_t done = ::pread(place.fd, aligned.mutable_data_ptr(), static_cast<size_t>(place.bytes), place.at);
+  if (done == place.bytes) return aligned;
+  throw std::runtime_error("reading a block of " + what + " in '" + *place.folder +
+                           "' failed: " + (done < 0 ? std::strerror(errno) : "the file has been truncated"));
 }
 
 void Staging::write_behind(const void* owner) {

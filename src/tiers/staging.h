@@ -45,6 +45,8 @@ class Staging {
   void forget(const void* owner) noexcept;
   /// Starts reading the block if a buffer is free for it; what was announced last stays longest.
   void prefetch(Key key, const DiskPlace& place, const std::string& what);
+  /// Returns the block, which nobody writes meanwhile, as bytes in memory of its own. Takes no buffer from others.
+  at::Tensor copy_of(Key key, const DiskPlace& place, const std::string& what);
   /// Starts writing the owner's changed blocks.
   void write_behind(const void* owner);
 

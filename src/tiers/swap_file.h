@@ -12,7 +12,7 @@ namespace deeptide::tiers {
 /// Bytes of a block on disk; only the last one of a region may be shorter.
 inline constexpr int64_t kSwapBlockBytes = int64_t{4} << 20;
 
-/// Where a block is. Units: bytes.
+/// The position of a block in a file. Units: bytes.
 struct DiskPlace {
   int fd = -1;
   int64_t at = 0;

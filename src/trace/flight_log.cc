@@ -19,7 +19,7 @@ namespace deeptide::trace {
 namespace {
 
 // Accurate to a few milliseconds, which suffices for waits of seconds, at a tenth of the exact clock's cost.
-int64_t now_ns() {
+int64_t coarse_now_ns() {
   timespec time{};
   ::clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
@@ -55,6 +55,14 @@ FlightRing* launchers_ring() {
   return ring;
 }
 
+/// Makes an entry with this number the caller's to write, until it stores a number again. Fails where another thread
+/// is faster.
+bool claim(FlightEntry& entry, uint64_t number) noexcept {
+  if (!entry.number.compare_exchange_strong(number, 0, std::memory_order_acquire)) return false;
+  std::atomic_thread_fence(std::memory_order_release);
+  return true;
+}
+
 }  // namespace
 
 FlightLog::FlightLog(FlightRing& ring) : ring_(ring) {}
@@ -62,8 +70,9 @@ FlightLog::FlightLog(FlightRing& ring) : ring_(ring) {}
 FlightLog::Ticket FlightLog::begin(const Flight& flight) noexcept {
   const uint64_t number = ring_.last_number.fetch_add(1, std::memory_order_relaxed) + 1;
   FlightEntry& entry = ring_.entries[(number - 1) % kFlightEntries];
-  entry.number.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
+  const uint64_t last = entry.number.load(std::memory_order_relaxed);
+  const bool is_written_elsewhere = last == 0 && number > kFlightEntries;
+  if (is_written_elsewhere || !claim(entry, last)) return 0;
   entry.sequence = flight.sequence;
   entry.step = flight.step;
   entry.bytes = flight.bytes;
@@ -73,7 +82,7 @@ FlightLog::Ticket FlightLog::begin(const Flight& flight) noexcept {
   copy_text(entry.phase, flight.phase);
   copy_text(entry.unit, flight.unit);
   copy_text(entry.parameter, flight.parameter);
-  const int64_t now = now_ns();
+  const int64_t now = coarse_now_ns();
   entry.started_ns.store(now, std::memory_order_relaxed);
   entry.waiting_ns.store(0, std::memory_order_relaxed);
   entry.finished_ns.store(0, std::memory_order_relaxed);
@@ -92,16 +101,14 @@ FlightEntry* FlightLog::entry_of(Ticket ticket) noexcept {
 void FlightLog::waiting(Ticket ticket) noexcept {
   FlightEntry* entry = entry_of(ticket);
   if (entry == nullptr || entry->waiting_ns.load(std::memory_order_relaxed) != 0) return;
-  const int64_t now = now_ns();
+  const int64_t now = coarse_now_ns();
   entry->waiting_ns.store(now, std::memory_order_relaxed);
   ring_.last_event_ns.store(now, std::memory_order_relaxed);
 }
 
 void FlightLog::waiting(Ticket ticket, int64_t step, std::string_view phase, std::string_view unit) noexcept {
   FlightEntry* entry = entry_of(ticket);
-  if (entry == nullptr || entry->waiting_ns.load(std::memory_order_relaxed) != 0) return;
-  entry->number.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
+  if (entry == nullptr || entry->waiting_ns.load(std::memory_order_relaxed) != 0 || !claim(*entry, ticket)) return;
   entry->step = step;
   copy_text(entry->phase, phase);
   copy_text(entry->unit, unit);
@@ -112,7 +119,7 @@ void FlightLog::waiting(Ticket ticket, int64_t step, std::string_view phase, std
 void FlightLog::end(Ticket ticket) noexcept {
   FlightEntry* entry = entry_of(ticket);
   if (entry == nullptr) return;
-  const int64_t now = now_ns();
+  const int64_t now = coarse_now_ns();
   entry->finished_ns.store(now, std::memory_order_relaxed);
   ring_.last_event_ns.store(now, std::memory_order_relaxed);
 }
@@ -126,7 +133,7 @@ void FlightLog::enter(int64_t step, std::string_view phase, std::string_view mod
   copy_text(place.phase, phase);
   copy_text(place.module, module);
   place.version.store(version + 2, std::memory_order_release);
-  ring_.last_event_ns.store(now_ns(), std::memory_order_relaxed);
+  ring_.last_event_ns.store(coarse_now_ns(), std::memory_order_relaxed);
 }
 
 void FlightLog::slow_link(int from, int to, double bytes_per_s, double others) noexcept {
@@ -135,6 +142,29 @@ void FlightLog::slow_link(int from, int to, double bytes_per_s, double others) n
   link.bytes_per_s.store(static_cast<int64_t>(bytes_per_s), std::memory_order_relaxed);
   link.others.store(static_cast<int64_t>(others), std::memory_order_relaxed);
   link.from.store(from, std::memory_order_release);
+}
+
+bool FlightLog::is_watched() const noexcept {
+  const int64_t until = ring_.wish.watched_until_ns.load(std::memory_order_relaxed);
+  return until != 0 && coarse_now_ns() < until;
+}
+
+void FlightLog::note_step(const FlightFacts& facts) noexcept {
+  FlightStep& step = ring_.last_step;
+  uint64_t version = step.version.load(std::memory_order_relaxed);
+  if (version % 2 != 0 || !step.version.compare_exchange_strong(version, version + 1)) return;
+  step.facts = facts;
+  step.version.store(version + 2, std::memory_order_release);
+}
+
+std::optional<TraceWish> FlightLog::trace_wish(uint64_t seen) const {
+  const FlightWish& wish = ring_.wish;
+  const uint64_t number = wish.trace_number.load(std::memory_order_acquire);
+  if (number == seen) return std::nullopt;
+  TraceWish read{number,
+                 wish.trace_steps.load(std::memory_order_relaxed),
+                 {wish.trace_folder, ::strnlen(wish.trace_folder, sizeof wish.trace_folder)}};
+  return read;
 }
 
 FlightLog& flight_log() {

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <string_view>
 
 #include "trace/flight_ring.h"
@@ -23,6 +25,13 @@ struct Flight {
   int rank = 0;
 };
 
+/// The launcher asks for a timeline of the next `num_steps` steps; 0: ends the one under way.
+struct TraceWish {
+  uint64_t number = 0;
+  int64_t num_steps = 0;
+  std::string folder;
+};
+
 /// Lock-free and callable from any thread. Never throws. Takes about 50 ns per call. Ranks as threads share one log. A
 /// forked child shares the ring with its parent and records nothing there, because its engines refuse every call.
 class FlightLog {
@@ -32,7 +41,8 @@ class FlightLog {
   /// Writes to `ring`, which must outlive the log.
   explicit FlightLog(FlightRing& ring);
 
-  /// Records that a collective is issued.
+  /// Records that a collective is issued. Returns 0 where the ring is so full that another thread still writes the
+  /// entry that would be reused.
   Ticket begin(const Flight& flight) noexcept;
   /// Records that a thread now waits for the collective. One call per collective is enough.
   void waiting(Ticket ticket) noexcept;
@@ -45,6 +55,15 @@ class FlightLog {
 
   /// Records the link over the network that ranks agree is slow; see FlightLink.
   void slow_link(int from, int to, double bytes_per_s, double others) noexcept;
+
+  /// Whether `deeptide top` looks at this rank now.
+  bool is_watched() const noexcept;
+  void note_step(const FlightFacts& facts) noexcept;
+  /// The launcher's last request, if it is not `seen`. One load if there is none.
+  std::optional<TraceWish> trace_wish(uint64_t seen) const;
+  /// The request is done: its file is written, or cannot be.
+  void traced(uint64_t number) noexcept { ring_.wish.traced.store(number, std::memory_order_release); }
+  uint64_t last_traced() const noexcept { return ring_.wish.traced.load(std::memory_order_relaxed); }
 
  private:
   FlightEntry* entry_of(Ticket ticket) noexcept;

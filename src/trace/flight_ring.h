@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Defines the memory in which a rank shares its last collectives and its place with the launcher, without torch.
+// Defines the memory that a rank shares with the launcher, without torch: its last collectives, its place, its last
+// step; and what the launcher asks of it.
 #pragma once
 
 #include <signal.h>
@@ -13,7 +14,7 @@ namespace deeptide::trace {
 /// The launcher makes a memfd of sizeof(FlightRing) per rank, writes kFlightMagic, and passes its number to the rank.
 inline constexpr const char* kFlightVariable = "DEEPTIDE_FLIGHT_FD";
 inline constexpr const char* kStacksVariable = "DEEPTIDE_STACKS_FD";  // the file that a signal handler writes stacks to
-inline constexpr uint64_t kFlightMagic = 0x32'54'48'47'4c'46'54'44;   // "DTFLGHT2"; another layout gets another digit
+inline constexpr uint64_t kFlightMagic = 0x33'54'48'47'4c'46'54'44;   // "DTFLGHT3"; another layout gets another digit
 inline constexpr int kFlightEntries = 256;
 
 /// Signals on which a rank writes its Python stacks, or the receiving thread's native stack, to the stacks' file. They
@@ -39,7 +40,7 @@ struct FlightEntry {
   char parameter[64] = {};  // the unit's first parameter
 };
 
-/// Where the rank is between collectives. `version` is odd while it is being written.
+/// The rank's position between collectives. `version` is odd while it is being written.
 struct FlightPlace {
   std::atomic<uint64_t> version{0};
   int64_t step = 0;
@@ -55,6 +56,40 @@ struct FlightLink {
   std::atomic<int64_t> others{0};  // the median of the other links, in bytes/s
 };
 
+/// The step that ended last. Times of this rank in s, without waits for files and ranks where they are `computing`.
+struct FlightFacts {
+  int64_t step = 0;  // 0: none has ended since someone watches
+  int64_t skipped_steps = 0;
+  int64_t samples = 0;       // of all ranks so far
+  int64_t train_batch = 0;   // samples of all ranks in a step
+  int64_t tokens = 0;        // of this rank in the step; 0: the program told none
+  int64_t memory_bytes = 0;  // that the engine holds now
+  double loss = 0.0;         // NaN: unknown
+  double norm = 0.0;
+  double lr = 0.0;
+  double total_s = 0.0;  // 0: the step began before someone watched
+  double computing_s = 0.0;
+  double waiting_s = 0.0;
+  double files_s = 0.0;
+  double data_s = 0.0;
+  char limit[480] = {};  // on the first rank: the line that says what limits a step
+};
+
+/// Written only while someone watches. `version` is odd while it is being written.
+struct FlightStep {
+  std::atomic<uint64_t> version{0};
+  FlightFacts facts;
+};
+
+/// What the launcher asks of the rank, which looks once per step.
+struct FlightWish {
+  std::atomic<int64_t> watched_until_ns{0};  // CLOCK_MONOTONIC_COARSE
+  std::atomic<uint64_t> trace_number{0};     // grows with each request for a timeline, stored after the fields below
+  std::atomic<int64_t> trace_steps{0};       // 0: end the one under way
+  char trace_folder[256] = {};
+  std::atomic<uint64_t> traced{0};  // by the rank: the last request that is done
+};
+
 struct FlightRing {
   std::atomic<uint64_t> magic{0};
   std::atomic<int32_t> pid{0};            // the writing process; 0: none yet
@@ -63,6 +98,8 @@ struct FlightRing {
   std::atomic<int64_t> last_event_ns{0};  // time of the last write
   FlightPlace place;
   FlightLink slow_link;
+  FlightStep last_step;
+  FlightWish wish;
   FlightEntry entries[kFlightEntries];
 };
 

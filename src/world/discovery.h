@@ -32,7 +32,7 @@ struct Placement {
 /// Errors: ConfigError listing the missing, malformed or contradictory variables with their values.
 std::optional<Placement> discover_placement(const Environment& environment, int default_port);
 
-/// As discover_placement, but returns only the discovery.
+/// Does as discover_placement, but returns only the discovery.
 std::optional<Discovery> discover(const Environment& environment, int default_port);
 
 }  // namespace deeptide::world

@@ -84,7 +84,7 @@ void FailureBoard::report_error(const std::string& event, const std::string& tex
     store_->set(key("error", error_number_), to_bytes(error_));
     store_->set(prefix_ + "/news", to_bytes("yes"));
   } catch (const std::exception&) {
-    // As in report.
+    // The store may be gone, as in report.
   }
 }
 
@@ -96,11 +96,12 @@ void FailureBoard::withdraw_error() noexcept {
     error_.clear();
     store_->set(key("error", error_number_), to_bytes(kTakenBack));
   } catch (const std::exception&) {
-    // As in report.
+    // The store may be gone, as in report.
   }
 }
 
-/// Of the other ranks. Errors are numbered in the order in which they were raised: what was taken back is read once.
+/// Reads other ranks' errors. They are numbered in the order in which they were raised: what was taken back is read
+/// once.
 std::optional<std::string> FailureBoard::earliest_error(milliseconds grace) {
   const std::lock_guard lock(mutex_);
   const int64_t last = store_->add(prefix_ + "/errors", 0);
@@ -167,7 +168,7 @@ bool FailureBoard::is_failure() noexcept {
   }
 }
 
-/// Of the other ranks.
+/// Reads other ranks' reports.
 FailureBoard::Reports FailureBoard::read_reports() {
   Reports reports;
   for (int r = 0; r < size_; ++r) {

@@ -19,7 +19,7 @@ namespace deeptide::world {
 
 /// Interval at which a wait checks for reports of other ranks.
 inline constexpr std::chrono::milliseconds kPollFailures{250};
-/// As the config's "error_grace".
+/// The default of the config's "error_grace".
 inline constexpr std::chrono::milliseconds kErrorGrace{30'000};
 
 /// Lives in the world's store; used only on failure and by long waits. Thread-safe.

@@ -42,9 +42,9 @@ Arrivals::~Arrivals() {
     wait_all();
   } catch (const std::exception& error) {
     log(LogLevel::warning,
-        "parameters from " + text_of(*flights_.front().unit) +
+        "parameters from " + text_of(*under_way_.front().unit) +
             " on hold values of two steps: the engine ended before the last step's arrived: " + error.what());
-    for (const Flight& flight : flights_) flight.unit->show();
+    for (const Arrival& arrival : under_way_) arrival.unit->show();
   }
   for (Unit* unit : units_) {
     for (const Parameter& p : unit->parameters()) {
@@ -57,7 +57,7 @@ void Arrivals::start(Unit& unit) {
   const std::lock_guard lock(mutex_);
   unit.hide();
   if (!watch_) watch_.emplace(*this);
-  flights_.push_back({&unit, gather(unit)});
+  under_way_.push_back({&unit, gather(unit)});
   sent_bytes_ += static_cast<int64_t>(unit.whole().nbytes()) / group_.size() * (group_.size() - 1);
 }
 
@@ -69,7 +69,7 @@ comm::Pending Arrivals::gather(const Unit& unit) {
 void Arrivals::wait_all() {
   comm::run_blocking([&] {
     const std::lock_guard lock(mutex_);
-    while (!flights_.empty()) land_first("step");
+    while (!under_way_.empty()) land_first("step");
   });
 }
 
@@ -88,14 +88,14 @@ void Arrivals::acquire(c10::ArrayRef<Use> uses) {
   });
 }
 
-/// A failed wait leaves the flight where it is: whoever needs the unit meets the error.
+/// A failed wait leaves the unit where it is: whoever needs the unit meets the error.
 void Arrivals::land_first(const char* phase) {
-  Flight& first = flights_.front();
+  Arrival& first = under_way_.front();
   group_.order_before(device::Lane::current(device_), first.pending,
                       {phase, "waiting for the new values of " + text_of(*first.unit)});
   first.unit->show();
-  flights_.pop_front();
-  if (flights_.empty()) watch_.reset();
+  under_way_.pop_front();
+  if (under_way_.empty()) watch_.reset();
 }
 
 }  // namespace deeptide::zero

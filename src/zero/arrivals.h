@@ -43,7 +43,7 @@ class Arrivals : public sharding::Gatekeeper {
   int64_t sent_bytes() const { return sent_bytes_; }
 
  private:
-  struct Flight {
+  struct Arrival {
     sharding::Unit* unit;
     comm::Pending pending;
   };
@@ -59,8 +59,8 @@ class Arrivals : public sharding::Gatekeeper {
 
   std::mutex mutex_;
   std::unique_ptr<comm::BackgroundGathers> helper_;  // null: the group advances alone
-  std::deque<Flight> flights_;
-  std::optional<sharding::Watch> watch_;  // while there are flights
+  std::deque<Arrival> under_way_;
+  std::optional<sharding::Watch> watch_;  // while some are under way
   int64_t sent_bytes_ = 0;
 };
 

@@ -10,17 +10,21 @@
 
 namespace deeptide::zero {
 
-int64_t HostSplit::on_device(int64_t numel) {
-  numel_ += numel;
-  const double wanted = share_ * static_cast<double>(numel_) - static_cast<double>(numel_on_host_);  // on the host
-  if (wanted <= 0.0) return numel;
-  const int64_t blocks = (numel + kSplitNumel - 1) / kSplitNumel;
-  const double kept = (static_cast<double>(numel) - wanted) / static_cast<double>(kSplitNumel);
-  const int64_t on_device = std::min(numel, std::clamp<int64_t>(std::llround(kept), 0, blocks) * kSplitNumel);
-  numel_on_host_ += numel - on_device;
-  const double error = static_cast<double>(numel_on_host_) - share_ * static_cast<double>(numel_);
-  DEEPTIDE_INVARIANT(std::abs(error) <= static_cast<double>(kSplitNumel), "the host steps ", numel_on_host_, " of ",
-                     numel_, " elements; expected a share of ", share_);
+std::vector<int64_t> split_for_host(const std::vector<int64_t>& numels, double share) {
+  std::vector<int64_t> on_device;
+  int64_t total = 0, on_host = 0;
+  for (const int64_t numel : numels) {
+    total += numel;
+    const double wanted = share * static_cast<double>(total) - static_cast<double>(on_host);  // on the host
+    const int64_t blocks = (numel + kSplitNumel - 1) / kSplitNumel;
+    const double kept = (static_cast<double>(numel) - wanted) / static_cast<double>(kSplitNumel);
+    const int64_t stays = std::min(numel, std::clamp<int64_t>(std::llround(kept), 0, blocks) * kSplitNumel);
+    on_device.push_back(wanted <= 0.0 ? numel : stays);
+    on_host += numel - on_device.back();
+    const double error = static_cast<double>(on_host) - share * static_cast<double>(total);
+    DEEPTIDE_INVARIANT(std::abs(error) <= static_cast<double>(kSplitNumel), "the host steps ", on_host, " of ", total,
+                       " elements; expected a share of ", share);
+  }
   return on_device;
 }
 

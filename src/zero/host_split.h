@@ -4,24 +4,15 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace deeptide::zero {
 
 /// A unit is cut at a multiple of this. Units: elements. 256 KiB of fp32; a divisor of every block that is moved.
 inline constexpr int64_t kSplitNumel = int64_t{1} << 16;
 
-/// Cuts one unit after another, so that the host's share of all their elements is `share`, to half a block.
-class HostSplit {
- public:
-  explicit HostSplit(double share) : share_(share) {}
-  /// Of the next unit's `numel` elements, how many stay on the device: the first ones, whole blocks, or all.
-  int64_t on_device(int64_t numel);
-  int64_t numel() const { return numel_; }
-  int64_t numel_on_host() const { return numel_on_host_; }
-
- private:
-  double share_;
-  int64_t numel_ = 0, numel_on_host_ = 0;
-};
+/// By unit, how many of its `numels` elements stay on the device: the first ones, whole blocks, or all. The host's
+/// share of all elements is `share`, to half a block.
+std::vector<int64_t> split_for_host(const std::vector<int64_t>& numels, double share);
 
 }  // namespace deeptide::zero

@@ -12,13 +12,14 @@
 namespace deeptide::zero {
 
 using tiers::Buffer;
+using Layouts = std::vector<const sharding::UnitLayout*>;
 
 namespace {
 
 int64_t item_size(const sharding::UnitLayout& layout) { return static_cast<int64_t>(c10::elementSize(layout.dtype)); }
 
 /// One block to be read or written while another is in use, at least.
-int num_slots(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
+int num_slots(const ParameterOffload& options, const Layouts& layouts) {
   constexpr int64_t kFewest = 2;
   int64_t blocks = 0;
   for (const sharding::UnitLayout* layout : layouts) {
@@ -28,59 +29,14 @@ int num_slots(const ParameterOffload& options, const std::vector<const sharding:
   return static_cast<int>(std::max(kFewest, options.num_buffers * blocks));
 }
 
-int64_t bytes_of(const std::vector<const sharding::UnitLayout*>& layouts) {
+int64_t bytes_of(const Layouts& layouts) {
   int64_t bytes = 0;
   for (const sharding::UnitLayout* layout : layouts) bytes += layout->shard * item_size(*layout);
   return bytes;
 }
 
-/// Which shards leave the device, and how many bytes of these stay in the host's memory.
-struct Leaving {
-  std::vector<const sharding::UnitLayout*> layouts;
-  int64_t allowed = 0;
-};
-
-/// A device takes whole shards: what it was allowed beyond them goes to files, if there are any.
-Leaving leaving(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts) {
-  Leaving off;
-  const std::vector<bool> stays = stay_on_device(options, layouts);
-  int64_t first = 0, left = options.max_in_memory;
-  for (size_t i = 0; i < layouts.size(); ++i) {
-    if (stays[i]) continue;
-    const int64_t counted = std::min(layouts[i]->shard, left);
-    left -= counted;
-    first += counted * item_size(*layouts[i]);
-    off.layouts.push_back(layouts[i]);
-  }
-  const int64_t all = bytes_of(layouts), left_off = bytes_of(off.layouts);
-  const int64_t on_device = options.on_device ? options.on_device->of(all) : 0;
-  const int64_t allowed = std::max<int64_t>(0, first + options.memory.of(all) - on_device);
-  off.allowed = options.folders.empty() ? left_off : std::min(left_off, allowed);
-  return off;
-}
-
-/// Takes from `left` bytes the elements of a shard that stay in memory: all, or whole blocks.
-int64_t take_resident(const sharding::UnitLayout& layout, int64_t& left) {
-  int64_t resident = std::min(layout.shard, left / item_size(layout));
-  if (resident < layout.shard) resident -= resident % tiers::swap_block_numel(layout.dtype);
-  left -= resident * item_size(layout);
-  return resident;
-}
-
-/// The bytes of each shard that stay in memory.
-std::vector<int64_t> resident_bytes(const Leaving& off) {
-  std::vector<int64_t> bytes;
-  int64_t left = off.allowed;
-  for (const sharding::UnitLayout* layout : off.layouts) {
-    bytes.push_back(take_resident(*layout, left) * item_size(*layout));
-  }
-  return bytes;
-}
-
-}  // namespace
-
-std::vector<bool> stay_on_device(const ParameterOffload& options,
-                                 const std::vector<const sharding::UnitLayout*>& layouts) {
+/// A device takes whole shards, the first ones.
+std::vector<bool> stay_on_device(const ParameterOffload& options, const Layouts& layouts) {
   std::vector<bool> stays(layouts.size(), false);
   int64_t left = options.on_device ? options.on_device->of(bytes_of(layouts)) : 0;
   for (size_t i = 0; options.on_device && i < layouts.size(); ++i) {
@@ -91,31 +47,76 @@ std::vector<bool> stay_on_device(const ParameterOffload& options,
   return stays;
 }
 
-ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
-                           bool on_cpu) {
-  ParameterForecast bytes;
-  const Leaving off = leaving(options, layouts);
-  bytes.device_bytes = bytes_of(layouts) - bytes_of(off.layouts);
-  if (!options.folders.empty()) bytes.staging_bytes = num_slots(options, off.layouts) * tiers::kSwapBlockBytes;
-  const std::vector<int64_t> resident = resident_bytes(off);
-  for (size_t i = 0; i < off.layouts.size(); ++i) {
-    bytes.memory_bytes += resident[i];
-    bytes.file_bytes += off.layouts[i]->shard * item_size(*off.layouts[i]) - resident[i];
+/// What a device was allowed beyond whole shards goes to files, if there are any. Returns the bytes of shards off the
+/// device that may stay in memory.
+int64_t allowed_in_memory(const ParameterOffload& options, const Layouts& layouts, const std::vector<bool>& stays) {
+  if (options.folders.empty()) return INT64_MAX;
+  int64_t first = 0, left = options.max_in_memory;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    if (stays[i]) continue;
+    const int64_t counted = std::min(layouts[i]->shard, left);
+    left -= counted;
+    first += counted * item_size(*layouts[i]);
   }
+  const int64_t all = bytes_of(layouts), on_device = options.on_device ? options.on_device->of(all) : 0;
+  return std::max<int64_t>(0, first + options.memory.of(all) - on_device);
+}
+
+Layouts leaving(const Layouts& layouts, const std::vector<ShardPlace>& places) {
+  Layouts off;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    if (!places[i].on_device) off.push_back(layouts[i]);
+  }
+  return off;
+}
+
+/// The bytes of each leaving shard that stay in memory.
+std::vector<int64_t> resident_bytes(const Layouts& layouts, const std::vector<ShardPlace>& places) {
+  std::vector<int64_t> bytes;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    if (!places[i].on_device) bytes.push_back(places[i].resident * item_size(*layouts[i]));
+  }
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<ShardPlace> place_shards(const ParameterOffload& options, const Layouts& layouts) {
+  const std::vector<bool> stays = stay_on_device(options, layouts);
+  int64_t left = allowed_in_memory(options, layouts, stays);
+  std::vector<ShardPlace> places;
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    ShardPlace& place = places.emplace_back(ShardPlace{.on_device = stays[i]});
+    if (stays[i]) continue;
+    const sharding::UnitLayout& layout = *layouts[i];
+    place.resident = std::min(layout.shard, left / item_size(layout));
+    if (place.resident < layout.shard) place.resident -= place.resident % tiers::swap_block_numel(layout.dtype);
+    left -= place.resident * item_size(layout);
+  }
+  return places;
+}
+
+ParameterForecast forecast(const ParameterOffload& options, const Layouts& layouts, bool on_cpu) {
+  ParameterForecast bytes;
+  const std::vector<ShardPlace> places = place_shards(options, layouts);
+  const Layouts off = leaving(layouts, places);
+  bytes.device_bytes = bytes_of(layouts) - bytes_of(off);
+  if (!options.folders.empty()) bytes.staging_bytes = num_slots(options, off) * tiers::kSwapBlockBytes;
+  const std::vector<int64_t> resident = resident_bytes(layouts, places);
+  for (const int64_t each : resident) bytes.memory_bytes += each;
+  bytes.file_bytes = bytes_of(off) - bytes.memory_bytes;
   if (!on_cpu) bytes.memory_bytes = device::PageLocked::forecast(resident);
   return bytes;
 }
 
-OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
-                                         const std::vector<const sharding::UnitLayout*>& layouts,
+OffloadedParameters::OffloadedParameters(const ParameterOffload& options, const Layouts& layouts,
                                          std::shared_ptr<device::Ledger> ledger, at::Device device)
-    : stay_on_device_(zero::stay_on_device(options, layouts)), device_(device), ledger_(std::move(ledger)) {
-  const Leaving off = leaving(options, layouts);
-  left_in_memory_ = off.allowed;
+    : device_(device), ledger_(std::move(ledger)) {
+  const std::vector<ShardPlace> places = place_shards(options, layouts);
   const auto role = device.is_cpu() ? device::Role::parameters : device::Role::host_parameters;
-  const int slots = num_slots(options, off.layouts);
+  const int slots = num_slots(options, leaving(layouts, places));
   if (!device.is_cpu()) {
-    locked_ = std::make_unique<device::PageLocked>(ledger_, role, resident_bytes(off));
+    locked_ = std::make_unique<device::PageLocked>(ledger_, role, resident_bytes(layouts, places));
     // One block stays free for whoever leases one.
     reads_ = std::make_shared<tiers::ReadsUnderWay>(options.folders.empty() ? INT64_MAX : slots - 1);
   }
@@ -126,13 +127,13 @@ OffloadedParameters::OffloadedParameters(const ParameterOffload& options,
                                               /*page_locked=*/!device.is_cpu());
 }
 
-Buffer OffloadedParameters::place(const sharding::UnitLayout& layout) {
-  if (stay_on_device_.at(next_++)) {
+Buffer OffloadedParameters::place(const sharding::UnitLayout& layout, const ShardPlace& place) {
+  if (place.on_device) {
     bytes_on_device_ += layout.shard * item_size(layout);
     return Buffer::resident(
         device::allocate_flat(ledger_, device::Role::parameters, layout.shard, layout.dtype, device_));
   }
-  const int64_t resident = take_resident(layout, left_in_memory_);
+  const int64_t resident = place.resident;
   bytes_in_memory_ += resident * item_size(layout);
   bytes_in_files_ += (layout.shard - resident) * item_size(layout);
   const at::Tensor memory =

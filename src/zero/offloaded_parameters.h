@@ -36,9 +36,14 @@ struct ParameterForecast {
   int64_t staging_bytes = 0;  // through which the others pass
   int64_t file_bytes = 0;
 };
-/// By unit, whether its shard stays on a device.
-std::vector<bool> stay_on_device(const ParameterOffload& options,
-                                 const std::vector<const sharding::UnitLayout*>& layouts);
+/// Where one shard lies. Units: elements. What is neither on a device nor resident is in files.
+struct ShardPlace {
+  bool on_device = false;  // all of it
+  int64_t resident = 0;    // in the memory of the CPU or of the device's host
+};
+/// By unit. `layouts`: of those that are sharded.
+std::vector<ShardPlace> place_shards(const ParameterOffload& options,
+                                     const std::vector<const sharding::UnitLayout*>& layouts);
 /// `on_cpu`: whether the units are a CPU's. Those of a device need page-locked memory.
 ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
                            bool on_cpu);
@@ -47,14 +52,13 @@ ParameterForecast forecast(const ParameterOffload& options, const std::vector<co
 /// through memory is bounded: `num_buffers` shards of the largest unit, each of at most `buffer_numel` elements.
 class OffloadedParameters {
  public:
-  /// `layouts`: of the units to place, in the order in which they will be; `device`: theirs. Errors: RuntimeError
-  /// naming a folder that cannot be used.
+  /// `layouts`: of the units to place; `device`: theirs. Errors: RuntimeError naming a folder that cannot be used.
   OffloadedParameters(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
                       std::shared_ptr<device::Ledger> ledger, at::Device device);
 
-  /// Makes the buffer (shard,); values are undefined. Errors: RuntimeError naming the folder and the bytes when its
-  /// disk is full.
-  tiers::Buffer place(const sharding::UnitLayout& layout);
+  /// Makes the buffer (shard,), which lies as place_shards says; values are undefined. Errors: RuntimeError naming the
+  /// folder and the bytes when its disk is full.
+  tiers::Buffer place(const sharding::UnitLayout& layout, const ShardPlace& place);
 
   bool uses_files() const { return file_ != nullptr; }
   /// Memory through which shards pass; 0: none does.
@@ -65,9 +69,6 @@ class OffloadedParameters {
   std::string text() const;
 
  private:
-  int64_t left_in_memory_ = 0;        // bytes
-  std::vector<bool> stay_on_device_;  // by place
-  size_t next_ = 0;                   // of these
   at::Device device_;
   std::shared_ptr<device::Ledger> ledger_;
   std::shared_ptr<tiers::SwapFile> file_;        // null: all stays in memory

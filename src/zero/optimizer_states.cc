@@ -13,6 +13,7 @@
 #include "base/invariant.h"
 #include "tiers/joined.h"
 #include "tiers/slice.h"
+#include "zero/host_split.h"
 
 namespace deeptide::zero {
 
@@ -61,8 +62,7 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
       policy_(policy),
       place_(std::move(place)),
       beside_(std::move(beside)),
-      types_(types),
-      split_(types.host_share),
+      types_(std::move(types)),
       kept_(groups.size(), std::vector<bool>(rule.roles().size(), false)) {
   at::NoGradGuard no_grad;
   int64_t first = 0;
@@ -85,7 +85,7 @@ Buffer OptimizerStates::place(const StatePart& part, int64_t numel, at::ScalarTy
 void OptimizerStates::place_masters(int unit) {
   UnitState& state = units_states_[unit];
   const Buffer values = parameters(unit);
-  const int64_t numel = values.numel(), on_device = split_.on_device(numel);
+  const int64_t numel = values.numel(), on_device = types_.on_device_of(static_cast<size_t>(unit), numel);
   const bool off_device = lies_off_device(*units_[unit]);
   for (const Block range : {Block{0, on_device}, Block{on_device, numel - on_device}}) {
     if (range.count == 0 && !(numel == 0 && state.parts.empty())) continue;
@@ -144,6 +144,20 @@ Buffer OptimizerStates::parameters(int unit, const StatePart& part) const {
 const StatePart* OptimizerStates::part_on_host(int unit) const {
   const StatePart& last = units_states_[unit].parts.back();
   return last.on_host ? &last : nullptr;
+}
+
+int64_t OptimizerStates::numel() const {
+  int64_t numel = 0;
+  for (int i = 0; i < num_units(); ++i) numel += master(i).numel();
+  return numel;
+}
+
+int64_t OptimizerStates::numel_on_host() const {
+  int64_t numel = 0;
+  for (int i = 0; i < num_units(); ++i) {
+    if (const StatePart* part = part_on_host(i)) numel += part->numel();
+  }
+  return numel;
 }
 
 int64_t OptimizerStates::largest_on_host() const {
@@ -265,6 +279,7 @@ std::set<StateName> OptimizerStates::unkept() const {
 void OptimizerStates::zero(const std::set<StateName>& states) {
   at::NoGradGuard no_grad;
   for (int i = 0; i < num_units(); ++i) {
+    changing(i);
     for (const sharding::Parameter& p : units_[i]->parameters()) {
       const int64_t first = std::max(p.offset, begin(i));
       const int64_t count = std::min(p.offset + p.numel, end(i)) - first;
@@ -293,6 +308,7 @@ void OptimizerStates::refresh_masters(int unit) {
     const int64_t first = std::max(p.offset, begin(unit));
     const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
     if (count <= 0) continue;
+    changing(unit);
     const Block range{first - begin(unit), count};
     if (const auto& packed = units_states_[unit].packed) {
       for_each_block(packed->low, range,

@@ -18,7 +18,6 @@
 #include "optim/rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
-#include "zero/host_split.h"
 #include "zero/packed_master.h"
 #include "zero/policy.h"
 #include "zero/state_forecast.h"
@@ -103,8 +102,8 @@ class OptimizerStates {
   /// there: 0 if none is; absent if there are none.
   std::optional<int64_t> narrowed_bytes() const;
   /// Elements whose states lie in this rank's memory or files, and those of them that the host steps for a device.
-  int64_t numel() const { return split_.numel(); }
-  int64_t numel_on_host() const { return split_.numel_on_host(); }
+  int64_t numel() const;
+  int64_t numel_on_host() const;
   /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
@@ -154,6 +153,13 @@ class OptimizerStates {
   bool are_away() const { return away_; }
   void set_away(bool away) { away_ = away; }
 
+  /// From now on `keep` is called, with the unit, before its masters or states change; empty: no more.
+  void before_changes(std::function<void(int unit)> keep) { before_changes_ = std::move(keep); }
+  /// Must be called before any change of a unit's masters or states.
+  void changing(int unit) const {
+    if (before_changes_) before_changes_(unit);
+  }
+
   int64_t steps() const { return steps_; }
   /// Of parameters that some steps left alone, by name: how many moved them.
   std::map<std::string, int64_t> uneven_steps() const;
@@ -195,10 +201,10 @@ class OptimizerStates {
   StagePolicy policy_;
   StatePlacement place_, beside_;
   StateTypes types_;
-  HostSplit split_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
   std::vector<UnitState> units_states_;
   int64_t steps_ = 0;
+  std::function<void(int unit)> before_changes_;
   bool moved_masters_ = false, moved_moments_ = false, moved_from_host_ = false, away_ = false;
 };
 

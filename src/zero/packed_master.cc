@@ -62,6 +62,14 @@ class PackedStore : public Store {
     }
   }
 
+  void read_beside(Block block, const Tensor& target) override {
+    const Tensor high = at::empty({block.count}, target.options().dtype(parameters_.dtype()));
+    const Tensor low = at::empty({block.count}, target.options().dtype(master_.low.dtype()));
+    parameters_.copy_beside(block, high);
+    master_.low.copy_beside(block, low);
+    numerics::unpack({high, low, master_.halfway.get(), block.begin}, target);
+  }
+
   void prefetch(Block block) override {
     parameters_.prefetch(block);
     master_.low.prefetch(block);

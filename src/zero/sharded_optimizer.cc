@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "comm/nonzero_blocks.h"
+#include "comm/nonzero_codec.h"
 #include "optim/compressed_rule.h"
 
 namespace deeptide::zero {
@@ -58,12 +58,13 @@ bool are_elementwise(const std::vector<Run>& runs) {
 
 ShardedOptimizer::ShardedOptimizer(std::vector<Unit*> units, const optim::Rule& rule,
                                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                                   std::shared_ptr<device::Ledger> ledger, comm::TeamGroups teams, at::Device device,
                                    StatePlacement place, CustomOptimizer* custom, StateTypes types)
     : states_(units, rule, groups, policy, place ? std::move(place) : resident_on(ledger, device), types,
               resident_on(ledger, device)),
       policy_(policy),
-      group_(group),
+      teams_(std::move(teams)),
+      group_(teams_.whole()),
       device_(device),
       pool_(ledger, Role::communication, device),
       units_(std::move(units)) {
@@ -88,7 +89,7 @@ void ShardedOptimizer::step(gradients::Reducer& reducer, double gradient_scale,
   at::NoGradGuard no_grad;
   states().keep(groups);
   states_.count_step();
-  Publication publication(group_, arrivals_, residency_);
+  Publication publication(teams_, arrivals_, residency_);
   if (custom_) {
     step_by_caller(reducer, gradient_scale, groups, active, publication);
   } else if (reducer.is_local()) {
@@ -223,6 +224,7 @@ void ShardedOptimizer::step_by_caller(const gradients::Reducer& reducer, double 
   std::vector<Tensor> gradients, for_caller;
   UnitGathers gathers(group_, "gathering gradients of");
   for (int i = 0; i < states_.num_units(); ++i) {
+    states_.changing(i);
     states_.refresh_masters(i);
     const bool moves = !states_.count_step(i, active, groups).empty();
     Tensor gradient;
@@ -265,8 +267,10 @@ void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reduc
                                        OwnRow own_row) {
   const std::string& name = units_[unit]->layout().name;
   Tensor whole = pool_.take(units_[unit]->numel(), at::kFloat), own = reducer.gradient(unit).sum();
-  if (!reducer.is_mostly_zero(unit)) return gathers.start(name, std::move(whole), std::move(own), own_row);
-  comm::all_gather_nonzero(group_, whole, own, pool_, {"step", "gathering gradients of unit '" + name + "'"});
+  if (!reducer.is_mostly_zero(unit))
+    return gathers.start(name, std::move(whole), std::move(own), own_row, &teams_.of(units_[unit]->shard_over()));
+  comm::all_gather_coded(group_, comm::NonzeroCodec(), whole, own, pool_,
+                         {"step", "gathering gradients of unit '" + name + "'"});
   gathers.add_done(std::move(whole));
 }
 
@@ -280,6 +284,7 @@ Block ShardedOptimizer::own_part(int unit, int64_t begin, int64_t end) const {
 /// Visits segments of `range`, block by block, wherever the states lie: what is resident is one block.
 void ShardedOptimizer::each_segment(const UnitPass& pass, const Run& run, Block range, SegmentAccess access,
                                     const Visit& visit) {
+  if (access.master != Access::read || access.states != Access::read) states_.changing(pass.unit);
   for (const StatePart& part : states_.parts(pass.unit)) {
     const bool is_passed = pass.side != Side::both && part.on_host != (pass.side == Side::host);
     const Block own = part.within(range);
@@ -446,7 +451,7 @@ void ShardedOptimizer::publish(int unit, Publication& publication) const {
   if (policy_.shard_optimizer) publication.add(*units_[unit]);
 }
 
-void ShardedOptimizer::publish_all(comm::Group& over) {
+void ShardedOptimizer::publish_all(const comm::TeamGroups& over) {
   std::vector<int> all(units_.size());
   std::iota(all.begin(), all.end(), 0);
   publish_masters(all, over);
@@ -457,12 +462,12 @@ void ShardedOptimizer::publish_all(comm::Group& over) {
 }
 
 /// A graph that saved another parameter of the unit stays valid: only this one counts as written.
-void ShardedOptimizer::publish_parameter(int unit, int parameter, comm::Group& over) {
+void ShardedOptimizer::publish_parameter(int unit, int parameter, const comm::TeamGroups& over) {
   publish_masters({unit}, over);
   units_[unit]->count_write(units_[unit]->parameters()[parameter]);
 }
 
-void ShardedOptimizer::publish_masters(const std::vector<int>& units, comm::Group& over) {
+void ShardedOptimizer::publish_masters(const std::vector<int>& units, const comm::TeamGroups& over) {
   at::NoGradGuard no_grad;
   Publication publication(over);
   for (const int i : units) {

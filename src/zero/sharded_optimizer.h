@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "comm/group.h"
+#include "comm/team_groups.h"
 #include "device/memory.h"
 #include "gradients/reducer.h"
 #include "optim/rule.h"
@@ -36,7 +36,7 @@ class ShardedOptimizer {
   /// outlives this. Errors: as CustomSteps.
   ShardedOptimizer(std::vector<sharding::Unit*> units, const optim::Rule& rule,
                    const std::vector<Hyperparameters>& groups, const StagePolicy& policy,
-                   std::shared_ptr<device::Ledger> ledger, comm::Group& group, at::Device device,
+                   std::shared_ptr<device::Ledger> ledger, comm::TeamGroups teams, at::Device device,
                    StatePlacement place = {}, CustomOptimizer* custom = nullptr, StateTypes types = {});
 
   /// Collective. One step with the reducer's accumulators times `gradient_scale`, then every parameter is in place
@@ -76,11 +76,11 @@ class ShardedOptimizer {
   const CustomSteps* custom() const { return custom_.get(); }
   CustomSteps* custom() { return custom_.get(); }
   /// After states were written (load): parameters follow from the masters, on all ranks. Collective.
-  void publish_all() { publish_all(group_); }
+  void publish_all() { publish_all(teams_); }
   /// Over another group, where reductions may be under way.
-  void publish_all(comm::Group& over);
+  void publish_all(const comm::TeamGroups& over);
   /// After the master of one parameter was written: it follows, on all ranks. `unit`: by position. Collective.
-  void publish_parameter(int unit, int parameter, comm::Group& over);
+  void publish_parameter(int unit, int parameter, const comm::TeamGroups& over);
 
  private:
   /// Which parts of units a pass goes over. The device's work is issued before the host begins with its own.
@@ -140,7 +140,7 @@ class ShardedOptimizer {
   at::Tensor whole_direction(int unit, at::Tensor own);
   void apply_update(const UnitPass& pass, const Run& run, const at::Tensor& direction);
   void publish(int unit, Publication& publication) const;
-  void publish_masters(const std::vector<int>& units, comm::Group& over);
+  void publish_masters(const std::vector<int>& units, const comm::TeamGroups& over);
 
   OptimizerStates states_;
   std::unique_ptr<CustomSteps> custom_;
@@ -148,7 +148,8 @@ class ShardedOptimizer {
   std::unique_ptr<HostExchange> exchange_;  // null: states are stepped where parameters are
   std::unique_ptr<ParametersOut> out_;      // null: the device steps no parameters that lie off it
   StagePolicy policy_;
-  comm::Group& group_;
+  comm::TeamGroups teams_;  // channels
+  comm::Group& group_;      // over all ranks that train
   at::Device device_;
   Arrivals* arrivals_ = nullptr;              // null: `step` waits
   sharding::Residency* residency_ = nullptr;  // null: nobody is told

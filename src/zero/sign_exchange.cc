@@ -7,9 +7,6 @@
 
 #include <algorithm>
 
-#include "numerics/ordered_sum.h"
-#include "numerics/sign_bits.h"
-
 namespace deeptide::zero {
 
 using at::Tensor;
@@ -19,19 +16,8 @@ using sharding::Unit;
 
 namespace {
 
-/// Messages are multiples of this, so that scales are aligned in every row. Parameters begin at multiples of 16
-/// elements, so that signs begin at whole bytes.
-constexpr int64_t kMessageAlignment = 16;
-
-int64_t padded(int64_t bytes) { return (bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment; }
-
-/// A message to a rank, in bytes: its scales, and all of it.
-struct MessageSize {
-  int64_t scales = 0, all = 0;
-};
-
 /// Every slice has room for as many scales as the one with the most pieces of parameters.
-MessageSize size_of_message(const sharding::UnitLayout& unit, int num_ranks) {
+int64_t num_scales_of(const sharding::UnitLayout& unit, int num_ranks) {
   const int64_t shard = unit.numel / num_ranks;
   int64_t most = 0;
   for (int slice = 0; slice < num_ranks; ++slice) {
@@ -40,8 +26,7 @@ MessageSize size_of_message(const sharding::UnitLayout& unit, int num_ranks) {
                                       slot.offset + slot.numel > slice * shard;
                              }));
   }
-  const int64_t scales = padded(most * static_cast<int64_t>(sizeof(float)));
-  return {scales, scales + padded(numerics::sign_bytes(shard))};
+  return most;
 }
 
 }  // namespace
@@ -66,9 +51,8 @@ SignExchange::SignExchange(const std::vector<Unit*>& units, comm::Group& group, 
       }
       messages.slices.push_back(std::move(pieces));
     }
-    const MessageSize size = size_of_message(unit->layout(), group_.size());
-    messages.scale_bytes = size.scales;
-    messages.bytes = size.all;
+    messages.num_scales = num_scales_of(unit->layout(), group_.size());
+    messages.bytes = comm::SignCodec::bytes(shard, messages.num_scales);
     allocate(*unit, messages);
     messages_.push_back(std::move(messages));
   }
@@ -87,26 +71,21 @@ void SignExchange::allocate(const Unit& unit, UnitMessages& messages) {
   messages.carried = flat(Role::optimizer, unit.numel(), at::kFloat);
 }
 
-SignExchange::Message SignExchange::part(const UnitMessages& messages, const Tensor& all, int slice) const {
-  const Tensor row = all.narrow(0, slice * messages.bytes, messages.bytes);
-  return {row.narrow(0, 0, messages.scale_bytes).view(at::kFloat),
-          row.narrow(0, messages.scale_bytes, messages.bytes - messages.scale_bytes)};
+/// For the slice's active pieces. Parameters begin at multiples of 16 elements, so that signs begin at whole bytes.
+comm::SignCodec SignExchange::codec(int unit, int slice, const ActiveParameters& active) const {
+  const auto& pieces = messages_[unit].slices[static_cast<size_t>(slice)];
+  const int64_t first = slice * (units_[unit]->numel() / group_.size());
+  std::vector<comm::SignCodec::Piece> coded;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (!active.has(unit, pieces[i].parameter)) continue;
+    coded.push_back({pieces[i].begin - first, pieces[i].count, static_cast<int64_t>(i)});
+  }
+  return {messages_[unit].num_scales, std::move(coded), squares_};
 }
 
-/// `values`: the slice's. What is left in them is the error.
-void SignExchange::split(int unit, int slice, const Tensor& values, const ActiveParameters& active, const Message& to) {
-  const auto& pieces = messages_[unit].slices[slice];
-  const int64_t first = slice * (units_[unit]->numel() / group_.size());
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const Piece& piece = pieces[i];
-    if (!active.has(unit, piece.parameter)) continue;
-    const Tensor part = values.narrow(0, piece.begin - first, piece.count);
-    const Tensor scale = to.scales.narrow(0, static_cast<int64_t>(i), 1);
-    numerics::ordered_squares(part, squares_);
-    scale.copy_(squares_.div(static_cast<double>(piece.count)).sqrt_());
-    numerics::split_signs(part, scale,
-                          to.signs.narrow(0, (piece.begin - first) / 8, numerics::sign_bytes(piece.count)));
-  }
+Tensor SignExchange::row(int unit, const Tensor& messages, int slice) const {
+  const int64_t bytes = messages_[unit].bytes;
+  return messages.narrow(0, slice * bytes, bytes);
 }
 
 void SignExchange::send(int unit, const ActiveParameters& active) {
@@ -114,7 +93,7 @@ void SignExchange::send(int unit, const ActiveParameters& active) {
   if (group_.size() == 1) return;
   const int64_t shard = units_[unit]->numel() / group_.size();
   for (int slice = 0; slice < group_.size(); ++slice) {
-    split(unit, slice, own.carried.narrow(0, slice * shard, shard), active, part(own, own.sent, slice));
+    codec(unit, slice, active).encode(own.carried.narrow(0, slice * shard, shard), row(unit, own.sent, slice));
   }
   own.pending = group_.all_to_all(own.received, own.sent);
 }
@@ -123,19 +102,11 @@ void SignExchange::serve(int unit, const ActiveParameters& active) {
   UnitMessages& own = messages_[unit];
   if (group_.size() == 1) return;
   group_.wait(own.pending, site(unit));
-  const int slice = group_.index();
-  const int64_t first = slice * own.served.numel();
-  const auto& pieces = own.slices[slice];
+  const auto own_slice = codec(unit, group_.index(), active);
   for (int rank = 0; rank < group_.size(); ++rank) {  // in rank order: the mean is the same however messages arrive
-    const Message from = part(own, own.received, rank);
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      if (!active.has(unit, pieces[i].parameter)) continue;
-      numerics::add_signs(from.signs.narrow(0, (pieces[i].begin - first) / 8, numerics::sign_bytes(pieces[i].count)),
-                          from.scales.narrow(0, static_cast<int64_t>(i), 1).div(static_cast<double>(group_.size())),
-                          own.served.narrow(0, pieces[i].begin - first, pieces[i].count));
-    }
+    own_slice.add(row(unit, own.received, rank), static_cast<double>(group_.size()), own.served);
   }
-  split(unit, slice, own.served, active, part(own, own.sent, 0));
+  own_slice.encode(own.served, row(unit, own.sent, 0));
   own.pending = group_.all_gather(own.received, own.sent.narrow(0, 0, own.bytes));
 }
 
@@ -149,14 +120,7 @@ void SignExchange::receive(int unit, const ActiveParameters& active, const Tenso
   group_.wait(own.pending, site(unit));
   const int64_t shard = own.served.numel();
   for (int slice = 0; slice < group_.size(); ++slice) {
-    const Message from = part(own, own.received, slice);
-    const auto& pieces = own.slices[slice];
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      if (!active.has(unit, pieces[i].parameter)) continue;
-      numerics::set_signs(
-          from.signs.narrow(0, (pieces[i].begin - slice * shard) / 8, numerics::sign_bytes(pieces[i].count)),
-          from.scales.narrow(0, static_cast<int64_t>(i), 1), mean.narrow(0, pieces[i].begin, pieces[i].count));
-    }
+    codec(unit, slice, active).decode(row(unit, own.received, slice), mean.narrow(0, slice * shard, shard));
   }
   int64_t end = 0;  // of the parameters so far
   for (const Parameter& p : units_[unit]->parameters()) {
@@ -180,7 +144,9 @@ SignForecast SignExchange::forecast(const std::vector<const sharding::UnitLayout
   for (const sharding::UnitLayout* unit : units) {
     const int64_t errors = unit->numel + (num_ranks > 1 ? unit->numel / num_ranks : 0);
     bytes.errors += errors * static_cast<int64_t>(sizeof(float));
-    if (num_ranks > 1) bytes.messages += 2 * num_ranks * size_of_message(*unit, num_ranks).all;
+    if (num_ranks > 1)
+      bytes.messages +=
+          2 * num_ranks * comm::SignCodec::bytes(unit->numel / num_ranks, num_scales_of(*unit, num_ranks));
   }
   return bytes;
 }

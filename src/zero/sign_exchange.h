@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "comm/sign_codec.h"
 #include "device/memory.h"
 #include "sharding/unit.h"
 #include "zero/optimizer_states.h"
@@ -57,19 +58,14 @@ class SignExchange {
   };
   struct UnitMessages {
     std::vector<std::vector<Piece>> slices;
-    int64_t scale_bytes = 0;  // of a slice's message: one fp32 per piece, padded
-    int64_t bytes = 0;        // of a slice's message: scales, then signs
+    int64_t num_scales = 0;  // that a slice's message has room for
+    int64_t bytes = 0;       // of a slice's message
     at::Tensor carried, served;
     at::Tensor sent, received;  // (W * bytes,) uint8
     comm::Pending pending;
   };
-  /// One slice's message, taken apart.
-  struct Message {
-    at::Tensor scales, signs;
-  };
-
-  Message part(const UnitMessages& messages, const at::Tensor& all, int slice) const;
-  void split(int unit, int slice, const at::Tensor& values, const ActiveParameters& active, const Message& to);
+  comm::SignCodec codec(int unit, int slice, const ActiveParameters& active) const;
+  at::Tensor row(int unit, const at::Tensor& messages, int slice) const;
   void allocate(const sharding::Unit& unit, UnitMessages& messages);
   comm::Site site(int unit) const;
 

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "zero/host_split.h"
-
 namespace deeptide::zero {
 
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
@@ -15,10 +13,10 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
   const auto add = [&](int64_t numel, at::ScalarType dtype, bool on_host) {
     if (numel > 0) states.push_back({numel, dtype, on_host});
   };
-  HostSplit split(types.host_share);
   std::vector<int64_t> on_device;
-  for (const UnitForecast& unit : units) {
-    on_device.push_back(split.on_device(unit.numel));
+  for (size_t i = 0; i < units.size(); ++i) {
+    const UnitForecast& unit = units[i];
+    on_device.push_back(types.on_device_of(i, unit.numel));
     const auto add_master = [&](int64_t numel, bool on_host) {
       const bool beside = types.steps_beside(on_host, unit.off_device);
       const auto master = types.packs(unit.dtype, beside) ? at::kShort : types.of_masters(unit.dtype);
@@ -52,10 +50,11 @@ int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host) {
   return bytes;
 }
 
-int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share) {
-  HostSplit split(host_share);
+int64_t largest_on_host(const std::vector<UnitForecast>& units, const StateTypes& types) {
   int64_t largest = 0;
-  for (const UnitForecast& unit : units) largest = std::max(largest, unit.numel - split.on_device(unit.numel));
+  for (size_t i = 0; i < units.size(); ++i) {
+    largest = std::max(largest, units[i].numel - types.on_device_of(i, units[i].numel));
+  }
   return largest;
 }
 
@@ -72,10 +71,10 @@ int64_t largest_of_matrices(const std::vector<UnitForecast>& units, const optim:
 }
 
 std::optional<int64_t> narrowed_bytes(const std::vector<UnitForecast>& units, const StateTypes& types) {
-  HostSplit split(types.host_share);
   std::optional<int64_t> largest;
-  for (const UnitForecast& unit : units) {
-    const int64_t on_device = split.on_device(unit.numel);
+  for (size_t i = 0; i < units.size(); ++i) {
+    const UnitForecast& unit = units[i];
+    const int64_t on_device = types.on_device_of(i, unit.numel);
     if (!unit.off_device || on_device == 0) continue;
     const bool narrows = types.of_masters(unit.dtype) != unit.dtype;
     const int64_t bytes = narrows ? on_device * static_cast<int64_t>(c10::elementSize(unit.dtype)) : 0;

@@ -20,13 +20,15 @@ struct StateTypes {
   bool rounded_moments = false;  // states have their unit's type; needs rounded masters
   bool packed_masters = false;   // masters of bf16 units share their upper half with the parameters
   std::optional<uint64_t> moments_seed = {};  // states are bf16, rounded stochastically by random bits from this seed
-  // Of a device's elements, those whose masters and states lie off it, where the host steps them: in fp32, too, these
-  // have masters of their own.
-  double host_share = 0.0;
+  /// By unit: how many of a device's elements it steps itself, the first ones. Masters and states of the others lie off
+  /// it, where the host steps them: in fp32, too, these have masters of their own. Empty: the host steps none.
+  std::vector<int64_t> on_device = {};
   bool gradients_leave = false;  // to the host, by the reducer: those of what it steps
   bool lends_masters = false;    // to the caller's optimizer: a device's copies may not share them
 
-  bool uses_host() const { return host_share > 0.0; }
+  bool uses_host() const { return !on_device.empty(); }
+  /// Of a unit's `numel` elements, those that are stepped where its parameters are bound.
+  int64_t on_device_of(size_t unit, int64_t numel) const { return uses_host() ? on_device.at(unit) : numel; }
   /// Whether what is stepped lies where the parameters do, so that their memory may be part of a master.
   bool steps_beside(bool on_host, bool off_device) const {
     return on_host == off_device && !(off_device && lends_masters);
@@ -64,7 +66,7 @@ int64_t total_bytes(const std::vector<StateForecast>& states);
 /// Of these, those that lie on the host, or those that lie beside the parameters.
 int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host);
 /// The most elements of a unit that the host steps.
-int64_t largest_on_host(const std::vector<UnitForecast>& units, double host_share);
+int64_t largest_on_host(const std::vector<UnitForecast>& units, const StateTypes& types);
 /// As OptimizerStates::largest_of_matrices.
 int64_t largest_of_matrices(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                             const std::vector<Hyperparameters>& groups);

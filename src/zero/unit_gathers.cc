@@ -10,37 +10,38 @@ namespace deeptide::zero {
 using at::Tensor;
 
 UnitGathers::~UnitGathers() {
-  for (Flight& flight : flights_) {
-    if (flight.output.is_cpu()) continue;
+  for (Gather& gather : under_way_) {
+    if (gather.output.is_cpu()) continue;
     try {
-      group_.order_before(device::Lane::current(flight.output.device()), flight.pending, {"step", verb_});
+      gather.group->order_before(device::Lane::current(gather.output.device()), gather.pending, {"step", verb_});
     } catch (const std::exception&) {  // a device or a channel that has failed gives no memory to anybody
     }
   }
 }
 
-void UnitGathers::start(const std::string& unit, Tensor output, Tensor input, comm::OwnRow own) {
-  auto pending = group_.all_gather(output, input, own);
+void UnitGathers::start(const std::string& unit, Tensor output, Tensor input, comm::OwnRow own, comm::Group* over) {
+  comm::Group& group = over ? *over : group_;
+  auto pending = group.all_gather(output, input, own);
   bytes_ += static_cast<int64_t>(output.nbytes());
-  flights_.push_back({unit, std::move(output), std::move(input), std::move(pending)});
+  under_way_.push_back({unit, std::move(output), std::move(input), std::move(pending), &group});
 }
 
 void UnitGathers::add_done(Tensor output) {
   bytes_ += static_cast<int64_t>(output.nbytes());
-  flights_.push_back({"", std::move(output), {}, {}});
+  under_way_.push_back({"", std::move(output), {}, {}, &group_});
 }
 
 Tensor UnitGathers::wait_first() {
-  Flight& first = flights_.front();
-  group_.wait(first.pending, {"step", std::string(verb_) + " unit '" + first.unit + "'"});
+  Gather& first = under_way_.front();
+  first.group->wait(first.pending, {"step", std::string(verb_) + " unit '" + first.unit + "'"});
   Tensor output = std::move(first.output);
   bytes_ -= static_cast<int64_t>(output.nbytes());
-  flights_.pop_front();
+  under_way_.pop_front();
   return output;
 }
 
 void UnitGathers::wait_all() {
-  while (!flights_.empty()) wait_first();
+  while (!under_way_.empty()) wait_first();
 }
 
 void Publication::add(sharding::Unit& unit) {
@@ -49,12 +50,13 @@ void Publication::add(sharding::Unit& unit) {
   if (unit.memory() != sharding::UnitMemory::whole) return;
   if (arrivals_) return arrivals_->start(unit);
   while (!gathers_.has_room()) gathers_.wait_first();
-  gathers_.start(unit.layout().name, unit.whole(), unit.shard().in_place());
+  gathers_.start(unit.layout().name, unit.whole(), unit.shard().in_place(), comm::OwnRow::copied,
+                 &over_.of(unit.shard_over()));
 }
 
 void Publication::finish() {
   gathers_.wait_all();
-  if (shared_) over_.barrier({"step", "waiting for all ranks to have stepped their shards"});
+  if (shared_) over_.whole().barrier({"step", "waiting for all ranks to have stepped their shards"});
 }
 
 }  // namespace deeptide::zero

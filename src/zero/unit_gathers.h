@@ -7,9 +7,10 @@
 
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "comm/group.h"
+#include "comm/team_groups.h"
 #include "sharding/residency.h"
 #include "sharding/unit.h"
 
@@ -32,8 +33,9 @@ class UnitGathers {
   UnitGathers& operator=(const UnitGathers&) = delete;
 
   bool has_room() const { return bytes_ < kBytesUnderWay; }
-  /// `unit`: its name, for errors. Shapes: input (N,), output (W * N,).
-  void start(const std::string& unit, at::Tensor output, at::Tensor input, comm::OwnRow own = comm::OwnRow::copied);
+  /// `unit`: its name, for errors; `over`: null: the constructor's group. Shapes: input (N,), output (W * N,).
+  void start(const std::string& unit, at::Tensor output, at::Tensor input, comm::OwnRow own = comm::OwnRow::copied,
+             comm::Group* over = nullptr);
   /// Queues an output that is there already.
   void add_done(at::Tensor output);
   /// Waits for the first that is under way, and returns its output. Errors: CommError.
@@ -42,16 +44,17 @@ class UnitGathers {
   void wait_all();
 
  private:
-  struct Flight {
+  struct Gather {
     std::string unit;
     at::Tensor output;
     at::Tensor input;  // perhaps nobody else's
     comm::Pending pending;
+    comm::Group* group;
   };
 
   comm::Group& group_;
   const char* verb_;
-  std::deque<Flight> flights_;
+  std::deque<Gather> under_way_;
   int64_t bytes_ = 0;  // of the outputs under way
 };
 
@@ -62,15 +65,15 @@ class Publication {
  public:
   /// `arrivals`: takes over units that are gathered; null: `finish` waits for them. `residency`: is told of sharded
   /// units; may be null.
-  explicit Publication(comm::Group& over, Arrivals* arrivals = nullptr, sharding::Residency* residency = nullptr)
-      : over_(over), arrivals_(arrivals), residency_(residency), gathers_(over, "publishing") {}
+  explicit Publication(comm::TeamGroups over, Arrivals* arrivals = nullptr, sharding::Residency* residency = nullptr)
+      : over_(std::move(over)), arrivals_(arrivals), residency_(residency), gathers_(over_.whole(), "publishing") {}
   /// Call it when the unit's shard has its new values. Errors: CommError.
   void add(sharding::Unit& unit);
   /// Returns when all units have the new values, but those that others took over. Errors: CommError.
   void finish();
 
  private:
-  comm::Group& over_;
+  comm::TeamGroups over_;
   Arrivals* arrivals_;
   sharding::Residency* residency_;
   UnitGathers gathers_;

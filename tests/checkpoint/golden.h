@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// The contents of the checkpoints under golden_v1 and golden_v2: two ranks, every role, any bit pattern.
+// The contents of the checkpoints under golden_v1 to golden_v4: two ranks, every role, any bit pattern.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -86,6 +86,59 @@ TEST(SaveFailure, KeepsThePreviousCheckpointWhenAFileMayNotGrow) {
   expect_failed_saves_change_nothing(scratch.path(), "File too large; raise the file size limit");
 }
 
+// Counts what a save asks the kernel for, and refuses one such request.
+int g_requests = 0, g_refused_request = -1, g_error = 0;
+std::string g_refused_path;
+
+int refuse_one(const char*, const std::string& path) {
+  if (g_requests++ != g_refused_request) return 0;
+  g_refused_path = path;
+  return g_error;
+}
+
+struct Refusal {
+  Refusal(int request, int error) {
+    g_requests = 0;
+    g_refused_request = request;
+    g_error = error;
+    refuse_with(refuse_one);
+  }
+  ~Refusal() { refuse_with(nullptr); }
+};
+
+TEST(SaveFailure, LosesNothingWhateverRequestFails) {
+  Scratch scratch;
+  std::vector<Piece> large = {whole("w", "param", filled(kLarge, 2)), whole("v", "param", filled(kLarge, 2))};
+  large[1].apart = true;
+  save(scratch.path(), "t", {whole("w", "param", filled(kLarge, 1)), whole("v", "param", filled(kLarge, 1))});
+  int requests = 0;
+  {
+    const Refusal none(-1, 0);
+    save(scratch.path(), "u", large);
+    requests = g_requests;
+  }
+  ASSERT_GE(requests, 10);  // the blocks of a shard, its table, the manifest, the moves, `latest`
+  for (const int error : {ENOSPC, EIO}) {
+    for (int request = 0; request < requests; ++request) {
+      std::string text;
+      {
+        const Refusal refusal(request, error);
+        text = error_of([&] { save(scratch.path(), "t", large); });
+        for (const std::string& name : list_folder(scratch.path())) {  // as a kill would leave it
+          EXPECT_TRUE(name.starts_with("t") || name == "u" || name == "latest") << request << ": " << name;
+        }
+        abandon(scratch.path(), "t");
+      }
+      EXPECT_TRUE(contains(text, std::strerror(error)) && contains(text, g_refused_path)) << request << ": " << text;
+      const Tensor w = at::zeros({kLarge}, at::kFloat), v = at::zeros({kLarge}, at::kFloat);
+      Reader(scratch.path(), latest_tag(scratch.path())).read({whole("w", "param", w), whole("v", "param", v)});
+      EXPECT_TRUE(same_bits(w, v)) << request;
+      EXPECT_EQ(list_folder(scratch.path()).size(), 3u) << request;  // two checkpoints and `latest`
+    }
+  }
+  save(scratch.path(), "t", large);
+}
+
 TEST(SaveFailure, NamesTheFolderThatMayNotBeWritten) {
   Scratch scratch;
   const std::string locked = scratch / "locked";

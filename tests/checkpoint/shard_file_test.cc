@@ -108,7 +108,7 @@ TEST(ShardFile, KeepsStatesCharacterForCharacter) {
       commit(scratch.path(), "t", {.world_size = 2, .state_json = odd, .client_state_json = "{\"epoch\":3}"}, true);
   EXPECT_EQ(folder, scratch / "t");
   const Reader reader(scratch.path(), "t");
-  EXPECT_EQ(reader.manifest().version, 2);
+  EXPECT_EQ(reader.manifest().version, 3);
   EXPECT_EQ(reader.manifest().world_size, 2);
   EXPECT_EQ(reader.manifest().state_json, odd);
   EXPECT_EQ(reader.manifest().client_state_json, "{\"epoch\":3}");

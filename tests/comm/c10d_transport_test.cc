@@ -11,7 +11,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "comm/transport.h"
+#include "comm/transport/transport.h"
 #include "device/torch_versions.h"
 
 namespace deeptide::comm {

@@ -10,11 +10,12 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <csignal>
 #include <filesystem>
 #include <random>
 #include <thread>
 
-#include "comm/rendezvous.h"
+#include "comm/rounds.h"
 #include "deeptide/interpreter.h"
 #include "on_hosts.h"
 #include "world/failure_board.h"
@@ -127,6 +128,21 @@ TEST_P(Collectives, ArriveWhenManyOfAllSizesAreUnderWay) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4));
+
+TEST(Group, TakesAClosedConnectionForAnErrorNotForASignal) {
+  const auto handler_after = [](void (*before)(int)) {
+    signal(SIGPIPE, before);
+    run_ranks(2, [](const World& world) {
+      Group group(world, Team::whole(world), "test", {.timeout = kLong, .board = board_of(world)});
+      group.barrier(kHere);
+    });
+    return signal(SIGPIPE, SIG_DFL);
+  };
+  const auto of_the_program = +[](int) {};
+  EXPECT_EQ(handler_after(SIG_DFL), SIG_IGN);
+  EXPECT_EQ(handler_after(of_the_program), of_the_program);
+  signal(SIGPIPE, SIG_IGN);
+}
 
 TEST(Group, MovesTensorsOnThreadsThatTakeNoCoreFromOthers) {
   if (sched_getscheduler(0) != SCHED_OTHER) GTEST_SKIP() << "runs with another policy already";
@@ -349,20 +365,20 @@ TEST(Group, WaitsWithinTheInstalledRegion) {
   EXPECT_GE(entered, 4) << "connecting and waiting, on two ranks";
 }
 
-TEST(Rendezvous, TellsEveryRankEveryMessageRoundAfterRound) {
+TEST(Rounds, TellsEveryRankEveryMessageRoundAfterRound) {
   for (int size : {1, 2, 4}) {
     run_ranks(size, [&](const World& world) {
       Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
-      Rendezvous rendezvous(control);
+      Rounds rounds(control);
       for (int round = 0; round < 20; ++round) {
         const bool closes = round % 2 != 0;
         Word own = Close{.joined = world.rank == 1, .rounds = 100 * round + world.rank};
         if (!closes) own = Wishes{.num_needs = 1, .num_wishes = 1, .units = {100 * round + world.rank, 7}};
-        EXPECT_FALSE(rendezvous.posted());
-        rendezvous.post(own);
+        EXPECT_FALSE(rounds.posted());
+        rounds.post(own);
         own = Wishes{};  // posted by value
-        EXPECT_TRUE(rendezvous.posted());
-        const auto words = rendezvous.collect(kHere);
+        EXPECT_TRUE(rounds.posted());
+        const auto words = rounds.collect(kHere);
         ASSERT_EQ(static_cast<int>(words.size()), size);
         for (int r = 0; r < size; ++r) {
           if (closes) {
@@ -373,22 +389,22 @@ TEST(Rendezvous, TellsEveryRankEveryMessageRoundAfterRound) {
             EXPECT_EQ(std::get<Wishes>(words[r]).wishes().front(), 7);
           }
         }
-        EXPECT_EQ(rendezvous.rounds(), round + 1);
+        EXPECT_EQ(rounds.count(), round + 1);
       }
     });
   }
 }
 
-TEST(Rendezvous, RefusesASecondRoundAtOnce) {
+TEST(Rounds, RefusesASecondRoundAtOnce) {
   run_ranks(1, [](const World& world) {
     Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
-    Rendezvous rendezvous(control);
-    EXPECT_ANY_THROW(rendezvous.collect(kHere));
-    rendezvous.post({});
-    EXPECT_ANY_THROW(rendezvous.post({}));
-    EXPECT_ANY_THROW(rendezvous.exchange(Vote{}, kHere)) << "a round is under way";
-    EXPECT_EQ(rendezvous.collect(kHere).size(), 1u);
-    EXPECT_EQ(rendezvous.exchange(Vote{.digest = 3}, kHere).front().digest, 3u);
+    Rounds rounds(control);
+    EXPECT_ANY_THROW(rounds.collect(kHere));
+    rounds.post({});
+    EXPECT_ANY_THROW(rounds.post({}));
+    EXPECT_ANY_THROW(rounds.exchange(Vote{}, kHere)) << "a round is under way";
+    EXPECT_EQ(rounds.collect(kHere).size(), 1u);
+    EXPECT_EQ(rounds.exchange(Vote{.digest = 3}, kHere).front().digest, 3u);
   });
 }
 

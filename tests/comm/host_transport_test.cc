@@ -11,8 +11,8 @@
 
 #include <algorithm>
 
-#include "comm/ordered_rows.h"
-#include "comm/transport.h"
+#include "comm/transport/ordered_rows.h"
+#include "comm/transport/transport.h"
 #include "on_hosts.h"
 #include "processes.h"
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // What crosses which link, and which link is slow; several network devices at once.
-#include "comm/link_times.h"
+#include "comm/transport/link_times.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

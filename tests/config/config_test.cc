@@ -98,6 +98,31 @@ TEST(Config, ReadsAdamInAllItsSpellings) {
   EXPECT_TRUE(decided(w, "\"AdamW\" decouples weight decay, also with adam_w_mode: false"));
 }
 
+TEST(Config, GivesMuonsOtherParametersL2DecayIfAsked) {
+  const auto decouples = [](const char* params) {
+    const Config c = Config::from_text(std::string(R"({"optimizer": {"type": "Muon", "params": )") + params + "}}");
+    return c.optimizer().rest.get("decoupled_weight_decay") != 0.0;
+  };
+  EXPECT_TRUE(decouples("{}"));
+  EXPECT_FALSE(decouples(R"({"adam_w_mode": false})"));
+}
+
+TEST(Config, SaysWhereClippingIsNotDeepSpeeds) {
+  const auto says = [](const char* text, const char* part) { return decided(Config::from_text(text), part); };
+  const char* const kMuon = "clip Muon's updates";
+  EXPECT_TRUE(says(R"({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}})", kMuon));
+  EXPECT_FALSE(says(R"({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 3}})", kMuon));
+  const char* const kHalf = "clip them before they are unscaled";
+  EXPECT_TRUE(
+      says(R"({"torch_autocast": {"enabled": true, "dtype": "float16"}, "zero_optimization": {"stage": 3}})", kHalf));
+  EXPECT_FALSE(says(R"({"torch_autocast": {"enabled": true, "dtype": "float16"}})", kHalf)) << "as its stage 0";
+  EXPECT_FALSE(says(R"({"torch_autocast": {"enabled": true, "dtype": "float16"}, "zero_optimization": {"stage": 1},
+                        "gradient_clipping": 0})",
+                    kHalf));
+  EXPECT_FALSE(
+      says(R"({"torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "zero_optimization": {"stage": 1}})", kHalf));
+}
+
 TEST(Config, ReadsLionAndAdagradInAnyCase) {
   const Config lion = Config::from_text(R"({"optimizer": {"type": "lion", "params": {"betas": [0.95, 0.98]}}})");
   ASSERT_NE(lion.optimizer().defaults.optimizer(), nullptr);

@@ -205,5 +205,41 @@ TEST(DistributedSampler, RefusesPositionsAndIndicesOutsideTheEpoch) {
   EXPECT_THROW(sampler.permute(-1, 0), ConfigError);
 }
 
+// Two ranks save, one goes on with a batch of another size: the next samples of the world are the next of the order.
+TEST(Sampler, KeepsItsPositionInClientStateForAnyWorld) {
+  DistributedSampler saved(50, {.batch_size = 3, .rank = 1, .world_size = 2, .seed = 7});
+  epoch_of(saved);
+  for (int i = 0; i < 4; ++i) saved.next();
+  const std::string state = saved.add_position(R"({"best": 0.5})");
+  EXPECT_EQ(state, R"({"best":0.5,"__deeptide__":{"loader":{"epoch":1,"samples":24,"num_samples":50,"seed":7}}})");
+  DistributedSampler again(50, {.batch_size = 4, .seed = 7});
+  EXPECT_TRUE(again.take_position(state));
+  EXPECT_EQ(again.position().epoch, 1);
+  EXPECT_EQ(again.position().batch, 6);
+  const std::vector<int64_t> order = order_of(50, 7, 1);
+  EXPECT_EQ(again.next(), std::vector<int64_t>(order.begin() + 24, order.begin() + 28));
+}
+
+TEST(Sampler, RefusesAPositionOfOtherData) {
+  DistributedSampler sampler(50, {.seed = 7});
+  sampler.next();
+  EXPECT_FALSE(sampler.take_position("{}"));
+  EXPECT_FALSE(sampler.take_position(R"({"__deeptide__": {}})"));
+  const std::string state = sampler.add_position();
+  DistributedSampler other(51, {.seed = 7}), reseeded(50, {.seed = 8});
+  for (DistributedSampler* wrong : {&other, &reseeded}) {
+    try {
+      wrong->take_position(state);
+      ADD_FAILURE() << "no ConfigError was thrown";
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find("the checkpoint's position is for "), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(wrong->position().batch, 0);
+  }
+  EXPECT_THROW(sampler.add_position("[]"), ConfigError);
+  EXPECT_THROW(sampler.take_position("{"), ConfigError);
+  EXPECT_THROW(sampler.take_position(R"({"__deeptide__": {"loader": {"num_samples": 50, "seed": 7}}})"), ConfigError);
+}
+
 }  // namespace
 }  // namespace deeptide

@@ -6,7 +6,10 @@
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <deque>
+#include <future>
 #include <random>
 #include <set>
 #include <string>
@@ -260,6 +263,30 @@ TEST(BufferPool, PromisesAgainWhatDidNotFit) {
   EXPECT_THROW(pool.take(1, at::kByte), c10::OutOfMemoryError);
   EXPECT_THROW(pool.take(1, at::kByte), c10::OutOfMemoryError) << "not until there is room for all";
   EXPECT_EQ(ledger->peak(Role::communication), 600'000);
+}
+
+/// The second taker comes while the first one's promised buffers are being made.
+TEST(BufferPool, LetsASecondTakerWaitForWhatIsPromised) {
+  const auto ledger = std::make_shared<Ledger>();
+  std::atomic<int> num_made = 0;
+  std::promise<void> begun;
+  BufferPool pool(ledger, Role::communication, at::kCPU, kDefaultMaxWaste, [&](int64_t bytes, Role role) {
+    if (num_made++ == 0) {
+      begun.set_value();
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the other's time to go past it
+    }
+    return allocate_flat(ledger, role, bytes, at::kByte, at::kCPU);
+  });
+  pool.reserve({500'000, 1'000'000});
+  std::thread other([&] {
+    begun.get_future().wait();
+    const Tensor second = pool.take(400'000, at::kByte);
+    EXPECT_EQ(second.numel(), 400'000);
+  });
+  const Tensor first = pool.take(900'000, at::kByte);
+  other.join();
+  EXPECT_EQ(num_made, 2);
+  EXPECT_EQ(ledger->peak(Role::late_communication), 0);
 }
 
 TEST(BufferPool, CountsWhatGoesBeyondItsReserveInARoleOfItsOwn) {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The share of states that files take for nothing.
-#include "engine/offload_ratio.h"
+#include "engine/bind/offload_ratio.h"
 
 #include <gtest/gtest.h>
 

@@ -21,6 +21,9 @@ def main():
     )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
+        "--patience", type=float, default=1, help="how many times longer ranks may take, on a busy machine"
+    )
+    parser.add_argument(
         "--shrink", type=float, help="seconds to shrink a failing program; default: 60, and 0 with --program"
     )
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
@@ -28,7 +31,7 @@ def main():
     options = parser.parse_args()
     if not options.program:
         sys.exit(0 if campaign.Campaign(options).run() else 1)
-    campaign.start()
+    campaign.start(options.patience)
     mismatch = campaign.try_program(json.loads(options.program.read_text()), SETTINGS, options.shrink or 0, avoid=False)
     print(mismatch[1] if mismatch else "as plain torch")
     sys.exit(1 if mismatch else 0)

@@ -33,6 +33,10 @@ class Rank:
     def backward(self, loss, act):
         raise NotImplementedError
 
+    def draw(self, act):
+        """The numbers of the samples that the loader gives next, or None without a loader."""
+        raise NotImplementedError
+
     def parameter(self, name):
         """The parameter that the model has now under this name, or None."""
         return dict(self.model.named_parameters(remove_duplicate=False)).get(name)
@@ -54,10 +58,10 @@ def values_for(parameter, seed):
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-def compute(rank, act, seed):
+def compute(rank, act, batch):
     mode = act.get("mode", "train")
     rank.model.train(mode == "train")
-    tokens, targets = subject.batch(seed)
+    tokens, targets = batch
     guards = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     with guards.get(mode, torch.enable_grad)():
         logits = rank.call(tokens, rank.own(act["route"]), act.get("recompute"))
@@ -68,10 +72,22 @@ def forward(rank, act):
     seed = rank.own(act["seeds"])
     if seed is None:
         return None
-    loss = compute(rank, act, seed)
+    loss = compute(rank, act, subject.batch(seed))
     if act.get("mode", "train") in ("train", "eval"):
         rank.losses[act["slot"]] = loss
     return {"loss": loss.item()}
+
+
+def draw(rank, act):
+    """A forward over what the loader gives next."""
+    numbers = rank.draw(act)
+    if numbers is None:
+        return None
+    if not numbers:
+        return {"drawn": torch.tensor([])}
+    loss = compute(rank, act, subject.rows(numbers))
+    rank.losses[act["slot"]] = loss
+    return {"drawn": torch.tensor(numbers), "loss": loss.item()}
 
 
 def backward(rank, act):
@@ -104,7 +120,7 @@ def raise_within(rank, act):
         return None
     handle = modules[act["module"]].register_forward_hook(_raising_hook(act["where"]))
     try:
-        loss = compute(rank, {**act, "mode": "train"}, seed)
+        loss = compute(rank, {**act, "mode": "train"}, subject.batch(seed))
         handle.remove()
         rank.backward(loss, act)
     except UserError:
@@ -281,6 +297,7 @@ def read_raw(rank, act):
 
 ACTS = {
     "forward": forward,
+    "draw": draw,
     "backward": backward,
     "raise": raise_within,
     "freeze": freeze,

@@ -19,11 +19,11 @@ from shrink import Shrinker, judged
 _runner = None
 
 
-def start():
+def start(patience=1):
     """In each process that tries programs: it has a runner of its own."""
     global _runner
     torch.set_num_threads(1)
-    _runner = Runner()
+    _runner = Runner(patience)
 
 
 def try_seed(seed, count, seconds_to_shrink, end):
@@ -70,7 +70,7 @@ class Campaign:
         """Returns whether every program gave what plain torch gives."""
         jobs = self.options.jobs
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(jobs, context, start) as pool:
+        with concurrent.futures.ProcessPoolExecutor(jobs, context, start, (self.options.patience,)) as pool:
             running = {future for _ in range(jobs) if (future := self._submit(pool))}
             known = [pool.submit(try_open, path) for path in sorted(OPEN.glob("*.json"))]
             while running:

@@ -8,9 +8,12 @@ import oracle
 import subject
 from acts import ABSOLUTE, RELATIVE
 from expected import OpenError, UndefinedError
-from programs import SETTINGS
+from programs import OWN, SETTINGS
 
 WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
+
+# What only observes a run and may change none of its numbers: sections that on_engine.py spells out.
+OBSERVERS = ("breakdown", "collectives", "profile", "csv", "record", "timeline")
 
 
 class Generator:
@@ -20,16 +23,21 @@ class Generator:
         self.seed, self.draw = seed, random.Random(seed)
         self.states = random.Random(f"states {seed}")  # of what changes no act: other draws stay as they are
         self.tags = []
+        self.is_by_hand = False  # the program steps its schedule
+        self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
     def program(self):
         draw = self.draw
         optimizer = self._optimizer()
+        self.is_own = optimizer["type"] in OWN
+        self.has_data = draw.random() < 0.3
         program = {
             "seed": self.seed % 1000,
             "model": self._model(),
             "optimizer": optimizer,
-            "schedule": draw.choice([None, None, 0.9]),
+            "schedule": self._schedule(optimizer),
+            "data": {"samples": draw.choice([13, 16, 29]), "drop_last": draw.random() < 0.5} if self.has_data else None,
             "clipping": draw.choice([0.0, 0.1, 1.0]),
             "end": self.states.choice(["destroy"] * 6 + ["return"]),
             "phases": [],
@@ -40,8 +48,16 @@ class Generator:
         self._freeze_some(program["model"])
         low = draw.random() < 0.4
         for _ in range(draw.choice([1, 1, 2, 3])):
-            program["phases"].append(self._phase(low != (draw.random() < 0.1)))
+            program["phases"].append(self._phase(low != (draw.random() < 0.25)))
         return program
+
+    def _schedule(self, optimizer):
+        draw = self.draw
+        if draw.random() < 0.6:
+            return None
+        made = draw.choice(["function", "before", "by_hand"]) if optimizer["by"] == "instance" else "function"
+        self.is_by_hand = made == "by_hand"
+        return {"kind": draw.choice(["step", "lambda", "onecycle"]), "made": made, "gamma": 0.9}
 
     def _model(self):
         draw = self.draw
@@ -68,16 +84,17 @@ class Generator:
 
     def _optimizer(self):
         draw = self.draw
-        kind = draw.choice(["AdamW", "AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
-        by = "instance" if kind == "Adam" else draw.choice(["config", "instance"])
+        kind = draw.choice(["AdamW", "AdamW", "Adam", "SGD", "Adagrad", "RMSprop", *OWN[:2]])
+        kind = draw.choice(OWN) if kind in OWN else kind
+        by = "instance" if kind in ("Adam", *OWN) else draw.choice(["config", "instance"])
         if kind == "SGD":
             params = {"lr": 0.05, "momentum": draw.choice([0.0, 0.9]), "weight_decay": draw.choice([0.0, 0.1])}
-        elif kind in ("Adagrad", "RMSprop"):
+        elif kind in ("Adagrad", "RMSprop", "Adadelta"):
             params = {"lr": 0.02, "eps": 1e-3, "weight_decay": draw.choice([0.0, 0.1])}
         else:
             # eps: a gradient's rounding moves a parameter by lr / eps times as much.
             params = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": draw.choice([0.0, 0.1])}
-        return {"type": kind, "by": by, "params": params}
+        return {"type": kind, "by": by, "params": params, "restored": by == "instance" and draw.random() < 0.3}
 
     def _phase(self, low):
         draw = self.draw
@@ -114,19 +131,20 @@ class Generator:
             "shift": draw.choice([0, 0, 0, 1, 2, 3]),
             "flip": draw.random() < 0.2,
             "config": config,
-            "offload": draw.random() < 0.1,
+            "offload": draw.random() < 0.1 and not self.is_own,  # to files, which own optimizers are refused
             "acts": acts,
             **self._states(),
+            "observers": [name for name in OBSERVERS if self.sights.random() < 0.1],
         }
 
     def _states(self):
         """In how many bits states lie, and where."""
         draw, shares = self.states, ["0%", "40%", "100%"]
-        kinds = ("optimizer_states", "gradients")
-        placed = {kind: draw.choice(shares) for kind in kinds if draw.random() < 0.5}
+        kinds = ("optimizer_states",) if self.is_own else ("optimizer_states", "gradients")  # own ones never in files
+        placed = {kind: "100%" if self.is_own else draw.choice(shares) for kind in kinds if draw.random() < 0.5}
         return {
-            "packed": draw.random() < 0.3,
-            "moments": draw.random() < 0.2,
+            "packed": draw.random() < 0.3 and not self.is_own,
+            "moments": draw.random() < 0.2 and not self.is_own,
             "placement": placed if draw.random() < 0.2 else {},
         }
 
@@ -172,10 +190,37 @@ class Generator:
         acts = []
         for _ in range(self.gas if self.draw.random() < 0.8 else 1):
             acts += [self._forward("a"), self._backward("a"), self._step()]
-        return acts
+        return acts + ([{"act": "schedule"}] if self.is_by_hand else [])
 
     def _step(self):
-        return {"act": "step", "via": self.draw.choice(["engine", "engine", "optimizer"])}
+        return {"act": "step", "via": self.draw.choice(["engine", "engine", "optimizer", "given"])}
+
+    def _draws(self):
+        """Some batches of the loader, in one iteration or in several, around a load or not."""
+        if not self.has_data:
+            return self._train()
+        acts = []
+        for _ in range(self.draw.randint(1, 5)):
+            anew = self.draw.random() < 0.15
+            acts.append({**self._forward("a"), "act": "draw", "anew": anew, "repeats": self.draw.random() < 0.3})
+            acts += [self._backward("a"), self._step()]
+            if self.draw.random() < 0.2:
+                acts += [{"act": "save", "tag": self._tag()}] if self.draw.random() < 0.5 else self._load()
+        return acts
+
+    def _object(self):
+        """What a program does to its optimizer object besides stepping it."""
+        via = self.draw.choice(["given", "optimizer"])
+        other = self.draw.randrange(4)
+        if other == 0:
+            return [{"act": "optimizer_state", "via": via, "loads": self.draw.random() < 0.5}]
+        if other == 1:
+            return [{"act": "add_group", "via": via}]
+        if other == 2:
+            return [{"act": "model_zero_grad", "on": True}, {"act": "add_left_out", "via": via}, *self._train()]
+        way, when = self.draw.choice(["mul", "add_view", "clamp", "foreach"]), self.draw.choice(["pre", "post", "post"])
+        hook = {"act": "step_hook", "via": via, "when": when, "name": self._name(), "way": way, "seed": self._seed()}
+        return [hook, *self._train()]
 
     def _some(self):
         """A few acts that belong together."""
@@ -228,7 +273,7 @@ class Generator:
     def _zero(self):
         if self.draw.random() < 0.25:
             return {"act": "model_zero_grad", "on": self._on()}
-        return {"act": "zero_grad", "via": self.draw.choice(["engine", "optimizer"])}
+        return {"act": "zero_grad", "via": self.draw.choice(["engine", "optimizer", "given"])}
 
     def _second_thoughts(self):
         return [self._forward("a"), self._backward("a"), self._zero(), *self._train()]
@@ -357,17 +402,17 @@ MACROS = {
     for name in (
         "train", "losses", "stale", "evaluate", "freeze", "write", "grad", "second_thoughts", "poison", "swap",
         "replace", "raise", "look", "save", "load", "hyper", "join", "no_sync", "boundary", "rebind", "hook",
-        "set_full", "others", "bare", "rebuild", "away", "surroundings",
+        "set_full", "others", "bare", "rebuild", "away", "surroundings", "draws", "object",
     )
 }  # fmt: skip
 WEIGHTS = {
     "train": 6, "write": 5, "freeze": 2, "grad": 3, "losses": 2, "look": 4, "bare": 2, "raise": 2, "join": 2, "save": 2,
-    "swap": 2,
+    "swap": 2, "draws": 4, "object": 2,
 }  # fmt: skip
 
 
 WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison", "look", "save", "load", "hyper"]
-WITH_A_LOSS_SCALE += ["join", "surroundings"]
+WITH_A_LOSS_SCALE += ["join", "surroundings", "draws", "object"]
 
 
 def without_undefined(program, settings=SETTINGS):

@@ -9,6 +9,7 @@ import pickle
 import sys
 
 import acts
+import schedules
 import subject
 import surroundings
 import torch
@@ -22,9 +23,13 @@ kept = []  # what a script that simply ends still holds
 
 
 class EngineRank(acts.Rank):
-    def __init__(self, rank, model, engine, optimizer, folder):
+    def __init__(self, rank, model, started, given, program, folder):
         super().__init__(rank, model)
-        self.engine, self.optimizer, self.folder = engine, optimizer, folder
+        self.engine, optimizer, self.loader, self.schedule = started
+        self.returned, self.given = optimizer, given or optimizer
+        self.optimizer, self.folder = program["optimizer"]["type"], folder
+        self.left_out = program["model"]["left_out"]
+        self.iteration = None
 
     def call(self, *arguments):
         return self.engine(*arguments)
@@ -34,6 +39,20 @@ class EngineRank(acts.Rank):
             self.engine.backward(loss, retain_graph=bool(act.get("retain")), scale_wrt_gas=not act.get("sum"))
         else:
             loss.backward(retain_graph=bool(act.get("retain")))
+
+    def draw(self, act):
+        if self.loader is None:
+            return None
+        if self.iteration is None or act["anew"]:
+            self.iteration = iter(deeptide.utils.RepeatingLoader(self.loader) if act["repeats"] else self.loader)
+        batch = next(self.iteration, None)
+        if batch is None:
+            self.iteration = None
+        return [] if batch is None else batch.tolist()
+
+    def object(self, act):
+        """Whose methods an act calls: the engine's, the returned optimizer's, or those of the one that was given."""
+        return {"engine": self.engine, "optimizer": self.returned, "given": self.given}[act.get("via", "engine")]
 
     def perform(self, act):
         if act["act"] in acts.ACTS:
@@ -46,8 +65,26 @@ class EngineRank(acts.Rank):
         return {"counters": [engine.global_steps, engine.skipped_steps, engine.micro_steps, *scale]}
 
 
+def observers_of(phase, folder):
+    """Sections by their names, and those of "deeptide"."""
+    place = {"enabled": True, "output_path": folder, "job_name": "observed"}
+    top = {
+        "breakdown": {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 2},
+        "collectives": {"comms_logger": {"enabled": True}},
+        "profile": {"flops_profiler": {"enabled": True, "profile_step": 2, "output_file": f"{folder}/profile.json"}},
+        "csv": {"csv_monitor": place},
+    }
+    own = {
+        "record": {"jsonl_monitor": place},
+        "timeline": {"timeline": {"enabled": True, "output_path": folder, "start_step": 1, "num_steps": 2}},
+    }
+    names = phase.get("observers", [])
+    return [{k: v for name in names for k, v in table.get(name, {}).items()} for table in (top, own)]
+
+
 def config_of(program, phase, setting, folder):
     extra = phase["config"]
+    seen, seen_by_own = observers_of(phase, folder)
     files = {"device": "nvme", "nvme_path": folder}
     zero = {"offload_optimizer": files} if phase["offload"] else {}
     states = {"packed_states": is_packed(phase)}
@@ -70,7 +107,14 @@ def config_of(program, phase, setting, folder):
         },
         "bf16": {"enabled": phase["bf16"]},
         "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
-        "deeptide": {"comm_timeout": SLOW, "shared_memory": setting.shared, **states, **extra.get("deeptide", {})},
+        **seen,
+        "deeptide": {
+            "comm_timeout": SLOW,
+            "shared_memory": setting.shared,
+            **states,
+            **seen_by_own,
+            **extra.get("deeptide", {}),
+        },
     }
 
 
@@ -81,30 +125,74 @@ def start(program, phase, setting, world, folder):
     groups = [{"params": [parameters[n] for n in names]} for names in subject.optimized_names(model, spec)]
     for group in groups[1:]:
         group["weight_decay"] = 0.0
-    given, config = program["optimizer"], config_of(program, phase, setting, folder)
-    if given["by"] == "config":
-        config["optimizer"] = {"type": given["type"], "params": given["params"]}
-        how = {"model_parameters": groups}
+    config, given = config_of(program, phase, setting, folder), None
+    section, schedule, how = program["optimizer"], schedules.spec_of(program), {}
+    if section["by"] == "config":
+        config["optimizer"] = {"type": section["type"], "params": section["params"]}
+        how["model_parameters"] = groups
     else:
-        how = {"optimizer": getattr(torch.optim, given["type"])(groups, **given["params"])}
-    if program["schedule"]:
-        how["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, program["schedule"])
-    engine, *_ = deeptide.initialize(model=model, config=config, world=world, **how)
-    return EngineRank(world.rank, model, engine, given["type"], folder)
+        given = how["optimizer"] = _optimizer(section, groups)
+    made = schedules.make(schedule, given) if schedule and schedule["made"] != "function" else None
+    if schedule and schedule["made"] != "by_hand":
+        how["lr_scheduler"] = made or (lambda optimizer: schedules.make(schedule, optimizer))
+    if program.get("data"):
+        how["training_data"] = subject.Samples(program["data"]["samples"])
+        config["dataloader_drop_last"] = program["data"]["drop_last"]
+    started = list(deeptide.initialize(model=model, config=config, world=world, **how))
+    started[3] = made or started[3]
+    return EngineRank(world.rank, model, started, given, program, folder)
+
+
+def _optimizer(section, groups):
+    kind = getattr(torch.optim, section["type"])
+    if not section.get("restored"):
+        return kind(groups, **section["params"])
+    saved = kind([dict(group) for group in groups], **section["params"]).state_dict()
+    restored = kind([{"params": group["params"]} for group in groups], lr=0.5)
+    restored.load_state_dict(saved)
+    return restored
 
 
 # -- acts that ranks do together --------------------------------------------------------------------------------------
 
 
 def step(rank, act):
-    outcome = rank.engine.optimizer.step() if act.get("via") == "optimizer" else rank.engine.step()
+    outcome = rank.object(act).step()
     seen = {"result": outcome.result.name, "lr": rank.engine.get_lr(), **rank.counters()}
     return {**seen, "norm": outcome.grad_norm} if outcome.applied else seen
 
 
 def zero_grad(rank, act):
-    (rank.engine.optimizer if act.get("via") == "optimizer" else rank.engine).zero_grad()
+    rank.object(act).zero_grad()
     return {}
+
+
+def optimizer_state(rank, act):
+    state = {"state": {}, "param_groups": []}
+    rank.object(act).load_state_dict(state) if act["loads"] else rank.object(act).state_dict()
+    return {}
+
+
+def step_hook(rank, act):
+    """A hook of the program's own around each step that is taken, which writes a parameter."""
+    optimizer = rank.object(act)
+    register = optimizer.register_step_pre_hook if act["when"] == "pre" else optimizer.register_step_post_hook
+    register(lambda *_: acts.write(rank, act) and None)
+    return {}
+
+
+def schedule(rank, act):
+    if rank.engine.lr_scheduler is rank.schedule:
+        return None
+    rank.schedule.step()
+    return {"lr": [float(group["lr"]) for group in rank.returned.param_groups]}
+
+
+def add_left_out(rank, act):
+    """Gives the optimizer what it was not given at first."""
+    params = [rank.bound[name] for name in rank.left_out if rank.bound[name].requires_grad]
+    rank.object(act).add_param_group({"params": params, "lr": 0.01})
+    return rank.counters()
 
 
 def _micro_batches(rank, act, count):
@@ -228,7 +316,7 @@ def empty_cache(rank, act):
 
 
 def add_group(rank, act):
-    rank.engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    rank.object({"via": act.get("via", "optimizer")}).add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     return {}
 
 
@@ -243,7 +331,8 @@ TOGETHER = {
     f.__name__: f
     for f in (
         step, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all, look_gradient,
-        set_full, counters, rebuild, offload_states, reload_states, empty_cache, add_group, diverge,
+        set_full, counters, rebuild, offload_states, reload_states, empty_cache, add_group, diverge, optimizer_state,
+        step_hook, schedule, add_left_out,
     )
 }  # fmt: skip
 

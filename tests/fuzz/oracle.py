@@ -9,19 +9,24 @@ from pathlib import Path
 
 import surroundings
 import torch
-from acts import ACTS, UNCOUNTED, values_for
+from acts import ACTS, RELATIVE, UNCOUNTED, values_for
 from expected import (
     AWAY,
     DIFFERENT_CALLS,
     IN_FILES,
     MOVED_ALREADY,
+    NO_LOADED_STATE,
     NO_NEW_GROUP,
+    NO_OWN_GROUP,
     NO_STATE,
+    NO_STATE_DICT,
     NO_SYNC,
     NOT_AWAY,
     NOT_MOVED,
     NOT_OPTIMIZED,
+    NOT_OURS,
     NOT_REBUILT,
+    OWN_REBUILT,
     RAW,
     REBUILD_OF_ANOTHER,
     SAVE_OF_ANOTHER,
@@ -119,7 +124,7 @@ def _check_defined(life, act, avoid):
     if life.gated and persists and (act["act"] == "read_raw" or act.get("way") in ("numpy", "share", *UNCOUNTED)):
         raise UndefinedError("which parameters are small enough to be kept whole")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
-        raise UndefinedError("how much of a packed master a write leaves: tests/python/test_packed_states.py")
+        raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
     if act["act"] == "swap" and act["way"] == "double":
@@ -188,6 +193,8 @@ def join(life, act, saves):
     counts = [pick(act["counts"], rank.rank) for rank in life.ranks]
     if any(not p.requires_grad for rank in life.ranks for p in rank.bound.values()):
         raise UndefinedError("a loss may not require grad")
+    if any(hook["when"] == "pre" for hook in life.hooks):
+        raise UndefinedError("whether the round in which all have joined is a step")
     _micro_batches(life, act, counts, alone=True)
     life.enter(life._check_step)  # the round in which all have joined
     return counters(life, act, saves)
@@ -228,8 +235,11 @@ def save(life, act, saves):
 
 def load(life, act, saves):
     if act["tag"] in saves:
+        saved = saves[act["tag"]]
+        if len(saved["hyper"]) != len(life.ranks[0].hyper) or saved["states"].keys() != {t.name for t in life.trained}:
+            raise UndefinedError("what a load makes of groups that were added since, or are not there yet")
         life.enter()
-        life.load(saves[act["tag"]])
+        life.load(saved)
     return {}
 
 
@@ -255,7 +265,7 @@ def look_all(life, act, saves):
         values[f"{trained.name} master"] = trained.master.detach().clone()
         state = life.optimizer.state.get(trained.master, {})
         for role in STATES[life.program["optimizer"]["type"]]:
-            kept = _keeps(life, role)
+            kept = life.has_state(trained) and trained.master.numel() if life.keeps_own_states() else _keeps(life, role)
             values[f"{trained.name} {role}"] = _or_zeros(state.get(role), trained.master) if kept else None
     return values
 
@@ -301,23 +311,26 @@ def set_full(life, act, saves):
         life.set_gradient(trained, value)
     elif not _keeps(life, STATES[life.program["optimizer"]["type"]][0]):
         return NO_STATE
+    elif life.keeps_own_states() and not life.has_state(trained):
+        raise UndefinedError("what a state is before the optimizer of the program's own has made it")
     else:
         life.set_state(trained, STATES[life.program["optimizer"]["type"]][0], value)
     return {}
 
 
-def rebuild(life, act, saves):
-    """Of a model as it was: others are in tests/python/test_rebuild.py."""
+def rebuild(life, act, saves, but=()):
+    """Of a model as it was: others are in tests/python/programs/test_rebuild.py."""
     if any(rank.rehung or rank.losses or any(life.late(rank)) or rank.put_aside for rank in life.ranks):
         raise UndefinedError("what a rebuild makes of a model that has changed, and of graphs from before")
-    if life.program["model"]["left_out"] or life.has_frozen_or_thawed():
+    if set(life.program["model"]["left_out"]) - {*but, *life.by_name} or life.has_frozen_or_thawed():
         raise UndefinedError("what a rebuild makes of parameters that no group has, or that were frozen since")
     if any(rank.hyper != life.ranks[0].hyper for rank in life.ranks):
         raise UndefinedError("which rank tells first that ranks have other rates: the rebuild, or the step")
     within = life.micro_steps % life.phase["gas"] and life.override is None
     if within or any(rank.sums for rank in life.ranks):
         life.enter(lambda rank: NOT_REBUILT if within or rank.sums else REBUILD_OF_ANOTHER)
-    life.enter(lambda rank: IN_FILES if life.in_files & {"optimizer_states", "parameters"} or life.away else None)
+    in_files = life.away or life.in_files & {"optimizer_states", "parameters"}
+    life.enter(lambda rank: OWN_REBUILT if life.keeps_own_states() else IN_FILES if in_files else None)
     return counters(life, act, saves)
 
 
@@ -325,8 +338,9 @@ def offload_states(life, act, saves):
     if any(rank.losses or rank.rehung for rank in life.ranks):
         raise UndefinedError("which gradients there are")
     unsafe = any(rank.sums for rank in life.ranks)
-    answer = AWAY if life.away else NOT_MOVED if unsafe else MOVED_ALREADY
-    is_refused = life.away or unsafe or "optimizer_states" in life.in_files
+    own = life.keeps_own_states()
+    answer = AWAY if life.away else NOT_MOVED if unsafe else NOT_OURS if own else MOVED_ALREADY
+    is_refused = own or life.away or unsafe or "optimizer_states" in life.in_files
     life.enter(lambda rank: answer if is_refused else None)
     life.away = True
     return {}
@@ -344,7 +358,42 @@ def empty_cache(life, act, saves):
 
 
 def add_group(life, act, saves):
-    return NO_NEW_GROUP
+    return NO_OWN_GROUP if life.keeps_own_states() else NO_NEW_GROUP
+
+
+def add_left_out(life, act, saves):
+    """A group of what no group had: the engine is rebuilt for it."""
+    first = life.ranks[0]
+    names = [n for n in life.program["model"]["left_out"] if first.bound[n].requires_grad and n not in life.by_name]
+    if any(rank.bound[name].grad is not None for rank in life.ranks for name in names):
+        raise UndefinedError("whether gradients from before count for what is optimized only now")
+    if not names or life.rates.is_closed:
+        raise UndefinedError("what a group without parameters is, and what torch's schedules make of one more")
+    if life.keeps_own_states():
+        return NO_OWN_GROUP
+    seen = rebuild(life, act, saves, but=names)
+    life.add_group(names, 0.01)
+    return seen
+
+
+def optimizer_state(life, act, saves):
+    return NO_LOADED_STATE if act["loads"] else NO_STATE_DICT
+
+
+def step_hook(life, act, saves):
+    if is_packed(life.phase):
+        raise UndefinedError("how much of a packed master a write leaves: tests/python/test_packed_states.py")
+    if act["way"] not in RELATIVE or act["way"] in UNCOUNTED:
+        raise UndefinedError("writes that have acts of their own")
+    life.hooks.append(act)
+    return {}
+
+
+def schedule(life, act, saves):
+    if not life.rates.is_by_hand:
+        return None
+    life.rates.advance([rank.hyper for rank in life.ranks])
+    return [{"lr": [group["lr"] for group in rank.hyper]} for rank in life.ranks]
 
 
 def diverge(life, act, saves):
@@ -363,6 +412,7 @@ COLLECTIVE = {
     f.__name__: f
     for f in (
         step, counters, zero_grad, join, no_sync, boundary, hyper, save, load, state, export, snapshot, look_all,
-        look_gradient, set_full, rebuild, offload_states, reload_states, empty_cache, add_group, diverge,
+        look_gradient, set_full, rebuild, offload_states, reload_states, empty_cache, add_group, diverge, add_left_out,
+        optimizer_state, step_hook, schedule,
     )
 }  # fmt: skip

@@ -5,11 +5,14 @@
 It holds what docs/architecture.md states of an engine's life, act by act, in the simplest form that could be right.
 """
 
+import acts
+import schedules
 import subject
 import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
-from programs import LOSS_SCALE, STATES, is_low, placement_of
+from loaders import Loader
+from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
@@ -50,6 +53,8 @@ class PlainRank(Rank):
     def __init__(self, rank, model, gas, life):
         super().__init__(rank, model)
         self.gas, self.life = gas, life
+        data = life.program.get("data")
+        self.loader = Loader(data, rank, life.phase["world"]) if data else None
         self.sums = {}  # name -> fp32, since the last step
         self.sizes = {}  # name -> the sum of what was added, without signs
         self.counts = {}  # name -> how many gradients were added
@@ -70,6 +75,9 @@ class PlainRank(Rank):
         self.sizes[name] = self.sizes.get(name, 0) + gradient.abs()
         self.counts[name] = self.counts.get(name, 0) + 1
         self.added.add(name)
+
+    def draw(self, act):
+        return self.loader and self.loader.draw(act)
 
     def give(self, name, total):
         """Sets the sum over what this rank was given."""
@@ -177,6 +185,10 @@ class Life:
         self.optimizer = self._optimizer(len(names))
         for rank in self.ranks:
             rank.hyper = [{k: g[k] for k in ("lr", "weight_decay")} for g in self.optimizer.param_groups]
+        self.rates = schedules.Rates(schedules.spec_of(program), self.ranks[0].hyper)
+        for rank in self.ranks:
+            rank.hyper = [dict(group) for group in self.ranks[0].hyper]
+        self.hooks = []  # of steps: acts, in the order of their registration
         trainable = set(self.by_name)
         self.frozen = [n for n, p in self.ranks[0].bound.items() if not p.requires_grad and n not in trainable]
         self.global_steps = self.skipped_steps = self.micro_steps = 0
@@ -245,17 +257,20 @@ class Life:
 
     def step(self, joined=()):
         """Returns the outcome as every rank sees it; `joined` are the ranks that only take part."""
+        at_boundary = self.is_boundary()
+        self._run_hooks("pre", at_boundary)
         self.enter(self._check_step)
         for rank in self.ranks:
             self._take_by_hand(rank)
         if not any(rank.sums for rank in self.ranks):
             raise FailuresError([NO_GRADIENT] * len(self.ranks))
         outcome = {"result": "accumulating"}
-        if self.is_boundary():
+        if at_boundary:
             leader = next(rank for rank in self.ranks if rank.rank not in joined)
             for rank in self.ranks:
                 rank.hyper = [dict(group) for group in leader.hyper]
             outcome = self._apply()
+            self._run_hooks("post", outcome["result"] == "applied")
         for rank in self.ranks:
             rank.added.clear()
             rank.rehung.clear()
@@ -310,9 +325,14 @@ class Life:
             self._round_moments(trained)
             trained.master.grad = None
             trained.publish()
-        for group in (group for rank in self.ranks for group in rank.hyper):
-            group["lr"] *= self.program["schedule"] or 1.0
+        if self.rates.spec is not None and not self.rates.is_by_hand:
+            self.rates.advance([rank.hyper for rank in self.ranks])
         return {"result": "applied", "norm": norm}
+
+    def _run_hooks(self, when, wanted):
+        for act in self.hooks if wanted else ():
+            for rank in self.ranks if act["when"] == when else ():
+                acts.write(rank, act)
 
     def _round_moments(self, trained):
         """With noise, as far as rounding to bf16 may move them."""
@@ -333,6 +353,23 @@ class Life:
         for rank in self.ranks:
             rank.forget(trained.name)
         self.ranks[0].give(trained.name, value * len(self.ranks) * self.phase["gas"])
+
+    def keeps_own_states(self):
+        return self.program["optimizer"]["type"] in OWN
+
+    def has_state(self, trained):
+        return bool(self.optimizer.state.get(trained.master))
+
+    def add_group(self, names, lr):
+        """The tensors of these names, trained from now on."""
+        number = len(self.optimizer.param_groups)
+        added = [Trained(name, number, self.ranks) for name in names]
+        self.trained += added
+        self.by_name.update({name: trained for trained in added for name in trained.names})
+        self.optimizer.add_param_group({"params": [trained.master for trained in added], "lr": lr})
+        group = self.optimizer.param_groups[-1]
+        for rank in self.ranks:
+            rank.hyper.append({key: group[key] for key in ("lr", "weight_decay")})
 
     def set_state(self, trained, role, value):
         state = self.optimizer.state[trained.master]
@@ -380,6 +417,8 @@ class Life:
             "hyper": [dict(group) for group in self.ranks[0].hyper],
             "counters": (self.global_steps, self.skipped_steps, self.micro_steps),
             "loss_scale": self.loss_scale if self.phase.get("fp16") else None,
+            "rates": self.rates.steps,
+            "data": first.loader and first.loader.position(),
         }
 
     def _check_load(self, saved):
@@ -412,6 +451,10 @@ class Life:
                 for name, value in (*rank.model.named_buffers(), *self.late(rank)[0].items()):
                     value.copy_(buffers[name] if name in buffers else weights[name])
             rank.hyper = [dict(group) for group in saved["hyper"]]
+            if rank.loader:
+                rank.loader.go_to(*saved["data"])
+        if not self.rates.is_by_hand:
+            self.rates.steps = saved["rates"]
         self.global_steps, self.skipped_steps, micro_steps = saved["counters"]
         self.micro_steps = micro_steps - micro_steps % self.phase["gas"]
         if self.phase.get("fp16") and saved["loss_scale"]:

@@ -6,7 +6,10 @@ program = {
   "seed": number,
   "model": {"width", "blocks", "norm": layer | batch, "tie": none | head | transposed, "extras": […], "frozen": [names],
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
-  "optimizer": a ds_config section, "schedule": what each step multiplies lr by, or None, "clipping": number,
+  "optimizer": a ds_config section, and "by": config | instance; "restored": whether a given one got its groups from
+               another's state dict,
+  "schedule": what each step multiplies lr by, or {"kind", "made"} (see `schedules.py`), or None, "clipping": number,
+  "data": None or {"samples", "drop_last"}: what initialize makes a loader of,
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
   "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
               other memory, "config": {…}, "offload",
@@ -55,7 +58,12 @@ STATES = {
     "SGD": ("momentum_buffer",),
     "Adagrad": ("sum",),
     "RMSprop": ("square_avg",),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "Adadelta": ("square_avg", "acc_delta"),
 }
+OWN = ("NAdam", "RAdam", "Adamax", "Adadelta")  # which no kernel of ours replaces: they step parts, and keep the states
 
 
 # Of fp16: halved by each step that is skipped, and never raised.

@@ -37,7 +37,8 @@ class Run(NamedTuple):
 class Runner:
     """Keeps the processes that ranks are forked from, and the store where they meet."""
 
-    def __init__(self):
+    def __init__(self, patience=1):
+        self._patience = patience
         package = Path(deeptide.__file__).parent.parent
         search = [str(package), str(HERE), str(HERE.parent / "python"), os.environ.get("PYTHONPATH", "")]
         self._environment = {
@@ -53,7 +54,7 @@ class Runner:
 
     def run(self, program, settings, limit=None):
         """limit: seconds until ranks count as hanging."""
-        limit = limit or 60 + 5 * len(settings)
+        limit = limit or self._patience * (60 + 5 * len(settings))
         folder = tempfile.mkdtemp(prefix="deeptide-fuzz-")
         try:
             return self._run(program, settings, folder, limit)

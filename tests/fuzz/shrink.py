@@ -31,6 +31,7 @@ SIMPLE_PHASE = {
     "packed": False,
     "moments": False,
     "placement": {},
+    "observers": [],
 }
 SIMPLE_ACT = {
     "on": True,
@@ -42,6 +43,8 @@ SIMPLE_ACT = {
     "mode": "train",
     "retain": None,
     "recompute": None,
+    "anew": False,
+    "repeats": False,
 }
 
 
@@ -135,6 +138,7 @@ class Shrinker:
                 "optimizer": {"type": "SGD", "by": "config", "params": {"lr": 0.05, "momentum": 0.0}},
                 "seed": 0,
                 "end": "destroy",
+                "data": None,
             },
         )
         yield ("model",), SIMPLE_MODEL

@@ -90,6 +90,25 @@ def batch(seed):
     return torch.randint(0, VOCAB, (2, ROWS), generator=generator).unbind()
 
 
+class Samples(torch.utils.data.Dataset):
+    """Numbers from 0 on, which `rows` makes a batch of."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, number):
+        return number
+
+
+def rows(numbers):
+    """(tokens, targets), each (len(numbers),)."""
+    numbers = torch.tensor(numbers)
+    return numbers % VOCAB, (3 * numbers + 1) % VOCAB
+
+
 def loss_of(logits, targets, kind):
     logits = logits.float()
     return F.cross_entropy(logits, targets) if kind == "cross" else logits.square().mean()

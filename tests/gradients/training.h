@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <string>
@@ -63,7 +64,8 @@ inline at::Tensor sum_by_pairs(std::vector<at::Tensor> rows) {
 
 /// Units kept whole and a reducer over them; parameters are "u<unit>.p<place>".
 struct Training {
-  explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000)
+  explicit Training(const World& world, const ReducerOptions& options = {}, int64_t timeout_ms = 60'000,
+                    bool serves = false)
       : board(std::make_shared<world::FailureBoard>(world, "board")),
         control(world, comm::Team::whole(world), "control",
                 {.timeout = std::chrono::milliseconds(timeout_ms), .board = board}),
@@ -94,7 +96,12 @@ struct Training {
           std::make_unique<sharding::Unit>(index, std::move(layout), std::move(members), kept_whole(world)));
       all.push_back(units.back().get());
     }
-    reducer = std::make_unique<Reducer>(all, group, exchange(), ledger, at::kCPU, options);
+    if (serves) {
+      const std::vector<sharding::Unit*> none_sharded(units.size(), nullptr);
+      residency = std::make_unique<sharding::Residency>(none_sharded, group, rounds, ledger, at::kCPU,
+                                                        sharding::ResidencyLimits());
+    }
+    reducer = std::make_unique<Reducer>(all, group, exchange(), ledger, at::kCPU, options, residency.get());
   }
 
   /// Among the ranks of the host, if they sum before anything travels.
@@ -104,6 +111,17 @@ struct Training {
     auto arena = host::Arena::create(*host, 0, host::Arena::heap_of_buckets(1 << 16), why_not);
     EXPECT_NE(arena, nullptr) << why_not;
     return std::make_unique<host::Exchange>(host, std::move(arena));
+  }
+
+  /// As the engine's boundary, where the reducer serves: all ranks have no more gradients. Returns the most rounds that
+  /// another rank has announced.
+  int64_t close() {
+    int64_t most = 0;
+    while (!residency->close_for(std::chrono::milliseconds(5), {}, /*ends_pass=*/true)) {
+      most = std::max(most, rounds.most_announced());
+      reducer->keep_up(rounds.most_announced());
+    }
+    return most;
   }
 
   /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
@@ -146,11 +164,13 @@ struct Training {
   std::shared_ptr<world::FailureBoard> board;
   std::shared_ptr<comm::Clock> clock = std::make_shared<comm::Clock>();
   comm::Group control;
+  comm::Rounds rounds{control};
   std::shared_ptr<host::Host> host;
   std::shared_ptr<comm::LinkTimes> links = std::make_shared<comm::LinkTimes>(std::vector<int>{});
   comm::Group group;
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
   std::vector<std::unique_ptr<sharding::Unit>> units;
+  std::unique_ptr<sharding::Residency> residency;  // null: nobody is served
   std::unique_ptr<Reducer> reducer;
 };
 

@@ -11,7 +11,7 @@
 
 #include <random>
 
-#include "comm/ordered_rows.h"
+#include "comm/transport/ordered_rows.h"
 #include "on_hosts.h"
 
 namespace deeptide::host {

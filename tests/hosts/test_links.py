@@ -113,6 +113,29 @@ def test_a_late_host_is_named_and_its_links_are_not(hosts):
     assert not SLOW.search(job.errors + job.output), job.errors
 
 
+def limit_of(job):
+    """The last line that names what limits a step."""
+    return re.findall(r"limited by .*", job.errors + job.output)[-1]
+
+
+BREAKDOWN = '{"wall_clock_breakdown": true, "steps_per_print": 8}'
+
+
+def test_the_breakdown_names_the_network_and_its_slow_link(hosts):
+    for rank, worker in enumerate(hosts.workers[:3]):
+        shape(worker, 50 if rank == 2 else 100)
+    line = limit_of(finish(hosts, train(hosts, (1, 1, 1), 2, BREAKDOWN, **LONG[3])))
+    assert line.startswith("limited by network: ") and "communication_data_type" in line, line
+    assert "slow from rank 2 on" in line, line  # the hosts here share the machine's name
+
+
+def test_the_breakdown_names_the_late_host(hosts):
+    for worker in hosts.workers[:2]:
+        shape(worker)
+    line = limit_of(finish(hosts, train(hosts, (1, 1), 2, BREAKDOWN, late=1, **LONG[2])))
+    assert re.match(r"limited by waiting for rank 1, which spends 0\.[345]", line), line
+
+
 def test_the_hang_report_names_the_slow_link(hosts):
     for rank, worker in enumerate(hosts.workers[:2]):
         shape(worker, 50 if rank == 1 else 100)

@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <cmath>
+#include <cstring>
 #include <thread>
 
 #include "launch/launched.h"
@@ -188,6 +190,51 @@ TEST(HangWatch, AnswersPsAndStacksForTheWholeJob) {
   EXPECT_TRUE(has(ps, "\ttrain.py --x\n")) << ps;
   EXPECT_EQ(stacks.find("rank 3 on worker-2 is in backward"), 0u) << stacks;
   EXPECT_TRUE(job.reports.empty());
+}
+
+TEST(HangWatch, PassesOnWhatTopAndTraceAsk) {
+  Job job;
+  job.states[0].last_step = trace::FlightFacts{.step = 7, .loss = 2.5, .total_s = 0.5};
+  std::string top, trace;
+  const LiveJob live{std::to_string(getpid()),
+                     "deeptide/" + std::to_string(geteuid()) + "/" + std::to_string(getpid())};
+  std::jthread caller([&] {
+    top = ask(live, "top", 5);
+    trace = ask(live, "trace 3 /a folder", 5);
+  });
+  EXPECT_TRUE(eventually([&] {
+    PollSet set;
+    job.watch().add_to(set);
+    set.wake_by(Clock::now() + std::chrono::milliseconds(10));
+    set.wait();
+    job.watch().check();
+    return job.asked.size() == 4;
+  }));
+  caller.join();
+  EXPECT_GT(job.asked[1].second.watch_s, 0.0);
+  EXPECT_EQ(job.asked[1].second.trace_number, 0u);
+  EXPECT_TRUE(has(top, R"("loss":2.5)")) << top;
+  EXPECT_TRUE(has(top, R"("norm":0.0)")) << top;
+  for (const size_t host : {2, 3}) {
+    EXPECT_EQ(job.asked[host].second.trace_steps, 3);
+    EXPECT_EQ(job.asked[host].second.trace_folder, "/a folder");
+    EXPECT_EQ(std::to_string(job.asked[host].second.trace_number), trace);
+  }
+}
+
+TEST(StateExchange, CarriesWhatIsUnknownAsSuch) {
+  RankState state = rank_waiting_at(2, 5, 0.0);
+  state.traced = 4;
+  state.last_step = trace::FlightFacts{.step = 9, .loss = std::nan("")};
+  std::strcpy(state.last_step->limit, "limited by data");
+  const auto back = decode<StateAnswer>(encode(StateAnswer{1, {state, rank_waiting_at(3, 5, 0.0)}})).states;
+  ASSERT_EQ(back.size(), 2u);
+  EXPECT_EQ(back[0].traced, 4u);
+  ASSERT_TRUE(back[0].last_step);
+  EXPECT_EQ(back[0].last_step->step, 9);
+  EXPECT_TRUE(std::isnan(back[0].last_step->loss));
+  EXPECT_STREQ(back[0].last_step->limit, "limited by data");
+  EXPECT_FALSE(back[1].last_step);
 }
 
 }  // namespace

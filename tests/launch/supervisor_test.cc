@@ -205,6 +205,22 @@ TEST(Terminate, StopsTheRanks) {
   Ids::expect_gone(pids);
 }
 
+TEST(Terminate, ReturnsWhatAllRanksSayAsTheyEnd) {
+  // 137 is how a rank that is a starter itself, such as srun, tells of SIGKILL.
+  const std::pair<const char*, int> cases[] = {{"75", 75}, {"$((75 + RANK))", 143}, {"137", 143}};
+  for (const auto& [code, expected] : cases) {
+    Launched launched({"--num_ranks", "2", "sh", "-c",
+                       "trap 'exit " + std::string(code) + "' TERM; echo ready; while :; do sleep 0.05; done"});
+    const auto num_ready = [&] {
+      const std::string output = launched.output_so_far();
+      return output.find("ready") != output.rfind("ready");
+    };
+    ASSERT_TRUE(eventually(num_ready));
+    launched.send_signal(SIGTERM);
+    EXPECT_EQ(launched.wait().exit_code, expected) << code;
+  }
+}
+
 TEST(Hangup, StopsTheRanksUnlessItIsIgnoredAsNohupHasIt) {
   const std::vector<std::string> job = {"--num_ranks", "1", "sh", "-c", "echo ready; sleep 0.5; echo done"};
   for (const bool ignored : {false, true}) {

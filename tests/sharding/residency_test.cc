@@ -11,9 +11,12 @@
 #include <random>
 #include <thread>
 
+#include "comm/mailbox.h"
 #include "ranks.h"
 #include "sharding/sharded_tensors.h"
 #include "tiers/copying_store.h"
+#include "world/failure_board.h"
+#include "world/mesh.h"
 
 namespace deeptide::sharding {
 namespace {
@@ -203,15 +206,44 @@ TEST(Residency, ServesARankThatHasAllToItself) {
 TEST(Residency, HandsEveryoneEveryonesClosingMessage) {
   run_ranks(3, [](const World& world) {
     ShardedTensors model(world, "model", constants());
-    const auto closes = model.residency->close({.joined = world.rank == 1, .rounds = 10 + world.rank}, true);
+    const auto closes = model.close({.joined = world.rank == 1, .rounds = 10 + world.rank});
     const comm::Vote own{.failed = world.rank == 2, .digest = 20u + static_cast<uint64_t>(world.rank)};
-    const auto votes = model.residency->exchange(own, {"step", "agreeing"});
+    const auto votes = model.rounds.exchange(own, {"step", "agreeing"});
     for (int r = 0; r < 3; ++r) {
       EXPECT_EQ(closes[r].rounds, 10 + r);
       EXPECT_EQ(closes[r].joined, r == 1);
       EXPECT_EQ(votes[r].digest, 20u + static_cast<uint64_t>(r));
       EXPECT_EQ(votes[r].failed, r == 2);
     }
+  });
+}
+
+/// Two stages of two ranks each. Rank 0 waits for a letter that comes only once rank 1, of its own stage, has gathered
+/// units, for which it needs rank 0.
+TEST(Residency, ServesItsTeamWhileItsRankWaitsForANeighbour) {
+  const world::Mesh mesh(4, {2, 2, 1, 1, 1});  // pipe, data, and the others
+  run_ranks(4, [&](const World& world) {
+    const auto team = comm::Team::along(mesh, world.rank, {world::Axis::data});
+    const comm::Site here{"forward", "waiting for the stage before"};
+    comm::Group peers(world, comm::Team::whole(world), "peers",
+                      {.timeout = kPatience,
+                       .board = std::make_shared<world::FailureBoard>(world, "board"),
+                       .peers = comm::PeerTraffic::yes});
+    comm::Mailbox mailbox(peers, at::kCPU);
+    const auto tensors = constants();
+    ShardedTensors model(team.within(world), "stage " + std::to_string(world.rank / 2), tensors);
+    const auto serve = [&] { model.residency->attend(); };
+    constexpr int kFrom[] = {2, -1, 3, 1}, kTo[] = {-1, 3, 0, 2};  // 1, 3, 2, 0
+    if (kFrom[world.rank] >= 0) {
+      const Tensor letter = mailbox.wait(mailbox.receive_told(kFrom[world.rank]), here, serve);
+      EXPECT_TRUE(is_constant(letter, 42));
+    } else {
+      for (int i = 0; i < kNumParameters; ++i) EXPECT_TRUE(is_constant(tensors[i].clone(), static_cast<float>(i + 1)));
+    }
+    if (kTo[world.rank] >= 0) mailbox.send_told(at::full({2, 3}, 42.0f), kTo[world.rank]);
+    mailbox.flush(here, serve);
+    model.close();
+    peers.barrier(here);
   });
 }
 
@@ -240,9 +272,9 @@ TEST(Residency, PrefetchesWhatThePassBeforeUsed) {
                          {.max_live = 1 << 20, .prefetch = 1 << 20, .max_reuse_distance = 1 << 20});
     std::vector<int64_t> rounds;
     for (int pass = 0; pass < 2; ++pass) {
-      const auto before = model.residency->rounds();
+      const auto before = model.rounds.count();
       for (const Tensor& t : tensors) t.sum();
-      rounds.push_back(model.residency->rounds() - before);
+      rounds.push_back(model.rounds.count() - before);
       model.close();
       model.residency->release_all();
     }
@@ -284,7 +316,7 @@ TEST_P(DivergentRanks, FindWhatAStepHasChanged) {
       at::NoGradGuard no_grad;
       double_all(model);
       factor *= 2;
-      if (pass % 2) model.residency->close({}, /*ends_pass=*/false);  // as when gradients are dropped
+      if (pass % 2) model.close({}, /*ends_pass=*/false);  // as when gradients are dropped
     }
     EXPECT_LE(model.residency->peak_bytes(), model.residency->budget() * 4);
     model.residency->release_all();

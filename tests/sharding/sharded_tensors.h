@@ -54,11 +54,15 @@ struct ShardedTensors {
       unit.adopt(std::move(whole), ledger, place);
       all.push_back(&unit);
     }
-    residency = std::make_unique<Residency>(std::move(all), gathers, control, ledger, at::kCPU, limits);
+    residency = std::make_unique<Residency>(std::move(all), gathers, rounds, ledger, at::kCPU, limits);
   }
 
   /// Collective: ends the pass.
-  void close() { residency->close({}, /*ends_pass=*/true); }
+  std::vector<comm::Close> close(const comm::Close& own = {}, bool ends_pass = true) {
+    for (;;) {
+      if (auto closes = residency->close_for(std::chrono::milliseconds(50), own, ends_pass)) return *std::move(closes);
+    }
+  }
   bool rewritten(int unit) const {
     const auto& all = units[unit]->parameters();
     return std::any_of(all.begin(), all.end(), [](const Parameter& p) { return p.rewritten; });
@@ -71,6 +75,7 @@ struct ShardedTensors {
   std::shared_ptr<device::Ledger> ledger = std::make_shared<device::Ledger>();
   std::shared_ptr<world::FailureBoard> board;
   comm::Group control;
+  comm::Rounds rounds{control};
   comm::Group gathers;
   std::vector<std::unique_ptr<Unit>> units;
   std::unique_ptr<Residency> residency;

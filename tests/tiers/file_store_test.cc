@@ -3,16 +3,19 @@
 // Buffers in files: what was written is read, whatever the order, the number of slots and the queue; faults are named.
 #include "tiers/file_store.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/zeros.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -20,6 +23,7 @@
 #include <stdexcept>
 
 #include "checkpoint/scratch.h"
+#include "denied.h"
 
 namespace deeptide::tiers {
 namespace {
@@ -143,6 +147,59 @@ TEST(SwapFile, LeavesNoNameAndReservesItsBytes) {
   for (const auto& entry : std::filesystem::recursive_directory_iterator(disk.folder.path())) {
     EXPECT_TRUE(entry.is_directory()) << entry.path();
   }
+}
+
+/// Runs `work` in a child to which the kernel refuses fallocate, as ext2 and some network file systems do: 0 if it
+/// ends well, 2 where nothing can be refused.
+int without_fallocate(int error, const std::function<void()>& work) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (!deny({{SYS_fallocate, error}})) ::_exit(2);
+    try {
+      work();
+    } catch (const std::exception& failure) {
+      std::fputs(failure.what(), stderr);
+      ::_exit(1);
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST(SwapFile, ReservesByWritingWhereAFileSystemCannotOtherwise) {
+  for (const int error : {EOPNOTSUPP, ENOSYS}) {
+    const int code = without_fallocate(error, [] {
+      at::set_num_threads(1);
+      Disk disk(io::make_thread_queue(2), 2);
+      const Buffer buffer = disk.make(kNumel);
+      struct stat status {};
+      TORCH_CHECK(::stat(disk.open_file().c_str(), &status) == 0 && status.st_blocks * 512 >= kNumel * 4,
+                  "space was promised, not taken: ", status.st_blocks * 512);
+      TORCH_CHECK(at::equal(buffer.copy(), at::zeros({kNumel})));
+      const Tensor values = at::arange(kNumel).to(at::kFloat);
+      write(buffer, values);
+      TORCH_CHECK(at::equal(buffer.copy(), values));
+    });
+    if (code == 2) GTEST_SKIP() << "this kernel filters no system calls";
+    EXPECT_EQ(code, 0);
+  }
+}
+
+TEST(SwapFile, SaysWhatTheKernelSaysToAnyOtherRefusal) {
+  const int code = without_fallocate(ENOSPC, [] {
+    Disk disk(io::make_thread_queue(2), 2);
+    try {
+      disk.make(kNumel);
+    } catch (const std::runtime_error& error) {
+      TORCH_CHECK(std::string(error.what()).find("No space left on device") != std::string::npos, error.what());
+      return;
+    }
+    TORCH_CHECK(false, "nothing was refused");
+  });
+  if (code == 2) GTEST_SKIP() << "this kernel filters no system calls";
+  EXPECT_EQ(code, 0);
 }
 
 TEST(Staging, NamesAReadThatFailed) {

@@ -137,6 +137,31 @@ class Wheel(unittest.TestCase):
         place = self.run_in("python", "-c", "import deeptide; deeptide.initialize; print(deeptide.__file__)")
         self.assertTrue(Path(place.strip()).is_relative_to(self.packages), place)
 
+    def test_metadata_says_what_it_is_for(self) -> None:
+        code = "import importlib.metadata as m, json; print(json.dumps(m.metadata('deeptide').json))"
+        metadata = json.loads(self.run_in("python", "-c", code))
+        self.assertIn("deepspeed", " ".join(metadata["keywords"]))
+        self.assertIn("Programming Language :: Python :: {}.{}".format(*sys.version_info), metadata["classifier"])
+        self.assertEqual(metadata["license_expression"], "Apache-2.0")
+        self.assertEqual(set(metadata["provides_extra"]), {"deepspeed", "hf", "lightning"})
+        always = [each for each in metadata["requires_dist"] if "extra ==" not in each]
+        self.assertEqual([re.split(r"[=~]", each)[0].strip() for each in always], ["torch", "numpy"])
+        citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+        self.assertIn(f"\nversion: {metadata['version']}\n", citation)
+
+    def test_extra_of_deepspeed_brings_its_commands(self) -> None:
+        """From a folder with both wheels, as README writes it; the extra can be met by ours alone."""
+        wheels = Path(self.folder.name) / "wheels"
+        self.run_in("python", "-m", "deeptide.as_deepspeed", "--install")  # leaves what a wheel is made of
+        self.run_in("python", "-m", "deeptide.as_deepspeed", "--wheel", str(wheels))
+        shutil.copy(WHEEL, wheels)
+        self.run_in(
+            *("python", "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)),
+            "deeptide[deepspeed]",
+        )
+        self.assertIn("torch", self.run_in("ds_report"))
+        self.assertIn("usage", self.run_in("deepspeed", "--help").lower())
+
     def test_binaries_need_only_the_system_torch_and_each_other(self) -> None:
         own = {path.name for path in self.binaries()}
         for path in self.binaries():

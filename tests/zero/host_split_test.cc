@@ -17,10 +17,11 @@ TEST(HostSplit, CutsUnitsAtBlocksAndKeepsTheShareToHalfABlock) {
                                                     {10 * kSplitNumel, kSplitNumel - 1}, {0, 5}};
   for (const std::vector<int64_t>& units : models) {
     for (const double share : {0.001, 0.3, 0.5, 0.75, 0.999}) {
-      HostSplit split(share);
+      const std::vector<int64_t> split = split_for_host(units, share);
+      ASSERT_EQ(split.size(), units.size());
       int64_t all = 0, on_host = 0;
-      for (const int64_t numel : units) {
-        const int64_t on_device = split.on_device(numel);
+      for (size_t i = 0; i < units.size(); ++i) {
+        const int64_t numel = units[i], on_device = split[i];
         EXPECT_GE(on_device, 0);
         EXPECT_LE(on_device, numel);
         EXPECT_TRUE(on_device == numel || on_device % kSplitNumel == 0) << on_device;
@@ -29,18 +30,14 @@ TEST(HostSplit, CutsUnitsAtBlocksAndKeepsTheShareToHalfABlock) {
         EXPECT_LE(std::abs(static_cast<double>(on_host) - share * static_cast<double>(all)), kSplitNumel / 2 + 1)
             << share << " of " << all;
       }
-      EXPECT_EQ(split.numel(), all);
-      EXPECT_EQ(split.numel_on_host(), on_host);
     }
   }
 }
 
 TEST(HostSplit, LeavesAllOnOneSideAtTheEnds) {
-  HostSplit none(0.0), all(1.0);
-  for (const int64_t numel : {int64_t{5}, 3 * kSplitNumel + 7, kSplitNumel, int64_t{1}}) {
-    EXPECT_EQ(none.on_device(numel), numel);
-    EXPECT_EQ(all.on_device(numel), 0);
-  }
+  const std::vector<int64_t> units{5, 3 * kSplitNumel + 7, kSplitNumel, 1};
+  EXPECT_EQ(split_for_host(units, 0.0), units);
+  EXPECT_EQ(split_for_host(units, 1.0), std::vector<int64_t>(4, 0));
 }
 
 }  // namespace

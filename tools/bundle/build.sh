@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Builds Deeptide from this folder alone, against the torch of $PYTHON (python3), into build/.
+# Builds Deeptide from this folder alone, against the torch of $PYTHON (python3), into build/. Arguments go to CMake;
+# TARGET builds one target alone.
 set -eu
 cd "$(dirname "$0")"
 
@@ -14,5 +15,5 @@ done
 
 cmake -S . -B build -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDEEPTIDE_UNITY=ON -DDEEPTIDE_EXAMPLES=OFF \
   -DPython3_EXECUTABLE="$PYTHON" -DCMAKE_PREFIX_PATH="$PWD/third_party/usr" "$@"
-cmake --build build -j "${JOBS:-$(nproc)}"
+cmake --build build -j "${JOBS:-$(nproc)}" ${TARGET:+--target "$TARGET"}
 echo "built: PYTHONPATH=$PWD/build/python, command $PWD/build/bin/deeptide"

@@ -1,24 +1,26 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# Runs the tests of what build.sh has built: those in C++, then, if pytest is there, those in Python (PYTEST_ARGS), and
-# on a GPU what one can prove.
+# Runs the tests of what build.sh has built: those in C++ (CTEST_ARGS), then, if pytest is there, those in Python
+# (PYTEST_ARGS, of the files PYTEST_FILES), and on a GPU what one can prove.
 set -u
 cd "$(dirname "$0")"
 
 PYTHON=${PYTHON:-python3}
 JOBS=${JOBS:-$(nproc)}
 failed=0
-ctest --test-dir build --output-on-failure -LE python -j "$JOBS" || failed=1
+# shellcheck disable=SC2086  # a list of words
+ctest --test-dir build --output-on-failure -LE python -j "$JOBS" ${CTEST_ARGS:-} || failed=1
 export PYTHONPATH="$PWD/build/python" PATH="$PWD/build/bin:$PATH"
 if ! "$PYTHON" -c 'import pytest' 2>/dev/null; then
   echo "check.sh: $PYTHON has no pytest: the tests in Python did not run"
 elif "$PYTHON" -c 'import xdist' 2>/dev/null; then
   # shellcheck disable=SC2086  # a list of words
-  "$PYTHON" -m pytest -q -n "$JOBS" --dist worksteal ${PYTEST_ARGS:-} tests/python || failed=1
+  "$PYTHON" -m pytest -q -n "$JOBS" --dist worksteal ${PYTEST_ARGS:-} ${PYTEST_FILES:-tests/python} || failed=1
 else
   # Without pytest-xdist each process takes every JOBS-th file.
-  ls tests/python/test_*.py >build/python-tests
+  # shellcheck disable=SC2086
+  ls ${PYTEST_FILES:-tests/python/*/test_*.py} >build/python-tests
   for job in $(seq "$JOBS"); do
     # shellcheck disable=SC2046,SC2086
     "$PYTHON" -m pytest -q ${PYTEST_ARGS:-} $(awk -v n="$JOBS" -v k="$job" 'NR % n == k % n' build/python-tests) \
@@ -33,8 +35,8 @@ else
   grep -hE '^[0-9]+ (passed|failed|skipped|error)|passed in' build/python-tests-*.log
 fi
 if "$PYTHON" -c 'import sys, pytest, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/test_on_accelerator.py \
-    tests/python/test_offload_on_accelerator.py tests/python/test_offload_param_on_accelerator.py \
-    tests/python/test_placement_on_accelerator.py tests/python/test_twin_flow_on_accelerator.py || failed=1
+  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/accelerator/test_on_accelerator.py \
+    tests/python/accelerator/test_offload_on_accelerator.py tests/python/accelerator/test_offload_param_on_accelerator.py \
+    tests/python/accelerator/test_placement_on_accelerator.py tests/python/accelerator/test_twin_flow_on_accelerator.py || failed=1
 fi
 exit $failed

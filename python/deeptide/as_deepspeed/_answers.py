@@ -45,6 +45,7 @@ KEYS: dict[str, tuple[str, Any]] = {
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "graph_harvesting": ("graph_harvesting", False),
     "is_deepcompile_enabled": ("compile.deepcompile", False),
+    "log_level": ("log_level", None),
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "memory_breakdown": ("memory_breakdown", False),
     "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
@@ -133,6 +134,7 @@ class EngineAnswers:
 
     if TYPE_CHECKING:
         _config: Config
+        module: torch.nn.Module
         optimizer: Any
         given_config: dict[str, Any]
         world_size: int
@@ -257,6 +259,14 @@ class EngineAnswers:
     def sparse_gradients_enabled(self) -> bool:
         """Whether gradients of embeddings travel without their zeros."""
         return bool(self.given_config.get("sparse_gradients", False))
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The weights of embeddings whose gradients travel without their zeros."""
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if not self.sparse_gradients_enabled():
+            return set()
+        return {f"{name}.weight" for name, module in self.module.named_modules() if isinstance(module, kinds)}
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Stages 2 and 3."""

@@ -25,6 +25,10 @@ def _all(module: str, *names: str) -> dict[str, Name]:
     return {name: ours(f"{module}:{name}") for name in names}
 
 
+def _monitors(*names: str) -> dict[str, Name]:
+    return {name: works(f"deeptide.monitor:{name}") for name in names}
+
+
 _BUILDER_WORDS = (
     "AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder CPUOpBuilder CUDAOpBuilder "
     "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder "
@@ -34,7 +38,30 @@ _BUILDER_WORDS = (
     "UtilsBuilder get_default_compute_capabilities "
 )
 
+_CONFIG_FUNCTIONS = (
+    "get_communication_data_type get_dataloader_drop_last get_dump_state get_gradient_accumulation_steps "
+    "get_gradient_clipping get_gradient_predivide_factor get_log_level get_memory_breakdown get_optimizer_name "
+    "get_optimizer_params get_prescale_gradients get_scheduler_name get_scheduler_params get_steps_per_print "
+    "get_train_batch_size get_train_micro_batch_size_per_gpu get_wall_clock_breakdown "
+    "get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer"
+)
+
+_SPARSE_WORDS = (
+    "BSLongformerSparsityConfig BertSparseSelfAttention BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
+    "LocalSlidingWindowSparsityConfig SparseAttentionUtils SparseSelfAttention SparsityConfig VariableSparsityConfig"
+)
+
 HELPERS: dict[str, dict[str, Name]] = {
+    "deepspeed.ops": {
+        "__compatible_ops__": ours("op_builders:COMPATIBLE"),
+        "__installed_ops__": ours("op_builders:COMPATIBLE"),
+    },
+    "deepspeed.ops.aio": _all("op_builders", "AsyncIOBuilder", "GDSBuilder"),
+    "deepspeed.ops.sparse_attention": {
+        **{name: works(f"deeptide.ops.sparse_attention:{name}") for name in _SPARSE_WORDS.split()},
+        "MatMul": absent("deeptide.ops.sparse_attention.sparse_attention attends in one call"),
+        "Softmax": absent("deeptide.ops.sparse_attention.sparse_attention attends in one call"),
+    },
     "deepspeed.ops.op_builder": _all("op_builders", *_BUILDER_WORDS.split()),
     "deepspeed.ops.op_builder.builder": _all(
         "op_builders", "OpBuilder", "CUDAOpBuilder", "TorchCPUOpBuilder", "get_default_compute_capabilities"
@@ -46,6 +73,10 @@ HELPERS: dict[str, dict[str, Name]] = {
     "deepspeed.checkpoint.constants": _all("checkpoint_constants", *_assigned("checkpoint_constants")),
     "deepspeed.elasticity": {
         "ensure_immutable_elastic_config": works("deeptide.elasticity:ensure_immutable_elastic_config")
+    },
+    "deepspeed.elasticity.config": {
+        name: works(f"deeptide.elasticity:{name}")
+        for name in ("ElasticityConfigError", "ElasticityError", "ElasticityIncompatibleWorldSize")
     },
     "deepspeed.launcher.multinode_runner": {
         name: absent(_RUNNER)
@@ -60,7 +91,62 @@ HELPERS: dict[str, dict[str, Name]] = {
         )
     },
     "deepspeed.runtime.constants": _all("runtime_constants", *_assigned("runtime_constants")),
-    "deepspeed.runtime.config": _all(
+    "deepspeed.comm": _all("collectives", "all_gather_coalesced"),
+    "deepspeed.runtime.bf16_optimizer": _all("optimizers", "BF16_Optimizer"),
+    "deepspeed.runtime.comm.coalesced_collectives": _all("collectives", "reduce_scatter_coalesced")
+    | {"all_to_all_quant_reduce": absent('gradients are not quantised here; "communication_data_type" halves them')},
+    "deepspeed.runtime.config_utils": _all(
+        "config_values", "dict_raise_error_on_duplicate_keys", "get_dict_param", "get_list_param", "get_scalar_param"
+    ),
+    "deepspeed.runtime.fp16.fused_optimizer": _all("optimizers", "FP16_Optimizer"),
+    "deepspeed.runtime.fp16.loss_scaler": _all(
+        "loss_scalers",
+        "CONSECUTIVE_HYSTERESIS",
+        "CreateLossScaler",
+        "DELAYED_SHIFT",
+        "DynamicLossScaler",
+        "INITIAL_LOSS_SCALE",
+        "LossScaler",
+        "LossScalerBase",
+        "MIN_LOSS_SCALE",
+        "SCALE_WINDOW",
+        "to_python_float",
+    ),
+    "deepspeed.runtime.fp16.unfused_optimizer": _all("optimizers", "FP16_UnfusedOptimizer"),
+    "deepspeed.runtime.lr_schedules": _all("schedule_constants", *_assigned("schedule_constants")),
+    "deepspeed.runtime.precision_config": _all(
+        "precision_config", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config"
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        name: differs(f"tiled:{name}", "backward computes each shard again; compute_params need not be named")
+        for name in ("SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute")
+    },
+    "deepspeed.runtime.zero.config": _all(
+        "zero_config", "DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"
+    ),
+    "deepspeed.runtime.swap_tensor": {
+        "MIN_SWAPPABLE_BYTES": differs("zero_config:MIN_SWAPPABLE_BYTES", "states of every size go to files here")
+    },
+    "deepspeed.runtime.zero.linear": {
+        **{
+            name: differs(f"flat:{name}", "torch's own linear, which saves no gathered weight here")
+            for name in ("LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap")
+        },
+        **_all("flat", "autocast_custom_bwd", "autocast_custom_fwd"),
+    },
+    "deepspeed.runtime.zero.leaf_module_config": _all(
+        "zero_config",
+        "DEFAULT_LEAF_MODULE_CLASSES",
+        "DEFAULT_LEAF_MODULE_NAMES",
+        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+        "DeepSpeedZeroLeafModuleConfig",
+    ),
+    "deepspeed.runtime.zero.tiling": _all(
+        "tiled", "TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"
+    ),
+    "deepspeed.utils.torch": _all("versions", "required_torch_version"),
+    "deepspeed.runtime.config": _all("config_values", *_CONFIG_FUNCTIONS.split())
+    | _all(
         "configuration",
         "ADAM_W_MODE",
         "ADAM_W_MODE_DEFAULT",
@@ -74,6 +160,7 @@ HELPERS: dict[str, dict[str, Name]] = {
     | {"ZeroOneAdam": differs("deeptide.ops.onebit:ZeroOneAdam", "ranks exchange at every step: local_step_clipper=1")},
     "deepspeed.runtime.utils": {
         **_all("norms", "CheckOverflow", "DummyOptim", "get_global_norm", "get_weight_norm", "has_inf_or_nan"),
+        **_all("norms", "clip_tensors_by_global_norm", "get_global_norm_of_tensors"),
         **_all("norms", "partition_balanced", "partition_uniform", "prefix_sum_inc"),
         **_all("helpers", "call_to_str", "empty_cache", "ensure_directory_exists", "move_to_device", "noop_decorator"),
         "clip_grad_norm_": differs(
@@ -88,35 +175,64 @@ HELPERS: dict[str, dict[str, Name]] = {
         "assert_ints_same_as_other_ranks",
         "assert_lst_len_same_as_other_ranks",
     ),
-    "deepspeed.utils": {"safe_update_full_grad_vectorized": works("deeptide.utils:safe_update_full_grad_vectorized")},
-    "deepspeed.utils.groups": _all("groups", "_get_broadcast_src_rank", "get_tensor_model_parallel_src_rank"),
+    "deepspeed.utils": {
+        "safe_update_full_grad_vectorized": works("deeptide.utils:safe_update_full_grad_vectorized"),
+        **{
+            name: differs(f"helpers:{name}", "nothing has to be marked: returns the modules and the names without one")
+            for name in ("set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix")
+        },
+    },
+    "deepspeed.utils.groups": _all(
+        "groups",
+        "_get_broadcast_src_rank",
+        "_get_zero_param_intra_parallel_group",
+        "_zero_param_parallel_is_initialized",
+        "get_tensor_model_parallel_src_rank",
+        "mesh_device",
+        "mpu",
+    ),
+    "deepspeed.utils.numa": _all("helpers", "parse_range_list"),
     "deepspeed.utils.tensor_fragment": {
         "safe_update_full_grad_vectorized": works("deeptide.utils:safe_update_full_grad_vectorized")
     },
-    "deepspeed.utils.timer": _all(
-        "timer",
-        "BACKWARD_GLOBAL_TIMER",
-        "BACKWARD_INNER_GLOBAL_TIMER",
-        "BACKWARD_INNER_MICRO_TIMER",
-        "BACKWARD_MICRO_TIMER",
-        "BACKWARD_REDUCE_GLOBAL_TIMER",
-        "BACKWARD_REDUCE_MICRO_TIMER",
-        "FORWARD_GLOBAL_TIMER",
-        "FORWARD_MICRO_TIMER",
-        "NoopTimer",
-        "STEP_GLOBAL_TIMER",
-        "STEP_MICRO_TIMER",
-        "SynchronizedWallClockTimer",
-        "ThroughputTimer",
-        "trim_mean",
-    ),
+    "deepspeed.utils.timer": {
+        name: works(f"deeptide.timers:{name}")
+        for name in (
+            "BACKWARD_GLOBAL_TIMER",
+            "BACKWARD_INNER_GLOBAL_TIMER",
+            "BACKWARD_INNER_MICRO_TIMER",
+            "BACKWARD_MICRO_TIMER",
+            "BACKWARD_REDUCE_GLOBAL_TIMER",
+            "BACKWARD_REDUCE_MICRO_TIMER",
+            "FORWARD_GLOBAL_TIMER",
+            "FORWARD_MICRO_TIMER",
+            "NoopTimer",
+            "STEP_GLOBAL_TIMER",
+            "STEP_MICRO_TIMER",
+            "SynchronizedWallClockTimer",
+            "ThroughputTimer",
+            "trim_mean",
+        )
+    },
+    "deepspeed.monitor.monitor": _monitors("Monitor", "MonitorMaster"),
+    "deepspeed.monitor.csv_monitor": _monitors("csvMonitor"),
+    "deepspeed.monitor.tensorboard": _monitors("TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": _monitors("WandbMonitor"),
+    "deepspeed.monitor.comet": _monitors("CometMonitor"),
+    "deepspeed.profiling.flops_profiler": {
+        name: works(f"deeptide.flops_profiler:{name}") for name in ("FlopsProfiler", "get_model_profile")
+    },
 }
 
 ALIASES_OF_HELPERS = {
+    "deepspeed.elasticity.elasticity": "deepspeed.elasticity",
+    "deepspeed.runtime.swap_tensor.constants": "deepspeed.runtime.swap_tensor",
+    "deepspeed.runtime.tiling": "deepspeed.runtime.zero.tiling",
     "deepspeed.ops.op_builder.async_io": "deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.cpu_adam": "deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.fused_adam": "deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.utils": "deepspeed.ops.op_builder",
+    "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "deepspeed.runtime.fp16.onebit.adam": "deepspeed.runtime.fp16.onebit",
     "deepspeed.runtime.fp16.onebit.lamb": "deepspeed.runtime.fp16.onebit",
     "deepspeed.runtime.fp16.onebit.zoadam": "deepspeed.runtime.fp16.onebit",

@@ -19,6 +19,7 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 from deeptide._log import say
+from deeptide.as_deepspeed.config_values import dict_raise_error_on_duplicate_keys
 from deeptide.config import load_config
 
 ADAM_OPTIMIZER = "adam"
@@ -104,13 +105,18 @@ def as_dict(config: Any, args: object = None) -> dict[str, Any]:
 def _parse(text: str, origin: str) -> dict[str, Any]:
     """A text of JSON, with comments where there are some, as a dictionary."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ConfigError:
+        raise
     except ValueError:
         # With comments or trailing commas. What is no JSON even without them, the core names by its line.
         try:
             value = json.loads(
-                _TRAILING.sub(lambda match: match[1] or "", _COMMENT.sub(lambda match: match[1] or " ", text))
+                _TRAILING.sub(lambda match: match[1] or "", _COMMENT.sub(lambda match: match[1] or " ", text)),
+                object_pairs_hook=dict_raise_error_on_duplicate_keys,
             )
+        except ConfigError:
+            raise
         except ValueError:
             value = Config.from_text(text, origin) and {}
     if not isinstance(value, dict):
@@ -171,6 +177,11 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             lines.append(f"{key}: dropped, a key that DeepSpeed ignores as well")
     if not torch.cuda.is_available():
         lines += _without_cpu_offload(config)
+    if isinstance(config.get("log_level"), str):
+        config["log_level"] = config["log_level"].lower()
+    params = (config.get("optimizer") or {}).get("params")
+    if isinstance(params, dict) and params.pop("comm_backend_name", None) is not None:
+        lines.append("optimizer.params.comm_backend_name: dropped: signs travel by the engine's own groups")
     checkpoint = config.get("checkpoint")
     one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     if isinstance(checkpoint, dict) and checkpoint.get("use_node_local_storage") and one_host:
@@ -201,6 +212,7 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = sizes.micro
         self.gradient_accumulation_steps = sizes.accumulation
         self.gradient_clipping = parsed.gradient_clipping
+        self.gradient_allreduce_op = str(self._param_dict.get("gradient_allreduce_op", "mean")).lower()
         self.steps_per_print = parsed.steps_per_print
         self.zero_config = parsed.zero
         self.zero_optimization_stage = parsed.zero.stage

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deeptide._C import CheckpointError
-from deeptide.as_deepspeed.weight_files import SAFETENSORS_NAMES, LazyTensor, parse_size, write
+from deeptide import checkpoint
+from deeptide._C import CheckpointReader
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.engine import DeepSpeedEngine
@@ -26,7 +25,24 @@ if __name__ == "__main__":
     main()
 """
 _SAFETENSORS = ".safetensors"
-_TYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+    "BOOL": "bool",
+}
 
 
 def write_script(save_dir: Any) -> None:
@@ -91,75 +107,48 @@ def _write(state: dict[str, torch.Tensor], path: str) -> None:
 # -- of a checkpoint ----------------------------------------------------------------------------------------------
 
 
-def _folder_of(checkpoint_dir: Any, tag: str | None) -> str:
-    directory = os.fspath(checkpoint_dir)
-    if tag is None:
-        latest = os.path.join(directory, "latest")
-        if not os.path.isfile(latest):
-            raise ValueError(f"{latest} does not exist: give the tag, or the folder that save_checkpoint was given")
-        with open(latest, encoding="utf-8") as file:
-            tag = file.read().strip()
-    folder = os.path.join(directory, tag)
-    if not os.path.isfile(os.path.join(folder, "manifest.json")):
-        raise FileNotFoundError(f"{folder} holds no checkpoint of Deeptide's: there is no manifest.json")
-    return folder
+class LazyTensor:
+    """A tensor of a checkpoint that is read by contiguous(): its shape and type are known before."""
+
+    def __init__(self, reader: CheckpointReader, name: str) -> None:
+        self._reader, self._tensor = reader, reader.find(name)
+        saved = getattr(torch, _TYPES[self._tensor.dtype])
+        trained = self._tensor.role in ("master", "param") and saved.is_floating_point
+        self.shape, self.dtype = torch.Size(self._tensor.shape), torch.float32 if trained else saved
+
+    def contiguous(self) -> torch.Tensor:
+        """The tensor, read now, in memory of its own."""
+        return self._reader.read(self._tensor).to(self.dtype)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As a tensor's."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Bytes of one."""
+        return self.dtype.itemsize
 
 
-def _read_tensor(folder: str, entry: dict[str, Any]) -> torch.Tensor:
-    """One tensor out of its pieces: boxes of it, or, where an offset stands alone, runs of its elements in order."""
-    dtype = _TYPES[entry["dtype"]]
-    shape = entry["shape"]
-    whole = torch.empty(shape, dtype=dtype)
-    for piece in entry["pieces"]:
-        offsets, sizes = piece["offsets"], piece["sizes"]
-        count = 1
-        for size in sizes:
-            count *= size
-        values = torch.from_file(
-            os.path.join(folder, piece["file"]), size=_bytes_needed(piece["offset"], count, dtype), dtype=torch.uint8
-        )[piece["offset"] :].clone()
-        part = values.view(dtype).reshape(sizes)
-        if len(sizes) == len(shape) and len(shape) > 1:
-            whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = part
-        else:
-            whole.view(-1)[offsets[0] : offsets[0] + sizes[0]] = part
-    return whole
+def _open(checkpoint_dir: Any, tag: str | None) -> CheckpointReader:
+    folder = os.fspath(checkpoint_dir)
+    if tag is None and not os.path.isfile(os.path.join(folder, "latest")):
+        raise ValueError(f"{folder}/latest does not exist: give the tag, or the folder that save_checkpoint was given")
+    if tag is not None and not os.path.isfile(os.path.join(folder, tag, "manifest.json")):
+        raise FileNotFoundError(f"{folder}/{tag} holds no checkpoint of Deeptide's: there is no manifest.json")
+    return CheckpointReader(folder, tag or "")
 
 
-def _bytes_needed(offset: int, count: int, dtype: torch.dtype) -> int:
-    return offset + count * dtype.itemsize
-
-
-def _entries(folder: str) -> list[dict[str, Any]]:
-    with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as file:
-        manifest = json.load(file)
-    if manifest.get("version") != 2:
-        raise CheckpointError(
-            f"{folder}: version {manifest.get('version')} of the format, expected 2; load it in an engine and save anew"
-        )
-    tensors: list[dict[str, Any]] = manifest["tensors"]
-    return tensors
-
-
-def _lazy(folder: str, entry: dict[str, Any]) -> LazyTensor:
-    """Weights of any floating type become fp32; buffers stay."""
-    dtype = _TYPES[entry["dtype"]]
-    kind = torch.float32 if entry["role"] != "buffer" and dtype.is_floating_point else dtype
-    return LazyTensor(entry["shape"], kind, lambda: _read_tensor(folder, entry).to(kind))
-
-
-def _lazy_state(checkpoint_dir: Any, tag: str | None, exclude_frozen: bool) -> dict[str, LazyTensor]:
-    folder = _folder_of(checkpoint_dir, tag)
-    masters: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    for entry in _entries(folder):
-        if entry["role"] == "master":
-            masters[entry["name"]] = entry
-        elif entry["role"] == "param" or (entry["role"] == "buffer" and not entry.get("coordinates")):
-            others.setdefault(entry["name"], entry)
-    if exclude_frozen:  # a frozen parameter has no master
-        others = {name: entry for name, entry in others.items() if entry["role"] != "param"}
-    return {name: _lazy(folder, entry) for name, entry in {**others, **masters}.items()}
+def _names(reader: CheckpointReader, exclude_frozen: bool) -> list[str]:
+    """Weights, and buffers of the first rank; a parameter without a master is frozen."""
+    roles: dict[str, set[str]] = {}
+    for tensor in reader.tensors:
+        roles.setdefault(tensor.name, set()).add(tensor.role)
+    wanted = {"master", "buffer"} if exclude_frozen else {"master", "param", "buffer"}
+    return [name for name, found in roles.items() if found & wanted]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -170,7 +159,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     With lazy_mode the values are read one by one, each by its contiguous(). A tied parameter has its first name only.
     Errors: ValueError without `latest` and tag, FileNotFoundError.
     """
-    state = _lazy_state(checkpoint_dir, tag, exclude_frozen_parameters)
+    reader = _open(checkpoint_dir, tag)
+    state = {name: LazyTensor(reader, name) for name in _names(reader, exclude_frozen_parameters)}
     return dict(state) if lazy_mode else {name: tensor.contiguous() for name, tensor in state.items()}
 
 
@@ -193,11 +183,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes a checkpoint's whole fp32 weights into `output_dir`: files of at most `max_shard_size`, with an index.
 
-    One file where all fit, or with None. Memory: one tensor as safetensors, else one file. Errors: ValueError.
+    One file where all fit, or with None. Memory: some 32 MiB. Errors: ConfigError, which is a ValueError.
     """
-    most = None if max_shard_size is None else parse_size(max_shard_size)
-    state = _lazy_state(checkpoint_dir, tag, exclude_frozen_parameters)
-    write(state, os.fspath(output_dir), most, safe_serialization)
+    checkpoint.export(
+        _open(checkpoint_dir, tag),
+        output_dir,
+        "safetensors" if safe_serialization else "state_dict",
+        dtype="fp32",
+        max_shard_size=max_shard_size,
+        exclude_frozen=exclude_frozen_parameters,
+    )
 
 
 def main() -> None:

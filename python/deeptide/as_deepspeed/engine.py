@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._model import whole_afterwards
 from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
 from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
+from deeptide.as_deepspeed.batch_size import BatchSizeMethods
 from deeptide.as_deepspeed.names import ENGINE
 from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param, mark_model
+from deeptide.data import DataLoader
 from deeptide.engine import Engine
 
 
-class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
+class NoSyncError(ConfigError, AssertionError):
+    """A misuse of no_sync, for which DeepSpeed raises AssertionError."""
+
+
+class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
     """What deepspeed.initialize returns: `module` is the model, `config` the dictionary that was given."""
 
     given_config: dict[str, Any]
@@ -81,14 +88,76 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
             if name not in ("allreduce_gradients", "release_loss"):
                 raise TypeError(f"backward() got an unexpected keyword argument '{name}'")
         self._clean = False
-        return super().backward(loss, retain_graph, scale_wrt_gas)
+        if self._accumulation is None or not isinstance(loss, torch.Tensor):
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+        super().backward(self._scaled_loss(loss), retain_graph, scale_wrt_gas)
+        return loss.detach() / self._accumulation if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
-        """Ends the micro-batch; at an accumulation boundary steps."""
+        """Ends the micro-batch; at an accumulation boundary steps. Errors: NoSyncError inside no_sync."""
+        if self._in_no_sync:
+            raise NoSyncError("step() inside no_sync: leave the context first, then call backward() and step()")
+        self._check_scaled()
         at_boundary = self.is_gradient_accumulation_boundary()
         outcome = super().step(lr_kwargs)
+        self._end_micro_batch(at_boundary)
         self._clean = at_boundary
         return outcome
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward() reduces nothing over the ranks. Stages 0 and 1. Errors: NoSyncError."""
+        if self.zero_optimization_stage() >= 2:
+            raise NoSyncError(
+                f"the no_sync context manager is incompatible with ZeRO stage {self.zero_optimization_stage()}, which "
+                "shards the gradients; use stage 0 or 1"
+            )
+        if self._in_no_sync:
+            raise NoSyncError("no_sync context manager reentry is unsupported; leave the outer one first")
+        with super().no_sync():
+            yield
+        if not self._core.closed:
+            self._tell_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """True or False overrides the counter until None gives it back."""
+        super().set_gradient_accumulation_boundary(is_boundary)
+        self._tell_boundary()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """This rank's batches of a dataset, as initialize makes them of training_data; in order but for "train".
+
+        A dataset without a length, and one with a sampler, go to torch's DataLoader: each rank takes what they give.
+        """
+        size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+        more: dict[str, Any] = {
+            "pin_memory": pin_memory and torch.cuda.is_available(),
+            "num_workers": num_local_io_workers or 0,
+        }
+        drop_last = self.dataloader_drop_last()
+        if data_sampler is not None or isinstance(dataset, torch.utils.data.IterableDataset):
+            return torch.utils.data.DataLoader(
+                dataset, size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last, **more
+            )
+        return DataLoader(
+            dataset,
+            size,
+            collate_fn,
+            drop_last,
+            self._config.runtime.seed,
+            self.world,
+            route == "train",
+            **more,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops accumulated gradients. Right after a step there are none, and no rank has to hear of it."""
@@ -124,6 +193,8 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
+        contents: str | None = None,
         *,
         client_sd: dict[str, Any] | None = None,
     ) -> str:
@@ -139,7 +210,7 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
         if self.global_rank == 0 and save_dir:
             consolidate.write_script(save_dir)  # before the collectives: afterwards it is there for every rank
         state = _client_state.packed(client_state)
-        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters, blocking, contents)
 
     def load_checkpoint(
         self,
@@ -235,21 +306,3 @@ class DeepSpeedEngine(EngineAnswers, Engine, torch.nn.Module):  # type: ignore[m
             if is_zero_param(parameter):
                 for name in ("ds_id", "ds_numel", "ds_shape", "ds_status", "ds_active_sub_modules", "partition_numel"):
                     parameter.__dict__.pop(name, None)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the accumulation steps so that a step has so many samples."""
-        sizes = self.get_batch_info()
-        if train_batch_size == sizes[0]:
-            return
-        raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): the batch is {sizes[0]} = {sizes[1]} x {sizes[2]} x "
-            f"{self.world_size} ranks, and stays so; use set_gradient_accumulation_boundary() for windows of your own"
-        )
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Only samples are counted by it, so another size is an error."""
-        if micro_batch_size != self.train_micro_batch_size_per_gpu():
-            raise ConfigError(
-                f"set_train_micro_batch_size({micro_batch_size}): it is {self.train_micro_batch_size_per_gpu()}; "
-                "batches may have any size in fact, and only the count of samples follows the configuration"
-            )

@@ -42,11 +42,18 @@ def get_model_parallel_group() -> None:
     """None: there is no such group, as in DeepSpeed without one."""
 
 
+def _zero_param_parallel_is_initialized() -> bool:
+    """False: there is no group of hierarchical sharding."""
+    return False
+
+
 def _get_broadcast_src_rank() -> int:
     """0: all ranks take its values."""
     return 0
 
 
+mpu = mesh_device = None  # as in DeepSpeed before anything sets them
+_get_zero_param_intra_parallel_group = get_model_parallel_group
 _clone_world_group = _get_data_parallel_group = get_data_parallel_group
 _get_sequence_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size

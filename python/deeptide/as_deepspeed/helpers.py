@@ -101,9 +101,50 @@ def recursive_setattr(model: torch.nn.Module, module_name: str, module: Any) -> 
     setattr(functools.reduce(getattr, path, model), last, module)
 
 
+def parse_range_list(range_str: str) -> list[int]:
+    """Numbers of a text: [0, 1, 2, 5] of "0-2,5". Errors: ValueError unless the numbers grow."""
+    numbers: list[int] = []
+    for part in range_str.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+        if last and int(last) < int(first):
+            raise ValueError(f"{range_str!r}: {part!r} ends before it begins")
+    if sorted(set(numbers)) != numbers:
+        raise ValueError(f"{range_str!r}: numbers must grow and stand once each")
+    return numbers
+
+
 def is_moe_param(param: torch.Tensor) -> bool:
     """Whether ranks hold different ones: none do."""
     return False
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether a group is marked as one of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = None
+) -> list[dict[str, Any]]:
+    """The groups as a list: no parameter is an expert's, so none is split."""
+    if not isinstance(param_groups, (dict, list, tuple)):
+        raise ValueError(f"param_groups: got {type(param_groups).__name__}, expected a dict, a list or a tuple of them")
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Parameters as one group, or the groups as they are."""
+    if model_parameters and isinstance(model_parameters[0], dict):
+        return list(model_parameters)
+    return [{"params": list(model_parameters), "name": "dense-params"}]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[torch.nn.Parameter],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(the gradients that there are, in fp32; those of experts: none)."""
+    return [parameter.grad.float() for parameter in group if parameter.grad is not None], []
 
 
 def has_moe_layers(module: torch.nn.Module) -> tuple[bool, int]:
@@ -124,8 +165,13 @@ def _matching(model: torch.nn.Module, leaves: Iterable[Any]) -> list[torch.nn.Mo
     return [
         module
         for module in model.modules()
-        if any(leaf == type(module).__name__ if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaves)
+        if any(leaf in _names(module) if isinstance(leaf, str) else isinstance(module, leaf) for leaf in leaves)
     ]
+
+
+def _names(module: torch.nn.Module) -> tuple[str, str]:
+    kind = type(module)
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def set_z3_leaf_modules(
@@ -139,6 +185,37 @@ def set_z3_leaf_modules(
         module.__dict__["_z3_leaf"] = True
     _say_leaves()
     return found
+
+
+def _set_named(
+    model: torch.nn.Module, names: Iterable[str], flag: bool, must: bool, matches: Callable[[str, str], bool]
+) -> tuple[list[torch.nn.Module], list[str]]:
+    """Marks the modules whose names match; returns them and the names that match none."""
+    found: dict[torch.nn.Module, None] = {}
+    missing = []
+    for wanted in names:
+        here = [module for name, module in model.named_modules() if matches(name, wanted)]
+        found.update(dict.fromkeys(here))
+        missing += [] if here else [wanted]
+    if missing and must:
+        raise ValueError(f"no modules of these names in {type(model).__name__}: {missing}")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return list(found), missing
+
+
+def set_z3_leaf_modules_by_name(
+    model: torch.nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[torch.nn.Module], list[str]]:
+    """By names of named_modules(); returns the modules and the names that are none. Errors: ValueError for those."""
+    return _set_named(model, module_names, flag, raise_if_not_found, str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: torch.nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[torch.nn.Module], list[str]]:
+    """By the ends of names of named_modules(); else as set_z3_leaf_modules_by_name."""
+    return _set_named(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
 def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[Any]) -> list[torch.nn.Module]:

@@ -21,6 +21,8 @@ from deeptide._model import check_model, parameter_names
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.configuration import read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.as_deepspeed.logging import set_log_level_from_string
+from deeptide.as_deepspeed.loss_scalers import EngineLossScale
 from deeptide.as_deepspeed.parameters import OffloadStandIn, mark_model
 
 # The engines without an optimizer, by their model: one that trains may take their place.
@@ -57,6 +59,10 @@ def init_distributed(
     if not dist.is_initialized():
         backend = dist_backend or ("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+class NoModelError(ConfigError, AssertionError):
+    """initialize without a model, for which DeepSpeed raises AssertionError."""
 
 
 def _place(model: torch.nn.Module) -> None:
@@ -100,8 +106,12 @@ def initialize(
         raise NotSupportedError(
             "initialize(mpu=…, mesh_param=…): there is no tensor or pipeline parallelism yet; leave them out"
         )
+    if model is None:
+        raise NoModelError("deepspeed.initialize requires a model: got None, expected a torch.nn.Module")
     model = check_model(model)
     given, parsed = read_config(config if config is not None else config_params, args)
+    if given.get("log_level"):
+        set_log_level_from_string(given["log_level"])
     init_distributed(distributed_port=distributed_port)
     previous = _idle.pop(id(model), None)
     if previous is not None:
@@ -122,7 +132,10 @@ def initialize(
 
 
 def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
-    """What libraries look for at stage 3, and an optimizer's stand-in where there is none."""
+    """What libraries look for in fp16 and at stage 3, and an optimizer's stand-in where there is none."""
+    if engine.optimizer is not None and engine.fp16_enabled():
+        scale = engine.optimizer.loss_scaler = engine.optimizer.loss_scale_config = EngineLossScale(engine)
+        engine.optimizer.dynamic_loss_scale = scale.dynamic
     if engine.zero_optimization_stage() != 3:
         return
     mark_model(model, engine.world_size)

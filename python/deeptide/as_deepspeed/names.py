@@ -17,10 +17,7 @@ _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing fo
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _COMPRESSION = "there is no compression; quantise with torch.ao or peft"
 _OPS = "no operator is compiled here; the engine's kernels are built in"
-_PROFILER = "there is no profiler; use torch.profiler"
-_DATA = "there is no curriculum of data yet; order the data set yourself"
 _ZENFLOW = "ZenFlow is not here yet"
-_LONG = "ulysses and tiled layers are not here; use gradient checkpointing for long sequences"
 _HYBRID = "there is no hybrid engine; engine.module.generate() works between steps"
 
 _STATE_FUNCTIONS = {
@@ -167,8 +164,8 @@ _ZERO = {
         "parameters:unwrap_model_for_generation", "yields the model: generate() works"
     ),
     "DeepSpeedZeRoOffload": absent("parameters are sharded by initialize; use zero.Init and deepspeed.initialize"),
-    "TiledLinear": absent(_LONG),
-    "TiledLinearReturnBias": absent(_LONG),
+    "TiledLinear": ours("tiled:TiledLinear"),
+    "TiledLinearReturnBias": ours("tiled:TiledLinearReturnBias"),
 }
 
 _ESTIMATES = {
@@ -285,8 +282,10 @@ MODULES: dict[str, dict[str, Name]] = {
         **{name: torchs(f"distributed:{name}") for name in _COMM},
         **{name: works(f"deeptide.comm:{name}") for name in _COMM_OURS},
         "init_distributed": _TOP["init_distributed"],
-        "log_summary": absent("`deeptide bench comm` measures collectives; the flight log names them"),
-        "configure": absent("there is no log of collectives; `deeptide bench comm` measures them"),
+        "log_summary": differs("deeptide.comm:log_summary", "of the engines' collectives, not of the program's own"),
+        "configure": differs(
+            "deeptide.comm:configure", 'says so: the section "comms_logger" of the configuration does'
+        ),
     },
     "deepspeed.compression.helper": {
         "recursive_getattr": _UTILS["recursive_getattr"],
@@ -319,8 +318,15 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.moe.utils": {
         "is_moe_param": ours("helpers:is_moe_param"),
         "has_moe_layers": ours("helpers:has_moe_layers"),
-        "split_params_into_different_moe_groups_for_optimizer": absent(_MOE),
-        "split_params_grads_into_shared_and_expert_params": absent(_MOE),
+        **{
+            name: differs(f"helpers:{name}", "no parameter is an expert's")
+            for name in (
+                "configure_moe_param_groups",
+                "is_moe_param_group",
+                "split_params_grads_into_shared_and_expert_params",
+                "split_params_into_different_moe_groups_for_optimizer",
+            )
+        },
     },
     "deepspeed.ops": {},
     **{f"deepspeed.ops.{name}": entries for name, entries in _OPTIMIZERS.items()},
@@ -402,15 +408,18 @@ MODULES: dict[str, dict[str, Name]] = {
         "zero_wrapper_for_fp_tensor_constructor": differs(
             "parameters:unchanged_constructor", "returns the constructor"
         ),
-        "_orig_torch_arange": torchs(":arange"),
+        **{
+            f"_orig_torch_{name}": torchs(f":{name}")
+            for name in ("arange", "empty", "eye", "full", "ones", "randn", "tensor", "zeros")
+        },
     },
     "deepspeed.runtime.zero.stage3": {
-        "DeepSpeedZeroOptimizer_Stage3": ours("optimizers:ZeROOptimizer"),
+        "DeepSpeedZeroOptimizer_Stage3": ours("optimizers:DeepSpeedZeroOptimizer_Stage3"),
         "unwrap_model_for_generation": _ZERO["unwrap_model_for_generation"],
         **_ESTIMATES[3],
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "DeepSpeedZeroOptimizer": ours("optimizers:ZeROOptimizer"),
+        "DeepSpeedZeroOptimizer": ours("optimizers:DeepSpeedZeroOptimizer"),
         **_ESTIMATES[2],
     },
     "deepspeed.runtime.zero.utils": {
@@ -452,13 +461,5 @@ ENGINE: dict[str, str] = {
     "allreduce_gradients": "gradients are reduced by engine.step()",
     "register_compile_pass": "there is no DeepCompile; engine.compile() compiles the model",
     "get_sequence_parallel_group": _SEQUENCE,
-    "set_data_post_process_func": _DATA,
-    "set_custom_curriculum_learning_schedule": _DATA,
-    "flops_profiler": _PROFILER,
-    "monitor": "there are no monitors yet; write engine.get_lr() and the like",
-    "timers": "time the loop by deepspeed.utils.timer.SynchronizedWallClockTimer",
-    "train_batch": "a pipeline engine's; call forward, backward and step",
-    "eval_batch": "a pipeline engine's; call the engine under torch.no_grad()",
-    "deepspeed_io": "give training_data to initialize, or use torch's DataLoader",
     "save_fp16_model": "its present name is save_16bit_model",
 }

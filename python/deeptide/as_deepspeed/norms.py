@@ -62,6 +62,33 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
 
 
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: object = None, moe_ep_group: object = None
+) -> torch.Tensor:
+    """The norm of all tensors together, as a float32 tensor of shape (); -1 where it is not finite."""
+    if mpu is not None or moe_ep_group is not None:
+        raise NotSupportedError("mpu, moe_ep_group: there is no model or expert parallelism yet; leave them out")
+    total = _total(list(input_tensors), norm_type)
+    return torch.where(torch.isfinite(total), total, total.new_tensor(-1.0))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[torch.Tensor],
+    max_norm: float = 1.0,
+    global_norm: Any = None,
+    mpu: object = None,
+    eps: float = 1e-6,
+) -> Any:
+    """Scales tensors in place to a norm of at most `max_norm`; returns the norm before, or the one that was given."""
+    if global_norm is None:
+        global_norm = get_global_norm_of_tensors(input_tensors, mpu=mpu)
+    factor = max_norm / (global_norm + eps)
+    if factor < 1:
+        for tensor in input_tensors:
+            tensor.detach().mul_(factor)
+    return global_norm
+
+
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     """Whether an element is not finite, as a tensor of shape ()."""
     return ~torch.isfinite(x.float()).all()

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import ModuleType
 from typing import Any, ClassVar
 
 from deeptide.as_deepspeed import NotSupportedError
 
-# What stands for DeepSpeed's extension: a module, or none.
+# The module that stands for each of DeepSpeed's extensions, or none.
 _MODULES = {
     "CPUAdagradBuilder": "deeptide.ops.adagrad",
     "CPUAdamBuilder": "deeptide.ops.adam",
@@ -88,21 +89,45 @@ class OpBuilder:
         """As load: nothing is compiled."""
         return self.load(verbose)
 
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch is a ROCm build."""
+        import torch
+
+        return torch.version.hip is not None
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """ROCm's, of torch; (0, 0) for another build."""
+        import torch
+
+        version = str(torch.version.hip or "0.0").split(".")
+        return int(version[0]), int(version[1])
+
     def builder(self) -> None:
         """Errors: NotSupportedError: there are no sources."""
         raise NotSupportedError(f"{self._class}().builder(): no operator is compiled here; kernels are built in")
 
 
+_NAMED = {
+    "DeepCompile": "dc",
+    "Inference": "transformer_inference",
+    "InferenceCore": "inference_core_ops",
+    "InferenceCutlass": "cutlass_ops",
+    "RaggedOps": "ragged_device_ops",
+    "RaggedUtils": "ragged_ops",
+}
+
+
 def _made(name: str) -> type[OpBuilder]:
     short = name.removesuffix("Builder")
-    snake = "".join(
-        "_" + c.lower() if c.isupper() and i and not short[i - 1].isupper() else c.lower() for i, c in enumerate(short)
-    )
+    snake = _NAMED.get(short) or re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", short).lower()
     return type(name, (OpBuilder,), {"NAME": snake, "BUILD_VAR": f"DS_BUILD_{snake.upper()}", "__module__": __name__})
 
 
 globals().update({name: _made(name) for name in NAMES})
 ALL_OPS = {builder.NAME: builder for builder in (globals()[name] for name in NAMES)}
+COMPATIBLE = {name: builder().is_compatible() for name, builder in ALL_OPS.items()}
 CUDAOpBuilder = CPUOpBuilder = TorchCPUOpBuilder = OpBuilder
 
 

@@ -12,17 +12,43 @@ from typing import Any
 
 import torch
 
+from deeptide.schedule import ConfigSchedule
+
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
-def _per_group(value: Any, count: int) -> list[float]:
+def _per_group(value: Any, count: int, name: str) -> list[float]:
     values = list(value) if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:
-        raise ValueError(f"got {len(values)} learning rates, expected one per param group: {count}")
+        raise ValueError(f"{name}: got {len(values)} values, expected one per param group: {count}")
     return values
 
 
-class _Schedule:
+def _steps(value: Any, name: str) -> int:
+    """The value. Errors: ValueError unless it is a positive integer."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
+    return value
+
+
+def _write_rate(group: dict[str, Any], rate: float) -> None:
+    """Into the tensor that a program gave as lr, if it did: it may hold on to it."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+class _Kind(type):
+    """Of the classes: the configuration's schedule, which the core runs, is an instance of the one it names."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (
+            isinstance(instance, ConfigSchedule) and instance.name == cls.__name__
+        )
+
+
+class _Schedule(metaclass=_Kind):
     """Counts iterations from -1 and writes each group's lr."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -34,7 +60,7 @@ class _Schedule:
 
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            _write_rate(group, rate)
         self._last_lr = rates
 
     def get_lr(self) -> list[float]:
@@ -64,24 +90,23 @@ class _Schedule:
 
 
 class WarmupLR(_Schedule):
-    """Rises from warmup_min_lr to warmup_max_lr, then stays."""
+    """Rises from warmup_min_lr to warmup_max_lr, without it to each group's own lr, then stays."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         warmup_min_lr: Any = 0.0,
-        warmup_max_lr: Any = 0.001,
+        warmup_max_lr: Any = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        if warmup_num_steps < 1:
-            raise ValueError(f"warmup_num_steps: got {warmup_num_steps}, expected at least 1")
         count = len(optimizer.param_groups)
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
-        self.min_lrs, self.max_lrs = _per_group(warmup_min_lr, count), _per_group(warmup_max_lr, count)
-        self.warmup_num_steps = max(2, warmup_num_steps)
+            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
+        self.min_lrs = _per_group(warmup_min_lr, count, "warmup_min_lr")
+        self.max_lrs = _per_group(warmup_max_lr, count, "warmup_max_lr")
+        self.warmup_num_steps = max(2, _steps(warmup_num_steps, "warmup_num_steps"))
         self.warmup_type = warmup_type if warmup_type in ("log", "linear") else "log"
         super().__init__(optimizer, last_batch_iteration)
 
@@ -142,9 +167,9 @@ class WarmupCosineLR(_Schedule):
     ) -> None:
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_num_steps = max(2, _steps(warmup_num_steps, "warmup_num_steps"))
         self.warmup_type = warmup_type if warmup_type in ("log", "linear") else "log"
-        self.org_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
@@ -177,8 +202,9 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.min_lr = _per_group(lr_range_test_min_lr, len(optimizer.param_groups))
-        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.min_lr = _per_group(lr_range_test_min_lr, len(optimizer.param_groups), "lr_range_test_min_lr")
+        self.step_size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
@@ -191,13 +217,16 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up, down, then a slow decay; with Adam the first beta goes against it."""
+    """Up, down, then a slow decay; with Adam the first beta goes against it. Rates and momenta: one, or one per group.
+
+    Errors: ValueError for a first half without a step, or a list of another length than the groups'.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: Any,
+        cycle_max_lr: Any,
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -205,46 +234,64 @@ class OneCycle(_Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: Any = 0.8,
+        cycle_max_mom: Any = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self.rates, self.momenta = (cycle_min_lr, cycle_max_lr), (cycle_min_mom, cycle_max_mom)
-        self.decays, self.decay_step_size = (decay_lr_rate, decay_mom_rate), decay_step_size
-        self.first = cycle_first_step_size
-        self.second = self.first if cycle_second_step_size is None else cycle_second_step_size
-        self.first_stairs = cycle_first_stair_count
-        self.second_stairs = self.first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.cycle_momentum = cycle_momentum
+        first = self.first_step_size = cycle_first_step_size
+        second = self.second_step_size = first if cycle_second_step_size is None else cycle_second_step_size
+        if first <= 0 or second < 0:
+            raise ValueError(
+                f"cycle_first_step_size, cycle_second_step_size: got {first} and {second}, expected a first half of at "
+                "least one step and a second of none or more"
+            )
+        self.total_size, self.step_ratio = first + second, first / (first + second)
+        count = len(optimizer.param_groups)
+        self.min_lrs = _per_group(cycle_min_lr, count, "cycle_min_lr")
+        self.max_lrs = _per_group(cycle_max_lr, count, "cycle_max_lr")
+        self._least = _per_group(cycle_min_mom, count, "cycle_min_mom")
+        self._most = _per_group(cycle_max_mom, count, "cycle_max_mom")
+        self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = decay_lr_rate, decay_mom_rate, decay_step_size
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = (
+            self.first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        )
+        self.cycle_momentum = cycle_momentum and any("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
     def _scale(self, batch: float) -> float:
-        rising = batch <= self.first
-        scale = batch / self.first if rising else (self.first + self.second - batch) / self.second
-        stairs = self.first_stairs if rising else self.second_stairs
+        rising = batch <= self.first_step_size
+        scale = batch / self.first_step_size if rising else (self.total_size - batch) / self.second_step_size
+        stairs = self.first_stair_count if rising else self.second_stair_count
         return math.floor(scale * stairs) / stairs if stairs > 0 else scale
 
-    def _at(self) -> tuple[float, float]:
-        """(rate, momentum) at this iteration."""
+    def _at(self, low: float, high: float, least: float, most: float) -> tuple[float, float]:
+        """(rate, momentum) of a group at this iteration."""
         batch = self.last_batch_iteration + 1
-        (low, high), (least, most) = self.rates, self.momenta
         if self.last_batch_iteration < 0:
             return low, least
-        if batch < self.first + self.second:
+        if batch < self.total_size:
             scale = self._scale(batch)
             return low + (high - low) * scale, most - (most - least) * scale
         if self.decay_step_size <= 0:
             return low, most
-        interval = (batch - self.first - self.second) / self.decay_step_size
-        return low / (1 + self.decays[0] * interval), most * (1 + self.decays[1] * interval)
+        interval = (batch - self.total_size) / self.decay_step_size
+        return low / (1 + self.decay_lr_rate * interval), most * (1 + self.decay_mom_rate * interval)
+
+    def _all(self) -> list[tuple[float, float]]:
+        return [self._at(*of_group) for of_group in zip(self.min_lrs, self.max_lrs, self._least, self._most)]
 
     def get_lr(self) -> list[float]:
         """Each group's rate."""
-        return [self._at()[0]] * len(self.optimizer.param_groups)
+        return [rate for rate, _ in self._all()]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Each group's betas; None where momentum does not follow the cycle."""
+        return [(momentum, 0.99) for _, momentum in self._all()] if self.cycle_momentum else None
 
     def _write(self, rates: list[float]) -> None:
         super()._write(rates)
-        for group in self.optimizer.param_groups if self.cycle_momentum else ():
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or ()):
             if "betas" in group:
-                group["betas"] = (self._at()[1], 0.99)
+                group["betas"] = betas

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,4 +79,12 @@ def install(options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         wheel = build(Path(folder))
         words = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", *options]
-        return subprocess.run([*words, str(wheel)], check=False).returncode
+        return subprocess.run([*words, str(wheel)], env=_without_interface(), check=False).returncode
+
+
+def _without_interface() -> dict[str, str]:
+    """This environment, where pip takes the metadata that we hold for no package: it would replace and delete it."""
+    variables = {name: value for name, value in os.environ.items() if name != "DEEPTIDE_AS_DEEPSPEED"}
+    folders = variables.pop("PYTHONPATH", "").split(os.pathsep)
+    kept = os.pathsep.join(folder for folder in folders if folder and folder != SITE)
+    return {**variables, "PYTHONPATH": kept} if kept else variables

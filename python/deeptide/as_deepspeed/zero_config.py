@@ -11,6 +11,13 @@ from deeptide._C import ConfigError
 from deeptide.as_deepspeed.configuration import OffloadDeviceEnum, ZeroStageEnum
 
 _BILLION = 1_000_000_000
+MIN_SWAPPABLE_BYTES = 1 << 20
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{name}.modeling_{name}.{block}SparseMoeBlock"
+    for name, block in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class DeepSpeedConfigModel:
@@ -94,6 +101,22 @@ class DeepSpeedZeroOffloadOptimizerConfig(_OffloadConfig):
         return bool(self.pipeline_read or self.pipeline_write)  # type: ignore[attr-defined]
 
 
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """The section "leaf_module"; a run needs none of it, since ranks may take different branches."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "classes": DEFAULT_LEAF_MODULE_CLASSES,
+        "names": DEFAULT_LEAF_MODULE_NAMES,
+        "name_suffixes": DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
+    }
+
+    def __init__(self, strict: bool = False, **given: Any) -> None:
+        super().__init__(strict, **given)
+        for key in self.DEFAULTS:
+            value = getattr(self, key)
+            setattr(self, key, list(dict.fromkeys([value] if isinstance(value, str) else map(str, value))))
+
+
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """The section "zero_optimization"; what a run does with each key, docs/config.md says."""
 
@@ -168,6 +191,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
                 values[name] = {"device": "cpu"}
             if isinstance(values[name], dict):
                 values[name] = kind(**values[name])
+        if not isinstance(values["leaf_module"], DeepSpeedZeroLeafModuleConfig):
+            values["leaf_module"] = DeepSpeedZeroLeafModuleConfig(**(values["leaf_module"] or {}))
         if values["overlap_comm"] is None:
             values["overlap_comm"] = self.stage == ZeroStageEnum.weights
         if values["stage3_gather_fp16_weights_on_model_save"]:  # its older name

@@ -55,7 +55,7 @@ std::string off_values(const Key& key) {
   return "set it to " + shown_value(key.fallback) + " or remove it";
 }
 
-/// What to do with a class of torch's that this table does not have; empty for other words.
+/// Returns the cure for a class of torch's that this table lacks; empty for other words.
 std::string way_of_torchs(const Key& key, const std::string& word) {
   static const std::set<std::string> optimizers = {"Adadelta", "Adafactor", "Adamax", "ASGD",
                                                    "NAdam",    "RAdam",     "Rprop"};

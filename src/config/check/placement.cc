@@ -110,7 +110,7 @@ MemoryShare solve(const Shares& shares) {
   return memory;
 }
 
-/// What an accelerator has of it.
+/// Returns an accelerator's part.
 MemoryShare solve_device(const Shares& shares) {
   if (!shares.device) return {0.0, 0};
   if (!shares.device->rest) return {shares.device->fraction, shares.device->bytes};

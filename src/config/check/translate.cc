@@ -31,6 +31,9 @@ bool clips_here(const Values& values) {
   const std::string stage = to_text(values.value("zero_optimization.stage"));
   return (stage == "1" || stage == "2") && values.number("gradient_clipping") > 0;
 }
+bool clips_when_sharded(const Values& values) {
+  return to_text(values.value("zero_optimization.stage")) != "0" && values.number("gradient_clipping") > 0;
+}
 bool decays_as_torch(const Values& values) {
   return asks(values, kTorchAdam) && !is_given(values, kDecay) && values.word("optimizer.type") != "Adagrad" &&
          values.flag("optimizer.params.adam_w_mode");
@@ -74,6 +77,12 @@ void note_translations(const Values& values, std::vector<std::string>& decisions
     note("gradient_clipping",
          "clips gradients; DeepSpeed's stages 1 and 2 clip Muon's updates, so a rate that was tuned "
          "there moves more here");
+  }
+  if (scales_as_torch(values) && clips_when_sharded(values)) {
+    note(
+        "gradient_clipping",
+        "clips unscaled gradients; under torch_autocast in float16 DeepSpeed's stages 1 to 3 clip them before they are "
+        "unscaled, so that far less is left of them");
   }
   if (asks_for_optimizer(values)) note(kOffload, "true means offload_optimizer {\"device\": \"cpu\"}");
   if (asks_for_parameters(values)) note(kOffloadParam, "true means offload_param {\"device\": \"cpu\"}");

@@ -24,7 +24,7 @@ struct Position {
   }
 };
 
-/// What is checked of the keys of a section: all, all but their status, or their names alone.
+/// The depth of a check of a section's keys: everything, all but their status, or their names alone.
 enum class Check : uint8_t { all, types, names };
 
 /// JSON has no comments, so people write them as keys; editors find a text's schema under "$schema".

@@ -37,7 +37,7 @@ class Values {
   double number(const std::string& path) const { return value(path).number; }
   /// The word, or a choice in the table's spelling; empty when absent.
   std::string word(const std::string& path) const;
-  /// As `word`, but of several spellings of one choice the first; empty when absent.
+  /// Does as `word`, but returns the first of several spellings of one choice; empty when absent.
   std::string usual_word(const std::string& path) const;
   std::optional<int64_t> maybe_integer(const std::string& path) const;
 

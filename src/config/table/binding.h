@@ -37,7 +37,7 @@ namespace detail {
 template <class Enum>
 concept Enumeration = std::is_enum_v<Enum>;
 
-/// What a field of type T asks of its key; empty optionals and empty lists have the same type as full ones.
+/// The requirements of a field of type T on its key; empty optionals and lists have the same type as full ones.
 template <class T>
 struct FieldType {
   static constexpr bool kEnumeration = std::is_enum_v<T>;

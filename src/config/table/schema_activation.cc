@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The table's activations and attention: activation_checkpointing, sparse_attention, aio.
+#include "config/table/binding.h"
 #include "config/table/schema_sections.h"
 
 namespace deeptide::config {
@@ -27,26 +28,47 @@ Key activation_checkpointing_section() {
 }
 
 Key sparse_attention_section() {
+  const std::vector<JsonValue> four{JsonValue(int64_t{4})}, zero{JsonValue(int64_t{0})};
   return section(
-             "sparse_attention", "Block-sparse attention.",
-             {
-                 choice("mode", "fixed", {"dense", "fixed", "variable", "bigbird", "bslongformer"}, "Layout."),
-                 integer("block", 16, "Elements of a block's side.").at_least(1),
-                 flag("different_layout_per_head", false, "One layout per head."),
-                 integer("num_local_blocks", 4, "Blocks of the local window.").at_least(0),
-                 integer("num_global_blocks", 1, "Global blocks.").at_least(0),
-                 choice("attention", "bidirectional", {"bidirectional", "unidirectional"}, "Direction."),
-                 flag("horizontal_global_attention", false, "Global blocks attend to all."),
-                 integer("num_different_global_patterns", 1, "Patterns over the heads.").at_least(1),
-                 integer("num_random_blocks", 0, "Random blocks.").at_least(0),
-                 list("local_window_blocks", Kind::integer, std::vector<JsonValue>{JsonValue(int64_t{4})}, "Windows."),
-                 list("global_block_indices", Kind::integer, std::vector<JsonValue>{JsonValue(int64_t{0})},
-                      "Global blocks by index."),
-                 list("global_block_end_indices", Kind::integer, {}, "Their ends."),
-                 integer("num_sliding_window_blocks", 3, "Blocks of the sliding window.").at_least(1),
-             })
-      .when_present()
-      .later();
+      "sparse_attention",
+      "Block-sparse attention. Models read it: deeptide.ops.sparse_attention, deeptide::ops::sparse_layout.",
+      {
+          choice<SparsityMode>("mode", SparsityMode::fixed,
+                               {{"dense", SparsityMode::dense},
+                                {"fixed", SparsityMode::fixed},
+                                {"variable", SparsityMode::variable},
+                                {"bigbird", SparsityMode::bigbird},
+                                {"bslongformer", SparsityMode::bslongformer},
+                                {"local_sliding_window", SparsityMode::local_sliding_window}},
+                               "Layout.")
+              .into(&SparsityConfig::mode),
+          integer("block", 16, "Elements of a block's side.").at_least(1).into(&SparsityConfig::block),
+          flag("different_layout_per_head", false, "One layout per head.")
+              .into(&SparsityConfig::different_layout_per_head),
+          integer("num_local_blocks", 4, "Blocks of the local window.")
+              .at_least(1)
+              .into(&SparsityConfig::num_local_blocks),
+          integer("num_global_blocks", 1, "Global blocks.").at_least(0).into(&SparsityConfig::num_global_blocks),
+          choice<AttentionDirection>("attention", AttentionDirection::bidirectional,
+                                     {{"bidirectional", AttentionDirection::bidirectional},
+                                      {"unidirectional", AttentionDirection::unidirectional}},
+                                     "Direction.")
+              .into(&SparsityConfig::attention),
+          flag("horizontal_global_attention", false, "Global blocks attend to all.")
+              .into(&SparsityConfig::horizontal_global_attention),
+          integer("num_different_global_patterns", 1, "Patterns over the heads.")
+              .at_least(1)
+              .into(&SparsityConfig::num_different_global_patterns),
+          integer("num_random_blocks", 0, "Random blocks.").at_least(0).into(&SparsityConfig::num_random_blocks),
+          list("local_window_blocks", Kind::integer, four, "Windows.").into(&SparsityConfig::local_window_blocks),
+          list("global_block_indices", Kind::integer, zero, "Global blocks by index.")
+              .into(&SparsityConfig::global_block_indices),
+          list("global_block_end_indices", Kind::integer, {}, "Their ends.")
+              .into(&SparsityConfig::global_block_end_indices),
+          integer("num_sliding_window_blocks", 3, "Blocks of the sliding window.")
+              .at_least(1)
+              .into(&SparsityConfig::num_sliding_window_blocks),
+      });
 }
 
 Key aio_section() {

@@ -83,7 +83,7 @@ Key offload_optimizer_section() {
 
 namespace {
 
-/// What config::read_placement takes, but for sizes beyond all memory.
+/// Matches what config::read_placement takes, but for sizes beyond all memory.
 constexpr const char* kShare = R"(^(rest|0*(100(\.0*)?|[0-9]{1,2}(\.[0-9]*)?) *%|[0-9]+(\.[0-9]*)? *([KMGT]i?)?B)$)";
 
 Key tiers_of(std::string name, std::string doc) {

@@ -124,7 +124,7 @@ Key freeze_step() {
   return integer("freeze_step", 100'000, "Steps with the gradients' mean, before ranks exchange signs.").at_least(0);
 }
 
-/// What all 1-bit optimizers have.
+/// The keys that all 1-bit optimizers have.
 std::vector<Key> one_bit_keys() {
   return {learning_rate(),
           bias_correction().never("as in DeepSpeed, 1-bit optimizers do not correct the moments"),
@@ -191,6 +191,8 @@ std::vector<Key> muon_keys() {
       std::move(coefficients),
       flag("match_rms_adamw", false,
            "Scale a matrix's rate by 0.2 sqrt(max(rows, columns)) instead of sqrt(max(1, rows / columns))."),
+      flag("adam_w_mode", true, "Of the rest: decoupled decay (AdamW); false: L2 added to the gradient.")
+          .in_torch("decoupled_weight_decay"),
       flag("use_muon", true, "False, as in a param group: AdamW for all."),
       choice("ns_method", "gram", {"gram", "standard"}, "How Newton-Schulz is iterated.")
           .either("both iterate one polynomial; here on the matrix, in bf16")

@@ -91,6 +91,7 @@ std::vector<Key> runtime_sections() {
           .into(&RuntimeConfig::keep_grad),
   };
   for (Key& key : memory_keys()) keys.push_back(std::move(key));
+  for (Key& key : own_monitor_sections()) keys.push_back(std::move(key));
   return {section("deeptide", "Deeptide's own settings; DeepSpeed has none of them.", std::move(keys))};
 }
 

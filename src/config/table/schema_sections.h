@@ -28,6 +28,8 @@ Key placement_section();
 Key zenflow_section();
 std::vector<Key> activation_sections();
 std::vector<Key> monitor_sections();
+/// Those of the section "deeptide".
+std::vector<Key> own_monitor_sections();
 std::vector<Key> compression_sections();
 std::vector<Key> data_sections();
 std::vector<Key> tuning_sections();

@@ -75,8 +75,11 @@ std::vector<Key> report_keys() {
           .at_least(1)
           .derives("no progress lines")
           .into(&ReportConfig::steps_per_print),
-      flag("wall_clock_breakdown", false, "Report the time of each part of a step.").never(kNotSeen),
-      flag("memory_breakdown", false, "Report the memory of each part of a step.").never(kNotSeen),
+      flag("wall_clock_breakdown", false,
+           "Report where a step's time went and what limits it, every `steps_per_print` steps, else every step.")
+          .into(&ReportConfig::wall_clock_breakdown),
+      flag("memory_breakdown", false, "Report the engine's memory by role, likewise.")
+          .into(&ReportConfig::memory_breakdown),
       flag("dump_state", false, "Print the configuration and the engine's state at the start.")
           .into(&ReportConfig::dump_state),
       choice("log_level", {}, {"debug", "info", "warning", "error", "critical"}, "DeepSpeed's own logger.")

@@ -15,7 +15,7 @@ using Arguments = std::vector<std::string>;
 
 /// `deeptide [options] script args…`: runs if the first word names no command.
 int run_job(const Arguments& arguments);
-/// As above, for parsed options.
+/// Does the same for parsed options.
 int run_job(Options options);
 
 /// `deeptide agent`: runs one host's part of a job; started by the launcher.
@@ -38,6 +38,18 @@ int run_elastic(const Arguments& arguments);
 
 /// `deeptide plan …`: tells what an engine would take of memory and disk. Returns only if it cannot.
 int run_plan(const Arguments& arguments);
+
+/// `deeptide report RUN [OTHER]`: writes a page about a recorded run. Likewise.
+int run_report(const Arguments& arguments);
+
+/// `deeptide trace [job | FOLDER]`: records steps of a live job; joins the ranks' timelines.
+int run_trace(const Arguments& arguments);
+
+/// `deeptide top [job]`: shows a live job, again and again.
+int run_top(const Arguments& arguments);
+
+/// `deeptide checkpoint ls|show|verify|diff|export|prune`: works on checkpoints without a job.
+int run_checkpoint(const Arguments& arguments);
 
 /// `deeptide doctor`: examines this machine and the hosts of a hostfile.
 int run_doctor(const Arguments& arguments);

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs `deeptide stacks`: shows where each rank of a live job is.
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 
 #include "launch/commands/commands.h"
@@ -15,19 +14,6 @@ namespace {
 
 constexpr int kStacksTimeout_s = 120;  // allows for many ranks at two seconds each
 
-LiveJob chosen(const std::vector<LiveJob>& jobs, const std::string& id) {
-  if (id.empty() && jobs.size() == 1) return jobs.front();
-  std::string ids;
-  for (const LiveJob& job : jobs) {
-    if (job.id == id) return job;
-    ids += (ids.empty() ? "" : ", ") + job.id;
-  }
-  if (jobs.empty())
-    throw UsageError("no live job of this user was launched on this machine; run this command where its launcher runs");
-  if (id.empty()) throw UsageError("several jobs are live; choose one of: " + ids);
-  throw UsageError("no live job " + id + "; live jobs: " + ids);
-}
-
 }  // namespace
 
 int run_stacks(const Arguments& arguments) {
@@ -35,7 +21,7 @@ int run_stacks(const Arguments& arguments) {
   std::string id;
   app.add_option("job", id, "The job's id from 'deeptide ps'; optional if only one job is live");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  const LiveJob job = chosen(live_jobs(), id);
+  const LiveJob job = find_job(id);
   const std::string report = ask(job, "stacks", kStacksTimeout_s);
   if (report.empty()) throw UsageError("job " + job.id + " did not answer: it has ended, or its launcher is stopped");
   std::fputs(report.c_str(), stdout);

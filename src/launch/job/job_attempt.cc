@@ -59,7 +59,7 @@ AttemptResult JobAttempt::run() {
     failures_.print(context_.output);
     result = {failures_.exit_code(), !stop_signal_ && !too_few_hosts_};
   } else if (stop_signal_) {
-    result.exit_code = 128 + *stop_signal_;
+    result.exit_code = own_end_.code().value_or(128 + *stop_signal_);
   } else if (context_.output.output_closed()) {
     result.exit_code = 128 + SIGPIPE;
   }
@@ -143,7 +143,7 @@ void JobAttempt::on_rank_exit(AgentLink& link, int rank, const RankExit& exit) {
   link.num_running = std::max(0, link.num_running - 1);
   context_.output.say(LogLevel::debug,
                       "rank " + std::to_string(rank) + " on " + link.host().name + " " + exit.status.text());
-  if (stop_signal_) return;
+  if (stop_signal_) return own_end_.add(exit.status);
   // An agent asks its ranks to end when one fails or when the launcher requests it. Those ends are not failures.
   const bool obeyed = exit.asked && (exit.status.signal == SIGTERM || exit.status.signal == SIGKILL);
   if (obeyed && !exit.status.out_of_memory) return;

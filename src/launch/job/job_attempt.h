@@ -13,6 +13,7 @@
 #include "launch/output/job_output.h"
 #include "launch/plan/options.h"
 #include "launch/process/ending.h"
+#include "launch/process/own_end.h"
 #include "launch/system/signal_file.h"
 #include "launch/watch/hang_watch.h"
 #include "launch/wire/agent_link.h"
@@ -78,6 +79,7 @@ class JobAttempt {
   bool too_few_hosts_ = false;
   std::string refusal_;  // reason of the first host that refused
   std::optional<int> stop_signal_;
+  OwnEnd own_end_;  // of ranks, after it
   Stage stage_ = Stage::connecting;
   Clock::time_point deadline_;  // for connecting and preparing
   Ending ending_;

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 
+#include "launch/process/own_end.h"
+
 namespace deeptide::launch {
 
 namespace {
@@ -83,8 +85,14 @@ int Supervisor::finish() {
   }
   output_.flush();
   if (failures_.failed()) return failures_.exit_code();
-  if (stop_signal_) return 128 + *stop_signal_;
+  if (stop_signal_) return stopped_code();
   return output_.output_closed() ? 128 + SIGPIPE : 0;
+}
+
+int Supervisor::stopped_code() const {
+  OwnEnd end;
+  for (const auto& member : ranks_.members()) end.add(member->process.status().value_or(ExitStatus{}));
+  return end.code().value_or(128 + *stop_signal_);
 }
 
 /// Prepares the output of the next process. The first process uses the terminal directly if that is allowed.

@@ -26,11 +26,11 @@ class Supervisor {
   explicit Supervisor(const Options& options, pid_t keeper = 0);
 
   /// Runs all plans to their end; `what` describes the job in its first line. Returns the exit code of the first rank
-  /// that failed, 128 + signal if a signal stopped the launcher, or 0 if all ranks succeeded. Errors: std::system_error
-  /// if a rank cannot be started; no rank is left running then.
+  /// that failed; if a signal stopped the launcher, the ranks' own (OwnEnd), or 128 + signal; or 0 if all ranks
+  /// succeeded. Errors: std::system_error if a rank cannot be started; no rank is left running then.
   int run(const std::vector<RankPlan>& plans, const std::string& what);
 
-  /// As run, for a starter of ranks that reports call `name`; its ranks connect to `hub`.
+  /// Does as run for a starter of ranks, which reports call `name`; its ranks connect to `hub`.
   int run_program(const Command& command, const std::string& name, RankHub& hub);
 
   /// Leaves hang reports to the launcher at `hub` (see kHubVariable) while the connection lasts.
@@ -42,6 +42,7 @@ class Supervisor {
  private:
   Terminal add_output(int id, const std::string& prefix);
   int finish();
+  int stopped_code() const;
   void supervise();
   void on_signal(int signal);
   void on_late(double waited_s);

@@ -26,7 +26,7 @@ Environment parse_env_file(std::string_view text, const std::string& source);
 /// $DS_ENV_FILE) and .deeptide_env in `folders`, in this order. Later values override earlier ones.
 Environment exported_environment(const char* const* environment, const std::vector<std::string>& folders);
 
-/// As above, for this process: environ, the home folder, then the working folder.
+/// Does the same for this process: environ, the home folder, then the working folder.
 Environment exported_environment();
 
 }  // namespace deeptide::launch

@@ -5,8 +5,10 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <new>
 #include <system_error>
@@ -54,6 +56,21 @@ std::string FlightFiles::stacks() const {
   const ssize_t got = ::pread(stacks_fd_, text.data(), text.size(), 0);
   text.resize(got > 0 ? static_cast<size_t>(got) : 0);
   return text;
+}
+
+void FlightFiles::watch(double seconds) const {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  const int64_t now_ns = now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+  ring_->wish.watched_until_ns.store(now_ns + static_cast<int64_t>(seconds * 1e9), std::memory_order_relaxed);
+}
+
+void FlightFiles::ask_timeline(uint64_t number, int64_t num_steps, const std::string& folder) const {
+  trace::FlightWish& wish = ring_->wish;
+  folder.copy(wish.trace_folder, sizeof wish.trace_folder - 1);
+  wish.trace_folder[std::min(folder.size(), sizeof wish.trace_folder - 1)] = '\0';
+  wish.trace_steps.store(num_steps, std::memory_order_relaxed);
+  wish.trace_number.store(number, std::memory_order_release);
 }
 
 void FlightFiles::clear_stacks() const {

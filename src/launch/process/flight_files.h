@@ -3,6 +3,7 @@
 // Holds the two memory files that a rank inherits: the ring of its last collectives, and the file for its stacks.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 
@@ -29,6 +30,10 @@ class FlightFiles {
   /// Returns the stacks that the rank has written since the last clear.
   std::string stacks() const;
   void clear_stacks() const;
+  /// Asks the rank to show its steps for so long.
+  void watch(double seconds) const;
+  /// Asks the rank for a timeline of its next steps; 0: to end the one under way. `number` exceeds those before.
+  void ask_timeline(uint64_t number, int64_t num_steps, const std::string& folder) const;
 
  private:
   int ring_fd_ = -1;

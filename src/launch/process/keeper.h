@@ -14,10 +14,10 @@ namespace deeptide::launch {
 /// this process is killed.
 int run_kept(const std::function<int()>& work);
 
-/// As run_kept, for a job that the user identifies by this process. Keeps the streams open, and forwards each signal
-/// that asks to stop or to pause once. The terminal sends these signals to `work` too, which must accept them only from
-/// `keeper`. If this process is killed, `work` gets SIGTERM and finds `keeper` gone. With `own_group`, `work` survives
-/// a kill of this process's group, but cannot be in the foreground of a terminal.
+/// Does as run_kept for a job that the user identifies by this process. Keeps the streams open, and forwards each
+/// signal that asks to stop or to pause once. The terminal sends these signals to `work` too, which must accept them
+/// only from `keeper`. If this process is killed, `work` gets SIGTERM and finds `keeper` gone. With `own_group`, `work`
+/// survives a kill of this process's group, but cannot be in the foreground of a terminal.
 int run_kept_job(const std::function<int(pid_t keeper)>& work, bool own_group = false);
 
 /// Kills and reaps every child of this process for which `spared` is false, including orphans adopted meanwhile.

@@ -53,7 +53,7 @@ class ProcessGroup {
   void reap();
 
   void stop(int signal, double grace_s);
-  /// As stop, after kLastWords, so that ranks that fail for the same reason can report it.
+  /// Does as stop, after kLastWords, so that ranks that fail for the same reason can report it.
   void stop_soon(int signal, double grace_s);
   void kill();
   void suspend();  // SIGSTOP to all

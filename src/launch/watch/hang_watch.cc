@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "launch/watch/hang_report.h"
 
@@ -17,6 +19,7 @@ using std::chrono::seconds;
 constexpr seconds kStatesLimit{3};
 constexpr seconds kStacksLimit{6};  // two seconds for a rank that does not answer, the rest for a loaded machine
 constexpr size_t kMaxRounds = 16;
+constexpr double kWatch_s = 10.0;  // after which ranks measure nothing more for somebody who has gone
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -43,9 +46,21 @@ HangWatch::HangWatch(const Options& options, pid_t job, std::function<void(const
       job_(job),
       command_(command_text(options)),
       say_(std::move(say)),
-      socket_(job, [this](const std::string& question, Caller caller) {
-        begin(question == "stacks" ? Purpose::stacks : Purpose::ps, std::move(caller));
-      }) {}
+      socket_(job, [this](const std::string& question, Caller caller) { serve(question, std::move(caller)); }) {}
+
+/// "ps", "stacks", "top", "trace 5 /folder".
+void HangWatch::serve(const std::string& question, Caller caller) {
+  if (question == "stacks") return begin(Purpose::stacks, std::move(caller));
+  if (question == "top") return begin(Purpose::top, std::move(caller), {.watch_s = kWatch_s});
+  std::istringstream words(question);
+  std::string verb;
+  StateQuestion wish;
+  if (words >> verb >> wish.trace_steps && verb == "trace" && std::getline(words >> std::ws, wish.trace_folder)) {
+    wish.trace_number = last_id_ + 1;  // the round's
+    return begin(Purpose::trace, std::move(caller), wish);
+  }
+  begin(Purpose::ps, std::move(caller));
+}
 
 void HangWatch::watch(std::vector<Host> hosts, int world_size) {
   world_size_ = static_cast<size_t>(world_size);
@@ -110,9 +125,9 @@ void HangWatch::check() {
   for (auto round = rounds_.begin(); round != rounds_.end();) round = advance(*round) ? rounds_.erase(round) : ++round;
 }
 
-void HangWatch::begin(Purpose purpose, std::optional<Caller> caller) {
+void HangWatch::begin(Purpose purpose, std::optional<Caller> caller, StateQuestion wish) {
   if (rounds_.size() >= kMaxRounds) return;
-  Round& round = rounds_.emplace_back(Round{purpose, std::move(caller)});
+  Round& round = rounds_.emplace_back(Round{purpose, std::move(caller), std::move(wish)});
   round.id = ++last_id_;
   round.deadline = Clock::now() + kStatesLimit;
   for (size_t host = 0; host < hosts_.size(); ++host) ask(round, host, {});
@@ -121,7 +136,10 @@ void HangWatch::begin(Purpose purpose, std::optional<Caller> caller) {
 void HangWatch::ask(Round& round, size_t host, const std::vector<int>& stacks_of) {
   if (hosts_[host].over) return;
   round.pending.insert(host);
-  hosts_[host].host.ask({round.id, stacks_of});
+  StateQuestion question = round.wish;
+  question.id = round.id;
+  question.stacks_of = stacks_of;
+  hosts_[host].host.ask(question);
 }
 
 /// True if the round is over.
@@ -140,7 +158,7 @@ bool HangWatch::advance(Round& round) {
 
 /// False if no host is left to query.
 bool HangWatch::ask_stacks(Round& round) {
-  if (round.purpose == Purpose::ps) return false;
+  if (round.purpose != Purpose::hang && round.purpose != Purpose::stacks) return false;
   if (round.purpose == Purpose::hang && round.silent.empty() && longest_wait(round.states) < timeout_s_) return false;
   std::map<size_t, std::vector<int>> wanted;
   for (const int rank : ranks_to_show(round.states)) {
@@ -158,6 +176,8 @@ bool HangWatch::ask_stacks(Round& round) {
 
 void HangWatch::close(Round& round) {
   if (round.purpose == Purpose::ps) return round.caller->answer(ps_line(round));
+  if (round.purpose == Purpose::top) return round.caller->answer(top_text(round));
+  if (round.purpose == Purpose::trace) return round.caller->answer(std::to_string(round.wish.trace_number));
   if (round.purpose == Purpose::stacks) return round.caller->answer(report_of(round));
   if (!round.asked_stacks) return;  // a rank has moved on meanwhile
   reported_ = true;
@@ -215,6 +235,35 @@ std::string HangWatch::ps_line(const Round& round) const {
   return std::to_string(job_) + "\t" + std::to_string(hosts.size()) + silent + "\t" + std::to_string(ranks) + "\t" +
          std::to_string(step) + "\t" + seconds_text(longest_wait(round.states)) + "\t" + seconds_text(age) + "\t" +
          command_ + "\n";
+}
+
+/// JSON, which `deeptide top` and `deeptide trace` read.
+std::string HangWatch::top_text(const Round& round) const {
+  nlohmann::json job = {{"job", job_},
+                        {"command", command_},
+                        {"age_s", std::chrono::duration<double>(Clock::now() - started_).count()},
+                        {"world", world_size_},
+                        {"ranks", nlohmann::json::array()},
+                        {"silent", nlohmann::json::array()}};
+  for (const size_t host : round.silent) job["silent"].push_back(hosts_[host].host.name);
+  for (const RankState& state : round.states) {
+    nlohmann::json rank = {
+        {"rank", state.rank},     {"host", state.host},        {"process", std::string(1, state.process)},
+        {"step", state.step},     {"phase", state.phase},      {"module", state.module},
+        {"traced", state.traced}, {"silent_s", state.silent_s}};
+    if (state.waiting) {
+      rank["waiting"] = {{"operation", state.waiting->operation},
+                         {"unit", state.waiting->unit},
+                         {"waited_s", state.waiting->waited_s}};
+    }
+    if (const auto& link = state.slow_link) {
+      job["slow_link"] = {
+          {"from", link->from}, {"to", link->to}, {"bytes_per_s", link->bytes_per_s}, {"others", link->others}};
+    }
+    if (state.last_step) rank["last_step"] = facts_json(*state.last_step);
+    job["ranks"].push_back(std::move(rank));
+  }
+  return job.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 }  // namespace deeptide::launch

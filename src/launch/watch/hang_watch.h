@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Watches a job over all its hosts: reports a hang once, and answers `deeptide ps` and `deeptide stacks`.
+// Watches a job over all its hosts: reports a hang once, and answers `deeptide ps`, `stacks`, `top` and `trace`.
 #pragma once
 
 #include <cstdint>
@@ -49,12 +49,13 @@ class HangWatch {
   void check();
 
  private:
-  enum class Purpose : uint8_t { hang, stacks, ps };
+  enum class Purpose : uint8_t { hang, stacks, ps, top, trace };
 
   /// A query of all hosts: first where their ranks are, then the stacks of some.
   struct Round {
     Purpose purpose;
     std::optional<Caller> caller;
+    StateQuestion wish;  // what the ranks are asked beside their places
     uint64_t id = 0;
     bool asked_stacks = false;
     std::set<size_t> pending;  // hosts that have not answered
@@ -69,7 +70,8 @@ class HangWatch {
     bool over = false;
   };
 
-  void begin(Purpose purpose, std::optional<Caller> caller);
+  void serve(const std::string& question, Caller caller);
+  void begin(Purpose purpose, std::optional<Caller> caller, StateQuestion wish = {});
   void ask(Round& round, size_t host, const std::vector<int>& stacks_of);
   bool advance(Round& round);
   bool ask_stacks(Round& round);
@@ -77,6 +79,7 @@ class HangWatch {
   std::string ranks_by_host(const std::string& what, const std::function<bool(size_t host)>& chosen) const;
   std::string report_of(const Round& round) const;
   std::string ps_line(const Round& round) const;
+  std::string top_text(const Round& round) const;
 
   double timeout_s_;
   pid_t job_;

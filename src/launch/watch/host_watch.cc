@@ -50,9 +50,27 @@ void HostWatch::check() {
 }
 
 void HostWatch::ask(const StateQuestion& question, OnAnswer on_answer) {
-  if (question.stacks_of.empty()) return on_answer(encode(StateAnswer{question.id, read_states(ranks_)}));
+  if (question.stacks_of.empty()) return on_answer(encode(StateAnswer{question.id, answer_at_once(question)}));
   questions_.push_back({question, std::move(on_answer)});
   collect();
+}
+
+/// Passes on what the question asks of the ranks; what they do about it shows in later answers.
+std::vector<RankState> HostWatch::answer_at_once(const StateQuestion& question) const {
+  std::vector<RankState> states = read_states(ranks_);
+  auto state = states.begin();
+  for (const auto& member : ranks_.members()) {
+    if (!member->flight) continue;
+    if (question.trace_number != 0) {
+      member->flight->ask_timeline(question.trace_number, question.trace_steps, question.trace_folder);
+    }
+    if (question.watch_s > 0) {
+      state->last_step = read_last_step(*member->flight);
+      member->flight->watch(question.watch_s);
+    }
+    ++state;
+  }
+  return states;
 }
 
 void HostWatch::collect() {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "launch/process/process_group.h"
 #include "launch/watch/stack_collector.h"
@@ -25,7 +26,8 @@ class HostWatch {
   void add_to(PollSet& set);
   /// Call after the poll set has woken.
   void check();
-  /// Answers queries for states at once, and queries for stacks later, one after the other.
+  /// Passes on what a question asks of the ranks. Answers queries for states at once, and queries for stacks later,
+  /// one after the other.
   void ask(const StateQuestion& question, OnAnswer on_answer);
   /// Discounts all waits so far: the ranks were stopped.
   void forgive() { forgiven_ = Clock::now(); }
@@ -36,6 +38,7 @@ class HostWatch {
     OnAnswer on_answer;
   };
 
+  std::vector<RankState> answer_at_once(const StateQuestion& question) const;
   void collect();
   void check_collector();
   void answer_first(const std::string& answer);

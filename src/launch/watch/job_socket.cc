@@ -14,10 +14,13 @@
 #include <sstream>
 #include <utility>
 
+#include "launch/system/usage_error.h"
+
 namespace deeptide::launch {
 namespace {
 
-constexpr int kQuestionMs = 200;  // a silent caller must not hold up the launcher
+constexpr size_t kMaxQuestion = 320;  // a word, a number and a folder
+constexpr int kQuestionMs = 200;      // a silent caller must not hold up the launcher
 
 struct Address {
   sockaddr_un value{};
@@ -85,7 +88,7 @@ void JobSocket::accept_one() {
   if (fd < 0) return;
   Caller caller(fd);
   set_timeout(fd, kQuestionMs);
-  char question[32] = {};
+  char question[kMaxQuestion] = {};
   if (is_own_user(fd) && ::recv(fd, question, sizeof question - 1, 0) > 0) serve_(question, std::move(caller));
 }
 
@@ -102,6 +105,20 @@ std::vector<LiveJob> live_jobs() {
     if (!known) jobs.push_back(job);
   }
   return jobs;
+}
+
+LiveJob find_job(const std::string& id) {
+  const std::vector<LiveJob> jobs = live_jobs();
+  if (id.empty() && jobs.size() == 1) return jobs.front();
+  std::string ids;
+  for (const LiveJob& job : jobs) {
+    if (job.id == id) return job;
+    ids += (ids.empty() ? "" : ", ") + job.id;
+  }
+  if (jobs.empty())
+    throw UsageError("no live job of this user was launched on this machine; run this command where its launcher runs");
+  if (id.empty()) throw UsageError("several jobs are live; choose one of: " + ids);
+  throw UsageError("no live job " + id + "; live jobs: " + ids);
 }
 
 std::string ask(const LiveJob& job, const std::string& request, int timeout_s) {

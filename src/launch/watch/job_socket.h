@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Lets `deeptide ps` and `deeptide stacks` find a live launcher: the name of its socket is the registry entry, and
+// Lets `deeptide ps` and its kin find a live launcher: the name of its socket is the registry entry, and
 // vanishes with the launcher.
 #pragma once
 
@@ -31,7 +31,7 @@ class Caller {
 /// The launcher's end: an abstract Unix socket "deeptide/UID/PID" that answers only the same user and root.
 class JobSocket {
  public:
-  using Serve = std::function<void(const std::string& question, Caller caller)>;  // "ps", "stacks"
+  using Serve = std::function<void(const std::string& question, Caller caller)>;  // as HangWatch::serve
 
   /// `job`: the process by which the user knows the job. If no socket can be opened (no descriptors left, a sandbox),
   /// the job is not listed; this is not an error.
@@ -56,6 +56,9 @@ struct LiveJob {
 
 /// Returns this user's jobs on this machine; for root, the jobs of all users.
 std::vector<LiveJob> live_jobs();
+
+/// Returns the job with this id; with an empty one, the only job. Errors: UsageError listing the live jobs.
+LiveJob find_job(const std::string& id);
 
 /// Returns the launcher's answer; empty if it has ended or does not answer within `timeout_s`.
 std::string ask(const LiveJob& job, const std::string& request, int timeout_s);

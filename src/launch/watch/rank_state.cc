@@ -95,6 +95,18 @@ std::optional<LinkState> read_slow_link(const FlightRing& ring) {
 
 }  // namespace
 
+std::optional<trace::FlightFacts> read_last_step(const FlightFiles& files) {
+  const trace::FlightStep& step = files.ring().last_step;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const uint64_t before = step.version.load(std::memory_order_acquire);
+    const trace::FlightFacts facts = step.facts;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 != 0 || step.version.load(std::memory_order_relaxed) != before) continue;
+    return facts.step == 0 ? std::nullopt : std::optional(facts);
+  }
+  return std::nullopt;
+}
+
 RankState read_state(int rank, pid_t pid, const FlightFiles& files) {
   RankState state;
   state.rank = rank;
@@ -104,6 +116,7 @@ RankState read_state(int rank, pid_t pid, const FlightFiles& files) {
   read_place(files.ring(), state);
   read_collectives(files.ring(), state);
   state.slow_link = read_slow_link(files.ring());
+  state.traced = files.ring().wish.traced.load(std::memory_order_acquire);
   state.silent_s = seconds_since(files.ring().last_event_ns.load());
   return state;
 }

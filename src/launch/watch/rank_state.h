@@ -42,12 +42,17 @@ struct RankState {
   char process = '?';  // as in /proc/PID/stat: R, S, D, T (stopped), Z (ended); X: gone
   int64_t step = 0;    // where it computes; empty phase: not entered
   std::string phase, module;
-  std::optional<CollectiveState> waiting;  // the collective with the longest wait
-  std::map<std::string, Issued> newest;    // by channel: the last one issued
-  double silent_s = 0.0;                   // since it last issued or completed a collective, or entered a module
-  std::optional<LinkState> slow_link;      // of the job, as its ranks agreed in their last step
-  std::string stacks;                      // empty: not requested
+  std::optional<CollectiveState> waiting;       // the collective with the longest wait
+  std::map<std::string, Issued> newest;         // by channel: the last one issued
+  double silent_s = 0.0;                        // since it last issued or completed a collective, or entered a module
+  std::optional<LinkState> slow_link;           // of the job, as its ranks agreed in their last step
+  std::string stacks;                           // empty: not requested
+  std::optional<trace::FlightFacts> last_step;  // only if requested, and known
+  uint64_t traced = 0;                          // the last request for a timeline that the rank is done with
 };
+
+/// The rank's last step, of which it tells only while it is watched.
+std::optional<trace::FlightFacts> read_last_step(const FlightFiles& files);
 
 /// Reads the ring and the process. `pid`: the started process, used until the training process has started.
 RankState read_state(int rank, pid_t pid, const FlightFiles& files);

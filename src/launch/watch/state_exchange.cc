@@ -4,6 +4,8 @@
 #include "launch/watch/state_exchange.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <map>
 
 #include "launch/system/payload.h"
@@ -11,12 +13,14 @@
 namespace deeptide::launch {
 
 using nlohmann::json;
+using trace::FlightFacts;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CollectiveState, operation, channel, phase, unit, parameter, step, bytes, sequence,
                                    waited_s)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Issued, sequence, operation)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(LinkState, from, to, bytes_per_s, others)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StateQuestion, id, stacks_of)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(StateQuestion, id, stacks_of, watch_s, trace_number, trace_steps,
+                                                trace_folder)
 
 namespace {
 
@@ -26,6 +30,40 @@ struct Place {
   RankState state;
 };
 
+struct CountFact {
+  const char* name;
+  int64_t FlightFacts::*field;
+};
+constexpr CountFact kCounts[] = {
+    {"step", &FlightFacts::step},       {"skipped_steps", &FlightFacts::skipped_steps},
+    {"samples", &FlightFacts::samples}, {"train_batch", &FlightFacts::train_batch},
+    {"tokens", &FlightFacts::tokens},   {"memory_bytes", &FlightFacts::memory_bytes},
+};
+struct ValueFact {
+  const char* name;
+  double FlightFacts::*field;
+};
+constexpr ValueFact kValues[] = {
+    {"loss", &FlightFacts::loss},
+    {"norm", &FlightFacts::norm},
+    {"lr", &FlightFacts::lr},
+    {"total_s", &FlightFacts::total_s},
+    {"computing_s", &FlightFacts::computing_s},
+    {"waiting_s", &FlightFacts::waiting_s},
+    {"files_s", &FlightFacts::files_s},
+    {"data_s", &FlightFacts::data_s},
+};
+
+FlightFacts facts_of(const json& from) {
+  FlightFacts facts;
+  for (const auto& [name, field] : kCounts) facts.*field = from.at(name);
+  for (const auto& [name, field] : kValues)
+    facts.*field = from.at(name).is_null() ? std::nan("") : from.at(name).get<double>();
+  const std::string limit = from.at("limit");
+  limit.copy(facts.limit, sizeof facts.limit - 1);
+  return facts;
+}
+
 void to_json(json& to, const Place& place) {
   const RankState& state = place.state;
   to = {{"ranks", place.ranks},   {"process", state.process}, {"step", state.step},      {"phase", state.phase},
@@ -33,6 +71,8 @@ void to_json(json& to, const Place& place) {
   if (state.waiting) to["waiting"] = *state.waiting;
   if (state.slow_link) to["slow_link"] = *state.slow_link;
   if (!state.stacks.empty()) to["stacks"] = state.stacks;
+  if (state.last_step) to["last_step"] = facts_json(*state.last_step);
+  if (state.traced != 0) to["traced"] = state.traced;
   if (place.ranks.size() == 1) to["pid"] = state.pid;
 }
 
@@ -49,6 +89,8 @@ void from_json(const json& from, Place& place) {
   if (from.contains("slow_link")) state.slow_link = from.at("slow_link").get<LinkState>();
   state.stacks = from.value("stacks", "");
   state.pid = from.value("pid", 0);
+  state.traced = from.value("traced", uint64_t{0});
+  if (from.contains("last_step")) state.last_step = facts_of(from.at("last_step"));
 }
 
 // Gives equal keys to ranks that differ only in rank, process, duration and the slow link.
@@ -76,6 +118,14 @@ std::vector<Place> places_of(const std::vector<RankState>& states) {
 }
 
 }  // namespace
+
+json facts_json(const FlightFacts& facts) {
+  json to;
+  for (const auto& [name, field] : kCounts) to[name] = facts.*field;
+  for (const auto& [name, field] : kValues) to[name] = std::isfinite(facts.*field) ? json(facts.*field) : json();
+  to["limit"] = std::string(facts.limit, ::strnlen(facts.limit, sizeof facts.limit));
+  return to;
+}
 
 template <>
 std::string encode(const StateQuestion& question) {

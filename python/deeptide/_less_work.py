@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's schedules of what a step leaves out: sequence lengths, layers, tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deeptide import _C
+from deeptide._C import Config, ConfigError
+
+_CURRICULUM = "curriculum_learning"
+_LAYERS = "progressive_layer_drop"
+_TOKENS = "data_efficiency.data_routing.random_ltd"
+
+
+class Schedules:
+    """Those that a configuration turns on; None where it does not."""
+
+    tells_forward = True  # of layers to leave out; False: the layers know themselves
+
+    def __init__(self, config: Config, global_batch: int) -> None:
+        def section(path: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(_C.config_section(config, path))
+            return found
+
+        self.curriculum = _C.CurriculumSchedule.from_config(config) if section(_CURRICULUM)["enabled"] else None
+        self.layers = _C.LayerDropSchedule.from_config(config) if section(_LAYERS)["enabled"] else None
+        self.token_section = section(_TOKENS)
+        self.tokens = _C.RandomLtdSchedule.from_config(config, global_batch) if self.token_section["enabled"] else None
+
+    def __bool__(self) -> bool:
+        return not (self.curriculum is None and self.layers is None and self.tokens is None)
+
+    def before_forward(self, step: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a training forward of the step that follows `step` steps."""
+        kwargs = dict(kwargs)
+        if self.layers is not None and self.tells_forward:
+            kwargs.update(progressive_layer_drop=True, pld_theta=self.layers.current)
+        if self.curriculum is not None:
+            kwargs["curriculum_seqlen"] = self.curriculum.update(step + 1)
+        if self.tokens is not None:
+            self.tokens.update(step)
+        return kwargs
+
+    def before_step(self, step: int) -> None:
+        """At an accumulation boundary, after `step` steps."""
+        if self.layers is not None:
+            self.layers.update(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not follow from the step alone."""
+        state: dict[str, Any] = {}
+        if self.curriculum is not None:
+            state["curriculum"] = self.curriculum.current
+        if self.layers is not None:
+            state["layers"] = self.layers.current
+        if self.tokens is not None:
+            state["tokens"] = list(self.tokens.position)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A schedule that the checkpoint lacks stays as it is."""
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.set_current(state["curriculum"])
+        if self.layers is not None and "layers" in state:
+            self.layers.set_current(state["layers"])
+        if self.tokens is not None and "tokens" in state:
+            self.tokens.set_position(*state["tokens"])
+
+
+class LessWork:
+    """The engine's methods about them, under DeepSpeed's names."""
+
+    module: torch.nn.Module
+    training_dataloader: Any
+    _less_work: Schedules | None  # None: nothing is left out
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that forward is told to keep; None without progressive layer drop."""
+        if self._less_work is None or self._less_work.layers is None:
+            return None
+        return self._less_work.layers.current
+
+    def curriculum_seqlen(self) -> int | None:
+        """The sequence length of the last forward's curriculum; None without one."""
+        if self._less_work is None or self._less_work.curriculum is None:
+            return None
+        return self._less_work.curriculum.current
+
+    def random_ltd_layer_tokens(self) -> int | None:
+        """Tokens times layers that were computed so far; None without random-LTD."""
+        if self._less_work is None or self._less_work.tokens is None:
+            return None
+        return self._less_work.tokens.position[2]
+
+    def random_ltd_initialize(self) -> None:
+        """Makes the layers of "random_ltd_layer_id", found by the numbers in their names, drop tokens."""
+        from deeptide.efficiency.random_ltd import RandomLayerTokenDrop
+
+        if self._less_work is None or self._less_work.tokens is None:
+            raise ConfigError(f"{_TOKENS} is off; set its enabled to true, and that of the sections around it")
+        section = self._less_work.token_section
+        wanted = {str(layer) for layer in section["random_ltd_layer_id"]}
+        found = 0
+        for name, module in self.module.named_modules():
+            if isinstance(module, RandomLayerTokenDrop) and wanted.intersection(name.split(".")):
+                module.init_config(section, self._less_work.tokens, found)
+                found += 1
+        if found != section["random_ltd_layer_num"]:
+            raise ConfigError(
+                f"{_TOKENS}: {found} layers of the converted class have a number of random_ltd_layer_id in their "
+                f"names, expected random_ltd_layer_num, {section['random_ltd_layer_num']}"
+            )
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], int]]) -> None:
+        """Functions from a step to a difficulty: by metric, or "seqlen" of the section "curriculum_learning"."""
+        if self._less_work is not None and self._less_work.curriculum is not None:
+            if set(schedule_func_dict) != {"seqlen"}:
+                raise ConfigError(
+                    f"set_custom_curriculum_learning_schedule: got {sorted(schedule_func_dict)}, expected 'seqlen'"
+                )
+            self._less_work.curriculum.set_function(schedule_func_dict["seqlen"])
+            return
+        self._curriculum_loader().set_custom_curriculum_learning_schedule(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """What the curriculum's loader makes of a batch and the sampler's state before it gives it."""
+        self._curriculum_loader().post_process = post_process_func
+
+    def _curriculum_loader(self) -> Any:
+        if not hasattr(self.training_dataloader, "post_process"):
+            raise ConfigError(
+                "the engine has no loader with a curriculum; give training_data to initialize, and turn "
+                "data_efficiency.data_sampling.curriculum_learning on"
+            )
+        return self.training_dataloader

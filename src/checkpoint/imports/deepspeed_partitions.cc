@@ -1,0 +1,217 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The shards of ZeRO: which elements of which parameter each rank's flat tensors hold.
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "checkpoint/imports/deepspeed_tensors.h"
+#include "checkpoint/json_field.h"
+#include "checkpoint/safetensors.h"
+
+namespace deeptide::checkpoint {
+
+using Kind = PickleValue::Kind;
+
+namespace {
+
+/// A flat master of one rank, and the states of the same elements.
+struct Flat {
+  TorchTensor master;
+  const PickleValue* states = nullptr;  // by name; null: none
+  int64_t numel = 0;
+  int64_t padding = 0;  // that the master may lack and the states have
+};
+
+/// A part of a parameter, and where its first element lies in a rank's flats, one after the other.
+struct Part {
+  std::string name;
+  Shape shape;
+  Region region;
+  int64_t first = 0;
+};
+
+struct RankFile {
+  const TorchFile& file;
+  std::string name;
+};
+
+const PickleValue& item(const TorchFile& file, const PickleValue& list, size_t index, const char* what) {
+  if (index >= list.items.size()) {
+    malformed(file.path(), std::string("its ") + what + " has " + std::to_string(list.items.size()) +
+                               " entries, one more was expected");
+  }
+  return *list.items[index];
+}
+
+TorchTensor tensor_in(const TorchFile& file, const PickleValue& value, const char* what) {
+  auto tensor = file.tensor(value);
+  if (!tensor) malformed(file.path(), std::string("its ") + what + " has something that is no tensor (in files?)");
+  return *std::move(tensor);
+}
+
+/// The states of the flat tensor that is number `index` of the base optimizer.
+const PickleValue* states_of(const PickleValue* base, int64_t index) {
+  const PickleValue* by_number = base == nullptr ? nullptr : base->find("state");
+  if (by_number == nullptr) return nullptr;
+  for (const auto& [key, states] : by_number->entries) {
+    if (key->is(Kind::integer) && key->integer == index) return states;
+  }
+  return nullptr;
+}
+
+/// The numbers of the flat tensors of each parameter group.
+std::vector<std::vector<int64_t>> numbers_by_group(const TorchFile& file, const PickleValue* base) {
+  std::vector<std::vector<int64_t>> groups;
+  const PickleValue* listed = base == nullptr ? nullptr : base->find("param_groups");
+  if (listed == nullptr) return groups;
+  for (const PickleValue* group : listed->items) {
+    auto& numbers = groups.emplace_back();
+    for (const PickleValue* number : member(file, *group, "params").items) {
+      numbers.push_back(integer_in(file, *number));
+    }
+  }
+  return groups;
+}
+
+void add_part(const RankFile& rank, const Flat& flat, const Part& part, int64_t first, ForeignTable& table) {
+  table.add({part.name, Role::master()}, part.shape, part.region, {rank.file, rank.name, flat.master, first});
+  if (flat.states == nullptr) return;
+  for (const auto& [key, value] : flat.states->entries) {
+    if (!key->is(Kind::text)) continue;
+    const auto tensor = rank.file.tensor(*value);
+    const int64_t numel = tensor ? tensor->numel() : 0;
+    if (key->text == "step") {
+      if (const auto steps = rank.file.number(*value)) table.count_steps(part.name, *steps);
+    } else if (tensor && !tensor->shape.empty() && numel >= flat.numel && numel <= flat.numel + flat.padding) {
+      const auto role = table.role_of(key->text);
+      if (role) table.add({part.name, *role}, part.shape, part.region, {rank.file, rank.name, *tensor, first});
+    }
+  }
+}
+
+/// Adds a part that may lie in several flats.
+void place(const RankFile& rank, const std::vector<Flat>& flats, const Part& part, ForeignTable& table) {
+  int64_t begin = 0, placed = 0;
+  const int64_t count = part.region.numel();
+  for (const Flat& flat : flats) {
+    const int64_t from = std::max(part.first + placed, begin), end = begin + flat.numel;
+    if (placed < count && from < end) {
+      const int64_t here = std::min(count - placed, end - from);
+      Part share = part;
+      share.region = Region::range(part.region.offsets[0] + placed, part.region.offsets[0] + placed + here);
+      add_part(rank, flat, share, from - begin, table);
+      placed += here;
+    }
+    begin = end;
+  }
+  if (placed < count) malformed(rank.file.path(), "its flat tensors end within '" + part.name + "'");
+}
+
+using Shapes = std::vector<std::pair<std::string, Shape>>;
+
+/// The parameters of a group, in the order in which they are flattened.
+Shapes shapes_of(const TorchFile& model, const PickleValue& group) {
+  Shapes shapes;
+  for (const auto& [name, value] : group.entries) {
+    const auto shape = shape_of(*value);
+    if (!name->is(Kind::text) || !shape) malformed(model.path(), "its param_shapes are none");
+    numel_of(*shape, model.path());
+    shapes.emplace_back(name->text, *shape);
+  }
+  return shapes;
+}
+
+/// Stages 1 and 2. `reached`: elements of each parameter that lower ranks have.
+void read_ranges(const RankFile& rank, const TorchFile& model, const PickleValue& states,
+                 std::map<std::string, int64_t>& reached, ForeignTable& table) {
+  const TorchFile& file = rank.file;
+  const PickleValue& masters = member(file, states, "single_partition_of_fp32_groups");
+  const PickleValue& slices = member(file, states, "param_slice_mappings");
+  const PickleValue& paddings = member(file, states, "group_paddings");
+  const PickleValue& groups = member(model, model.root(), "param_shapes");
+  const PickleValue* base = base_optimizer(states);
+  const auto numbers = numbers_by_group(file, base);
+  const PickleValue* lean = states.find("base_optimizer_state");  // of an elastic checkpoint: states by group
+  for (size_t g = 0; g < masters.items.size(); ++g) {
+    Flat flat{tensor_in(file, *masters.items[g], "single_partition_of_fp32_groups"), nullptr, 0, 0};
+    flat.numel = flat.master.numel();
+    flat.padding = integer_in(file, item(file, paddings, g, "group_paddings"));
+    if (base != nullptr && g < numbers.size() && numbers[g].size() == 1) flat.states = states_of(base, numbers[g][0]);
+    if (base == nullptr && lean != nullptr && g < lean->items.size()) flat.states = lean->items[g];
+    const Shapes ordered = shapes_of(model, item(model, groups, g, "param_shapes"));
+    const std::map<std::string, Shape> shapes(ordered.begin(), ordered.end());
+    for (const auto& [name, slice] : item(file, slices, g, "param_slice_mappings").entries) {
+      const auto shape = shapes.find(name->text);
+      if (shape == shapes.end() || slice->state == nullptr) {
+        malformed(file.path(), "its slice of '" + name->text.substr(0, 80) + "' is of no parameter");
+      }
+      const int64_t count = integer_in(file, member(file, *slice->state, "numel"));
+      const int64_t first = integer_in(file, member(file, *slice->state, "start"));
+      int64_t& begin = reached[name->text];
+      if (count < 0 || begin > numel_of(shape->second, file.path()) - count) {
+        malformed(file.path(), "its slice of '" + name->text + "' is beyond the parameter");
+      }
+      place(rank, {flat}, {name->text, shape->second, Region::range(begin, begin + count), first}, table);
+      begin += count;
+    }
+  }
+}
+
+/// Stage 3.
+void read_slices(const RankFile& rank, int64_t number, int64_t world, const TorchFile& model, const PickleValue& states,
+                 ForeignTable& table) {
+  const TorchFile& file = rank.file;
+  const PickleValue* base = base_optimizer(states);
+  std::vector<int64_t> numbers;
+  for (const auto& group : numbers_by_group(file, base)) numbers.insert(numbers.end(), group.begin(), group.end());
+  std::vector<Flat> flats;
+  for (const PickleValue* value : member(file, states, "fp32_flat_groups").items) {
+    Flat flat{tensor_in(file, *value, "fp32_flat_groups"), nullptr, 0, 0};
+    flat.numel = flat.master.numel();
+    if (flats.size() < numbers.size()) flat.states = states_of(base, numbers[flats.size()]);
+    flats.push_back(flat);
+  }
+  int64_t first = 0;
+  for (const PickleValue* group : member(model, model.root(), "param_shapes").items) {
+    for (const auto& [name, shape] : shapes_of(model, *group)) {
+      const int64_t numel = numel_of(shape, model.path());
+      const int64_t share = (numel + world - 1) / world;
+      const int64_t begin = std::min(number * share, numel), end = std::min(begin + share, numel);
+      place(rank, flats, {name, shape, Region::range(begin, end), first}, table);
+      first += share;
+    }
+  }
+}
+
+/// The files of some ranks may be missing: the first rank says how many there are, of each group or of all.
+void check_count(const DeepspeedFolder& folder, const TorchFile& file, const PickleValue& states) {
+  const PickleValue* count = states.find("partition_count");
+  if (count != nullptr && count->is(Kind::list) && !count->items.empty()) count = count->items.front();
+  const auto ranks = static_cast<int64_t>(folder.optimizers.size());
+  if (count == nullptr || integer_in(file, *count) == ranks) return;
+  throw CheckpointError("DeepSpeed's checkpoint " + folder.path + " is of " + std::to_string(integer_in(file, *count)) +
+                        " data-parallel ranks and has the files of " + std::to_string(ranks) +
+                        "; copy all ranks' files into it");
+}
+
+}  // namespace
+
+void read_zero_partitions(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table) {
+  std::map<std::string, int64_t> reached;
+  const auto world = static_cast<int64_t>(folder.optimizers.size());
+  for (int64_t number = 0; number < world; ++number) {
+    const std::string& name = folder.optimizers[static_cast<size_t>(number)];
+    const TorchFile file(folder.file(name));
+    const RankFile rank{file, name};
+    const PickleValue& states = member(file, file.root(), "optimizer_state_dict");
+    check_count(folder, file, states);
+    if (states.find("fp32_flat_groups") != nullptr) {
+      read_slices(rank, number, world, model, states, table);
+    } else {
+      read_ranges(rank, model, states, reached, table);
+    }
+  }
+}
+
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,24 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What DeepSpeed saves beside tensors: steps, learning rates, loss scale, schedule, and the program's own state.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "checkpoint/imports/deepspeed_folder.h"
+#include "checkpoint/imports/torch_file.h"
+#include "checkpoint/manifest.h"
+#include "deeptide/hyperparameters.h"
+
+namespace deeptide::checkpoint {
+
+/// The optimizer that the configuration in a model file names; null: none, or one that is not in our table.
+const OptimizerInfo* optimizer_of(const TorchFile& model);
+
+/// The manifest of our format. `steps`: of each parameter. What JSON cannot hold of the client state is left out, with
+/// a warning.
+Manifest deepspeed_manifest(const DeepspeedFolder& folder, const TorchFile& model,
+                            const std::map<std::string, int64_t>& steps, const OptimizerInfo* optimizer);
+
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,29 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Where DeepSpeed keeps the tensors of a checkpoint, at each stage and in the universal form.
+#pragma once
+
+#include "checkpoint/imports/deepspeed_folder.h"
+#include "checkpoint/imports/foreign_table.h"
+
+namespace deeptide::checkpoint {
+
+/// Stages 1 and 2: each rank has a range of every parameter group, all its parameters side by side; which part of which
+/// parameter that is stands beside it. Stage 3: each rank has a slice of every parameter. Masters and states only.
+void read_zero_partitions(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+/// Stage 0: masters and states by the number of the parameter.
+/// Errors: CheckpointError when more than one parameter could have a number's state.
+void read_unsharded_states(const TorchFile& model, const std::string& file, ForeignTable& table);
+/// zero/<parameter>/<state>.pt.
+void read_universal_states(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+/// Frozen parameters and buffers, and weights that have no master: what is not in `table` yet.
+void read_module(const DeepspeedFolder& folder, const TorchFile& model, ForeignTable& table);
+
+/// The file's values under `key`. Errors: CheckpointError naming both when there are none.
+const PickleValue& member(const TorchFile& file, const PickleValue& mapping, const char* key);
+/// The state of one base optimizer: {"state": …, "param_groups": …}; null: none was saved.
+const PickleValue* base_optimizer(const PickleValue& states);
+/// The whole number of a value. Errors: CheckpointError when it is none.
+int64_t integer_in(const TorchFile& file, const PickleValue& value);
+
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,140 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Reads headers, pickles and indices of weight files.
+#include "checkpoint/imports/weight_places.h"
+
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "checkpoint/imports/foreign_table.h"
+#include "checkpoint/json_field.h"
+#include "checkpoint/safetensors.h"
+
+namespace deeptide::checkpoint {
+namespace {
+
+/// The names that save_pretrained gives, the first that is there: files, and the indices of several.
+constexpr const char* kWeightNames[] = {"model.safetensors", "pytorch_model.bin"};
+constexpr const char* kIndexNames[] = {"model.safetensors.index.json", "pytorch_model.bin.index.json"};
+constexpr const char* kWrappers[] = {"state_dict", "model", "module"};  // around the weights of training scripts
+
+using Tensors = std::map<std::string, TorchTensor>;
+
+/// Safetensors begin with a length, whose bytes are "PK…" in no file that a disk could hold.
+bool is_torch_file(const std::string& path) {
+  const File file = File::open(path);
+  char magic[4] = {};
+  if (file.size() >= 4) file.read_at(magic, 4, 0);
+  return std::memcmp(magic, "PK\3\4", 4) == 0 || path.ends_with(".bin") || path.ends_with(".pt") ||
+         path.ends_with(".pth");
+}
+
+Tensors tensors_of_safetensors(const std::string& path) {
+  Tensors tensors;
+  const Header header = read_header(File::open(path));
+  for (const auto& [name, entry] : header.entries) {
+    TorchTensor tensor{entry.dtype, entry.shape, Shape(entry.shape.size()), header.data_offset + entry.begin};
+    int64_t stride = 1;
+    for (size_t d = entry.shape.size(); d-- > 0; stride *= entry.shape[d]) tensor.strides[d] = stride;
+    tensors.emplace(name, std::move(tensor));
+  }
+  return tensors;
+}
+
+Tensors tensors_of_torch(const std::string& path) {
+  const TorchFile file(path);
+  const PickleValue* state = &file.root();
+  for (const char* wrapper : kWrappers) {
+    const auto* inner = file.root().find(wrapper);
+    if (inner != nullptr && inner->is_mapping()) state = inner;
+  }
+  if (!state->is_mapping()) malformed(path, "it holds no tensors by name; expected what state_dict() returns");
+  Tensors tensors;
+  for (const auto& [name, value] : state->entries) {
+    if (!name->is(PickleValue::Kind::text)) continue;
+    if (auto tensor = file.tensor(*value)) tensors.insert_or_assign(name->text, *std::move(tensor));
+  }
+  return tensors;
+}
+
+Tensors tensors_of_file(const std::string& path) {
+  return is_torch_file(path) ? tensors_of_torch(path) : tensors_of_safetensors(path);
+}
+
+/// The files of an index, by their tensors.
+std::map<std::string, std::string> files_of_index(const std::string& path) {
+  std::map<std::string, std::string> files;
+  try {
+    const auto index = nlohmann::json::parse(read_text(path));
+    for (const auto& [name, file] : index.at("weight_map").items()) {
+      const auto text = file.get<std::string>();
+      if (text.empty() || text.find('/') != std::string::npos) {
+        malformed(path, "'" + text.substr(0, 80) + "' is no file of its folder");
+      }
+      files[name] = text;
+    }
+  } catch (const nlohmann::json::exception& error) {
+    malformed(path, std::string("it cannot be read: ") + error.what());
+  }
+  return files;
+}
+
+WeightPlaces places_of_file(const std::string& folder, const std::string& name) {
+  WeightPlaces places{folder, {}};
+  for (auto& [key, tensor] : tensors_of_file(folder + "/" + name)) places.tensors[key] = {name, tensor};
+  return places;
+}
+
+WeightPlaces places_of_index(const std::string& folder, const std::string& index) {
+  WeightPlaces places{folder, {}};
+  std::map<std::string, Tensors> opened;
+  for (const auto& [name, file] : files_of_index(folder + "/" + index)) {
+    auto known = opened.find(file);
+    if (known == opened.end()) known = opened.emplace(file, tensors_of_file(folder + "/" + file)).first;
+    const auto found = known->second.find(name);
+    if (found == known->second.end()) {
+      malformed(folder + "/" + index, "it places '" + name + "' in " + file + ", which does not have it");
+    }
+    places.tensors[name] = {file, found->second};
+  }
+  return places;
+}
+
+}  // namespace
+
+bool has_weights(const std::string& folder) {
+  for (size_t i = 0; i < std::size(kWeightNames); ++i) {
+    if (exists(folder + "/" + kIndexNames[i]) || exists(folder + "/" + kWeightNames[i])) return true;
+  }
+  return false;
+}
+
+WeightPlaces find_weights(const std::string& path) {
+  if (!is_folder(path)) {
+    const std::filesystem::path file = path;
+    return places_of_file(file.has_parent_path() ? file.parent_path().string() : ".", file.filename().string());
+  }
+  for (size_t i = 0; i < std::size(kWeightNames); ++i) {
+    if (exists(path + "/" + kIndexNames[i])) return places_of_index(path, kIndexNames[i]);
+    if (exists(path + "/" + kWeightNames[i])) return places_of_file(path, kWeightNames[i]);
+  }
+  throw CheckpointError("no weights in " + path + ": it has neither " + kWeightNames[0] + " nor " + kIndexNames[0] +
+                        ", nor " + kWeightNames[1] + " nor " + kIndexNames[1] +
+                        "; name the folder that save_pretrained wrote, or a file of safetensors or torch.save");
+}
+
+ManifestTable weights_table(const WeightPlaces& places) {
+  ManifestTable contents;
+  for (const auto& [name, place] : places.tensors) {
+    add_foreign(contents.tensors, {name, Role::param()}, place.file, place.tensor);
+  }
+  // What Progress reads of a manifest: nothing has been done.
+  contents.manifest.state_json =
+      R"({"global_steps": 0, "skipped_steps": 0, "micro_steps": 0, "optimizer_steps": 0, "schedule_iteration": -1,)"
+      R"( "groups": []})";
+  return contents;
+}
+
+}  // namespace deeptide::checkpoint

@@ -1,0 +1,36 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Where the tensors of others' weight files lie: safetensors and torch's, one file or several with an index.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "checkpoint/imports/torch_file.h"
+#include "checkpoint/manifest.h"
+
+namespace deeptide::checkpoint {
+
+/// A tensor's file, and its place in it.
+struct WeightPlace {
+  std::string file;  // in the folder of the weights
+  TorchTensor tensor;
+};
+
+struct WeightPlaces {
+  std::string folder;
+  std::map<std::string, WeightPlace> tensors;  // by name
+
+  std::string path_of(const WeightPlace& place) const { return folder + "/" + place.file; }
+};
+
+/// Whether save_pretrained wrote into the folder.
+bool has_weights(const std::string& folder);
+/// `path`: a file, or a folder as save_pretrained writes it. An index's names lead to files of its folder only.
+/// Errors: CheckpointError naming the file and what is wrong with it.
+WeightPlaces find_weights(const std::string& path);
+
+/// The weights as tables of a checkpoint, for Reader: each name is a parameter's, also where several share elements.
+ManifestTable weights_table(const WeightPlaces& places);
+
+}  // namespace deeptide::checkpoint

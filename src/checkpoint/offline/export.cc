@@ -1,0 +1,89 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Exports weights: chooses files, writes them, then the index.
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/file_io.h"
+#include "checkpoint/json_field.h"
+#include "checkpoint/offline/file_writer.h"
+#include "deeptide/checkpoint.h"
+
+namespace deeptide {
+
+using checkpoint::ExportFile;
+using checkpoint::ExportItem;
+
+namespace {
+
+struct Naming {
+  const char* stem;
+  const char* end;
+};
+
+std::string file_name(const Naming& naming, size_t index, size_t count) {
+  if (count == 1) return std::string(naming.stem) + naming.end;
+  char number[64];
+  std::snprintf(number, sizeof(number), "-%05zu-of-%05zu", index + 1, count);
+  return std::string(naming.stem) + number + naming.end;
+}
+
+std::string encode_index(const std::vector<ExportFile>& files, const std::vector<std::string>& names, int64_t total) {
+  nlohmann::json map = nlohmann::json::object();
+  for (size_t i = 0; i < files.size(); ++i) {
+    for (const ExportItem& item : files[i]) map[item.tensor->name] = names[i];
+  }
+  return checkpoint::dump_text(nlohmann::json{{"metadata", {{"total_size", total}}}, {"weight_map", std::move(map)}},
+                               2) +
+         "\n";
+}
+
+// Files of an export before this one would be read beside it, or instead.
+void remove_former(const std::string& folder, const Naming& naming, const std::vector<std::string>& written) {
+  for (const std::string& name : checkpoint::list_folder(folder)) {
+    const bool single = name == std::string(naming.stem) + naming.end;
+    const bool index = name == std::string(naming.stem) + naming.end + ".index.json";
+    const bool part = name.starts_with(std::string(naming.stem) + "-") && name.ends_with(naming.end) &&
+                      name.find("-of-") != std::string::npos;
+    const bool is_written = std::find(written.begin(), written.end(), name) != written.end();
+    if ((single || index || part) && !is_written) checkpoint::remove_quietly(folder + "/" + name);
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> export_checkpoint(const CheckpointReader& reader, const std::string& folder,
+                                           const ExportOptions& options, const CheckpointProgress& progress) {
+  const bool safe = options.format == ExportFormat::safetensors;
+  const Naming naming = safe ? Naming{"model", ".safetensors"} : Naming{"pytorch_model", ".bin"};
+  const auto items = checkpoint::select(reader, options.dtype, options.exclude_frozen);
+  const auto files = checkpoint::split(items, checkpoint::parse_shard_size(options.max_shard_size));
+  int64_t total = 0;
+  for (const ExportItem& item : items) total += item.bytes;
+  checkpoint::Meter meter(progress, total);
+  checkpoint::make_folders(folder);
+  std::vector<std::string> names;
+  for (size_t i = 0; i < files.size(); ++i) {
+    names.push_back(file_name(naming, i, files.size()));
+    const std::string path = folder + "/" + names.back();
+    const std::string growing = path + ".tmp";  // a former file stays whole until this one is
+    try {
+      (safe ? checkpoint::write_safetensors_file : checkpoint::write_torch_file)(reader, files[i], growing, meter);
+    } catch (...) {
+      checkpoint::remove_quietly(growing);
+      throw;
+    }
+    checkpoint::move_path(growing, path);
+  }
+  if (files.size() > 1) {
+    const std::string index = std::string(naming.stem) + naming.end + ".index.json";
+    checkpoint::write_text(folder + "/" + index, encode_index(files, names, total));
+    names.push_back(index);
+  }
+  remove_former(folder, naming, names);
+  checkpoint::sync_folder(folder);
+  return names;
+}
+
+}  // namespace deeptide

@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs each round as one small all-gather.
+#include "comm/rounds.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <variant>
+
+#include "base/invariant.h"
+
+namespace deeptide::comm {
+
+static_assert(std::is_trivially_copyable_v<Word>);
+
+namespace {
+
+constexpr std::chrono::milliseconds kPeriod{250};
+
+at::Tensor bytes_of(size_t count) { return at::empty({static_cast<int64_t>(count)}, at::kByte); }
+
+}  // namespace
+
+Rounds::Rounds(Group& control)
+    : control_(control),
+      out_(bytes_of(sizeof(Word) * static_cast<size_t>(control.size()))),
+      in_(bytes_of(sizeof(Word))) {}
+
+bool Rounds::posted() const {
+  const std::lock_guard lock(mutex_);
+  return posted_;
+}
+
+bool Rounds::ready() const {
+  const std::lock_guard lock(mutex_);
+  return posted_ && pending_.ready();
+}
+
+void Rounds::post(Word word) {
+  const std::lock_guard lock(mutex_);
+  DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
+  if (auto* wishes = std::get_if<Wishes>(&word)) wishes->rounds = static_cast<int32_t>(announced_.exchange(0));
+  std::visit([&](auto& message) { message.launched = launched_; }, word);
+  std::memcpy(in_.mutable_data_ptr(), &word, sizeof(Word));
+  pending_ = control_.all_gather(out_, in_);
+  posted_ = true;
+}
+
+std::optional<std::vector<Word>> Rounds::collect_for(std::chrono::milliseconds limit, const Site& site) {
+  const std::lock_guard lock(mutex_);
+  DEEPTIDE_INVARIANT(posted_, "no round is under way");
+  if (!wait_) wait_.emplace(control_, pending_, site);
+  if (!wait_->go_on(limit)) return std::nullopt;
+  wait_.reset();
+  posted_ = false;
+  ++count_;
+  return words();
+}
+
+std::vector<Word> Rounds::words() {
+  std::vector<Word> words(static_cast<size_t>(control_.size()));
+  std::memcpy(static_cast<void*>(words.data()), out_.const_data_ptr(), words.size() * sizeof(Word));
+  int64_t announced = 0, launched = INT64_MAX;
+  for (const Word& word : words) {
+    if (const auto* wishes = std::get_if<Wishes>(&word)) announced = std::max<int64_t>(announced, wishes->rounds);
+    launched = std::min(launched, std::visit([](const auto& message) { return message.launched; }, word));
+  }
+  most_announced_ = announced;
+  launched_by_all_ = launched;
+  return words;
+}
+
+std::vector<Word> Rounds::collect(const Site& site) {
+  for (;;) {
+    if (auto words = collect_for(kPeriod, site)) return *std::move(words);
+  }
+}
+
+void Rounds::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
+  const std::lock_guard lock(mutex_);
+  DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
+  const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
+  std::memcpy(in.mutable_data_ptr(), own, bytes);
+  Pending pending = control_.all_gather(out, in);
+  control_.wait(pending, site);
+  ++count_;
+  std::memcpy(all, out.const_data_ptr(), out.nbytes());
+}
+
+}  // namespace deeptide::comm

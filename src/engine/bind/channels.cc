@@ -1,0 +1,81 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Counts channel names per store, so that engines of one process do not mix.
+#include "engine/bind/channels.h"
+
+#include "engine/design/choices.h"
+
+namespace deeptide::engine {
+namespace {
+
+/// Returns a name equal on all ranks: all ranks make their engines in one order, counted per store.
+std::string next_channel_name(const World& world, const char* kind) {
+  const std::string key = std::string("deeptide/engines/") + kind + "/" + std::to_string(world.rank);
+  return std::to_string(world.store->add(key, 1)) + "/" + kind;
+}
+
+std::chrono::milliseconds milliseconds_of(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+/// Of the world, on this host.
+std::vector<int> ranks_of(const host::Host& host, const comm::Team& team) {
+  std::vector<int> ranks;
+  for (const int index : host.ranks()) ranks.push_back(team.ranks()[static_cast<size_t>(index)]);
+  return ranks;
+}
+
+}  // namespace
+
+Channels::Channels(const std::optional<World>& world, const Config& config, const Axes* axes)
+    : world_(world ? *world : init_distributed()),
+      timeout_(milliseconds_of(config.runtime().comm_timeout_s)),
+      topology_{.mesh = axes ? axes->mesh_of(world_.size) : world::Mesh::data_parallel(world_.size),
+                .rank = world_.rank,
+                .tenancies = axes ? axes->tenancies : std::vector<Tenancy>()},
+      data_(topology_.data()),
+      clock_(std::make_shared<comm::Clock>()),
+      recorder_(std::make_shared<trace::Recorder>()),
+      board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"),
+                                                   milliseconds_of(config.runtime().error_grace_s))),
+      host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
+                             may_share_memory(config), board_)),
+      between_hosts_(config.runtime().shared_memory && !host_->holds_all()),
+      links_(between_hosts_ ? std::make_shared<comm::LinkTimes>(ranks_of(*host_, data_)) : nullptr),
+      control_(world_, data_, next_channel_name(world_, "control"), options(/*on_device=*/false)),
+      rounds_(control_),
+      gathers_(world_, data_, next_channel_name(world_, "gathers"), options(/*on_device=*/true)),
+      reductions_(world_, data_, next_channel_name(world_, "reductions"), options(/*on_device=*/true)) {
+  topology_.on_host = host_->size();
+  topology_.uniform = host_->is_uniform();
+  topology_.in_order = host_->is_in_order();
+}
+
+void Channels::open(const std::vector<ChannelRow>& rows) {
+  for (const ChannelRow& row : rows) {
+    if (all(row.purpose).has(row.team)) continue;
+    comm::ChannelOptions own = options(/*on_device=*/true);
+    own.host = nullptr;  // it is the data team's: parts of it exchange by c10d
+    const char* const name = row.purpose == Purpose::gathers ? "gathers" : "reductions";
+    of_parts_[static_cast<int>(row.purpose)].push_back(
+        std::make_unique<comm::Group>(world_, row.team, next_channel_name(world_, name), std::move(own)));
+  }
+}
+
+comm::TeamGroups Channels::all(Purpose purpose) {
+  comm::TeamGroups groups(purpose == Purpose::gathers ? gathers_ : reductions_);
+  for (const auto& group : of_parts_[static_cast<int>(purpose)]) groups.add(*group);
+  return groups;
+}
+
+comm::ChannelOptions Channels::options(bool on_device) const {
+  return {.timeout = timeout_,
+          .board = board_,
+          .host = host_,
+          .clock = clock_,
+          .on_device = on_device,
+          .recorder = recorder_,
+          .links = on_device ? links_ : nullptr};  // what waits for the other ranks' small messages is no link
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,29 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What does not go together: one table of features, texts and cures.
+#pragma once
+
+#include "deeptide/config.h"
+#include "engine/design/model_facts.h"
+#include "optim/rule.h"
+
+namespace deeptide::engine {
+
+/// Errors: ConfigError with the text and the cure of the first row of the table whose features are all asked for.
+/// `rule`: null: nothing is trained.
+void refuse(const Config& config, const ModelFacts& model, const optim::Rule* rule);
+
+/// The same for units on axes of their own. Errors: likewise.
+void refuse_axes(const Config& config, const optim::Rule* rule);
+
+/// What a design came to, before it may be built.
+struct Outcome {
+  bool steps_shard = true;       // each rank steps at most its slice
+  double gradients_share = 0.0;  // of those that a placement of their own takes off the device
+  double states_share = 0.0;     // of those that the host steps for a device
+  bool states_in_files = false;
+};
+/// Errors: likewise.
+void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome);
+
+}  // namespace deeptide::engine

@@ -1,0 +1,228 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Describes the engine at its start, and the place of every byte.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "base/text.h"
+#include "engine/design/choices.h"
+#include "engine/design/plan.h"
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+namespace {
+
+std::string millions(int64_t count) {
+  if (count < 1000) return std::to_string(count);
+  return count < 1'000'000 ? fmt::format("{:.1f} K", static_cast<double>(count) / 1e3)
+                           : fmt::format("{:.2f} M", static_cast<double>(count) / 1e6);
+}
+
+const char* short_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return "fp32";
+    case at::kBFloat16:
+      return "bf16";
+    case at::kHalf:
+      return "fp16";
+    default:
+      return c10::toString(type);
+  }
+}
+
+std::string text_of_publishing(const Engine::Impl& impl) {
+  const std::optional<bool> wanted = impl.config.runtime().overlap_publish;
+  const std::string unasked = wanted ? "" : " (overlap_publish is not given)";
+  if (impl.arrivals) return "\n  publishing: beside the next forward" + unasked;
+  if (!wanted.value_or(false)) return "";
+  return "\n  publishing: within step(); overlap_publish is for stages 1 and 2 over several hosts";
+}
+
+/// The share of the training state that lies with each rank.
+std::string text_of_sharing(const Engine::Impl& impl, int64_t sharded) {
+  const int ranks = impl.channels.data().size();
+  const auto share = [ranks](bool is_sharded) { return is_sharded ? fmt::format("1/{} of the", ranks) : "all"; };
+  std::string text = "\n  each rank keeps: ";
+  if (impl.model.arena()) {
+    text += "the parameters in one copy with the other ranks of its host";
+  } else {
+    text += share(sharded > 0) + " parameters";
+    const int64_t whole = impl.model.num_elements() - sharded;
+    if (sharded > 0 && whole > 0) text += fmt::format(" ({} of them whole)", millions(whole));
+  }
+  if (!impl.optimizer) return text;
+  const zero::StagePolicy& policy = impl.design.policy;
+  return text + ", " + share(policy.reduce_every_micro) + " gradients, " + share(policy.shard_optimizer) +
+         " optimizer states";
+}
+
+std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
+  const zero::StateTypes& states = impl.design.types;
+  std::string master = states.rounded_masters ? parameters : "fp32";
+  if (states.packed_masters) master += ", packed beside parameters";
+  std::string moments = states.rounded_moments ? parameters : "fp32";
+  if (states.moments_seed) moments = "bf16, rounded stochastically";
+  return fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
+                     parameters, parameters, short_name(engine::reduce_type(impl.config)),
+                     short_name(engine::accumulate_type(impl.config)), master, moments);
+}
+
+/// A model whose forward mixes types fails in an operator that knows no names: here they stand.
+std::string text_of_buffers(const Engine::Impl& impl) {
+  constexpr size_t kMostNamed = 3;
+  const auto& [in_fp32, cast] = impl.model.buffers();
+  std::string text;
+  if (cast > 0) text += fmt::format("\n  buffers: {} cast, as data_types says", cast);
+  if (in_fp32.empty()) return text;
+  const auto end = in_fp32.begin() + static_cast<std::ptrdiff_t>(std::min(kMostNamed, in_fp32.size()));
+  return text + fmt::format("\n  buffers: {} stay fp32 ('{}'{}); data_types.buffer_dtype would cast them",
+                            in_fp32.size(), fmt::join(in_fp32.begin(), end, "', '"),
+                            in_fp32.size() > kMostNamed ? ", …" : "");
+}
+
+std::string text_of_precision(const Engine::Impl& impl) {
+  std::string text;
+  if (const PrecisionConfig& precision = impl.config.precision(); precision.scales_loss()) {
+    const std::string how =
+        precision.loss_scale > 0
+            ? "fixed"
+            : fmt::format("doubled after {} good steps, halved after {} overflows, at least {}",
+                          precision.loss_scale_window, precision.hysteresis, precision.min_loss_scale);
+    text += fmt::format("\n  loss scale: {:g}, {}", optim::initial_loss_scale(precision).scale, how);
+  }
+  text += text_of_buffers(impl);
+  if (impl.config.precision().autocast) {
+    const bool half = impl.config.precision().autocast_dtype == DataType::fp16;
+    text += fmt::format("\n  autocast: to {} in engine.forward() (in C++: within a deeptide::Autocast)",
+                        half ? "fp16" : "bf16");
+  }
+  return text;
+}
+
+/// The actual split.
+std::string text_of_host_states(const Engine::Impl& impl) {
+  const zero::OptimizerStates& states = impl.optimizer->states();
+  const double share = 100.0 * static_cast<double>(states.numel_on_host()) / static_cast<double>(states.numel());
+  std::string text = "\n  optimizer states: ";
+  if (states.numel_on_host() < states.numel()) {
+    text += fmt::format("of {:.1f} % of the elements on {} ({}), of {:.1f} % off it, ", 100.0 - share,
+                        impl.model.device().str(), bytes_text(states.predicted_bytes() - states.host_bytes()), share);
+  }
+  text += impl.offloaded ? impl.offloaded->text()
+                         : fmt::format("in the host's memory ({})", bytes_text(states.host_bytes()));
+  text += "; stepped by the host";
+  const std::string passing = bytes_text(impl.optimizer->passing_bytes());
+  if (!impl.custom) return text + ", through " + passing + " of page-locked memory";
+  return impl.reducer->leave() ? text : text + ", gradients copied to " + passing + " of its memory";
+}
+
+std::string text_of_placement(const Engine::Impl& impl) {
+  std::string text;
+  if (impl.model.offloaded()) text += "\n  parameters: " + impl.model.offloaded()->text();
+  if (impl.optimizer && impl.optimizer->states().use_host()) {
+    text += text_of_host_states(impl);
+  } else if (impl.offloaded) {
+    text += "\n  optimizer states: " + impl.offloaded->text();
+  }
+  if (impl.progress.offload_ratio >= 0.0) {
+    text += fmt::format("\n  ratio: {:.2f}, {}, as measured now", impl.progress.offload_ratio,
+                        impl.model.device().is_cpu() ? "the most whose transfers a step hides"
+                                                     : "at which host and device step equally long");
+  }
+  if (impl.reducer && impl.reducer->leave()) {
+    text += fmt::format("\n  gradients: leave for the host's memory during backward ({}, page-locked)",
+                        bytes_text(impl.reducer->predicted().gradients_on_host));
+  }
+  if (impl.reducer && impl.reducer->files()) text += "\n  gradients: " + impl.reducer->files()->text();
+  return text;
+}
+
+}  // namespace
+
+std::string Engine::Impl::summary() const {
+  const int num_ranks = channels.mesh().num_ranks();
+  std::set<std::string> types;
+  int64_t sharded = 0;
+  for (const auto& unit : model.units()) {
+    types.insert(short_name(unit->layout().dtype));
+    sharded += unit->memory() == sharding::UnitMemory::sharded ? unit->layout().used : 0;
+  }
+  std::string parameter_types;
+  for (const auto& type : types) parameter_types += (parameter_types.empty() ? "" : "+") + type;
+  std::string text = fmt::format("ZeRO stage {}, world {} ({}, found by {}), {}", config.zero().stage, num_ranks,
+                                 channels.mesh().text(), channels.world().source, model.device().str());
+  if (num_ranks > 1) text += "\n  hosts: " + channels.host()->text();
+  text += fmt::format("\n  model: {} parameters ({} trained) in {} units", millions(model.num_elements()),
+                      millions(model.num_trainable()), model.units().size());
+  if (num_ranks > 1) text += text_of_sharing(*this, sharded);
+  text += text_of_types(*this, parameter_types);
+  text += text_of_precision(*this);
+  text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
+                      batch.micro, batch.accumulation, num_ranks, design.rule ? design.rule->name() : "no optimizer",
+                      config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
+  if (optimizer && optimizer->signs()) {
+    text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
+                        optimizer->signs()->bytes_per_step());
+  }
+  text += text_of_publishing(*this);
+  text += text_of_placement(*this);
+  if (sharded > 0) {
+    text += fmt::format("\n  gathered at once: at most {} ({})", millions(residency->budget()),
+                        config.zero().max_live_parameters ? "stage3_max_live_parameters, or the two largest units"
+                                                          : "a quarter of the model, or the two largest units; "
+                                                            "stage3_max_live_parameters is not given");
+  }
+  if (const std::string line = links.text(); !line.empty()) text += "\n  " + line;
+  for (const auto& decision : config.decisions()) text += "\n  " + decision;
+  return text;
+}
+
+std::vector<MemoryLine> Engine::Impl::memory() const {
+  const int64_t transport = engine::transport_bytes(design);
+  const auto reduced = reducer ? reducer->predicted() : gradients::ReducerForecast();
+  const int64_t exchanged = engine::step_bytes(design);
+  const bool any_sharded = std::any_of(model.units().begin(), model.units().end(), [](const auto& unit) {
+    return unit->memory() == sharding::UnitMemory::sharded;
+  });
+  const auto line = [&](MemoryRole name, device::Role role, int64_t predicted, int64_t late = 0,
+                        int64_t uncounted = 0) {
+    const device::Role beyond = device::beyond_reserve(role);
+    return MemoryLine{.role = name,
+                      .predicted_bytes = predicted + uncounted,
+                      .measured_bytes = ledger->peak(role) + uncounted,
+                      .late_bytes = late,
+                      .measured_late_bytes = beyond == role ? 0 : ledger->peak(beyond)};
+  };
+  const bool use_host = optimizer && optimizer->states().use_host();
+  const int64_t beside = use_host ? optimizer->predicted_bytes() - optimizer->states().host_bytes() : 0;
+  // On a device's host, or, where there is none, all.
+  const int64_t states = (optimizer ? optimizer->predicted_bytes() : 0) - beside +
+                         (rewind ? rewind->predicted_bytes() : 0) + (offloaded ? offloaded->staging_bytes() : 0);
+  std::vector<MemoryLine> lines{
+      line(MemoryRole::parameters, device::Role::parameters, model.predicted_bytes()),
+      line(MemoryRole::gradients, device::Role::gradients, reduced.gradients + (kept ? kept->predicted_bytes() : 0),
+           reduced.late_gradients),
+      line(MemoryRole::optimizer_states, device::Role::optimizer, std::max(most_bytes_of_states, states)),
+      line(MemoryRole::gathered, device::Role::gathered, any_sharded ? residency->predicted_bytes() : 0),
+      line(MemoryRole::communication, device::Role::communication, reduced.communication + exchanged,
+           reduced.late_communication, transport)};
+  lines.front().off_device_bytes = model.off_device_bytes();
+  lines.front().measured_off_device_bytes = ledger->peak(device::Role::host_parameters);
+  MemoryLine& sums = lines[static_cast<size_t>(MemoryRole::gradients)];
+  sums.off_device_bytes = reduced.gradients_on_host;
+  sums.measured_off_device_bytes = ledger->peak(device::Role::host_gradients);
+  if (use_host) {
+    MemoryLine& moved = lines[static_cast<size_t>(MemoryRole::optimizer_states)];
+    moved.off_device_bytes = std::exchange(moved.predicted_bytes, beside) + optimizer->passing_bytes();
+    moved.measured_off_device_bytes = ledger->peak(device::Role::host_optimizer);
+  }
+  return lines;
+}
+
+}  // namespace deeptide

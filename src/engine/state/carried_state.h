@@ -1,0 +1,51 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What an engine hands to the one that takes its place after the program has changed the model's parameters.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/bind/bound_model.h"
+#include "engine/step/progress.h"
+
+namespace deeptide::engine {
+
+/// A trained parameter's master and optimizer states, as the ranks before had them: one slice per rank.
+struct CarriedParameter {
+  std::string name;                          // as it was
+  at::Tensor tensor;                         // what identifies it: names may change
+  int64_t offset = 0;                        // in its unit, elements
+  int64_t numel = 0;                         // its own
+  int64_t shard = 0;                         // a rank's elements of its unit
+  std::map<std::string, at::Tensor> states;  // by role: this rank's elements, none perhaps
+
+  /// The elements [first, last) of the parameter that the rank of this index has.
+  std::pair<int64_t, int64_t> slice_of(int rank) const;
+};
+
+/// A parameter that was sharded, with its whole value: it needs memory of its own between two engines.
+struct WholeValue {
+  at::Tensor tensor;
+  at::Tensor value;
+};
+
+/// The states are views of the engine's memory and keep it.
+struct CarriedState {
+  Progress progress;
+  std::vector<CarriedParameter> parameters;
+  std::vector<WholeValue> wholes;
+
+  /// Null: the parameter was not trained.
+  const CarriedParameter* find(const sharding::Parameter& p) const;
+  const CarriedParameter* find(const at::Tensor& tensor) const;
+  /// Gives what was sharded its own memory. For the time when no engine has it.
+  void make_whole();
+};
+
+}  // namespace deeptide::engine

@@ -1,0 +1,78 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Roles tell apart what is per element, under the state's own name, and what is one value per parameter.
+#include "engine/state/custom_state.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <map>
+#include <string_view>
+
+namespace deeptide::engine {
+
+using at::Tensor;
+using checkpoint::Piece;
+using checkpoint::Reader;
+using checkpoint::Region;
+using checkpoint::Role;
+using sharding::Parameter;
+using Part = zero::CustomSteps::Part;
+
+namespace {
+
+constexpr std::string_view kWhole = ":whole";  // ends the role of a state that is not per element
+
+}  // namespace
+
+std::vector<Piece> custom_pieces(const zero::CustomSteps& custom) {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < custom.parts().size(); ++i) {
+    const Part& part = custom.parts()[i];
+    const Parameter& p = custom.parameter(part);
+    const auto [first, last] = p.unit->owned_range(p);
+    const int64_t begin = std::max(part.begin, first), end = std::min(part.end, last);
+    if (begin >= end) continue;
+    for (const PartState& state : custom.optimizer().state(i)) {
+      const Tensor flat = state.value.detach().reshape({-1});
+      if (state.per_element) {
+        pieces.push_back({p.name, Role::moment(state.name), p.tensors.front().sizes().vec(),
+                          Region::range(begin - p.offset, end - p.offset),
+                          flat.narrow(0, begin - part.begin, end - begin)});
+      } else if (begin == p.offset) {
+        pieces.push_back({p.name, Role::moment(state.name + std::string(kWhole)), state.value.sizes().vec(),
+                          Region::range(0, flat.numel()), flat});
+      }
+    }
+  }
+  return pieces;
+}
+
+CustomLoad::CustomLoad(const Reader& reader, zero::CustomSteps& custom)
+    : custom_(&custom), states_(custom.parts().size()) {
+  std::multimap<std::string, size_t> parts;
+  for (size_t i = 0; i < custom.parts().size(); ++i) parts.emplace(custom.parameter(custom.parts()[i]).name, i);
+  for (const Piece& saved : reader.table()) {
+    if (!saved.role.is_moment()) continue;
+    const std::string& role = saved.role.moment_name();
+    const bool per_element = !role.ends_with(kWhole);
+    const auto [first, last] = parts.equal_range(saved.name);
+    if (first == last)
+      wanted_.push_back({saved.name, saved.role, saved.shape, Region(), at::empty({0}, saved.data.dtype())});
+    for (auto found = first; found != last; ++found) {
+      const Part& part = custom.parts()[found->second];
+      const int64_t begin = part.begin - custom.parameter(part).offset;
+      const Region region = per_element ? Region::range(begin, begin + part.end - part.begin) : saved.region;
+      const Tensor value = at::empty({region.numel()}, saved.data.dtype());
+      wanted_.push_back({saved.name, saved.role, saved.shape, region, value});
+      const std::string name = per_element ? role : role.substr(0, role.size() - kWhole.size());
+      states_[found->second].push_back({name, per_element ? value : value.view(saved.shape), per_element});
+    }
+  }
+}
+
+void CustomLoad::apply() {
+  for (size_t i = 0; custom_ && i < states_.size(); ++i) custom_->optimizer().set_state(i, std::move(states_[i]));
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,349 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Loads a checkpoint: every rank checks everything before any rank changes anything.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "base/log.h"
+#include "base/sha256.h"
+#include "checkpoint/imports/open_checkpoint.h"
+#include "checkpoint/reader.h"
+#include "engine/engine_impl.h"
+#include "engine/state/custom_state.h"
+#include "engine/state/partial_load.h"
+#include "engine/state/pieces.h"
+
+namespace deeptide {
+
+using at::Tensor;
+using checkpoint::Coordinates;
+using checkpoint::Piece;
+using checkpoint::Role;
+using checkpoint::TensorId;
+using comm::Call;
+using comm::Vote;
+using engine::Progress;
+using zero::StateName;
+
+namespace {
+
+std::string joined(const std::vector<std::string>& lines, size_t most) {
+  std::string text;
+  for (size_t i = 0; i < std::min(lines.size(), most); ++i) text += "\n  " + lines[i];
+  if (lines.size() > most) text += "\n  … and " + std::to_string(lines.size() - most) + " more";
+  return text;
+}
+
+/// The roles in which a checkpoint has values that a module holds: weights, and buffers as this rank takes them.
+class SavedRoles {
+ public:
+  /// A rank that the saved mesh did not have takes the buffers of the rank at the origin.
+  SavedRoles(const checkpoint::Reader& reader, const Coordinates& coordinates) : buffer_(Role::buffer()) {
+    const Role own = Role::buffer(coordinates);
+    for (const Piece& piece : reader.table()) {
+      if (piece.role == own) buffer_ = own;
+      if (piece.role.is_weight()) weights_.insert_or_assign(piece.name, piece.role);
+      if (piece.role.is_buffer()) buffers_.insert(piece.name);
+    }
+  }
+  std::optional<Role> weight(const std::string& name) const {
+    const auto found = weights_.find(name);
+    return found == weights_.end() ? std::nullopt : std::optional(found->second);
+  }
+  /// Whether or not there is such a buffer.
+  const Role& buffer() const { return buffer_; }
+  bool has_buffer(const std::string& name) const { return buffers_.contains(name); }
+
+ private:
+  Role buffer_;
+  std::map<std::string, Role> weights_;
+  std::set<std::string> buffers_;
+};
+
+/// Maps roles: a checkpoint without optimizer has "param" where an engine with one has "master", and vice versa. What
+/// was added to the model after initialize was saved like a buffer.
+void translate_roles(const SavedRoles& saved, std::vector<Piece>& wanted) {
+  for (Piece& piece : wanted) {
+    if (!piece.role.is_weight()) continue;
+    if (const auto role = saved.weight(piece.name)) {
+      piece.role = *role;
+    } else if (saved.has_buffer(piece.name)) {
+      piece.role = saved.buffer();
+    }
+  }
+}
+
+/// The role in which the checkpoint has a value of this name for a tensor that is not the engine's. A replaced
+/// parameter that was not one when it was saved takes the value of the trained one.
+Role loose_role(const SavedRoles& saved, const std::string& name) {
+  const auto weight = saved.weight(name);
+  return weight && !saved.has_buffer(name) ? *weight : saved.buffer();
+}
+
+/// Requests the tensors that are not the engine's.
+void add_loose(const std::vector<NamedTensor>& loose, const SavedRoles& saved, std::vector<Piece>& wanted,
+               std::vector<Tensor>& staged) {
+  for (const NamedTensor& tensor : loose) {
+    staged.push_back(at::empty({tensor.tensor.numel()}, tensor.tensor.options().requires_grad(false)));
+    wanted.push_back(engine::buffer_piece(tensor, loose_role(saved, tensor.name), staged.back()));
+  }
+}
+
+void fill(const std::vector<NamedTensor>& loose, const std::vector<Tensor>& staged) {
+  for (size_t i = 0; i < staged.size(); ++i) loose[i].tensor.copy_(staged[i].view(loose[i].tensor.sizes()));
+}
+
+/// Requests all that a load fills; returns what the checkpoint has not, and the load goes on without.
+engine::Absent request(const checkpoint::Reader& reader, const SavedRoles& saved, bool strict,
+                       std::vector<NamedTensor>& loose, std::vector<Piece>& wanted, std::vector<Tensor>& staged) {
+  translate_roles(saved, wanted);
+  engine::Absent absent(reader, strict);
+  absent.take_from(wanted);
+  absent.take_from(loose, [&](const std::string& name) { return loose_role(saved, name); });
+  add_loose(loose, saved, wanted, staged);
+  return absent;
+}
+
+/// Reads what the checkpoint has under one of a parameter's names, in the parameter's type; undefined if nothing.
+Tensor saved_values(const checkpoint::Reader& reader, const SavedRoles& saved, const std::string& name,
+                    const Tensor& like) {
+  if (!saved.weight(name) && !saved.has_buffer(name)) return {};
+  const Tensor values = at::empty({like.numel()}, like.options().requires_grad(false));
+  reader.read({engine::buffer_piece({name, like}, loose_role(saved, name), values)});
+  return values.view(like.sizes());
+}
+
+/// A parameter that took another name after initialize has one value, so the checkpoint may have only one for it.
+void check_ties(const std::vector<engine::LateTie>& ties, const checkpoint::Reader& reader, const SavedRoles& saved) {
+  for (const engine::LateTie& tie : ties) {
+    const Tensor& now = tie.to.parameter->tensors[tie.to.tensor];
+    const Tensor here = saved_values(reader, saved, tie.name, now);
+    const Tensor& first = tie.to.parameter->tensors.front();
+    const Tensor there = saved_values(reader, saved, tie.to.parameter->name, first);
+    if (!here.defined() || !there.defined()) continue;
+    const bool transposed = tie.to.tensor != 0 && here.sizes() != there.sizes();
+    if (here.equal(transposed ? there.t() : there)) continue;
+    throw CheckpointError("'" + tie.name + "' is '" + tie.to.parameter->name +
+                          "' now, and the checkpoint has two values for them (nothing was changed): tie them after "
+                          "the load");
+  }
+}
+
+StateName name_of(const Piece& piece) { return {piece.name, piece.role.moment_name()}; }
+
+/// Takes out of `wanted` the states that this engine keeps but the groups saved did not, such as the momentum of an SGD
+/// that had none: they start anew, as zeros.
+std::set<StateName> take_fresh_states(const checkpoint::Reader& reader, const optim::Rule& rule,
+                                      const engine::BoundModel& model, const engine::Progress& saved,
+                                      std::vector<Piece>& wanted) {
+  std::set<StateName> fresh;
+  for (const auto* p : model.parameters()) {
+    for (size_t role = 0; role < rule.roles().size() && p->group >= 0; ++role) {
+      const bool kept = rule.keeps(role, saved.hyperparameters.at(p->group));
+      if (!kept) fresh.insert({p->name, rule.roles()[role].name});
+    }
+  }
+  for (const Piece& piece : reader.table()) fresh.erase(name_of(piece));
+  std::erase_if(wanted, [&](const Piece& piece) { return fresh.contains(name_of(piece)); });
+  return fresh;
+}
+
+/// Says that this load loses precision: the checkpoint has states in fp32 that this engine keeps in 16 bits.
+void tell_of_rounding(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) {
+  std::map<StateName, at::ScalarType> kept;
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_moment()) kept[name_of(piece)] = piece.data.dtype();
+  }
+  for (const Piece& piece : reader.table()) {
+    const auto found = piece.role.is_moment() ? kept.find(name_of(piece)) : kept.end();
+    if (found == kept.end() || piece.data.dtype() != at::kFloat || found->second == at::kFloat) continue;
+    return log(LogLevel::info, "load_checkpoint: the optimizer's states, saved in fp32, are rounded to " +
+                                   std::string(found->second == at::kHalf ? "fp16" : "bf16") +
+                                   ", as this run keeps them");
+  }
+}
+
+/// What else is other than it was, and changes no number.
+void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>& wanted, const Progress& saved,
+                     const Progress& own) {
+  tell_of_rounding(reader, wanted);
+  if (saved.offload_ratio < 0.0 || saved.offload_ratio == own.offload_ratio) return;
+  const std::string here = own.offload_ratio < 0.0 ? "this run's configuration gives its own"
+                                                   : fmt::format("this run measured {:.2f}", own.offload_ratio);
+  log(LogLevel::info,
+      fmt::format("load_checkpoint: offload_optimizer.ratio, which was \"auto\", was measured as {:.2f} "
+                  "when this was saved; {}",
+                  saved.offload_ratio, here));
+}
+
+/// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
+/// are not wanted, and moments that this engine does not keep.
+std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
+                                   const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted) {
+  std::set<std::string> buffers;
+  for (const engine::LateTie& tie : ties) buffers.insert(tie.name);
+  for (const Piece& piece : wanted) {
+    if (piece.role.is_buffer()) buffers.insert(piece.name);
+  }
+  std::set<TensorId> ignored;
+  for (const Piece& piece : reader.table()) {
+    const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
+    const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
+    if (of_another_rank || unkept_moment) ignored.insert({piece.name, piece.role});
+  }
+  return ignored;
+}
+
+/// Errors: CheckpointError if optimizer states are needed and weights alone were saved.
+Progress saved_progress(const checkpoint::Reader& reader, const std::string& path, bool needs_states,
+                        const Progress& own) {
+  const auto state = nlohmann::json::parse(reader.manifest().state_json);
+  if (needs_states && state.is_object() && state.value(engine::kWeightsOnly, false)) {
+    throw CheckpointError("checkpoint " + path +
+                          " has no optimizer states, since it was saved with contents \"weights\" (nothing was "
+                          "changed): load it with load_optimizer_states=False, or another one");
+  }
+  return engine::progress_from_json(state, own);
+}
+
+/// Reads over what the engine has: whoever handles an error must know that.
+void read_over(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) try {
+  reader.read(wanted);
+} catch (const CheckpointError& error) {
+  throw CheckpointError(std::string(error.what()) +
+                        " (a part of the engine's state was replaced: load another checkpoint before it goes on)");
+}
+
+/// Returns an equal number on ranks that see equal text, in any build.
+uint64_t digest_of(const std::string& text) {
+  const auto hash = sha256(text);
+  uint64_t digest = 0;
+  std::memcpy(&digest, hash.data(), sizeof digest);
+  return digest;
+}
+
+/// What a load without a tag means: weights that lie in the folder itself, if only they are wanted, or the checkpoint
+/// that `latest_universal` or `latest` names. Empty if there is none.
+/// Errors: ValueError if a universal one is wanted and there is none.
+std::string default_tag(const std::string& directory, const LoadOptions& options, bool universal) {
+  std::string tag = options.module_only ? checkpoint::tag_of_weights(directory) : "";
+  if (tag.empty()) tag = checkpoint::tag_to_load(directory, universal);
+  TORCH_CHECK_VALUE(!universal || !tag.empty(), "load_checkpoint: checkpoint.load_universal is true, and ", directory,
+                    " has no latest_universal and no latest: name the tag, or leave the key out");
+  return tag;
+}
+
+}  // namespace
+
+/// Returns the tag to load: the given one, or what no tag means. Empty if no rank finds any.
+/// Errors: CheckpointError if ranks have different ones.
+std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given,
+                                       const LoadOptions& options) {
+  saver->finish(*boundary);  // it may be what is to be loaded
+  std::string tag = given;
+  boundary->together("looking for the latest checkpoint", [&] {
+    if (tag.empty()) tag = default_tag(directory, options, config.checkpoint().load_universal);
+  });
+  const Vote own{.failed = false, .digest = digest_of(tag)};
+  for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
+    if (vote.digest != own.digest) throw CheckpointError("the ranks found different checkpoints in " + directory);
+  }
+  return tag;
+}
+
+std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
+                                                              const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  const auto entered = enter_alike(Call::load_checkpoint, [&] {
+    TORCH_CHECK_VALUE(!directory.empty(), "load_checkpoint: the folder's name is empty");
+  });
+  const engine::LooseTensors& now = entered.second;
+  std::vector<NamedTensor> loose = now.all();
+  residency->release_all();
+  tag = agree_on_tag(directory, tag, options);
+  if (tag.empty()) return std::nullopt;
+  const bool moments = options.optimizer_states && !options.module_only && optimizer != nullptr;
+  const auto coordinates = engine::coordinates_of(channels.mesh(), channels.world().rank);
+  std::unique_ptr<checkpoint::Reader> reader;
+  std::vector<Piece> wanted;
+  std::vector<Tensor> staged;
+  Progress saved;
+  engine::Generators generators;
+  std::set<StateName> fresh;
+  engine::CustomLoad custom_states;
+  boundary->together("checking the checkpoint", [&] {
+    reader = std::make_unique<checkpoint::Reader>(checkpoint::open_checkpoint(directory, tag));
+    saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
+    generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
+    const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
+    if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
+    wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
+    if (moments && differences.empty()) fresh = take_fresh_states(*reader, *design.rule, model, saved, wanted);
+    if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
+    wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
+    const SavedRoles roles(*reader, coordinates);
+    const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
+    const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
+    const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted);
+    auto lines = reader->check(wanted, options.strict, ignored);
+    lines.insert(lines.end(), differences.begin(), differences.end());
+    if (!lines.empty()) {
+      throw CheckpointError("checkpoint " + directory + "/" + tag +
+                            " does not fit the model (nothing was changed):" + joined(lines, 20));
+    }
+    if (config.checkpoint().verify) reader->verify(wanted, channels.world().rank, channels.world().size);
+    check_ties(now.tied, *reader, roles);
+    fresh.insert(absent.fresh().begin(), absent.fresh().end());
+    go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
+  });
+  if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
+  if (intake) intake->drop_left();
+  boundary->together("reading the checkpoint", [&] { read_over(*reader, wanted); });
+  boundary->together("restoring buffers", [&] {
+    if (!fresh.empty()) optimizer->states().zero(fresh);
+    custom_states.apply();
+    fill(loose, staged);
+  });
+  publish_parameters(engine::most_rounds(entered.first));
+  if (!options.module_only) {
+    boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
+    stepper->restore(saved, moments, options.lr_scheduler_states);
+  }
+  return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
+}
+
+/// Prepares what a load leaves as it is: masters follow what the program wrote, counts stay.
+void Engine::Impl::go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected,
+                                 engine::Progress& saved) {
+  if (channels.is_first()) absent.tell(unexpected);
+  if (absent.empty() || !optimizer) return;
+  optimizer->states().refresh_masters();
+  progress.parameter_steps = optimizer->states().uneven_steps();
+  progress.parameter_numbers = optimizer->states().parameter_numbers();
+  absent.keep_counts(saved, progress);
+}
+
+/// Publishes parameters from the masters that were read, and frozen units from their shards.
+void Engine::Impl::publish_parameters(int64_t rounds_begun) {
+  auto& gathers = channels.gathers();  // reductions may be under way, on some ranks more than on others
+  if (optimizer) optimizer->publish_all(channels.all(engine::Channels::Purpose::gathers));
+  bool shared = false;
+  for (const auto& unit : model.units()) {
+    unit->forget_external_writes();
+    shared = shared || unit->memory() == sharding::UnitMemory::shared;
+    if (unit->memory() != sharding::UnitMemory::whole || (unit->layout().trainable && optimizer)) continue;
+    auto& over = channels.of(unit->shard_over(), engine::Channels::Purpose::gathers);
+    auto pending = over.all_gather(unit->whole(), unit->shard().in_place());
+    over.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
+  }
+  if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});
+  if (reducer) reducer->discard(rounds_begun);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,235 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Rebuilds the engine over a model whose parameters have changed: what was trained before goes on bit for bit.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "deferred/recorder.h"
+#include "engine/bind/agreement.h"
+#include "engine/design/optimizer_groups.h"
+#include "engine/engine_impl.h"
+#include "engine/state/carried_state.h"
+
+namespace deeptide {
+
+using at::Tensor;
+using comm::Call;
+using engine::CarriedParameter;
+using engine::CarriedState;
+using sharding::Parameter;
+using sharding::Unit;
+
+namespace engine {
+
+std::pair<int64_t, int64_t> CarriedParameter::slice_of(int rank) const {
+  const int64_t first = std::clamp(rank * shard - offset, int64_t{0}, numel);
+  return {first, std::clamp((rank + 1) * shard - offset, first, numel)};
+}
+
+const CarriedParameter* CarriedState::find(const Tensor& tensor) const {
+  const auto is_it = [&](const CarriedParameter& p) { return p.tensor.is_same(tensor) && p.numel == tensor.numel(); };
+  const auto found = std::find_if(parameters.begin(), parameters.end(), is_it);
+  return found == parameters.end() ? nullptr : &*found;
+}
+
+const CarriedParameter* CarriedState::find(const Parameter& p) const {
+  for (const Tensor& tensor : p.tensors) {
+    if (const CarriedParameter* found = find(tensor)) return found;
+  }
+  return nullptr;
+}
+
+void CarriedState::make_whole() {
+  for (WholeValue& whole : wholes) whole.tensor.set_data(std::move(whole.value));
+  wholes.clear();
+}
+
+}  // namespace engine
+
+namespace {
+
+/// The states of one unit, parameter by parameter, as far as this rank owns them.
+void carry_unit(const zero::OptimizerStates& states, int index, CarriedState& carried) {
+  const Unit& unit = states.unit(index);
+  for (const Parameter& p : unit.parameters()) {
+    CarriedParameter& own = carried.parameters.emplace_back(
+        CarriedParameter{p.name, p.tensors.front(), p.offset, p.numel, unit.layout().shard, {}});
+    const auto [first, last] = unit.owned_range(p);
+    for (const auto& state : states.buffers(index)) {
+      const bool is_parameter = state.role == "master" && states.is_aliased(index);
+      if (is_parameter || !states.has(p, state.role)) continue;
+      Tensor flat = state.data.in_place();
+      if (!flat.defined()) {  // in files, or in two places
+        flat = at::empty({state.data.numel()}, state.data.dtype());
+        state.data.copy_to(flat);
+      }
+      own.states[state.role] = flat.narrow(0, first < last ? first - states.begin(index) : 0, last - first);
+    }
+  }
+}
+
+/// Copies each parameter of a unit that is to be sharded no longer; ties keep sharing their memory.
+void keep_whole(const Unit& unit, const Tensor& whole, CarriedState& carried) {
+  for (const Parameter& p : unit.parameters()) {
+    const Tensor flat = whole.narrow(0, p.offset, p.numel).clone();
+    for (const Tensor& tensor : p.tensors) {
+      carried.wholes.push_back({tensor, at::as_strided(flat, tensor.sizes(), tensor.strides(), 0)});
+    }
+  }
+}
+
+/// What the ranks must do alike with each parameter, a line each.
+std::vector<std::string> origins(const ModelDescription& model, const engine::BoundModel& bound) {
+  std::vector<std::string> lines;
+  for (const NamedTensor& now : model.parameters) {
+    const engine::BoundName before = bound.find(now.tensor);
+    lines.push_back("parameter '" + now.name + "', " +
+                    (before.parameter ? "bound as '" + before.parameter->name + "' before" : "new to the engine"));
+  }
+  return lines;
+}
+
+/// Collective. The whole state of a parameter from the slices that the ranks have carried.
+Tensor whole_state(const CarriedParameter& p, const Tensor& carried, const std::string& role, comm::Group& gathers,
+                   at::Device device) {
+  if (gathers.size() == 1) return carried;
+  const Tensor own = carried.to(device);
+  int64_t most = 0;
+  for (int rank = 0; rank < gathers.size(); ++rank) {
+    const auto [first, last] = p.slice_of(rank);
+    most = std::max(most, last - first);
+  }
+  const Tensor padded = at::zeros({most}, own.options());
+  padded.narrow(0, 0, own.numel()).copy_(own);
+  const Tensor slices = at::empty({most * gathers.size()}, own.options());
+  auto pending = gathers.all_gather(slices, padded);
+  gathers.wait(pending, {"start", "gathering " + role + " of '" + p.name + "'"});
+  Tensor whole = at::empty({p.numel}, own.options());
+  for (int rank = 0; rank < gathers.size(); ++rank) {
+    const auto [first, last] = p.slice_of(rank);
+    whole.narrow(0, first, last - first).copy_(slices.narrow(0, rank * most, last - first));
+  }
+  return whole;
+}
+
+/// Writes what this rank holds of a parameter's state.
+void write_held(const Parameter& p, int64_t begin, const tiers::Buffer& data, const Tensor& whole) {
+  const int64_t first = std::clamp(begin, p.offset, p.offset + p.numel);
+  const int64_t last = std::clamp(begin + data.numel(), first, p.offset + p.numel);
+  data.copy_from(whole.narrow(0, first - p.offset, last - first), first - begin);
+}
+
+}  // namespace
+
+void Engine::Impl::check_rebuilding() const {
+  check_axes("rebuild");
+  check_between_steps("rebuild");
+  TORCH_CHECK_VALUE(!custom,
+                    "rebuild: an optimizer of the program's own keeps its states itself, and they cannot move to other "
+                    "units. Save a checkpoint, call initialize with a new optimizer, and load it with "
+                    "load_module_strict=False");
+  TORCH_CHECK_VALUE(!optimizer || !optimizer->states().are_away(),
+                    "rebuild while states are offloaded: call reload_states() first");
+  TORCH_CHECK_VALUE(!offloaded && !(model.offloaded() && model.offloaded()->uses_files()),
+                    "rebuild: states or parameters lie in files, which are not read into memory for it. Save a "
+                    "checkpoint, call initialize again, and load it with load_module_strict=False");
+}
+
+/// Collective. Changes nothing: on an error the engine goes on as it was.
+CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOptions& options) {
+  at::NoGradGuard no_grad;
+  boundary->enter(Call::rebuild, [&](comm::Close& own) {
+    own.rounds = reducer ? reducer->rounds_begun() : 0;
+    check_rebuilding();
+  });
+  saver->finish(*boundary);
+  auto terms = engine::terms_of(now, engine::optimizer_groups(now, config, options), config);
+  const auto lines = origins(now, model);
+  terms.insert(terms.end(), lines.begin(), lines.end());
+  engine::check_agreement(channels.control(), terms, {"start", "comparing the model's changes with the other ranks"},
+                          "Change the model alike on every rank. Nothing was changed");
+  CarriedState carried;
+  if (optimizer) {
+    optimizer->states().refresh_masters();
+    progress.parameter_steps = optimizer->states().uneven_steps();
+    progress.parameter_numbers = optimizer->states().parameter_numbers();
+    for (int unit = 0; unit < optimizer->states().num_units(); ++unit) carry_unit(optimizer->states(), unit, carried);
+  }
+  carried.progress = progress;
+  residency->release_all();
+  for (const auto& unit : model.units()) {
+    if (unit->memory() == sharding::UnitMemory::sharded) keep_whole(*unit, gathered(*unit), carried);
+  }
+  channels.gathers().barrier({"start", "waiting for all ranks to have what they carry over"});
+  return carried;
+}
+
+std::vector<ParameterGroup> Engine::Impl::groups_now() const {
+  std::vector<ParameterGroup> now = design.model.groups;
+  for (size_t g = 0; g < progress.hyperparameters.size(); ++g) now[g].hyperparameters = progress.hyperparameters[g];
+  return now;
+}
+
+/// Collective. Takes over the states of the parameters that were trained before; others begin as at initialize.
+void Engine::Impl::adopt_state(const CarriedState& carried) {
+  at::NoGradGuard no_grad;
+  boundary->enter(Call::rebuild);
+  engine::Progress next = carried.progress;
+  next.hyperparameters = progress.hyperparameters;
+  next.parameter_steps.clear();
+  next.parameter_numbers.clear();
+  for (int unit = 0; optimizer && unit < optimizer->states().num_units(); ++unit) {
+    const zero::OptimizerStates& states = optimizer->states();
+    for (const Parameter& p : states.unit(unit).parameters()) {
+      const CarriedParameter* before = carried.find(p);
+      if (!before) {
+        next.parameter_steps[p.name] = 0;
+        continue;
+      }
+      const auto steps = carried.progress.parameter_steps.find(before->name);
+      if (steps != carried.progress.parameter_steps.end()) next.parameter_steps[p.name] = steps->second;
+      const auto numbers = carried.progress.parameter_numbers.find(before->name);
+      if (numbers != carried.progress.parameter_numbers.end()) next.parameter_numbers[p.name] = numbers->second;
+      for (const auto& state : states.buffers(unit)) {
+        const auto found = before->states.find(state.role);
+        if (found == before->states.end() || !states.has(p, state.role)) continue;
+        write_held(p, states.begin(unit), state.data,
+                   whole_state(*before, found->second, state.role, channels.gathers(), model.device()));
+      }
+    }
+  }
+  stepper->restore(next, /*moments=*/optimizer != nullptr, /*schedule=*/true);
+}
+
+void Engine::rebuild(const ModelDescription& model, const InitOptions& options) {
+  const deferred::Pause pause(deferred::kKey);
+  const Config config = impl_->config;
+  const auto wishes = impl_->reporter.wishes();
+  const int64_t step = impl_->progress.global_steps;
+  InitOptions same_world = options;
+  if (!same_world.world) same_world.world = impl_->channels.world();
+  CarriedState carried = impl_->told("rebuild", [&] { return impl_->carry_state(model, same_world); });
+  const engine::Origin before = impl_->origin;
+  same_world.axes = before.axes;
+  InitOptions as_before = same_world;
+  as_before.groups = impl_->groups_now();
+  as_before.optimizer = before.optimizer;
+  impl_.reset();
+  carried.make_whole();
+  try {
+    impl_ = std::make_unique<Impl>(model, config, same_world);
+  } catch (...) {  // on all ranks alike, since they agreed on the model
+    impl_ = std::make_unique<Impl>(before.model, config, as_before);
+    impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
+    impl_->reporter.resume(wishes, step);
+    throw;
+  }
+  impl_->told("rebuild", [&] { impl_->adopt_state(carried); });
+  impl_->reporter.resume(wishes, step);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,195 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Saves a checkpoint: every rank writes its pieces, all agree, rank 0 commits.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/background_save.h"
+#include "checkpoint/frozen_files.h"
+#include "checkpoint/retention.h"
+#include "checkpoint/writer.h"
+#include "engine/engine_impl.h"
+#include "engine/state/custom_state.h"
+#include "engine/state/partial_load.h"
+#include "engine/state/pieces.h"
+
+namespace deeptide {
+
+using comm::Call;
+
+namespace {
+
+/// A parameter that the program replaced is saved with the value that the model has now, whole, by the first rank.
+void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::vector<checkpoint::Piece>& pieces) {
+  for (const NamedTensor& now : replaced) {
+    for (checkpoint::Piece& piece : pieces) {
+      if (piece.name != now.name || !piece.role.is_weight()) continue;
+      const at::Tensor flat = engine::readable(now.tensor).reshape({-1}).to(piece.data.dtype());
+      const int64_t count = is_first ? flat.numel() : 0;
+      piece = {now.name, piece.role, now.tensor.sizes().vec(), checkpoint::Region::range(0, count),
+               flat.narrow(0, 0, count)};
+    }
+  }
+}
+
+SaveContents contents_of(const SaveOptions& options, const Config& config) {
+  return options.contents.value_or(config.checkpoint().contents);
+}
+
+/// Frozen parameters lie in files of their own: the next save of the folder links to those that have not changed.
+void set_apart(const std::set<std::string>& frozen, std::vector<checkpoint::Piece>& pieces) {
+  for (checkpoint::Piece& piece : pieces) {
+    const int64_t bytes = piece.region.numel() * static_cast<int64_t>(c10::elementSize(piece.data.dtype()));
+    piece.apart =
+        piece.role == checkpoint::Role::param() && bytes >= checkpoint::kLeastApartBytes && frozen.contains(piece.name);
+  }
+}
+
+/// As "bf16_moments" wishes.
+void round_moments(std::vector<checkpoint::Piece>& pieces) {
+  for (checkpoint::Piece& piece : pieces) {
+    if (!piece.role.is_moment() || piece.data.dtype() != at::kFloat) continue;
+    piece.data = piece.region.numel() == 0 ? checkpoint::PieceData(at::empty({0}, at::kBFloat16))
+                                           : checkpoint::rounded(piece.data, at::kBFloat16);
+  }
+}
+
+}  // namespace
+
+bool Engine::Impl::has_gradients() const {
+  return reducer && (reducer->has_pending() || reducer->has_gradient() || intake->has_left());
+}
+
+void Engine::Impl::check_no_gradients(const char* method) const {
+  TORCH_CHECK_VALUE(!reducer || !(reducer->has_pending() || reducer->has_gradient()), method,
+                    " between backward() and step(): the gradients would be lost; call step() first, or zero_grad() to "
+                    "drop them");
+}
+
+void Engine::Impl::check_between_steps(const char* method) const {
+  check_no_gradients(method);
+  const int64_t within = progress.micro_steps % batch.accumulation;
+  TORCH_CHECK_VALUE(within == 0 || stepper->has_boundary_override(), method, " within an accumulation (", within, "/",
+                    batch.accumulation,
+                    " micro-batches done): the gradients would be lost; call it after an applied step");
+}
+
+/// Names in a checkpoint do not tell the teams of a unit apart yet.
+void Engine::Impl::check_axes(const char* method) const {
+  for (const engine::UnitRow& row : design.units) {
+    TORCH_CHECK_VALUE(row.place.reduce_over == design.data, method, ": unit '", row.layout.name, "' is of team '",
+                      row.place.reduce_over.key(), "' alone, whose state cannot be told from that of other teams yet");
+  }
+}
+
+void Engine::Impl::check_saving(const std::string& directory) const {
+  check_axes("save_checkpoint");
+  TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
+  check_between_steps("save_checkpoint");
+}
+
+/// What all ranks must know alike before they save: one nonce, and that they were asked for the same.
+checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std::string tag,
+                                               const SaveOptions& options, bool blocking) {
+  if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);
+  const comm::SaveName own{channels.is_first() ? checkpoint::draw_nonce() : 0, options.exclude_frozen_parameters,
+                           blocking, contents_of(options, config)};
+  const auto names = boundary->exchange(own, {"checkpoint", "naming the save"});
+  for (const comm::SaveName& name : names) {
+    TORCH_CHECK_VALUE(name.exclude_frozen == names.front().exclude_frozen,
+                      "save_checkpoint: some ranks were given exclude_frozen_parameters=true and some false; give all "
+                      "ranks the same");
+    TORCH_CHECK_VALUE(name.blocking == names.front().blocking,
+                      "save_checkpoint: some ranks were given blocking=true and some false; give all ranks the same");
+    TORCH_CHECK_VALUE(name.contents == names.front().contents,
+                      "save_checkpoint: the ranks were given different contents; give all ranks the same");
+  }
+  return {directory, tag, names.front().nonce};
+}
+
+/// Collects what this rank saves, as views of the live state. `state`: what is saved of the engine besides tensors.
+checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bool exclude_frozen,
+                                                 nlohmann::json& state) {
+  const World& world = channels.world();
+  const auto coordinates = engine::coordinates_of(channels.mesh(), world.rank);
+  checkpoint::Snapshot snapshot{world.rank,
+                                {coordinates, engine::Generators::of(model.device()).to_json()},
+                                engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
+  if (optimizer && optimizer->custom()) {
+    boundary->together("collecting the optimizer's states", [&] {
+      for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
+    });
+  }
+  for (const engine::LateTie& tie : loose.tied) {
+    if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});
+  }
+  if (exclude_frozen) engine::leave_out_frozen(model, snapshot.pieces, loose.added, state);
+  substitute(loose.replaced, channels.is_first(), snapshot.pieces);
+  auto unbound = loose.buffers;
+  unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());
+  for (const NamedTensor& tensor : unbound) {
+    snapshot.pieces.push_back(engine::buffer_piece(tensor, checkpoint::Role::buffer(coordinates),
+                                                   engine::readable(tensor.tensor).reshape({-1})));
+  }
+  return snapshot;
+}
+
+std::string Engine::Impl::save_checkpoint(const std::string& directory, std::string tag,
+                                          const std::string& client_state_json, const SaveOptions& options) {
+  at::NoGradGuard no_grad;
+  const auto start = std::chrono::steady_clock::now();
+  engine::LooseTensors loose = enter_alike(Call::save_checkpoint, [&] { check_saving(directory); }).second;
+  saver->finish(*boundary);
+  if (optimizer) optimizer->states().refresh_masters();
+  const CheckpointConfig& how = config.checkpoint();
+  const bool blocking = options.blocking.value_or(!how.saves_beside_training());
+  const checkpoint::SaveTarget target = name_save(directory, std::move(tag), options, blocking);
+  if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
+  if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
+  nlohmann::json state = engine::to_json(progress);
+  state["zero_stage"] = config.zero().stage;
+  state["config"] = config.text();
+  const SaveContents contents = contents_of(options, config);
+  const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
+  checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};
+  if (contents == SaveContents::weights) {
+    std::erase_if(plan.snapshot.pieces, [](const checkpoint::Piece& piece) { return piece.role.is_moment(); });
+    state[engine::kWeightsOnly] = true;
+  }
+  if (const auto frozen = engine::frozen_names(model); !frozen.empty()) {
+    set_apart(frozen, plan.snapshot.pieces);
+    boundary->together("linking frozen parameters", [&] { checkpoint::link_stored(target, plan.snapshot); });
+  }
+  if (how.bf16_moments) round_moments(plan.snapshot.pieces);
+  plan.manifest = {checkpoint::kManifestVersion, channels.world().size, state.dump(), client_state_json};
+  plan.save_latest = options.save_latest;
+  plan.retention = {how.keep_last, how.keep_every};
+  plan.buffer_bytes = how.buffer_bytes;
+  if (blocking) {
+    save_now(plan);
+  } else {
+    boundary->together("naming the checkpoint", [&] { checkpoint::growing_path(target); });
+    saver->begin(std::move(plan), start);
+  }
+  return target.directory + "/" + target.tag;
+}
+
+void Engine::Impl::save_now(const checkpoint::SavePlan& plan) {
+  const bool is_first = channels.world().rank == 0;
+  try {
+    boundary->together("writing the checkpoint",
+                       [&] { checkpoint::write_rank(plan.target, plan.snapshot, plan.buffer_bytes); });
+    boundary->together("committing the checkpoint", [&] {
+      if (is_first) checkpoint::commit(plan.target, plan.manifest, plan.save_latest);
+    });
+  } catch (const CheckpointError&) {
+    if (is_first) checkpoint::abandon(plan.target);
+    throw;
+  }
+  if (is_first) checkpoint::retain(plan.target, plan.retention);
+}
+
+}  // namespace deeptide

@@ -1,0 +1,147 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs one closing round, then checks that all ranks called one method.
+#include "engine/step/boundary.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "base/interrupt.h"
+#include "engine/step/preemption.h"
+#include "engine/step/saver.h"
+
+namespace deeptide::engine {
+
+using comm::Call;
+using comm::Close;
+
+namespace {
+
+constexpr std::chrono::milliseconds kPeriod{250};
+constexpr std::chrono::milliseconds kTurn{5};
+
+}  // namespace
+
+const char* call_name(Call call) {
+  static constexpr const char* kNames[] = {"step()",
+                                           "save_checkpoint()",
+                                           "load_checkpoint()",
+                                           "module_state_dict(), full_state() or the like",
+                                           "empty_partition_cache()",
+                                           "zero_grad()",
+                                           "backward() with keep_grad",
+                                           "rebuild()",
+                                           "offload_states() or reload_states()",
+                                           "wait_for_save()",
+                                           "preempt()"};
+  return kNames[static_cast<int32_t>(call)];
+}
+
+int64_t most_rounds(const std::vector<Close>& closes) {
+  int64_t rounds = 0;
+  for (const Close& close : closes) rounds = std::max(rounds, close.rounds);
+  return rounds;
+}
+
+const Close& leading(const std::vector<Close>& closes) {
+  const auto found = std::find_if(closes.begin(), closes.end(), [](const Close& close) { return !close.joined; });
+  return found == closes.end() ? closes.front() : *found;
+}
+
+Call call_of(const std::vector<Close>& closes) {
+  const auto goes = [](const Close& close) { return close.call == Call::preempt; };
+  return std::any_of(closes.begin(), closes.end(), goes) ? Call::preempt : leading(closes).call;
+}
+
+std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>& prepare) {
+  refuse_in_interrupt_handler(call_name(call));
+  // Programs drop gradients right after a step: that needs no parameter.
+  if (arrivals_ && call != Call::zero_grad) arrivals_->wait_all();
+  Close own{.call = call};
+  if (saver_) own.save = static_cast<int32_t>(saver_->phase());
+  if (preemption_) own.asked_to_go = preemption_->is_asked();
+  std::exception_ptr failure;
+  try {
+    model_.check_bound();
+    if (prepare) prepare(own);
+    own.has_written = has_private_writes();
+  } catch (...) {
+    failure = std::current_exception();
+    own.failed = true;
+  }
+  const bool ends_pass = call != Call::zero_grad && call != Call::show_gradients;
+  auto closes = close(own, ends_pass);
+  check_calls(closes);
+  check_failures(closes, failure);
+  take_private_writes(closes);
+  model_.note_external_writes();
+  if (std::any_of(closes.begin(), closes.end(), [](const Close& close) { return close.asked_to_go; })) {
+    preemption_->agree();
+  }
+  if (saver_) saver_->follow(closes, *this);
+  return closes;
+}
+
+/// What this rank has begun to reduce goes on while it waits, and holds nobody up; nor does a rank that waits, too far
+/// ahead, for reductions which this one only has to begin.
+std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
+  const bool idle = !reducer_ || reducer_->advances_alone();
+  for (;;) {
+    if (auto closes = residency_.close_for(idle ? kPeriod : kTurn, own, ends_pass)) return *std::move(closes);
+    if (preemption_ && preemption_->is_on()) preemption_->is_asked();
+    if (!reducer_) continue;
+    if (!idle) reducer_->go_on();
+    if (const int64_t rounds = channels_.rounds().most_announced(); rounds > 0) reducer_->keep_up(rounds);
+  }
+}
+
+void Boundary::check_calls(const std::vector<Close>& closes) const {
+  const Close& leader = leading(closes);
+  const auto& ranks = channels_.data().ranks();
+  for (size_t i = 0; i < closes.size(); ++i) {
+    // Ranks that have joined have no training loop: they drop or show gradients when the others do.
+    const bool follows = closes[i].joined && (leader.call == Call::zero_grad || leader.call == Call::show_gradients);
+    // A rank that evaluates calls preempt() while others wait for it in a step.
+    const auto may_meet = [](Call call) { return call == Call::step || call == Call::preempt; };
+    if (closes[i].call == leader.call || follows || (may_meet(closes[i].call) && may_meet(leader.call))) continue;
+    throw CommError("the ranks called different methods: rank " + std::to_string(ranks[&leader - closes.data()]) +
+                    " called " + call_name(leader.call) + ", rank " + std::to_string(ranks[i]) + " called " +
+                    call_name(closes[i].call) +
+                    ". Every rank must call the collective methods in the same order; ranks that run out of data call "
+                    "join().");
+  }
+}
+
+void Boundary::check_failures(const std::vector<Close>& closes, const std::exception_ptr& own) const {
+  if (own) std::rethrow_exception(own);
+  for (size_t i = 0; i < closes.size(); ++i) {
+    if (!closes[i].failed) continue;
+    throw std::runtime_error(std::string(call_name(closes[i].call)) + " failed on rank " +
+                             std::to_string(channels_.data().ranks()[i]) +
+                             " before it began; see its error. Nothing was changed on this rank");
+  }
+}
+
+bool Boundary::has_private_writes() const {
+  return std::any_of(model_.units().begin(), model_.units().end(),
+                     [](const auto& unit) { return unit->has_private_writes(); });
+}
+
+/// All ranks are idle here: copies each rank's own writes, for its slice, into the shared parameters.
+void Boundary::take_private_writes(const std::vector<Close>& closes) {
+  if (std::none_of(closes.begin(), closes.end(), [](const Close& close) { return close.has_written; })) return;
+  for (const auto& unit : model_.units()) unit->take_private_writes();
+  channels_.control().barrier({"step", "waiting for all ranks' own writes to parameters"});
+}
+
+void Boundary::vote(const char* what, const std::string& failure) {
+  const auto votes = exchange(comm::Vote{.failed = !failure.empty()}, {"checkpoint", what});
+  if (!failure.empty()) throw CheckpointError(failure);
+  for (size_t i = 0; i < votes.size(); ++i) {
+    if (!votes[i].failed) continue;
+    throw CheckpointError(std::string(what) + " failed on rank " + std::to_string(channels_.data().ranks()[i]) +
+                          "; see its error");
+  }
+}
+
+}  // namespace deeptide::engine

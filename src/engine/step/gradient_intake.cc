@@ -1,0 +1,119 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Takes gradients in, in the order of the parameter's elements.
+#include "engine/step/gradient_intake.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+
+#include "base/interrupt.h"
+#include "base/log.h"
+
+namespace deeptide::engine {
+
+using at::Tensor;
+using sharding::Parameter;
+using sharding::Unit;
+
+namespace {
+
+/// Returns the gradient of one of the parameter's tensors with the sizes and the order of its first.
+Tensor in_order_of_first(const Parameter& p, int tensor, const Tensor& gradient) {
+  const Tensor &first = p.tensors.front(), &own = p.tensors[tensor];
+  const bool same = own.sizes() == first.sizes() && own.strides() == first.strides();
+  if (same) return gradient;
+  const Tensor dense = gradient.layout() == at::kStrided ? gradient : gradient.to_dense();
+  Tensor ordered = at::empty(first.sizes(), dense.options());
+  at::as_strided(ordered, own.sizes(), own.strides(), 0).copy_(dense);
+  return ordered;
+}
+
+}  // namespace
+
+GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer& reducer, std::function<void()> before)
+    : units_(std::move(trainable)), reducer_(reducer) {
+  std::vector<Tensor> tensors;
+  for (int u = 0; u < static_cast<int>(units_.size()); ++u) {
+    for (int p = 0; p < static_cast<int>(units_[u]->parameters().size()); ++p) {
+      const auto& all = units_[u]->parameters()[p].tensors;
+      for (int t = 0; t < static_cast<int>(all.size()); ++t) {
+        if (!all[t].requires_grad()) continue;  // a frozen name of a tied parameter
+        tensors.push_back(all[t]);
+        places_.push_back({u, p, t});
+      }
+    }
+  }
+  replaced_.resize(places_.size(), false);
+  const std::string dropped = drop_left();
+  if (!dropped.empty()) {
+    log(LogLevel::warning, "parameter '" + dropped +
+                               "' had a .grad before initialize; it is dropped, as are all such: the first step uses "
+                               "gradients of backward passes from now on");
+  }
+  hooks_ = std::make_unique<gradients::GradientHooks>(
+      tensors,
+      [this](int index, const Tensor& gradient) {
+        refuse_in_interrupt_handler("backward()");
+        const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
+        reducer_.add(places_[index].unit, places_[index].parameter, ordered_and_scaled(index, gradient, scale));
+      },
+      std::move(before));
+}
+
+/// Returns the gradient of a place as the reducer takes it: in the order of the parameter's first tensor, times
+/// `scale`.
+Tensor GradientIntake::ordered_and_scaled(int index, const Tensor& gradient, double scale) const {
+  const Place& place = places_[index];
+  const Tensor ordered = in_order_of_first(parameter(place), place.tensor, gradient);
+  return scale == 1.0 ? ordered : ordered.to(at::kFloat).mul_(scale);
+}
+
+std::vector<bool> GradientIntake::check_left() {
+  const std::vector<bool> now = hooks_->follow();
+  std::vector<bool> units(units_.size(), false);
+  for (size_t i = 0; i < places_.size(); ++i) {
+    replaced_[i] = replaced_[i] || now[i];
+    const Place& place = places_[i];
+    if (!tensor(place).grad().defined()) continue;
+    gradients::check_layout(parameter(place), tensor(place).grad());
+    TORCH_CHECK_VALUE(
+        replaced_[i] || !reducer_.has_added(place.unit, place.parameter), "parameter '", parameter(place).name,
+        "' has a .grad that was set by hand, and backward has given it a gradient since the last step, "
+        "which the engine has taken already: it cannot tell which of the two is meant. Set .grad to None, "
+        "or call engine.zero_grad() before setting it.");
+    units[place.unit] = true;
+  }
+  return units;
+}
+
+bool GradientIntake::has_left() const {
+  return std::any_of(places_.begin(), places_.end(),
+                     [&](const Place& place) { return tensor(place).grad().defined(); });
+}
+
+void GradientIntake::take_left() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Tensor& own = tensor(places_[i]);
+    if (!own.grad().defined()) continue;
+    const Tensor gradient = own.grad();
+    own.mutable_grad().reset();
+    // What an accumulator without a hook collected came from the engine's own backward, which scales.
+    const double scale = replaced_[i] ? 1.0 : loss_scale_.load();
+    reducer_.add_coming(places_[i].unit, places_[i].parameter,
+                        ordered_and_scaled(static_cast<int>(i), gradient, scale));
+  }
+  replaced_.assign(replaced_.size(), false);
+}
+
+std::string GradientIntake::drop_left() {
+  std::string first;
+  for (const Place& place : places_) {
+    const Tensor& own = tensor(place);
+    if (!own.grad().defined()) continue;
+    if (first.empty()) first = parameter(place).name;
+    own.mutable_grad().reset();
+  }
+  return first;
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,446 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs one step, in the order of its phases.
+#include "engine/step/stepper.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "base/interrupt.h"
+#include "base/log.h"
+#include "engine/bind/agreement.h"
+#include "optim/compressed_rule.h"
+
+namespace deeptide::engine {
+
+using comm::Call;
+using comm::Close;
+using comm::Verdict;
+using world::TeamIndex;
+using world::WorldRank;
+
+Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule)
+    : parts_(parts),
+      schedule_(std::move(schedule)),
+      base_hyperparameters_(parts.progress.hyperparameters),
+      terms_(parts.channels, parts.boundary, parts.live, parts.reducer, parts.progress),
+      drift_(parts.channels, parts.boundary, parts.model, parts.optimizer, parts.config.runtime()) {
+  parts_.progress.loss_scale = optim::initial_loss_scale(parts_.config.precision());
+  follow_loss_scale();
+  follow_schedule();
+  follow_boundary();
+  sent_bytes_ = bytes_sent_for_steps();  // what initialize made equal on all ranks
+}
+
+void Stepper::follow_loss_scale() {
+  if (parts_.intake) parts_.intake->set_loss_scale(loss_scale());
+  if (parts_.kept) parts_.kept->set_loss_scale(loss_scale());
+}
+
+void Stepper::follow_schedule() {
+  Progress& progress = parts_.progress;
+  if (!schedule_) return;
+  schedule_->apply(progress.schedule_iteration, base_hyperparameters_, progress.hyperparameters);
+  ++hyperparameters_version_;
+}
+
+void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
+  refuse_in_interrupt_handler("backward()");
+  TORCH_CHECK_VALUE(loss.defined(), "backward: the loss is undefined");
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer (", parts_.config.origin(),
+                    " has no \"optimizer\" section and none was given to initialize)");
+  TORCH_CHECK_VALUE(loss.numel() == 1, "backward: the loss must be a scalar, got shape ", loss.sizes(),
+                    "; reduce it first, e.g. loss.mean()");
+  TORCH_CHECK_VALUE(loss.requires_grad(),
+                    "backward: the loss does not require grad: it was computed under no_grad, or from "
+                    "detached or frozen tensors only");
+  const trace::RecorderScope scope(parts_.channels.recorder().get());
+  parts_.reporter.follow_profiler();
+  RECORD_USER_SCOPE("deeptide::backward");
+  parts_.channels.recorder()->enter(trace::Phase::backward, parts_.progress.global_steps);
+  losses_.push_back(loss.detach());
+  {
+    const GradientIntake::Scaled scaled(*parts_.intake);
+    torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
+  }
+  if (parts_.kept && is_boundary()) show_gradients();
+}
+
+/// After a backward of the program's own, gradients are shown when autograd ends.
+void Stepper::meet_backward() {
+  parts_.kept->take_back();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (parts_.intake->is_in_backward() || !is_boundary() || task == awaited_task_) return;
+  awaited_task_ = task;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, alive = std::weak_ptr<bool>(alive_)] {
+    if (!alive.expired()) show_gradients();
+  });
+}
+
+/// Collective.
+void Stepper::show_gradients() {
+  const auto closes = parts_.boundary.enter(Call::show_gradients, [&](Close& own) {
+    parts_.kept->take_back();
+    own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
+    own.rounds = parts_.reducer->rounds_wanted_with(parts_.intake->check_left());
+  });
+  parts_.intake->take_left();
+  follow(closes);
+}
+
+bool Stepper::is_boundary() const {
+  return boundary_override_.value_or((parts_.progress.micro_steps + 1) % parts_.batch.accumulation == 0);
+}
+
+void Stepper::set_boundary(std::optional<bool> boundary) {
+  boundary_override_ = boundary;
+  follow_boundary();
+}
+
+/// By the hyper-parameters of the start: backward must know before ranks compare what they are now.
+bool Stepper::exchanges_signs() const {
+  if (!parts_.optimizer || !parts_.optimizer->signs()) return false;
+  const int64_t next = parts_.optimizer->states().steps() + 1;
+  return optim::exchanged_by(parts_.optimizer->rule(), base_hyperparameters_, next) == optim::Exchanged::signs;
+}
+
+/// Stages that reduce only at the boundary keep gradients here until then.
+void Stepper::follow_boundary() {
+  if (!parts_.reducer) return;
+  const bool signs = exchanges_signs();
+  if (signs && !std::exchange(said_signs_, true) && parts_.channels.is_first()) {
+    log(LogLevel::info, fmt::format("{}: step {} is the first in which ranks exchange signs, {} bytes per rank",
+                                    parts_.optimizer->rule().name(), parts_.progress.global_steps + 1,
+                                    parts_.optimizer->signs()->bytes_per_step()));
+  }
+  signs_ = signs;
+  parts_.reducer->set_local(signs_ || (!parts_.policy.reduce_every_micro && !is_boundary()));
+}
+
+void Stepper::zero_grad() {
+  losses_.clear();
+  if (!parts_.reducer) return;
+  const auto closes = parts_.boundary.enter(Call::zero_grad, [&](Close& own) {
+    if (parts_.kept) parts_.kept->forget();
+    parts_.intake->drop_left();
+    own.rounds = parts_.reducer->rounds_begun();
+  });
+  parts_.reducer->discard(most_rounds(closes));
+}
+
+/// Takes part in what the leading rank called other than step().
+void Stepper::follow(const std::vector<Close>& closes) {
+  if (leading(closes).call == Call::zero_grad) return parts_.reducer->discard(most_rounds(closes));
+  parts_.reducer->finish(most_rounds(closes), /*ends_micro_batch=*/false);
+  parts_.kept->agree(parts_.boundary);
+  parts_.kept->show(parts_.boundary);
+}
+
+std::vector<Close> Stepper::close(bool joined) {
+  const auto closes = parts_.boundary.enter(Call::step, [&](Close& own) {
+    own.boundary = is_boundary();
+    own.joined = joined;
+    own.rounds = parts_.reducer->rounds_begun();  // in case of a failure
+    TORCH_CHECK_VALUE(!parts_.optimizer->states().are_away(),
+                      "step: the optimizer's states are offloaded; call reload_states() first, on all ranks. The "
+                      "gradients are kept");
+    if (own.boundary) check_first_loss();
+    parts_.model.check_trained();
+    parts_.live.check_trained();
+    const bool shown = parts_.kept && parts_.kept->shown();  // then `.grad` holds what has been reduced
+    const std::vector<bool> left = shown ? std::vector<bool>() : parts_.intake->check_left();
+    own.has_gradient =
+        shown || parts_.reducer->has_pending() || std::find(left.begin(), left.end(), true) != left.end();
+    own.rounds = parts_.reducer->rounds_wanted_with(left);
+  });
+  // Not before all ranks' checks have passed: a failure leaves every rank as it was.
+  const Call call = call_of(closes);
+  if (call == Call::step) take_gradients();
+  if (call == Call::zero_grad && parts_.kept) parts_.kept->forget();
+  if (call == Call::zero_grad) parts_.intake->drop_left();
+  return closes;
+}
+
+/// Brings what lies in `.grad` into the reducer.
+void Stepper::take_gradients() {
+  if (parts_.kept) {
+    parts_.kept->agree(parts_.boundary);
+    parts_.kept->absorb();
+    parts_.kept->forget();
+  }
+  parts_.intake->take_left();
+}
+
+std::optional<StepOutcome> Stepper::step(bool joined) {
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "step: this engine has no optimizer");
+  const trace::RecorderScope scope(parts_.channels.recorder().get());
+  parts_.reporter.follow_profiler();
+  RECORD_USER_SCOPE("deeptide::step");
+  parts_.channels.recorder()->enter(trace::Phase::step, parts_.progress.global_steps);
+  auto closes = close(joined);
+  while (call_of(closes) != Call::step) {
+    if (call_of(closes) == Call::preempt) return step_aside(closes);
+    follow(closes);
+    closes = close(joined);
+  }
+  const auto all = [&](auto predicate) { return std::all_of(closes.begin(), closes.end(), predicate); };
+  if (!all([&](const Close& c) { return c.boundary == closes.front().boundary; })) {
+    throw CommError(
+        "the ranks disagree on the accumulation boundary; set_gradient_accumulation_boundary must be called "
+        "the same way on every rank");
+  }
+  if (all([](const Close& c) { return c.joined; })) return std::nullopt;
+  parts_.reducer->finish(most_rounds(closes));
+  TORCH_CHECK_VALUE(
+      parts_.reducer->has_gradient() || !all([](const Close& c) { return !c.has_gradient; }),
+      "step() before backward(): no rank has a gradient. Call engine.backward(loss) or loss.backward() first. If you "
+      "did, the model's parameters are no longer those given to initialize: load_state_dict(assign=True) and the "
+      "like replace them; load in place.");
+  StepOutcome outcome;
+  const bool ends_step = is_boundary();
+  if (ends_step) {
+    const auto verdicts = judge();
+    if (terms_.follow_leader(verdicts, closes)) ++hyperparameters_version_;
+    outcome = apply(verdicts);
+    const int64_t sent = bytes_sent_for_steps();
+    outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
+    outcome.preempted = parts_.preemption.is_agreed();
+  } else {
+    outcome = accumulating();
+  }
+  end_micro_batch();
+  if (ends_step) {
+    const Progress& progress = parts_.progress;
+    parts_.reporter.end_step({outcome, progress.hyperparameters, progress.global_samples, progress.skipped_steps});
+  }
+  if (auto saved = parts_.saver.take_result()) {
+    outcome.saved = saved->error.empty() ? saved->path : "";
+    outcome.save_error = std::move(saved->error);
+  }
+  if (!drifted_.empty()) throw DriftError(std::exchange(drifted_, {}));
+  if (!too_many_skipped_.empty()) throw NonFiniteError(std::exchange(too_many_skipped_, {}));
+  return outcome;
+}
+
+/// Not what `arrivals` leaves to the channel of gathers: when that starts depends on time.
+int64_t Stepper::bytes_sent_for_steps() {
+  int64_t sent = parts_.channels.all(Channels::Purpose::reductions).sent_bytes();
+  if (parts_.arrivals) sent += parts_.arrivals->sent_bytes();
+  if (parts_.kept) sent += parts_.kept->sent_bytes();
+  if (parts_.policy.shard_parameters) sent += parts_.channels.all(Channels::Purpose::gathers).sent_bytes();
+  return sent;
+}
+
+/// Exchanges what each rank knows about its gradient shards: their squares, and the first bad parameter if any.
+std::vector<Verdict> Stepper::judge() {
+  if (auto* custom = parts_.optimizer->custom()) custom->optimizer().read_groups(parts_.progress.hyperparameters);
+  Verdict verdict;
+  // Nobody knows the norm of the mean where gradients stay with their ranks: the root of their mean square bounds it.
+  verdict.squares =
+      signs_ ? parts_.reducer->local_squares() / parts_.channels.data().size() : parts_.reducer->sum_of_squares();
+  const auto seen = parts_.reducer->seen();
+  verdict.has_seen_all = std::find(seen.begin(), seen.end(), 0) == seen.end();
+  verdict.hyperparameters = digest_of(parts_.progress.hyperparameters);
+  if (const auto& bad = parts_.reducer->bad()) {
+    verdict.bad_unit = bad->unit;
+    verdict.bad_parameter = bad->parameter;
+    verdict.bad_rank = bad->rank;
+  }
+  verdict.links = parts_.links.own_facts();
+  verdict.times = parts_.reporter.own_times();
+  if (parts_.reporter.wants_loss() && !losses_.empty()) {
+    verdict.loss = 0.0;
+    for (const at::Tensor& loss : losses_) verdict.loss += loss.item<double>() / static_cast<double>(losses_.size());
+  }
+  auto verdicts = parts_.boundary.exchange(verdict, {"step", "agreeing on the gradient norm"});
+  parts_.links.note(verdicts);
+  parts_.reporter.note(verdicts, parts_.progress.global_steps);
+  return verdicts;
+}
+
+StepOutcome Stepper::accumulating() const {
+  StepOutcome outcome;
+  outcome.step = parts_.progress.global_steps;
+  outcome.lr = parts_.progress.hyperparameters.front().lr();
+  outcome.grad_norm = outcome.clipped_norm = std::numeric_limits<double>::quiet_NaN();
+  const int64_t count = parts_.batch.accumulation;
+  outcome.reason =
+      "accumulating " + std::to_string(parts_.progress.micro_steps % count + 1) + "/" + std::to_string(count);
+  return outcome;
+}
+
+StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
+  Progress& progress = parts_.progress;
+  double total = 0.0;
+  for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
+  StepOutcome outcome;
+  outcome.step = ++progress.global_steps;
+  progress.global_samples += parts_.batch.train;
+  outcome.lr = progress.hyperparameters.front().lr();
+  outcome.loss_scale = loss_scale();
+  outcome.grad_norm = outcome.clipped_norm = std::sqrt(total) / outcome.loss_scale;
+  const bool overflow = !std::isfinite(total);
+  progress.loss_scale = optim::next_loss_scale(parts_.config.precision(), progress.loss_scale, overflow);
+  follow_loss_scale();
+  if (overflow) {
+    skip(outcome, verdicts);
+    losses_.clear();
+    return outcome;
+  }
+  if (parts_.config.checkpoint().loss_tolerance > 0.0 && parts_.channels.is_first()) progress.last_loss = mean_loss();
+  losses_.clear();
+  progress.skipped_in_a_row = 0;
+  if (parts_.rewind) parts_.rewind->keep_if_due(progress);
+  double scale = 1.0;
+  if (parts_.config.gradients().clipping > 0.0) {
+    scale = std::min(1.0, parts_.config.gradients().clipping / (outcome.grad_norm + 1e-6));
+    outcome.clipped_norm = outcome.grad_norm * scale;
+  }
+  scale /= outcome.loss_scale;
+  const auto active = terms_.agree_on_active(verdicts, parts_.model.trainable());
+  parts_.residency.begin_step();
+  {
+    const trace::Span span(parts_.channels.recorder().get(), trace::Work::optimizer, "optimizer step");
+    parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
+  }
+  parts_.residency.end_step();
+  progress.optimizer_steps = std::as_const(*parts_.optimizer).states().steps();  // parameters may be under way
+  parts_.reducer->clear_accumulated();
+  if (schedule_) ++progress.schedule_iteration;
+  follow_schedule();
+  if (parts_.arrivals && drift_.is_due(progress.optimizer_steps)) parts_.arrivals->wait_all();
+  drifted_ = drift_.check(progress.optimizer_steps);
+  outcome.result = StepResult::applied;
+  return outcome;
+}
+
+/// Leaves parameters, masters, moments and the schedule unchanged.
+void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
+  ++parts_.progress.skipped_steps;
+  outcome.result = StepResult::non_finite;
+  outcome.reason = "non-finite gradient";
+  blame(outcome, verdicts);
+  if (outcome.loss_scale != loss_scale()) {
+    outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
+  }
+  parts_.reducer->clear_accumulated();
+  const bool fp16 = parts_.config.precision().scales_loss();  // overflows are part of its life, and worth a line each
+  if (fp16 && parts_.channels.is_first()) {
+    log(LogLevel::info,
+        fmt::format(
+            "step {} skipped: {}{}", outcome.step, outcome.reason,
+            outcome.parameter.empty() ? "" : fmt::format(" (in '{}', rank {})", outcome.parameter, outcome.rank)));
+  }
+  act_on_row(outcome);
+}
+
+/// Names the first bad parameter, its rank, and whether that rank's loss was bad already.
+void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
+  std::vector<at::Tensor> losses;
+  for (const at::Tensor& loss : losses_) {
+    losses.push_back(loss.to(losses_.front().device(), at::kDouble).reshape({1}));
+  }
+  const bool all_finite = losses.empty() || at::isfinite(at::cat(losses)).all().item<bool>();
+  const uint8_t own = all_finite ? 0 : 1;
+  const auto in_forward =
+      parts_.boundary.exchange_all(std::span<const uint8_t>(&own, 1), {"step", "telling forward from backward"});
+  // A rank that has seen the contribution names its rank; one that has only the sum of a host's cannot.
+  const auto named = [](const Verdict& v) { return v.bad_unit >= 0 && v.bad_rank != WorldRank::none; };
+  auto bad = std::find_if(verdicts.begin(), verdicts.end(), named);
+  if (bad == verdicts.end()) {
+    bad = std::find_if(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return v.bad_unit >= 0; });
+  }
+  if (bad == verdicts.end()) return;
+  outcome.parameter = parts_.model.units().at(bad->bad_unit)->parameters().at(bad->bad_parameter).name;
+  if (bad->bad_rank == WorldRank::none) return;
+  outcome.rank = number(bad->bad_rank);
+  const TeamIndex index = parts_.channels.data().index_of(bad->bad_rank);
+  outcome.phase = in_forward.at(number(index)) != 0 ? "forward" : "backward";
+}
+
+/// What follows when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the
+/// smallest scale do not count.
+void Stepper::act_on_row(StepOutcome& outcome) {
+  Progress& progress = parts_.progress;
+  const PrecisionConfig& precision = parts_.config.precision();
+  const RuntimeConfig& runtime = parts_.config.runtime();
+  const bool is_dynamic = precision.scales_loss() && precision.loss_scale == 0.0;
+  if (is_dynamic && outcome.loss_scale > static_cast<double>(precision.min_loss_scale)) return;
+  if (++progress.skipped_in_a_row < runtime.skipped_limit || runtime.on_skipped == OnSkipped::skip) return;
+  if (runtime.on_skipped == OnSkipped::raise) {
+    too_many_skipped_ = row_text(outcome);
+    return;
+  }
+  if (!parts_.rewind->can_restore(progress)) {
+    too_many_skipped_ = row_text(outcome) + ". A rewind cannot help: " + parts_.rewind->why_not();
+    return;
+  }
+  const std::string text = row_text(outcome);
+  progress.skipped_in_a_row = 0;
+  parts_.residency.release_all();
+  outcome.rewound_to = parts_.rewind->restore(progress);
+  follow_schedule();
+  outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
+  if (parts_.channels.is_first()) {
+    log(LogLevel::warning, text + fmt::format(": back to the state of step {}", outcome.rewound_to));
+  }
+}
+
+std::string Stepper::row_text(const StepOutcome& outcome) const {
+  std::string text = fmt::format("step {}: {} steps in a row were skipped: non-finite gradient", outcome.step,
+                                 parts_.progress.skipped_in_a_row);
+  if (!outcome.parameter.empty()) text += fmt::format(" in '{}'", outcome.parameter);
+  if (outcome.rank >= 0) text += fmt::format(" of rank {}, in {}", outcome.rank, outcome.phase);
+  return text;
+}
+
+void Stepper::end_micro_batch() {
+  const int64_t step = parts_.progress.global_steps;
+  ++parts_.progress.micro_steps;
+  parts_.channels.recorder()->enter(trace::Phase::between, step);
+  parts_.channels.clock().set_step(step);
+  follow_boundary();
+}
+
+void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
+  Progress& progress = parts_.progress;
+  progress.global_steps = saved.global_steps;
+  progress.global_samples = saved.global_samples;
+  progress.skipped_steps = saved.skipped_steps;
+  progress.skipped_in_a_row = saved.skipped_in_a_row;
+  progress.last_loss = saved.last_loss;
+  const bool compares = parts_.config.checkpoint().loss_tolerance > 0.0 && parts_.channels.is_first();
+  expected_loss_ = compares ? saved.last_loss : kNoLoss;
+  // Saved at a step's end. If a step now has another number of micro-batches, the next one begins here as well.
+  progress.micro_steps = saved.micro_steps - saved.micro_steps % parts_.batch.accumulation;
+  if (moments) {
+    progress.optimizer_steps = saved.optimizer_steps;
+    progress.parameter_steps = saved.parameter_steps;
+    parts_.optimizer->states().set_steps(saved.optimizer_steps, saved.parameter_steps);
+    parts_.optimizer->states().set_parameter_numbers(saved.parameter_numbers);
+    progress.hyperparameters = saved.hyperparameters;
+    const PrecisionConfig& precision = parts_.config.precision();
+    // A run in another type has no scale to give: it saves 1, and no steps.
+    const bool was_scaled = saved.loss_scale.steps > 0 || saved.loss_scale.scale != 1.0;
+    if (was_scaled && precision.scales_loss() && precision.loss_scale == 0.0) progress.loss_scale = saved.loss_scale;
+    follow_loss_scale();
+  }
+  if (schedule) progress.schedule_iteration = saved.schedule_iteration;
+  ++hyperparameters_version_;
+  follow_schedule();
+  parts_.channels.clock().set_step(progress.global_steps);
+  follow_boundary();
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,123 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Turns a loss into new parameters: close the micro-batch, reduce, judge, clip, step, publish.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "deeptide/engine.h"
+#include "engine/bind/live_model.h"
+#include "engine/step/boundary.h"
+#include "engine/step/drift_guard.h"
+#include "engine/step/gradient_intake.h"
+#include "engine/step/kept_gradients.h"
+#include "engine/step/link_report.h"
+#include "engine/step/preemption.h"
+#include "engine/step/progress.h"
+#include "engine/step/rewind.h"
+#include "engine/step/saver.h"
+#include "engine/step/step_terms.h"
+#include "gradients/reducer.h"
+#include "optim/schedule.h"
+#include "report/reporter.h"
+#include "zero/policy.h"
+#include "zero/sharded_optimizer.h"
+
+namespace deeptide::engine {
+
+/// The parts of the engine that a step uses. The engine outlives the stepper.
+struct StepperParts {
+  const Config& config;
+  const BatchSizes& batch;
+  const zero::StagePolicy& policy;
+  Channels& channels;
+  Boundary& boundary;
+  BoundModel& model;
+  LiveModel& live;
+  sharding::Residency& residency;
+  gradients::Reducer* reducer;        // null: nothing to train
+  GradientIntake* intake;             // null: nothing to train
+  KeptGradients* kept;                // null: .grad holds nothing
+  zero::ShardedOptimizer* optimizer;  // null: nothing to train
+  zero::Arrivals* arrivals;           // null: the optimizer waits for what it publishes
+  Progress& progress;
+  Rewind* rewind;  // null: the configuration asks for none
+  LinkReport& links;
+  report::Reporter& reporter;
+  Saver& saver;
+  Preemption& preemption;
+};
+
+class Stepper {
+ public:
+  /// `schedule`: null for a constant learning rate.
+  Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule);
+
+  void backward(const at::Tensor& loss, bool retain_graph);
+  /// Collective. `joined`: this rank has no more batches. Empty if all ranks have joined.
+  std::optional<StepOutcome> step(bool joined);
+  /// Collective.
+  void zero_grad();
+  /// Collective, with ranks that are in step(). Drops the gradients of the step to come.
+  void preempt();
+
+  /// With KeptGradients: called as autograd is about to accumulate a gradient.
+  void meet_backward();
+
+  bool is_boundary() const;
+  void set_boundary(std::optional<bool> boundary);
+  /// Whether ranks keep their gradients and exchange signs in the step to come.
+  bool keeps_gradients() const { return signs_; }
+  bool has_boundary_override() const { return boundary_override_.has_value(); }
+  /// What losses are multiplied by in backward; 1 unless the model computes in fp16.
+  double loss_scale() const { return parts_.progress.loss_scale.scale; }
+  /// Counts the engine's own changes of hyper-parameters.
+  int64_t hyperparameters_version() const { return hyperparameters_version_; }
+
+  /// Adopts a checkpoint's progress. `moments`: with optimizer steps and hyper-parameters; `schedule`: with the
+  /// schedule's position.
+  void restore(const Progress& saved, bool moments, bool schedule);
+
+ private:
+  std::vector<comm::Close> close(bool joined);
+  int64_t bytes_sent_for_steps();
+  void take_gradients();
+  void follow(const std::vector<comm::Close>& closes);
+  void show_gradients();
+  std::vector<comm::Verdict> judge();
+  double mean_loss() const;
+  void check_first_loss();
+  StepOutcome accumulating() const;
+  StepOutcome step_aside(const std::vector<comm::Close>& closes);
+  StepOutcome apply(const std::vector<comm::Verdict>& verdicts);
+  void skip(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
+  void blame(StepOutcome& outcome, const std::vector<comm::Verdict>& verdicts);
+  void act_on_row(StepOutcome& outcome);
+  std::string row_text(const StepOutcome& outcome) const;
+  void end_micro_batch();
+  void follow_boundary();
+  bool exchanges_signs() const;
+  void follow_schedule();
+  void follow_loss_scale();
+
+  StepperParts parts_;
+  std::unique_ptr<optim::Schedule> schedule_;
+  std::vector<Hyperparameters> base_hyperparameters_;  // where the schedule starts, by group
+  std::optional<bool> boundary_override_;
+  int64_t hyperparameters_version_ = 0;
+  double expected_loss_ = kNoLoss;  // by a checkpoint, of the first step after its load
+  bool signs_ = false;              // see keeps_gradients
+  bool said_signs_ = false;         // told of the first such step
+  int64_t sent_bytes_ = 0;          // by this rank for steps so far
+  std::vector<at::Tensor> losses_;  // of this rank since the last step, to tell forward from backward
+  int awaited_task_ = -1;           // of autograd: shows gradients when it ends
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // what autograd calls at its end asks for it
+  StepTerms terms_;
+  DriftGuard drift_;
+  std::string drifted_;           // likewise, if copies differ
+  std::string too_many_skipped_;  // the error that this step ends with; empty: none
+};
+
+}  // namespace deeptide::engine

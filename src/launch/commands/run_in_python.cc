@@ -1,0 +1,12 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs the commands that are whole modules of Python.
+#include "launch/commands/commands.h"
+#include "launch/system/python_module.h"
+
+namespace deeptide::launch {
+
+int run_plan(const Arguments& arguments) { become_module("deeptide._plan_command", arguments); }
+int run_report(const Arguments& arguments) { become_module("deeptide._report_command", arguments); }
+
+}  // namespace deeptide::launch

@@ -1,0 +1,14 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Commands that need torch run in the interpreter that a job would use.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace deeptide::launch {
+
+/// Replaces this process by `python -m <module> <arguments…>`. Errors: runtime_error when Python cannot be run.
+[[noreturn]] void become_module(const std::string& module, const std::vector<std::string>& arguments);
+
+}  // namespace deeptide::launch

@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Imported by the server that forks the ranks of DeepSpeed's unit tests: failures in a rank become errors there.
+
+pytest's Failed, of a raises() that saw nothing, is no Exception: it ends the pool's worker, and the test waits for its
+limit.
+"""
+
+import pytest
+from unit.common import DistributedExec
+
+_run = DistributedExec._dist_run
+
+
+def _run_and_report(self, *args, **kwargs):
+    try:
+        return _run(self, *args, **kwargs)
+    except pytest.fail.Exception as failure:
+        raise AssertionError(str(failure)) from None
+
+
+DistributedExec._dist_run = _run_and_report

@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests and layers tools/turns.py gives a commit: a third each, and whole what changed."""
+
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import turns
+
+
+class Turns(unittest.TestCase):
+    def given(self, changed: list[str], commits: int = 0):
+        """The tree as it is, with other changes and another number of commits."""
+        for attribute, value in (
+            ("changed_files", lambda folders: [name for name in changed if name.startswith(folders)]),
+            ("git", lambda *args: str(commits)),
+        ):
+            patch = mock.patch.object(turns.tidy, attribute, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def layers(self, changed: list[str], commits: int = 0) -> set[str]:
+        self.given(changed, commits)
+        return set(turns.layers_of_turn())
+
+    def test_of_three_commits_in_a_row_cover_all_layers_and_share_none(self):
+        parts = [self.layers([], commits) for commits in (7, 8, 9)]
+        built = {path.parent.name for path in (turns.tidy.ROOT / "tests").glob("*/CMakeLists.txt")}
+        self.assertEqual(set().union(*parts), built)
+        self.assertEqual(sum(map(len, parts)), len(built))
+
+    def test_are_whole_for_what_changed(self):
+        for commits in range(3):
+            for name in ("src/comm/group.cc", "tests/comm/group_test.cc"):
+                self.assertIn("comm", self.layers([name], commits))
+        self.given(["tests/python/engine/test_plan.py", "tests/python/models.py", "src/base/json.cc"])
+        self.assertEqual(turns.changed_tests(), ["tests/python/engine/test_plan.py"])
+
+    def test_are_all_where_the_build_or_ci_changed(self):
+        built = self.layers([".ci/run"])
+        self.assertGreater(len(built), 10)
+        self.assertEqual(built, self.layers(["cmake/DeeptideLayer.cmake"]))
+        self.given(["tests/python/conftest.py"])
+        self.assertEqual(turns.changed_tests(), ["tests/python/"])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold, 5: a checkpoint that does not fit, is damaged or finds no room changes nothing, on any rank."""
+
+import json
+import resource
+
+import models
+import pytest
+from conftest import run_processes, run_ranks
+from states import assert_same, snapshot, start, train
+
+import deeptide
+
+
+def refuse_to_load(world, stage, folder, message, sizes):
+    engine = start(world, stage, models.make_model(7, **sizes))
+    train(engine)
+    before = snapshot(engine)
+    with pytest.raises(deeptide.CheckpointError, match=message):
+        engine.load_checkpoint(folder, tag="one")
+    assert_same(before, snapshot(engine))
+    train(engine)
+
+
+def save_one(world, stage, folder):
+    engine = start(world, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"layers": 4}, r"(?s)nothing was changed.*h\.3\.down\.bias.*h\.3\.up\.weight"),
+        ({"layers": 2}, r"(?s)nothing was changed.*h\.2\.down\.bias.*h\.2\.up\.weight"),
+        ({"width": 22}, r"(?s)nothing was changed.*embed\.weight.*\(37, 20\), expected \(37, 22\)"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_that_does_not_fit_lists_names(stage, sizes, message, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), message, sizes)
+
+
+def damage(folder, kind):
+    shards = sorted(folder.glob("rank_*"))
+    manifest = next(path for path in folder.iterdir() if path.suffix == ".json")
+    if kind == "no manifest":
+        manifest.unlink()
+    elif kind == "garbage":
+        manifest.write_text('{"format": ')
+    elif kind == "no shard":
+        shards[1].unlink()
+    elif kind == "short shard":
+        shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    elif kind in ("changed shard", "changed frozen file"):
+        path = shards[1] if kind == "changed shard" else max(folder.glob("frozen_*"))
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 16
+        path.write_bytes(content)
+    else:
+        content = {**json.loads(manifest.read_text()), "state": '{"global_steps": "many"}'}
+        if kind == "bad state":  # as a program of ours would have to write it: no checksum contradicts it
+            del content["hash"], content["checksum"]
+        manifest.write_text(json.dumps(content))
+
+
+DAMAGE = {
+    "no manifest": "manifest",
+    "garbage": "malformed",
+    "no shard": "rank_",
+    "short shard": "rank_",
+    "bad state": "global_steps|type must be number",
+    "changed by hand": "its checksum is",
+    "changed shard": r"is damaged: of the piece .* was changed|checking the checkpoint failed on rank",
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_damaged_checkpoint_changes_nothing(stage, kind, tmp_path):
+    run_ranks(2, save_one, stage, str(tmp_path))
+    damage(tmp_path / "one", kind)
+    run_ranks(2, refuse_to_load, stage, str(tmp_path), DAMAGE[kind], {})
+
+
+def make_adapters(seed=0):
+    """Most is frozen, in tensors that have files of their own."""
+    model = models.make_model(seed, width=200)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("h.0.", "h.1.up.")))
+    return model
+
+
+def save_adapters(world, folder):
+    engine = start(world, 3, make_adapters())
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+
+
+def refuse_adapters(world, folder, kind):
+    engine = start(world, 3, make_adapters(seed=3), checkpoint={"verify": kind != "unverified"})
+    train(engine)
+    before = snapshot(engine)
+    message = "h.*is damaged|checking the checkpoint failed on rank"
+    if kind == "unverified":
+        message = "a part of the engine's state was replaced"
+    with pytest.raises(deeptide.CheckpointError, match=message):
+        engine.load_checkpoint(folder)
+    if kind != "unverified":
+        assert_same(before, snapshot(engine))
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "verified"), (3, "verified"), (1, "unverified")])
+def test_a_damaged_frozen_file_changes_nothing_unless_loads_do_not_verify(world_size, kind, tmp_path):
+    """Three ranks want a third of the damaged block each: none would compare it for its own sake."""
+    run_ranks(1, save_adapters, str(tmp_path))
+    damage(tmp_path / "one", "changed frozen file")
+    run_ranks(world_size, refuse_adapters, str(tmp_path), kind)
+
+
+def save_on_a_full_disk(stage, folder):
+    deeptide.init_distributed()
+    engine = start(None, stage)
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+    saved = snapshot(engine)
+    train(engine)
+    before = snapshot(engine)
+    if engine.world.rank == 1:  # a file that grows beyond fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    for tag in ("one", "two"):
+        with pytest.raises(deeptide.CheckpointError, match="rank 1" if engine.world.rank == 0 else "cannot write"):
+            engine.save_checkpoint(folder, tag=tag)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert_same(before, snapshot(engine))
+    assert engine.load_checkpoint(folder)[0].endswith("/one")
+    assert_same(saved, snapshot(engine))
+    train(engine)
+    engine.save_checkpoint(folder, tag="two")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_full_disk_leaves_the_old_checkpoint(stage, tmp_path):
+    run_processes(2, save_on_a_full_disk, stage, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]

@@ -1,0 +1,293 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints as folders: read, exported and pruned without an engine, from Python and by the command."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import models
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import run_ranks
+from torch import nn
+
+import deeptide
+from deeptide import checkpoint
+
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+
+
+class WithBuffer(models.TinyModel):
+    """With a frozen parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(20), requires_grad=False)
+        self.register_buffer("seen", torch.arange(3))
+
+    def forward(self, tokens, targets=None):
+        self.seen += 1
+        return super().forward(tokens, targets)
+
+
+def save(world, folder, steps=2, stage=3, **extra):
+    """Trains some steps and saves after each; returns everything by name and role."""
+    config = models.config(stage, optimizer=OPTIMIZER, **extra)
+    engine = deeptide.initialize(model=models.make_model(kind=WithBuffer), config=config, world=world)[0]
+    for tokens, targets in models.batches(steps * engine.gradient_accumulation_steps(), 4 * world.size):
+        part = slice(4 * world.rank, 4 * world.rank + 4)
+        engine.backward(engine(tokens[part], targets[part]))
+        if engine.step().applied:
+            engine.save_checkpoint(folder)
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    state = {(name, role): engine._core.full_state(name, role) for name in names for role in ROLES}
+    state |= {(name, "buffer"): value for name, value in engine.module.named_buffers()}
+    state["bias", "param"] = engine.module_state_dict()["bias"]
+    return state
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """(folder, everything that a world of two saved)."""
+    folder = tmp_path / "run"
+    return folder, run_ranks(2, save, str(folder))[0]
+
+
+def weights_of(state):
+    return {name: value for (name, role), value in state.items() if role in ("master", "param", "buffer")}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+
+
+def command(*words, code=0, **options):
+    words = [shutil.which("deeptide"), "checkpoint", *map(str, words)]
+    done = subprocess.run(words, capture_output=True, text=True, **options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code in (0, 1) else done.stderr
+
+
+def test_reader_gives_what_engines_of_any_world_saved(saved):
+    folder, state = saved
+    reader = checkpoint.open(folder)
+    assert reader.world_size == 2 and reader.global_steps == 2
+    found = {(tensor.name, tensor.role): reader.read(tensor) for tensor in reader.tensors}
+    own = {key: value for key, value in found.items() if key[1] != "buffer.data=1"}
+    assert_equal(own, state)
+    tensor = reader.find("h.1.up.weight")
+    assert tensor.role == "master" and tensor.shape == [60, 20]
+    whole = state["h.1.up.weight", "master"].flatten()
+    assert torch.equal(reader.read_range(tensor, 17, 901), whole[17:901])
+    statistics = checkpoint.statistics(reader, tensor)
+    assert statistics.norm == pytest.approx(whole.double().norm().item())
+    with pytest.raises(deeptide.CheckpointError, match=r"has no 'up.weight'; it has 'h.0.up.weight' as exp_avg"):
+        reader.find("up.weight")
+
+
+def test_list_verify_diff_and_prune(saved):
+    folder, _ = saved
+    assert [(c.tag, c.global_steps, c.is_latest) for c in checkpoint.ls(folder)] == [
+        ("global_step1", 1, False),
+        ("global_step2", 2, True),
+    ]
+    assert checkpoint.verify(folder) == []
+    differences = checkpoint.diff(folder / "global_step1", folder)
+    assert {d.kind for d in differences} == {"values"} and all(d.max_difference > 0 for d in differences)
+    assert "bias" not in {d.name for d in differences}
+    assert checkpoint.diff(folder, folder / "global_step2") == []
+    assert checkpoint.prune(folder, 1, dry_run=True) == ["global_step1"]
+    assert checkpoint.prune(folder, 1, keep_every=1) == []
+    assert checkpoint.prune(folder, 1) == ["global_step1"]
+    assert sorted(os.listdir(folder)) == ["global_step2", "latest"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_state_dicts_are_what_torch_loads(saved, tmp_path, dtype):
+    folder, state = saved
+    names = checkpoint.export(folder, tmp_path / "out", "state_dict", dtype=dtype)
+    assert names == ["pytorch_model.bin"]
+    path = tmp_path / "out" / names[0]
+    kind = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    expected = {name: v.to(kind) if v.is_floating_point() else v for name, v in weights_of(state).items()}
+    assert_equal(torch.load(path, weights_only=True), expected)
+    assert_equal(torch.load(path, weights_only=True, mmap=True), expected)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        for item in archive.infolist():
+            archive.fp.seek(item.header_offset + 26)
+            lengths = archive.fp.read(4)
+            begin = item.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+            assert begin % 64 == 0, item.filename
+    with pytest.raises(
+        deeptide.ConfigError, match="export: got format 'onnx', expected one of safetensors, state_dict"
+    ):
+        checkpoint.export(folder, tmp_path / "out", "onnx")
+
+
+def train_gpt2(world, folder, config):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**config))
+    engine = deeptide.initialize(model=model, config=models.config(3, optimizer=OPTIMIZER), world=world)[0]
+    tokens = torch.arange(24).view(2, 12) % config["vocab_size"]
+    for _ in range(2 * engine.gradient_accumulation_steps()):
+        engine.backward(engine(tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(folder)
+    model.eval()
+    with torch.no_grad():
+        return engine(tokens).logits
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_transformers_read_an_export_to_the_same_logits(tmp_path, size):
+    transformers = pytest.importorskip("transformers")
+    config = {"vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    config |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    logits = run_ranks(2, train_gpt2, str(tmp_path / "run"), config)[0]
+    names = checkpoint.export(tmp_path / "run", tmp_path / "out", max_shard_size=size)
+    assert ("model.safetensors.index.json" in names) == (size == "20KB")
+    transformers.GPT2Config(**config).save_pretrained(tmp_path / "out")
+    model, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    tokens = torch.arange(24).view(2, 12) % config["vocab_size"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, logits)
+
+
+def test_torch_reads_weights_and_states_of_a_distributed_checkpoint(saved, tmp_path):
+    folder, state = saved
+    checkpoint.export(folder, tmp_path / "out", "dcp")
+    weights = {name: torch.zeros_like(value) for name, value in weights_of(state).items()}
+    moments = {
+        name: {role: torch.zeros_like(state[name, role]) for role in ROLES[1:]} | {"step": torch.tensor(0.0)}
+        for name, role in state
+        if role == "master"
+    }
+    nested = {"model": weights, "optim": {"state": moments}}
+    dcp.load(nested, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert_equal(nested["model"], weights_of(state))
+    for name, found in nested["optim"]["state"].items():
+        assert found["step"] == 2
+        assert all(torch.equal(found[role], state[name, role]) for role in ROLES[1:]), name
+    with pytest.raises(deeptide.ConfigError, match="dcp holds what was saved; give no dtype"):
+        checkpoint.export(folder, tmp_path / "out", "dcp", dtype="bf16")
+
+
+def test_universal_layout_has_deepspeeds_files(saved, tmp_path):
+    folder, state = saved
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # where the command finds the python to run
+    out = command("export", folder, tmp_path / "out", "--format", "universal", env={**os.environ, "PATH": path}).split()
+    assert out == [str(tmp_path / "out" / name) for name in ("global_step2", "latest_universal")]
+    assert (tmp_path / "out" / "latest_universal").read_text() == "global_step2"
+    zero = tmp_path / "out" / "global_step2" / "zero"
+    for name in {name for name, role in state if role == "master"}:
+        assert sorted(os.listdir(zero / name)) == ["exp_avg.pt", "exp_avg_sq.pt", "fp32.pt", "step.pt"]
+        for role, file in (("master", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            assert torch.equal(torch.load(zero / name / f"{file}.pt")["param"], state[name, role])
+        assert torch.load(zero / name / "step.pt") == 2
+    group = torch.load(zero / "optimizer_state.pt")["param_groups"][0]
+    assert group["lr"] == 0.01 and tuple(group["betas"]) == (0.9, 0.95) and group["weight_decay"] == 0.1
+    counters = torch.load(zero.parent / "mp_rank_00_model_states.pt")
+    assert counters["global_steps"] == 2 and torch.equal(counters["module"]["seen"], state["seen", "buffer"])
+
+
+def test_command_shows_what_there_is(saved, tmp_path):
+    folder, state = saved
+    listed = json.loads(command("ls", folder, "--json"))
+    assert [(c["tag"], c["latest"], c["world_size"]) for c in listed] == [
+        ("global_step1", False, 2),
+        ("global_step2", True, 2),
+    ]
+    assert "global_step2" in command("ls", folder)
+    shown = json.loads(command("show", folder, "--json"))
+    assert len(shown["tensors"]) == len(state) + 1  # the second rank's buffer
+    assert "h.0.norm.bias as exp_avg_sq: 20, F32, 80 bytes" in command("show", folder, "h.0.norm.bias")
+    assert command("verify", folder) == "whole\n"
+    assert "values, " in command("diff", folder / "global_step1", folder, code=1)
+    assert command("diff", folder, folder) == "equal\n"
+    assert command("prune", folder, "--keep_last", 1, "--dry_run") == "would remove global_step1\n"
+    assert command("export", folder, tmp_path / "out", "--dtype", "bf16") == f"{tmp_path}/out/model.safetensors\n"
+    assert "expected one of ls, show" in command("list", code=2)
+    assert "latest' nor a manifest.json" in command("show", tmp_path, code=126)
+
+
+def test_command_names_a_damaged_tensor(saved):
+    folder, _ = saved
+    path = folder / "global_step2" / "rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+    told = command("verify", folder, code=1)
+    assert "is damaged: of the piece" in told and str(path) in told
+    told = run_ranks(2, refuse_to_load, str(folder))  # the rank whose share the block is names it to the other
+    finder = next(rank for rank in range(2) if "is damaged" in told[rank])
+    assert f"failed on rank {finder}" in told[1 - finder]
+
+
+def refuse_to_load(world, folder):
+    with pytest.raises(deeptide.CheckpointError) as error:
+        load(world, folder)
+    return str(error.value)
+
+
+def load(world, folder):
+    config = models.config(3, optimizer=OPTIMIZER)
+    engine = deeptide.initialize(model=models.make_model(kind=WithBuffer), config=config, world=world)[0]
+    engine.load_checkpoint(folder)
+
+
+MIB = 1 << 20
+LARGEST = 384 * MIB  # bytes of the tensor that is larger than what an export may take
+
+
+def write_large(folder):
+    """A checkpoint as version 2 wrote it, of one large tensor in two pieces, sparse on the disk."""
+    os.makedirs(folder / "large")
+    half = LARGEST // 8
+    entry = {"name": "large", "role": "master", "shape": [2, half], "dtype": "F32", "pieces": []}
+    for rank in range(2):
+        name = f"rank_{rank:05d}.safetensors"
+        header = {
+            "__metadata__": {"save": "feed"},
+            "large/master": {"dtype": "F32", "shape": [half], "data_offsets": [0, 4 * half]},
+        }
+        text = json.dumps(header).encode().ljust(248)
+        with open(folder / "large" / name, "wb") as file:
+            file.write((248).to_bytes(8, "little") + text)
+            file.truncate(256 + 4 * half)
+        entry["pieces"].append({"offsets": [rank * half], "sizes": [half], "file": name, "offset": 256})
+    states = [{"coordinates": {"data": rank} if rank else {}, "state": "{}"} for rank in range(2)]
+    manifest = {"format": "deeptide-checkpoint", "version": 2, "save": "feed", "world_size": 2, "state": "{}"}
+    manifest |= {"client_state": "{}", "rank_states": states, "tensors": [entry]}
+    (folder / "large" / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "latest").write_text("large")
+
+
+@pytest.mark.parametrize("words", [("verify",), ("export", "out"), ("export", "out", "--format", "state_dict")])
+def test_memory_stays_far_below_the_largest_tensor(tmp_path, words):
+    write_large(tmp_path)
+    name, *rest = words
+    # The command's own text and stacks are 20 MiB of this; the export's blocks 24.
+    limit = 128 * MIB
+    command(
+        name,
+        tmp_path,
+        *(["--dtype", "bf16"] if name == "export" else []),
+        *[str(tmp_path / word) if word == "out" else word for word in rest],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    if name == "export":
+        written = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+        assert LARGEST // 2 <= written < LARGEST // 2 + 4096

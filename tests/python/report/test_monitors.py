@@ -1,0 +1,178 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Monitors write real files, once, on rank 0; the packages' own readers read them back."""
+
+import csv
+import json
+import math
+import os
+
+import pytest
+import torch
+from conftest import run_processes
+from models import batches, make_model
+
+import deeptide
+from deeptide.monitor import MonitorMaster
+
+NAMES = ["Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm"]
+
+
+def config_of(folder, **sections):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        **{
+            name: {"enabled": True, "output_path": str(folder), "job_name": name, **more}
+            for name, more in sections.items()
+        },
+    }
+
+
+def train(config, steps=3, world=None, first=0):
+    engine = deeptide.initialize(model=make_model(), config=config, world=world)[0]
+    losses = []
+    for tokens, targets in batches(first + steps, 4)[first:]:
+        loss = engine(tokens, targets)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return engine, losses
+
+
+def read_csv(folder, name):
+    with open(os.path.join(folder, "csv_monitor", name.replace("/", "_") + ".csv"), newline="") as file:
+        return list(csv.reader(file))
+
+
+def read_tensorboard(folder):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(os.path.join(folder, "tensorboard"))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_csv_files_hold_each_step(tmp_path):
+    engine, losses = train(config_of(tmp_path, csv_monitor={}))
+    rows = read_csv(tmp_path, "Train/Samples/train_loss")
+    assert rows[0] == ["step", "train_loss"]
+    assert [int(x) for x, _ in rows[1:]] == [4, 8, 12]  # samples
+    assert [float(value) for _, value in rows[1:]] == pytest.approx(losses)
+    assert read_csv(tmp_path, "Train/Samples/lr")[1:] == [["4", "0.01"], ["8", "0.01"], ["12", "0.01"]]
+    engine.monitor.write_events([("Mine/accuracy", 0.5, 12)])
+    assert read_csv(tmp_path, "Mine/accuracy") == [["step", "accuracy"], ["12", "0.5"]]
+
+
+def test_tensorboard_files_are_read_back_by_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    engine, losses = train(config_of(tmp_path, tensorboard={}))
+    engine.monitor.write_events([("Mine/accuracy", 0.5, 12)])
+    found = read_tensorboard(tmp_path)
+    assert set(found) == {*NAMES, "Mine/accuracy"}
+    assert [x for x, _ in found["Train/Samples/train_loss"]] == [4, 8, 12]
+    assert [value for _, value in found["Train/Samples/train_loss"]] == pytest.approx(losses)
+
+
+def test_times_are_events_with_the_breakdown(tmp_path):
+    config = config_of(tmp_path, csv_monitor={}) | {"wall_clock_breakdown": True}
+    engine, _ = train(config)
+    for part in ("forward", "backward", "backward_inner", "backward_allreduce", "step"):
+        values = [float(value) for _, value in read_csv(tmp_path, f"Train/Samples/elapsed_time_ms_{part}")[1:]]
+        assert len(values) == 3 and all(math.isfinite(value) for value in values)
+        if part in ("forward", "backward", "step"):
+            assert min(values) > 0
+    assert engine.timers("fwd").elapsed() > 0 and engine.timers("bwd").mean() > 0
+
+
+def rank_of_two(folder):
+    config = config_of(folder, csv_monitor={}, tensorboard={})
+    config["deeptide"] = {"jsonl_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine, losses = train(config)
+    engine.monitor.write_events([("Mine/accuracy", 0.5, 24)])
+    return losses
+
+
+def test_ranks_write_once_and_the_mean_of_their_losses(tmp_path):
+    pytest.importorskip("tensorboard")
+    run_processes(2, rank_of_two, str(tmp_path))
+    assert len(read_csv(tmp_path, "Train/Samples/train_loss")) == 4
+    assert len(read_csv(tmp_path, "Mine/accuracy")) == 2
+    assert len(os.listdir(tmp_path / "tensorboard")) == 1
+    assert len(read_tensorboard(str(tmp_path))["Train/Samples/lr"]) == 3
+    lines = [json.loads(text) for text in (tmp_path / "run/run.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["start", "step", "step", "step"]
+
+
+def test_losses_are_the_mean_over_ranks(tmp_path):
+    from conftest import run_ranks
+
+    def rank(world):
+        return train(config_of(tmp_path, csv_monitor={}), world=world, first=3 * world.rank)[1]
+
+    losses = run_ranks(2, rank)
+    written = [float(value) for _, value in read_csv(tmp_path, "Train/Samples/train_loss")[1:]]
+    assert written == pytest.approx([(a + b) / 2 for a, b in zip(*losses, strict=True)], rel=1e-6)
+
+
+def test_wandb_run_is_read_back_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    config = config_of(tmp_path) | {"wandb": {"enabled": True, "project": "tide"}}
+    engine, losses = train(config)
+    engine.monitor.wandb_monitor.run.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    store, seen = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = ((item.key or "/".join(item.nested_key), item.value_json) for item in record.history.item)
+        seen += [float(value) for name, value in items if name == "Train/Samples/train_loss"]
+    assert seen == pytest.approx(losses)
+
+
+def test_comet_takes_points_as_often_as_asked(tmp_path, monkeypatch):
+    comet = pytest.importorskip("comet_ml")
+    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("COMET_DISABLE_AUTO_LOGGING", "1")
+    config = config_of(tmp_path) | {
+        "comet": {"enabled": True, "online": False, "samples_log_interval": 8, "mode": "create", "project": "tide"}
+    }
+    engine, losses = train(config)
+    experiment = engine.monitor.comet_monitor.experiment
+    assert isinstance(experiment, comet.CometExperiment)
+    experiment.end()
+    (archive,) = tmp_path.glob("*.zip")
+    import zipfile
+
+    seen = []
+    with zipfile.ZipFile(archive) as files:
+        for line in files.read("messages.json").decode().splitlines():
+            payload = json.loads(line).get("payload", {})
+            metric = payload.get("metric", {})
+            if metric.get("metricName") == "Train/Samples/train_loss":
+                seen.append((metric["step"], float(metric["metricValue"])))
+    assert seen == [(4, pytest.approx(losses[0])), (12, pytest.approx(losses[2]))]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = deeptide.Config.from_text('{"train_batch_size": 1, "wandb": {"enabled": true}}')
+    with pytest.raises(ImportError, match=r"wandb\.enabled: .*pip install wandb"):
+        MonitorMaster(config, 0)
+    assert MonitorMaster(config, 1).enabled  # other ranks write nothing, and need nothing
+
+
+def test_nothing_is_kept_where_nobody_asks():
+    engine = deeptide.initialize(model=make_model(), config=config_of("nowhere"))[0]
+    assert not engine.monitor.enabled
+    engine.backward(engine(*batches(1, 4)[0]))
+    engine.step()
+    assert engine._core.take_events() == [] and engine.limit() == "" and engine._core.step_times().total == 0
+    assert torch.is_grad_enabled()

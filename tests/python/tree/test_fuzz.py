@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fuzzer (docs/testing.md): a few of its programs, those that once found a fault, and that it finds and shrinks."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
+sys.path.insert(0, str(FUZZ))
+
+import generate  # noqa: E402
+import oracle  # noqa: E402
+import shrink  # noqa: E402
+import surroundings  # noqa: E402
+from acts import ACTS  # noqa: E402
+from programs import SETTINGS, Setting, dump  # noqa: E402
+from runner import Runner  # noqa: E402
+from verdict import Judge, Mismatch  # noqa: E402
+
+APART_3 = Setting(3, shared=False)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return Runner()
+
+
+def mended(name):
+    return json.loads((FUZZ / "mended" / f"{name}.json").read_text())
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("seed", range(6))
+def test_a_program_gives_what_plain_torch_gives(runner, seed):
+    program = generate.program_of(seed)
+    settings = generate.settings_for(program, generate.random.Random(seed), 2)
+    assert not list(map(str, shrink.judged(runner, program, settings)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((FUZZ / "mended").glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_mended_stays(runner, path):
+    assert not list(map(str, shrink.judged(runner, json.loads(path.read_text()), SETTINGS)))
+
+
+def test_every_act_occurs():
+    programs = [generate.Generator(seed).program() for seed in range(300)]
+    seen = {act["act"] for program in programs for phase in program["phases"] for act in phase["acts"]}
+    assert {*ACTS, *oracle.COLLECTIVE, *surroundings.ACTS} - {"counters"} == seen
+
+
+def test_seeds_reproduce_and_programs_travel_as_text():
+    one, other = generate.program_of(3), generate.program_of(3)
+    assert one == other == json.loads(dump(one))
+
+
+def test_an_engine_that_clips_too_little_is_found(runner):
+    program = mended("a_schedule_after_the_step")
+    run = runner.run(program, [APART_3])
+    assert not Judge(program).mismatches(run)
+    (found,) = Judge({**program, "clipping": 0.01}).mismatches(run)
+    assert (found.kind, found.act["act"]) == ("value", "clone")
+
+
+def test_a_rank_that_does_not_end_is_a_hang(runner):
+    program = mended("each_name_of_a_tie_by_hand")
+    (found,) = Judge(program).mismatches(runner.run(program, [APART_3], limit=0.01))
+    assert found.kind == "hang"
+    assert "most recent call first" in found.text  # its stacks
+
+
+def test_a_failing_program_shrinks_to_what_matters(monkeypatch):
+    program = generate.program_of(11)
+    phase = program["phases"][-1]
+    phase["acts"] = [*phase["acts"], {"act": "rebind", "seed": 5}, {"act": "step"}, {"act": "add_group"}]
+    whole = copy.deepcopy(program)
+
+    def judged(runner, program, settings, avoid):
+        acts = [act for phase in program["phases"] for act in phase["acts"]]
+        if not {"rebind", "add_group"} <= {act["act"] for act in acts}:
+            return []
+        return [Mismatch("value", settings[0], 0, 0, 0, {"act": "rebind"}, "")]
+
+    monkeypatch.setattr(shrink, "judged", judged)
+    first = judged(None, program, [APART_3], True)[0]
+    smallest, settings, _ = shrink.Shrinker(None, seconds=60).shrink(program, first)
+    (phase,) = smallest["phases"]
+    assert [act["act"] for act in phase["acts"]] == ["rebind", "add_group"]
+    assert (phase["gas"], phase["bf16"], smallest["model"]["blocks"]) == (1, False, 1)
+    assert settings == [APART_3]
+    assert program == whole

@@ -1,0 +1,98 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Counted products equal closed formulae, in forward and backward, once each.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "deeptide/profiler.h"
+#include "report/roofline.h"
+
+namespace deeptide::report {
+namespace {
+
+struct Totals {
+  int64_t forward = 0, backward = 0;
+};
+
+Totals macs(const OperatorCounter& counter) {
+  Totals totals;
+  for (const OperatorUse& use : counter.uses()) (use.backward ? totals.backward : totals.forward) += use.macs;
+  return totals;
+}
+
+TEST(OperatorCounter, CountsALinearLayerBothWays) {
+  torch::nn::Linear layer(10, 6);
+  const auto x = torch::randn({4, 10}, torch::requires_grad());
+  OperatorCounter counter;
+  layer(x).sum().backward();
+  const Totals totals = macs(counter);
+  EXPECT_EQ(totals.forward, 4 * 10 * 6);
+  EXPECT_EQ(totals.backward, 2 * 4 * 10 * 6);  // the gradients of the weight and of the input
+}
+
+TEST(OperatorCounter, CountsConvolutionsWithStridesGroupsAndDilation) {
+  using Options = torch::nn::Conv2dOptions;
+  torch::nn::Conv2d conv(Options(4, 8, 3).stride(2).padding(1).groups(2).dilation(2));
+  const auto x = torch::randn({3, 4, 11, 9}, torch::requires_grad());
+  OperatorCounter counter;
+  const auto y = conv(x);
+  EXPECT_EQ(macs(counter).forward, y.numel() * (4 / 2) * 3 * 3);
+  y.sum().backward();
+  EXPECT_EQ(macs(counter).backward, 2 * macs(counter).forward);
+}
+
+TEST(OperatorCounter, CountsAttentionOnceWhateverItCalls) {
+  const auto q = torch::randn({2, 3, 5, 8}), k = torch::randn({2, 3, 7, 8});
+  OperatorCounter counter;
+  const c10::InferenceMode guard;
+  at::scaled_dot_product_attention(q, k, k);
+  EXPECT_EQ(macs(counter).forward, 2 * 3 * 5 * 7 * (8 + 8));
+}
+
+TEST(OperatorCounter, GivesBackwardToTheModuleOfItsForward) {
+  torch::nn::Linear first(8, 8), second(8, 3);
+  const auto x = torch::randn({2, 8}, torch::requires_grad());
+  OperatorCounter counter;
+  counter.set_module(1);
+  auto y = first(x);
+  counter.set_module(2);
+  y = second(y).sum();
+  counter.set_module(-1);
+  y.backward();
+  std::map<int, int64_t> backward;
+  for (const OperatorUse& use : counter.uses()) {
+    if (use.backward) backward[use.module] += use.macs;
+  }
+  EXPECT_EQ(backward[1], 2 * 2 * 8 * 8);
+  EXPECT_EQ(backward[2], 2 * 2 * 8 * 3);
+  EXPECT_EQ(backward[-1], 0);
+}
+
+TEST(OperatorCounter, CountsBytesOfWhatMovesAndNotOfViews) {
+  const auto x = torch::randn({256}), y = torch::randn({256});
+  OperatorCounter counter;
+  const c10::InferenceMode guard;
+  (x + y).view({16, 16}).t();
+  int64_t bytes = 0;
+  for (const OperatorUse& use : counter.uses()) bytes += use.bytes;
+  EXPECT_EQ(bytes, 3 * 256 * 4);
+}
+
+TEST(OperatorCounter, LeavesNoCallbackBehind) {
+  { const OperatorCounter one, other; }
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+}
+
+TEST(Roofline, TellsProductsFromMoves) {
+  const MachinePeak peak{.flops_per_s = 1e9, .bytes_per_s = 1e9};
+  const OperatorUse products{.name = "aten::mm", .calls = 1, .macs = 1'000'000, .bytes = 1000, .seconds = 0.003};
+  const OperatorUse moves{.name = "aten::add", .calls = 1, .bytes = 1'000'000, .seconds = 0.001};
+  const Roofline timed = judge({products, moves}, peak, true);
+  EXPECT_DOUBLE_EQ(timed.memory_bound, 0.25);
+  EXPECT_DOUBLE_EQ(timed.bytes_per_s, 1e9);
+  EXPECT_DOUBLE_EQ(judge({products, moves}, peak, false).memory_bound, 1.0 / 3.0);  // 2 ms against 1 ms
+  EXPECT_EQ(timed.macs, 1'000'000);
+}
+
+}  // namespace
+}  // namespace deeptide::report

@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which third of the costly work is this commit's: tools/turns.py turn | tests | layers.
+
+CI runs a third of the costly grids, and the sanitizers over a third of the layers, chosen by the number of commits: of
+three runs in a row each takes another third. What a change touched runs whole, whatever its turn.
+
+turn    prints 0, 1 or 2
+tests   prints the test files of tests/python that changed
+layers  prints the layers whose tests the sanitizers run
+"""
+
+import sys
+from collections.abc import Sequence
+
+import tidy
+
+TURNS = 3
+# A change of these may change what any test does.
+OF_ALL = (".ci/", "CMakeLists.txt", "cmake/", "tests/python/conftest.py", "tools/turns.py")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what was asked for; returns the exit code."""
+    answers = {"turn": lambda: [str(turn())], "tests": changed_tests, "layers": layers_of_turn}
+    if len(arguments) != 1 or arguments[0] not in answers:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print(*answers[arguments[0]]())
+    return 0
+
+
+def turn() -> int:
+    """Returns whose turn it is: commits that follow each other have different ones."""
+    return int(tidy.git("rev-list", "--count", "HEAD")) % TURNS
+
+
+def changed_tests() -> list[str]:
+    """Returns the changed test files of tests/python, or that folder itself if all of them are to run whole."""
+    changed = tidy.changed_files(("tests/python/", *OF_ALL))
+    if any(name.startswith(OF_ALL) for name in changed):
+        return ["tests/python/"]
+    return sorted(name for name in changed if name.rpartition("/")[2].startswith("test_"))
+
+
+def layers_of_turn() -> list[str]:
+    """Returns the layers with tests whose turn it is, and those that changed."""
+    changed = tidy.changed_files(("src/", "tests/", *OF_ALL))
+    layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
+    if any(name.startswith(OF_ALL) for name in changed):
+        return layers
+    touched = {name.split("/")[1] for name in changed}
+    return [layer for number, layer in enumerate(layers) if number % TURNS == turn() or layer in touched]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
