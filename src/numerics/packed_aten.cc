@@ -35,7 +35,8 @@ Tensor as_floats(const Tensor& bits) { return bits.view(at::kInt).slice(0, 0, st
 void unpack_chunk(const PackedTensors& from, const Tensor& to) {
   const Tensor low = from.low.to(from.high.device()).to(at::kLong);
   Tensor bits = signed_bits(from.high).mul_(0x10000).add_(low);
-  const Tensor above = from.halfway->above(from.first, to.numel()).to(at::kLong).mul_(0x10000);
+  // The bits stay on the device of the parameters, which a save may read into the host's memory.
+  const Tensor above = from.halfway->above(from.first, to.numel()).to(from.high.device(), at::kLong).mul_(0x10000);
   bits.add_(above.mul_(low.eq(-0x8000)));
   to.copy_(as_floats(bits));
 }
