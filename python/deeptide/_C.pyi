@@ -29,6 +29,7 @@ from ._C_curriculum import batches_by_length as batches_by_length
 from ._C_curriculum import config_section as config_section
 from ._C_curriculum import scaled_rate as scaled_rate
 from ._C_curriculum import smallest_row_type as smallest_row_type
+from ._C_memory import CpuAllocatorStats as CpuAllocatorStats
 from ._C_memory import FolderSpace as FolderSpace
 from ._C_memory import MachineLimits as MachineLimits
 from ._C_memory import MemoryLine as MemoryLine
@@ -36,6 +37,18 @@ from ._C_memory import MemoryPlan as MemoryPlan
 from ._C_memory import PlanChoice as PlanChoice
 from ._C_memory import PlanLine as PlanLine
 from ._C_memory import PlanPhase as PlanPhase
+from ._C_memory import cpu_allocator_stats as cpu_allocator_stats
+from ._C_memory import install_cpu_allocator as install_cpu_allocator
+from ._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
+from ._C_parallel import PipelineSchedule as PipelineSchedule
+from ._C_parallel import SimulatedStep as SimulatedStep
+from ._C_parallel import StageAction as StageAction
+from ._C_parallel import StageCosts as StageCosts
+from ._C_parallel import StageInstruction as StageInstruction
+from ._C_parallel import published_idle_time as published_idle_time
+from ._C_parallel import published_peak_activations as published_peak_activations
+from ._C_parallel import simulate_pipeline as simulate_pipeline
+from ._C_parallel import stage_instructions as stage_instructions
 from ._C_reports import CollectiveBench as CollectiveBench
 from ._C_reports import CollectiveLine as CollectiveLine
 from ._C_reports import CollectiveTimes as CollectiveTimes
@@ -158,17 +171,6 @@ class SchedulerConfig(_Bound):
     @property
     def names(self) -> dict[str, str]: ...
 
-class CpuAllocatorStats(_Bound):
-    @property
-    def in_use_bytes(self) -> int: ...
-    @property
-    def idle_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-
-def install_cpu_allocator() -> bool: ...
-def cpu_allocator_stats() -> CpuAllocatorStats: ...
-def release_idle_cpu_memory() -> None: ...
 def _let_threads_sleep() -> None: ...
 
 class ZeroInit(_Bound):

@@ -39,6 +39,7 @@ void bind_reports(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_ops(py::module_& module);
 void bind_checkpoint(py::module_& module);
+void bind_parallel(py::module_& module);
 void bind_ends(py::module_& module);
 
 }  // namespace deeptide::python

@@ -21,5 +21,6 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_plan(module);
   deeptide::python::bind_ops(module);
   deeptide::python::bind_checkpoint(module);
+  deeptide::python::bind_parallel(module);
   deeptide::python::bind_ends(module);
 }

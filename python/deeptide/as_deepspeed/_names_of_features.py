@@ -69,18 +69,7 @@ _ROWS = (
     ),
     ("runtime.utils", _PIPE, "PartitionedTensor"),
     ("runtime.pipe.engine", _PIPE, "PipelineEngine PipelineError"),
-    (
-        "runtime.pipe.schedule",
-        _PIPE,
-        "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch "
-        "OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation "
-        "SendGrad TrainSchedule",
-    ),
-    (
-        "runtime.pipe.topology",
-        _PIPE,
-        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
-    ),
+    ("runtime.pipe.schedule", _PIPE, "CommitP2P DualPipeVSchedule"),
     ("runtime.quantize", _COMPRESSION, "Quantizer"),
     (
         "runtime.sequence_parallel.ulysses_sp",
@@ -135,7 +124,7 @@ FEATURES: dict[str, dict[str, Name]] = {}
 for _module, _reason, _words in _ROWS:
     FEATURES.setdefault(f"deepspeed.{_module}", {}).update({name: absent(_reason) for name in _words.split()})
 
-# Modules of which all names work: where each is here.
+# Names that work: where each is here.
 _PIPELINE = "runtime.data_pipeline"
 _WORKING = (
     (f"{_PIPELINE}.config", "as_deepspeed.data_pipeline", "get_data_efficiency_config"),
@@ -169,6 +158,18 @@ _WORKING = (
         "ops.random_ltd",
         "efficiency.random_ltd",
         "GatherTokens ScatterTokens bert_sample_tokens gather_tokens gpt_sample_tokens scatter_tokens slice_attn_mask",
+    ),
+    (
+        "runtime.pipe.schedule",
+        "as_deepspeed.pipe_schedule",
+        "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass InferenceSchedule LoadMicroBatch "
+        "OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation "
+        "SendGrad TrainSchedule",
+    ),
+    (
+        "runtime.pipe.topology",
+        "as_deepspeed.pipe_topology",
+        "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     ),
     ("runtime.progressive_layer_drop", "as_deepspeed.data_pipeline", "ProgressiveLayerDrop"),
 )

@@ -376,13 +376,9 @@ MODULES: dict[str, dict[str, Name]] = {
     },
     "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": absent(_HYBRID)},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
-    "deepspeed.runtime.pipe": _PIPE_NAMES,
+    "deepspeed.runtime.pipe": {**_PIPE_NAMES, "ProcessTopology": ours("pipe_topology:ProcessTopology")},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": absent(_PIPE)},
     "deepspeed.runtime.pipe.module": _PIPE_NAMES,
-    "deepspeed.runtime.pipe.topology": {
-        "PipeModelDataParallelTopology": absent(_PIPE),
-        "ProcessTopology": absent(_PIPE),
-    },
     "deepspeed.runtime.utils": {
         "see_memory_usage": ours("helpers:see_memory_usage"),
         "set_random_seed": ours("helpers:set_random_seed"),

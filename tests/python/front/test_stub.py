@@ -30,7 +30,7 @@ ignore_missing_imports = True
 """
 _STUBTEST_ALLOWS = r"""
 # Parts of _C's stub, which is one module
-deeptide\._C_(checkpoint|curriculum|memory|reports)
+deeptide\._C_(checkpoint|curriculum|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
 deeptide\._groups\.(_table_of|keys_of)
 deeptide\._compiled\.(_say_once|_serve_compiled_graphs)
@@ -101,6 +101,9 @@ def _bound():
     return {name: signatures for name, signatures in found.items() if signatures}
 
 
+_PARTS = ("checkpoint", "curriculum", "memory", "parallel", "reports")
+
+
 def _in_stub():
     """{"Class.name" or "name": signatures} of the stub; an enumeration has its base's members too."""
     found = {}
@@ -114,7 +117,7 @@ def _in_stub():
 
     parts = [
         ast.parse(Path(_C.__file__).with_name(name).read_text())
-        for name in ("_C.pyi", "_C_checkpoint.pyi", "_C_curriculum.pyi", "_C_memory.pyi", "_C_reports.pyi")
+        for name in ("_C.pyi", *(f"_C_{part}.pyi" for part in _PARTS))
     ]
     body = [node for part in parts for node in part.body]
     take("", body)
