@@ -25,9 +25,11 @@ from deeptide.schedule import resolve_schedule
 
 if TYPE_CHECKING:
     from deeptide._lr_range import RangeTest
+    from deeptide._tune_run import TuningRun
     from deeptide.efficiency.loader import CurriculumLoader
 
 range_test: RangeTest | None = None  # the test that the next engine takes, under `deeptide lr-range`
+tuning_run: TuningRun | None = None  # what the next engine with an optimizer is for, under `deeptide tune`
 
 
 def _loader(
@@ -116,6 +118,8 @@ def make_engine(
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
     world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
+    if tuning_run is not None and plan is not None:
+        kind, config = tuning_run.begin(kind, model, config, plan, world)
     loader = _loader(training_data, collate_fn, config, world)
     if plan is not None:
         placed = {id(p) for group in plan.param_groups for p in group["params"]}

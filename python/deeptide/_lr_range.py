@@ -12,8 +12,6 @@ import argparse
 import importlib
 import json
 import math
-import runpy
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 
 from deeptide import _initialize
 from deeptide._C import ConfigError, World
+from deeptide._run_script import run_script
 from deeptide.engine import Engine
 
 _ROWS = 16  # of the table that rank 0 prints
@@ -204,12 +203,7 @@ def main() -> None:
     options = _parse_arguments()
     test = RangeTest(options.min_lr, options.max_lr, options.steps, options.linear, options.out)
     _initialize.range_test = test
-    sys.argv = [options.script, *options.arguments]
-    if options.as_module:
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(options.script).resolve().parent)
-        runpy.run_path(options.script, run_name="__main__")
+    run_script(options.script, options.arguments, options.as_module)
     if not test.finished:
         test.finish()
 

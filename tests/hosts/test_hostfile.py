@@ -179,7 +179,7 @@ MISTAKES = [
         "--max_elastic_nodes must",
     ),
     (["--log_level", "loud", "true"], "--log_level must be one of critical, debug, error, info, warning"),
-    (["--autotuning", "run", "true"], "'--autotuning' is not supported yet"),
+    (["--autotuning", "fly", "true"], "--autotuning: fly not in {tune,run}"),
 ]
 
 

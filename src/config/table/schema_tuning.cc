@@ -42,43 +42,60 @@ Key elasticity_section() {
       .switched_by("enabled");
 }
 
+constexpr const char* kFirstRunTells = "the script's first run tells it";
+
 Key model_info_section() {
   return section("model_info", "The model, if known.",
                  {
-                     flag("profile", false, "Measure it."),
-                     integer("num_params", {}, "Parameters.").at_least(1),
-                     integer("hidden_size", {}, "Hidden size.").at_least(1),
-                     integer("num_layers", {}, "Layers.").at_least(1),
+                     flag("profile", false, "Measure it.").never(kFirstRunTells),
+                     integer("num_params", {}, "Parameters.").at_least(1).never(kFirstRunTells),
+                     integer("hidden_size", {}, "Hidden size.").at_least(1).never(kFirstRunTells),
+                     integer("num_layers", {}, "Layers.").at_least(1).never(kFirstRunTells),
                  });
 }
 
+std::vector<Key> search_keys() {
+  return {
+      flag("enabled", false, "Search.").either("deeptide tune, or --autotuning of the launcher, searches"),
+      flag("fast", true, "Only stages, placements and micro-batches; false: the sizes of buckets, too."),
+      word("results_dir", "autotuning_results", "Folder for the table and the fastest configuration."),
+      word("exps_dir", "autotuning_exps", "Folder for the runs; what it holds is not measured again."),
+      flag("overwrite", false, "Measure again (DeepSpeed: true)."),
+      integer("start_profile_step", 3, "First measured step.").at_least(0),
+      integer("end_profile_step", 5, "Last measured step.").at_least(0),
+      choice("metric", "throughput", {"throughput", "latency", "flops"},
+             "What counts: samples per second, seconds per step, or operations per second, which samples tell."),
+      word("metric_path", {}, "File of the metric.").never("each run's folder in exps_dir holds its result.json"),
+      choice("tuner_type", "gridsearch", {"gridsearch", "random", "model_based"}, "How it searches.")
+          .either("the plan and what was measured lead the search"),
+      integer("tuner_early_stopping", 5, "Runs without gain after which the search ends.").at_least(1),
+      integer("tuner_num_trials", 50, "Most runs.").at_least(1),
+  };
+}
+
+std::vector<Key> bound_keys() {
+  return {
+      integer("num_tuning_micro_batch_sizes", 3, "Most micro-batches tried in each direction.").at_least(1),
+      section("arg_mappings",
+              "The script's own arguments by key, such as {\"train_micro_batch_size_per_gpu\": \"--batch\"}.", {})
+          .leaves_open(),
+      model_info_section(),
+      word("model_info_path", {}, "File of model_info.").never(kFirstRunTells),
+      integer("mp_size", 1, "Ranks that share a model.").at_least(1).never("each rank has data of its own"),
+      integer("max_train_batch_size", {}, "Largest global batch; absent: the global batch stays as it is.").at_least(1),
+      integer("min_train_batch_size", 1, "Smallest global batch, with max_train_batch_size.").at_least(1),
+      integer("max_train_micro_batch_size_per_gpu", 1024, "Largest micro-batch.").at_least(1),
+      integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro-batch.").at_least(1),
+  };
+}
+
 Key autotuning_section() {
-  return section("autotuning", "Search for the fastest configuration.",
-                 {
-                     flag("enabled", false, "Use it."),
-                     flag("fast", true, "Only micro-batches."),
-                     word("results_dir", "autotuning_results", "Folder of results."),
-                     word("exps_dir", "autotuning_exps", "Folder of experiments."),
-                     flag("overwrite", true, "Overwrite them."),
-                     integer("start_profile_step", 3, "First measured step.").at_least(0),
-                     integer("end_profile_step", 5, "Last measured step.").at_least(0),
-                     choice("metric", "throughput", {"throughput", "latency", "flops"}, "What counts."),
-                     word("metric_path", {}, "File of the metric."),
-                     choice("tuner_type", "gridsearch", {"gridsearch", "random", "model_based"}, "How it searches."),
-                     integer("tuner_early_stopping", 5, "Trials without gain.").at_least(1),
-                     integer("tuner_num_trials", 50, "Trials.").at_least(1),
-                     integer("num_tuning_micro_batch_sizes", 3, "Micro-batches tried.").at_least(1),
-                     section("arg_mappings", "Arguments of the script by key.", {}).leaves_open(),
-                     model_info_section(),
-                     word("model_info_path", {}, "File of model_info."),
-                     integer("mp_size", 1, "Ranks that share a model.").at_least(1),
-                     integer("max_train_batch_size", {}, "Largest global batch.").at_least(1),
-                     integer("min_train_batch_size", 1, "Smallest global batch.").at_least(1),
-                     integer("max_train_micro_batch_size_per_gpu", 1024, "Largest micro-batch.").at_least(1),
-                     integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro-batch.").at_least(1),
-                 })
+  std::vector<Key> keys = search_keys();
+  for (Key& key : bound_keys()) keys.push_back(std::move(key));
+  return section("autotuning", "Bounds and folders of `deeptide tune`, the search for the fastest configuration.",
+                 std::move(keys))
       .switched_by("enabled")
-      .later();
+      .read_by("python/deeptide/_tune_command.py");
 }
 
 }  // namespace

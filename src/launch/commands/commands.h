@@ -57,6 +57,9 @@ int run_doctor(const Arguments& arguments);
 /// `deeptide lr-range script args…`: a job whose script takes a learning-rate range test.
 int run_lr_range(const Arguments& arguments);
 
+/// `deeptide tune script args…`: searches for the fastest configuration of a script.
+int run_tune(const Arguments& arguments);
+
 /// `deeptide bench comm|io`: measures the speed of collectives, or of a folder's device.
 int run_bench(const Arguments& arguments);
 int run_bench_comm(const Arguments& arguments);

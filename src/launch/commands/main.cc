@@ -22,6 +22,7 @@ constexpr Command kCommands[] = {
     {"plan", run_plan},     {"ps", run_ps},           {"rank", run_rank},
     {"report", run_report}, {"run", run_job},         {"ssh", run_ssh},
     {"stacks", run_stacks}, {"top", run_top},         {"trace", run_trace},
+    {"tune", run_tune},
 };
 
 int run(const Arguments& words) {

@@ -64,7 +64,8 @@ int run_here(const Options& options, const JobHosts& job) {
 
 int run_job(const Arguments& arguments) {
   std::optional<Options> options = parse_options(arguments);
-  return options ? run_job(std::move(*options)) : 0;
+  if (!options) return 0;
+  return options->autotuning.empty() ? run_job(std::move(*options)) : run_tune(arguments);
 }
 
 int run_job(Options options) {

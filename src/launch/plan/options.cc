@@ -30,7 +30,7 @@ When a rank fails, the launcher stops the others and returns the exit code of th
   deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
 
 Other commands (each answers --help): deeptide bench, checkpoint, doctor, elastic, lr-range, plan, ps, report, ssh,
-stacks, top, trace.)";
+stacks, top, trace, tune.)";
 
 constexpr const char* kHosts = "Hosts";
 constexpr const char* kRanks = "Ranks";
@@ -144,6 +144,10 @@ void declare_ending(CLI::App& app, Options& options) {
   declared.push_back(
       app.add_flag("--dry-run", options.dry_run, "Print the command and environment per host and rank; start nothing"));
   for (CLI::Option* option : declared) option->group(kEnding);
+  app.add_option("--autotuning", options.autotuning,
+                 "Search for the fastest configuration of the script, as 'deeptide tune' does; run: train with it then")
+      ->check(CLI::IsMember({"tune", "run"}))
+      ->type_name("tune|run");
 }
 
 void declare(CLI::App& app, Options& options) {
@@ -158,7 +162,6 @@ void declare(CLI::App& app, Options& options) {
 
 [[noreturn]] void refuse_unknown(const std::string& argument) {
   const std::string name = argument.substr(0, argument.find('='));
-  if (name == "--autotuning") throw UsageError("option '--autotuning' is not supported yet");
   if (name == "--world_info") {
     throw UsageError(
         "option '--world_info' belongs to DeepSpeed's inner launcher; give the hosts with -H and --include");

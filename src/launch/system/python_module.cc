@@ -13,8 +13,8 @@
 
 namespace deeptide::launch {
 
-void become_module(const std::string& module, const std::vector<std::string>& arguments) {
-  std::vector<std::string> words{find_python(), "-m", module};
+void become_module(const std::string& module, const std::vector<std::string>& arguments, const std::string& python) {
+  std::vector<std::string> words{python.empty() ? find_python() : python, "-m", module};
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<char*> pointers;
   for (std::string& word : words) pointers.push_back(word.data());

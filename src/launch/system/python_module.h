@@ -8,7 +8,9 @@
 
 namespace deeptide::launch {
 
-/// Replaces this process by `python -m <module> <arguments…>`. Errors: runtime_error when Python cannot be run.
-[[noreturn]] void become_module(const std::string& module, const std::vector<std::string>& arguments);
+/// Replaces this process by `python -m <module> <arguments…>`; `python`: empty for the one that is active or in PATH.
+/// Errors: runtime_error when Python cannot be run.
+[[noreturn]] void become_module(const std::string& module, const std::vector<std::string>& arguments,
+                                const std::string& python = "");
 
 }  // namespace deeptide::launch

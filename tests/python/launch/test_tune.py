@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""`deeptide tune` on real jobs: the script stays as it is, the fastest configuration is written and trains."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import deeptide
+
+# A forward takes as long for one sample as for many: the largest micro-batch is the fastest.
+SCRIPT = """
+import sys, time
+import torch
+import deeptide
+
+HARD = "--batch" in sys.argv  # its loader has a batch size of its own
+batch = int(sys.argv[sys.argv.index("--batch") + 1]) if HARD else 0
+MOST = 4 if "most" in sys.argv else 99
+
+
+class Slow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        time.sleep(0.05)
+        if len(x) > MOST:
+            raise MemoryError(f"no memory for {len(x)} samples")
+        return self.layer(x).square().mean()
+
+
+config = {
+    "train_batch_size": 8 * int(sys.argv[1]),
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "csv_monitor": {"enabled": True, "output_path": "monitored"},
+    "autotuning": {"start_profile_step": 2, "end_profile_step": 3},
+}
+if "mapped" in sys.argv:
+    config["autotuning"]["arg_mappings"] = {"train_micro_batch_size_per_gpu": "--batch"}
+model = Slow()
+data = torch.utils.data.TensorDataset(torch.randn(512, 16))
+engine, _, loader, _ = deeptide.initialize(model=model, config=config, training_data=data)
+for (x,) in torch.utils.data.DataLoader(data, batch) if HARD else loader:
+    engine.backward(engine(x))
+    engine.step()
+print("micro-batch", engine.train_micro_batch_size_per_gpu(), "x", engine.gradient_accumulation_steps(), flush=True)
+"""
+
+
+def tune(folder, *script, command=("tune",), ranks=1):
+    program = shutil.which("deeptide")
+    if not program:
+        pytest.skip("the deeptide command is not in PATH")
+    (folder / "train.py").write_text(SCRIPT)
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    job = ("--num_ranks", str(ranks), "--no_rank_prefix", "--python", sys.executable)
+    return subprocess.run(
+        [program, *command, *job, "train.py", str(ranks), *script],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def optimal(folder):
+    return json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())
+
+
+def test_the_fastest_configuration_is_written_trains_and_is_found_again(tmp_path):
+    done = tune(tmp_path, command=("--autotuning", "run"), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    best = optimal(tmp_path)
+    assert (best["train_micro_batch_size_per_gpu"], best["gradient_accumulation_steps"]) == (8, 1)
+    assert best["train_batch_size"] == 16
+    assert best["csv_monitor"]["enabled"] and "autotuning" not in best
+    deeptide.Config.from_text(json.dumps(best))
+    assert "micro-batch 8 x 1" in done.stdout  # the training
+    summary = (tmp_path / "autotuning_results" / "summary.txt").read_text()
+    assert summary in done.stdout
+    assert [line for line in summary.splitlines() if line.startswith("* ") and " 8 x 1" in line]
+    assert (
+        "give it autotuning_results/ds_config_optimal.json"
+        in (tmp_path / "autotuning_results" / "cmd_optimal.txt").read_text()
+    )
+
+    results = sorted((tmp_path / "autotuning_exps").glob("*/result.json"))
+    before = [path.stat().st_mtime_ns for path in results]
+    assert len(results) >= 3
+    again = tune(tmp_path, ranks=2)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("measured before") == len(results)
+    assert [path.stat().st_mtime_ns for path in results] == before
+    assert "micro-batch" not in again.stdout.split("fastest (*)")[1]  # no training
+
+
+def test_trials_leave_the_scripts_monitors_alone(tmp_path):
+    assert tune(tmp_path).returncode == 0
+    assert not (tmp_path / "monitored").exists()
+
+
+def test_a_run_that_fails_is_in_the_table_and_the_search_goes_on(tmp_path):
+    done = tune(tmp_path, "most")
+    assert done.returncode == 0, done.stderr
+    assert optimal(tmp_path)["train_micro_batch_size_per_gpu"] == 4
+    assert "failed: MemoryError: no memory for 8 samples" in done.stdout
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_script_with_its_own_batch_size_is_told_or_gets_it_as_an_argument(tmp_path, mapped):
+    done = tune(tmp_path, "--batch", "2", *(["mapped"] if mapped else []))
+    assert done.returncode == 0, done.stderr
+    assert optimal(tmp_path)["train_micro_batch_size_per_gpu"] == (8 if mapped else 2)
+    assert ('name its argument in "arg_mappings"' in done.stdout) != mapped
+    if mapped:
+        command = (tmp_path / "autotuning_results" / "cmd_optimal.txt").read_text()
+        assert "train.py 1 --batch 8 mapped" in command
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("tune", "--dry-run"), "omit --dry-run"),
+        (("--autotuning", "fly"), "--autotuning"),
+        (("tune", "--no_python"), "needs a Python script"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path, words, text):
+    done = tune(tmp_path, command=words)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_a_script_that_fails_before_its_engine_shows_its_own_error(tmp_path):
+    done = tune(tmp_path, "--batch")  # without its value
+    assert done.returncode == 2
+    assert "IndexError" in done.stderr
+    assert "the script's first run, which tells its model" in done.stderr
