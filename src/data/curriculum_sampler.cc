@@ -97,6 +97,9 @@ struct __attribute__((visibility("hidden"))) CurriculumSampler::Impl {
   std::vector<int64_t> share(const SampleList& slice) const;
   void check_progress(int short_batches);
 
+ private:
+  friend class CurriculumSampler;
+
   int64_t num_samples_;
   Options options_;
   uint64_t seed_ = 0;
