@@ -220,6 +220,11 @@ RELATIVE = {
 UNCOUNTED = {"set_", "data_row", "data_mul"}  # writes that move no version counter
 
 
+def is_raw(act):
+    """Whether it goes past the dispatcher, which a gate refuses."""
+    return act["act"] == "read_raw" or act.get("way") in ("numpy", "share")
+
+
 def write(rank, act):
     parameter, way = rank.parameter(act["name"]), act["way"]
     if parameter is None:
@@ -290,7 +295,7 @@ def read_raw(rank, act):
     parameter = rank.parameter(act["name"])
     if parameter is None or not parameter.numel():
         return None
-    flat = parameter.detach().view(torch.int16 if parameter.dtype == torch.bfloat16 else torch.int32)
+    flat = parameter.detach().view(torch.int16 if parameter.itemsize == 2 else torch.int32)
     flat.numpy()
     return {}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import surroundings
 import torch
-from acts import ACTS, RELATIVE, UNCOUNTED, values_for
+from acts import ACTS, RELATIVE, UNCOUNTED, is_raw, values_for
 from expected import (
     AWAY,
     DIFFERENT_CALLS,
@@ -121,7 +121,7 @@ def _check_defined(life, act, avoid):
         if avoid and _is_open(name) and meets(life, act):
             raise OpenError(name)
     persists = life.phase["config"].get("zero", {}).get("stage3_param_persistence_threshold")
-    if life.gated and persists and (act["act"] == "read_raw" or act.get("way") in ("numpy", "share", *UNCOUNTED)):
+    if life.gated and persists and (is_raw(act) or act.get("way") in UNCOUNTED):
         raise UndefinedError("which parameters are small enough to be kept whole")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
@@ -135,9 +135,8 @@ def _check_defined(life, act, avoid):
 
 
 def _local(life, rank, act):
-    raw = act["act"] == "read_raw" or act.get("way") in ("numpy", "share")
     parameter = rank.parameter(act["name"]) if "name" in act and pick(act.get("on", True), rank.rank) else None
-    if raw and life.gated and parameter is not None and parameter.numel():
+    if is_raw(act) and life.gated and parameter is not None and parameter.numel():
         return RAW
     try:
         return rank.perform(act)

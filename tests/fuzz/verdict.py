@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 import torch
-from acts import UNCOUNTED
+from acts import UNCOUNTED, is_raw
 from expected import Raises
 from oracle import expected_of, traits_of
 from programs import acts_of, is_low
@@ -114,8 +114,8 @@ class Judge:
         """Stages 0 and 1 add micro-batches first, 2 and 3 ranks first; some acts differ in meaning by setting."""
         phases = self.program["phases"]
         acts = [act for phase in phases for act in phase["acts"]]
-        special = {"boundary", "no_sync", "read_raw"} & {act["act"] for act in acts}
-        special = special or any(act.get("way") in ("numpy", *UNCOUNTED) for act in acts)
+        special = {"boundary", "no_sync"} & {act["act"] for act in acts}
+        special = special or any(is_raw(act) or act.get("way") in UNCOUNTED for act in acts)
         traits = traits_of(self.program, setting) if special else ()
         late = tuple(phase["gas"] > 1 and setting.of(phase).stage >= 2 for phase in phases)
         return traits, late
