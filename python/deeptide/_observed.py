@@ -12,8 +12,6 @@ from torch.autograd.profiler import record_function
 
 from deeptide import _C
 from deeptide._C import Config
-from deeptide.flops_profiler import FlopsProfiler
-from deeptide.monitor import MonitorMaster
 from deeptide.timers import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
@@ -26,6 +24,8 @@ from deeptide.timers import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from deeptide.flops_profiler import FlopsProfiler
 
 
 def tokens_in(values: Iterable[Any]) -> int:
@@ -49,6 +49,8 @@ class Observed:
     _config: Config
 
     def _begin_to_observe(self) -> None:
+        from deeptide.monitor import MonitorMaster  # here, because `import deeptide` is to take little time
+
         self.monitor = MonitorMaster(self._config, self.world.rank)
         times = self._config.wall_clock_breakdown
         self.timers: SynchronizedWallClockTimer | NoopTimer = SynchronizedWallClockTimer() if times else NoopTimer()
@@ -56,6 +58,8 @@ class Observed:
         if self.monitor.observes():
             self._core.keep_events()  # on every rank, which tells its loss to the first
         if self._config.flops_profiler.enabled:
+            from deeptide.flops_profiler import FlopsProfiler  # likewise
+
             self._core.leave_profile_to_program()
             factor = self._config.flops_profiler.recompute_fwd_factor
             self.flops_profiler = FlopsProfiler(self.module, self, factor)
