@@ -123,6 +123,9 @@ fuzz: build setup-test  ## Compare random programs with plain torch (FUZZ_SECOND
 bench: build  ## Compare with DDP, FSDP2 and DeepSpeed on this machine (ARGS=…; installs them into .venv-bench)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh --deeptide $(abspath $(BUILD))/python $(ARGS)
 
+bench-builds: build  ## Steps of this build and of an older one in turns (OLD=its folder build/python, ARGS=…)
+	@PYTHONPATH=bench $(PYTHON) bench/builds.py --old $(abspath $(OLD)) --deeptide $(abspath $(BUILD))/python $(ARGS)
+
 bench-comm: build  ## Collectives between ranks of one host, beside Gloo and DeepSpeed's shared memory (ARGS=…)
 	@$(CMAKE) --build $(BUILD) -j $(JOBS) --target deeptide_comm_bench
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh comm.py --program $(abspath $(BUILD))/bench/deeptide_comm_bench $(ARGS)
