@@ -36,6 +36,9 @@ int run_stacks(const Arguments& arguments);
 /// `deeptide elastic --config FILE`: prints the batch and the valid worlds of the elasticity section.
 int run_elastic(const Arguments& arguments);
 
+/// `deeptide explain MESSAGE`: prints what the documentation says about an error. Returns only if it cannot.
+int run_explain(const Arguments& arguments);
+
 /// `deeptide plan …`: tells what an engine would take of memory and disk. Returns only if it cannot.
 int run_plan(const Arguments& arguments);
 

@@ -29,8 +29,8 @@ When a rank fails, the launcher stops the others and returns the exit code of th
   deeptide --num_ranks 4 build/examples/gpt/gpt --steps 100
   deeptide -H hostfile --include worker-2:0@worker-3:0,1 train.py
 
-Other commands (each answers --help): deeptide bench, checkpoint, doctor, elastic, lr-range, plan, ps, report, ssh,
-stacks, top, trace, tune.)";
+Other commands (each answers --help): deeptide bench, checkpoint, doctor, elastic, explain, lr-range, plan, ps,
+report, ssh, stacks, top, trace, tune.)";
 
 constexpr const char* kHosts = "Hosts";
 constexpr const char* kRanks = "Ranks";
