@@ -261,6 +261,7 @@ void Reporter::record(const StepEnd& end, const std::vector<MonitorEvent>& event
   if (is_due(outcome.step) && window_steps_ > 0) {
     line["limit"] = limit();
     for (const StepTimes& sum : window_) line["ranks"].push_back(times_json(over(sum, window_steps_)));
+    line["counted"] = {{"flops", counted_.flops}, {"moved_bytes", counted_.bytes}};
   }
   record_->write(line);
 }
@@ -311,7 +312,11 @@ void Reporter::show(const StepEnd& end) const {
                            .computing_s = last_.computing(),
                            .waiting_s = last_.waiting,
                            .files_s = last_.files,
-                           .data_s = last_.between};
+                           .data_s = last_.between,
+                           .optimizer_s = last_.optimizer,
+                           .sent_bytes = static_cast<double>(end.outcome.sent_bytes),
+                           .flops = counted_.flops,
+                           .moved_bytes = counted_.bytes};
   for (int i = 0; i < device::kNumRoles; ++i) {
     facts.memory_bytes += place_.ledger->current(static_cast<device::Role>(i));
   }
@@ -328,6 +333,15 @@ void Reporter::measure_machine(int64_t step) {
   is_disturbed_ = true;
 }
 
+Reporter::Counted Reporter::sum_of(const std::vector<OperatorUse>& uses) {
+  Counted sum;
+  for (const OperatorUse& use : uses) {
+    sum.flops += 2.0 * static_cast<double>(use.macs);
+    sum.bytes += static_cast<double>(use.bytes);
+  }
+  return sum;
+}
+
 /// `step` has ended: begins or ends the count of one step's operators.
 void Reporter::count_operators(int64_t step) {
   const int64_t profiled = std::max<int64_t>(config_.flops_profiler().profile_step, 1);
@@ -336,6 +350,7 @@ void Reporter::count_operators(int64_t step) {
   if (counter_) {
     const auto uses = counter_->uses();
     counter_.reset();  // also one of a step that a checkpoint has skipped
+    counted_ = sum_of(uses);
     if (is_profiled || is_counted) measure_machine(step);
     if (is_counted) {
       roofline_ = judge(uses, *peak_, place_.device.is_cpu());
@@ -345,7 +360,8 @@ void Reporter::count_operators(int64_t step) {
   }
   const bool is_next_profiled = profiles_ && step + 1 == profiled;
   const bool is_next_counted = breaks_down_ && seen_steps_ + 1 == kCountedStep;
-  if (is_next_profiled || is_next_counted) counter_ = std::make_unique<OperatorCounter>();
+  const bool is_next_watched = is_watched_ && counted_.bytes == 0.0;
+  if (is_next_profiled || is_next_counted || is_next_watched) counter_ = std::make_unique<OperatorCounter>();
 }
 
 }  // namespace report

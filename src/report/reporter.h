@@ -91,6 +91,10 @@ class Reporter {
   std::string late_text() const;
   void write_breakdown() const;
   void record(const StepEnd& end, const std::vector<MonitorEvent>& events);
+  struct Counted {
+    double flops = 0.0, bytes = 0.0;
+  };
+  static Counted sum_of(const std::vector<OperatorUse>& uses);
   void count_operators(int64_t step);
   void measure_machine(int64_t step);
   void write_profile(int64_t step, const std::vector<OperatorUse>& uses, const MachinePeak& peak) const;
@@ -126,6 +130,7 @@ class Reporter {
   std::optional<MachinePeak> peak_;
   std::optional<Roofline> roofline_;
   double counted_s_ = 0.0;  // computing in the counted step
+  Counted counted_;         // by the last step whose operators were counted
 };
 
 /// Prints the line of every `steps_per_print` steps, in DeepSpeed's words.

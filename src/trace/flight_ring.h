@@ -14,7 +14,7 @@ namespace deeptide::trace {
 /// The launcher makes a memfd of sizeof(FlightRing) per rank, writes kFlightMagic, and passes its number to the rank.
 inline constexpr const char* kFlightVariable = "DEEPTIDE_FLIGHT_FD";
 inline constexpr const char* kStacksVariable = "DEEPTIDE_STACKS_FD";  // the file that a signal handler writes stacks to
-inline constexpr uint64_t kFlightMagic = 0x33'54'48'47'4c'46'54'44;   // "DTFLGHT3"; another layout gets another digit
+inline constexpr uint64_t kFlightMagic = 0x34'54'48'47'4c'46'54'44;   // "DTFLGHT4"; another layout gets another digit
 inline constexpr int kFlightEntries = 256;
 
 /// Signals on which a rank writes its Python stacks, or the receiving thread's native stack, to the stacks' file. They
@@ -72,7 +72,11 @@ struct FlightFacts {
   double waiting_s = 0.0;
   double files_s = 0.0;
   double data_s = 0.0;
-  char limit[480] = {};  // on the first rank: the line that says what limits a step
+  double optimizer_s = 0.0;  // of computing_s
+  double sent_bytes = 0.0;   // to other ranks in the step
+  double flops = 0.0;        // of the operators of one step since someone watches; 0: not counted yet
+  double moved_bytes = 0.0;  // likewise, read and written
+  char limit[480] = {};      // on the first rank: the line that says what limits a step
 };
 
 /// Written only while someone watches. `version` is odd while it is being written.

@@ -131,7 +131,10 @@ void Recorder::end_unit(int64_t now) noexcept {
 
 void Recorder::add(Sink& sink) {
   const std::lock_guard lock(mutex_);
-  if (sinks_.empty()) phase_begin_ns_ = unit_begin_ns_ = 0;
+  if (sinks_.empty()) {
+    phase_begin_ns_ = phase() == Phase::outside ? 0 : now_ns();
+    unit_begin_ns_ = 0;
+  }
   sinks_.push_back(&sink);
   on_.store(true, std::memory_order_relaxed);
 }

@@ -62,7 +62,7 @@ class Recorder {
   void enter_unit(const char* phase, int64_t step, std::string_view unit) noexcept;
   Phase phase() const { return phase_.load(std::memory_order_relaxed); }
 
-  /// `sink` receives what begins from now on, until it is removed; it outlives that.
+  /// `sink` receives what begins from now on, and what is left of the phase, until it is removed; it outlives that.
   void add(Sink& sink);
   void remove(Sink& sink);
   bool is_on() const { return on_.load(std::memory_order_relaxed); }

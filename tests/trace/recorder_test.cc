@@ -53,6 +53,27 @@ TEST(Recorder, FollowsOnePhaseByTheNextWithoutAGap) {
   recorder.remove(kept);
 }
 
+TEST(Recorder, TellsWhatIsLeftOfAPhaseToASinkThatComesWithinIt) {
+  Recorder recorder;
+  Kept kept;
+  recorder.enter(Phase::between, 1);
+  const int64_t before = now_ns();
+  recorder.add(kept);
+  const int64_t after = now_ns();
+  recorder.enter(Phase::forward, 1);
+  recorder.enter(Phase::outside, 1);
+  recorder.remove(kept);
+  const auto phases = kept.of(Work::phase);
+  ASSERT_EQ(phases.size(), 2u);
+  EXPECT_EQ(phases[0].name, "between");
+  EXPECT_TRUE(before <= phases[0].begin_ns && phases[0].begin_ns <= after);
+  EXPECT_EQ(phases[1].begin_ns, phases[0].end_ns);
+  recorder.add(kept);  // in no phase
+  recorder.enter(Phase::between, 2);
+  recorder.remove(kept);
+  EXPECT_EQ(kept.of(Work::phase).size(), 2u);
+}
+
 TEST(Recorder, TakesTimeForForwardThatNobodyAnnounced) {
   Recorder recorder;
   Kept kept;

@@ -52,6 +52,10 @@ constexpr ValueFact kValues[] = {
     {"waiting_s", &FlightFacts::waiting_s},
     {"files_s", &FlightFacts::files_s},
     {"data_s", &FlightFacts::data_s},
+    {"optimizer_s", &FlightFacts::optimizer_s},
+    {"sent_bytes", &FlightFacts::sent_bytes},
+    {"flops", &FlightFacts::flops},
+    {"moved_bytes", &FlightFacts::moved_bytes},
 };
 
 FlightFacts facts_of(const json& from) {

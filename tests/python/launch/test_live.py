@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -154,7 +155,7 @@ def test_trace_records_the_next_steps_of_a_running_job(command, job, tmp_path):
     assert job.poll() is None
 
 
-@pytest.mark.parametrize("words", [("top", "1"), ("trace", "1")])
+@pytest.mark.parametrize("words", [("top", "1"), ("trace", "1"), ("doctor", "1")])
 def test_a_job_that_is_none_is_said(command, words):
     done = ask(command, *words)
     assert done.returncode != 0
@@ -165,3 +166,26 @@ def test_trace_refuses_a_folder_that_no_rank_could_be_told(command, job):
     done = ask(command, "trace", str(job.pid), "-o", "/" + "x" * 300)
     assert done.returncode != 0
     assert "exceeds 255 bytes" in done.stderr
+
+
+@pytest.mark.parametrize("pause", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_doctor_sets_a_running_job_against_the_machine(command, job, tmp_path, pause):
+    options = ["--python", sys.executable, "--folder", str(tmp_path), *(["--pause"] if pause else [])]
+    done = ask(command, "doctor", str(job.pid), *options)
+    assert done.returncode == 0, done.stderr
+    head, products, memory, link, drive, between, *notes, verdict = done.stdout.splitlines()
+    assert re.match(r"of a step of 0\.\d+ s +this machine +a step has +which needs +and takes", head)
+    assert re.match(r"matrix products +[\d.]+ [GT]flop/s +[\d.]+ [kMG]flop +0\.\d+ s +0\.\d+ s computing", products)
+    assert re.match(r"memory \(triad\) +[\d.]+ [GT]B/s +[\d.]+ [kMG]B +0\.\d+ s", memory)
+    assert re.match(r"link between 2 ranks here +[\d.]+ [MGT]B/s ", link)
+    assert re.match(r"drive, write / read +[\d.]+ [MGT]B/s / [\d.]+ [MGT]B/s +- waiting for files", drive)
+    assert between.startswith("between steps")
+    assert ("beside the job" in "".join(notes)) != pause
+    assert re.match(r"limited by (waiting for rank 1, which spends|data:)", verdict), verdict
+    wait_for_steps(command, job, 2)  # goes on
+
+
+def test_doctor_needs_a_job_to_pause(command):
+    done = ask(command, "doctor", "--pause")
+    assert done.returncode != 0
+    assert "--pause and --folder need a job" in done.stderr

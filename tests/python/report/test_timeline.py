@@ -4,6 +4,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -59,6 +60,30 @@ def test_phases_follow_each_other_and_add_up_to_the_steps(trace):
         assert sum(e["dur"] for e in phases) == pytest.approx(total, rel=0.02)
         for one, other in itertools.pairwise(phases):
             assert other["ts"] == pytest.approx(one["ts"] + one["dur"], abs=1.0)
+
+
+def rank_that_times_itself(folder):
+    engine = deeptide.initialize(model=make_model(), config=config_of(folder))[0]
+    ends = []
+    for step, (tokens, targets) in enumerate(batches(4, 4)):
+        time.sleep(0.2 + 0.1 * step)  # the ranks wait for each other, and steps differ
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        ends.append(time.perf_counter())
+    print(json.dumps([after - before for before, after in itertools.pairwise(ends)]))
+
+
+def test_spans_add_up_to_the_steps_that_the_program_times(tmp_path):
+    """Against a clock of the program's own, on every rank."""
+    done = run_processes(2, rank_that_times_itself, str(tmp_path))
+    events = json.loads(join(tmp_path).read_text())["traceEvents"]
+    for rank, process in enumerate(done):
+        timed = json.loads(process.stdout.splitlines()[-1])[:2]  # of the steps that are recorded
+        phases = sorted(spans(events, rank, "phase"), key=lambda e: e["ts"])
+        ends = [i for i, e in enumerate(phases) if e["name"] == "step"]
+        parts = [phases[: ends[0] + 1], phases[ends[0] + 1 : ends[1] + 1]]
+        for seconds, step in zip(timed, parts, strict=True):
+            assert sum(e["dur"] for e in step) * 1e-6 == pytest.approx(seconds, rel=0.02)
 
 
 def test_what_happens_within_a_step_is_there(trace):
