@@ -115,6 +115,11 @@ def _merge(into: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _switch(attempt: Attempt) -> dict[str, Any]:
+    """What a run is told of recomputation; nothing where the script's own counts."""
+    return {} if attempt.recomputes is None else {"recomputes": attempt.recomputes}
+
+
 class Tuning:
     """One search: its folders, its runs and what it writes."""
 
@@ -144,6 +149,7 @@ class Tuning:
         patch = _merge(self._silence(), attempt.patch(self.survey["world"]))
         first = max(self.wanted["start_profile_step"], 1)
         wanted = {"mode": "time", "patch": patch, "first_step": first, "last_step": self.wanted["end_profile_step"]}
+        wanted |= _switch(attempt)
         arguments = self.arguments(attempt)
         folder = self.experiments / self._folder_name(attempt, wanted, arguments)
         done = folder / "result.json"
@@ -196,6 +202,9 @@ class Tuning:
 
     def _optimal_command(self, best: Attempt, path: Path) -> str:
         arguments, origin = self.arguments(best), self.survey["origin"]
+        if best.recomputes is not None:
+            way = "enable" if best.recomputes else "disable"
+            arguments = [*arguments, f" # in the script, before initialize: model.gradient_checkpointing_{way}()"]
         names_it = [word for word in arguments if word == origin or word.endswith(f"={origin}")]
         line = " ".join(["deeptide", *self.words["job"], self.words["command"][0]])
         if not names_it:
@@ -204,7 +213,8 @@ class Tuning:
 
     def train(self, best: Attempt) -> None:
         """Becomes the job with the fastest configuration."""
-        command = self.runs.command({"mode": "train", "patch": best.patch(self.survey["world"])}, self.arguments(best))
+        wanted = {"mode": "train", "patch": best.patch(self.survey["world"])} | _switch(best)
+        command = self.runs.command(wanted, self.arguments(best))
         sys.stdout.flush()
         os.execv(command[0], command)
 
@@ -221,6 +231,9 @@ def _tune(words: dict[str, Any]) -> int:
         return 1
     tuning.write(best)
     print(f"fastest (*): {best.name}, batch {best.batch}, in {tuning.results / 'ds_config_optimal.json'}")
+    if best.recomputes is not None:
+        way = "enable" if best.recomputes else "disable"
+        print(f"recomputation is the model's: call model.gradient_checkpointing_{way}() before initialize")
     if words["run"]:
         tuning.train(best)
     return 0

@@ -23,6 +23,7 @@ from deeptide._C import Config, ConfigError, World
 from deeptide._groups import OptimizerPlan
 from deeptide._model import describe, device_of
 from deeptide._plan import MemoryPlan
+from deeptide._recomputation import recomputes, set_recomputation
 from deeptide._run_script import run_script
 from deeptide.engine import Engine
 
@@ -44,6 +45,8 @@ class TuningRun:
         if self.wanted["mode"] == "survey":
             self.end(world, _survey(model, config, plan, world))
         config = config.merged(json.dumps(self.wanted["patch"]))
+        if "recomputes" in self.wanted:
+            set_recomputation(model, self.wanted["recomputes"])
         if self.wanted["mode"] == "train":
             self.finished = True
             return kind, config
@@ -83,6 +86,7 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
         "device_bytes": _device_bytes(device_of(model)),
         "batch": [batch.train, batch.micro, batch.accumulation],
         "parameters": own.num_parameters,
+        "recomputes": recomputes(model),
         "stage": config.zero.stage,
         "bytes": _bytes(own),
         "choices": [

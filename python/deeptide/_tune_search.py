@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search of `deeptide tune`: which configuration is measured next, and why another one is not.
 
-Stages and placements come first, then micro-batches of the fastest, then buckets. Each phase starts from the fastest
-so far, and takes what differs from it by one thing.
+Stages and placements come first, then micro-batches of the fastest, recomputation, and buckets. Each phase starts from
+the fastest so far, and takes what differs from it by one thing.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ class Attempt:
     why: str
     outcome: str = ""  # why it has no result
     result: dict[str, Any] | None = None
+    recomputes: bool | None = None  # activations; None: as the script has it
 
     @property
     def name(self) -> str:
         """For people."""
-        return ", ".join([self.setting.name, *(f"{key} {value}" for key, value in self.more.items())])
+        words = [self.setting.name, *(f"{key} {value}" for key, value in self.more.items())]
+        if self.recomputes is not None:
+            words.append("recomputing" if self.recomputes else "without recomputing")
+        return ", ".join(words)
 
     def patch(self, world: int) -> dict[str, Any]:
         """What it changes in the script's configuration."""
@@ -108,11 +112,12 @@ class Search:
         self._batch = Batch(*survey["batch"][1:])
         self._num_measured = self._without_gain = 0
         self._stopped_by_memory: Batch | None = None
+        self._beyond: Batch | None = None  # the micro-batch for which the memory does not do
 
     def run(self) -> Attempt | None:
         """The fastest attempt; None if nothing ran."""
         try:
-            for phase in (self._try_settings, self._try_batches, self._try_buckets):
+            for phase in (self._try_settings, self._try_batches, self._try_recomputation, self._try_buckets):
                 self._without_gain = 0
                 phase()
         except EnoughError as enough:
@@ -139,6 +144,7 @@ class Search:
         before = self.best
         self._climb(self._larger, "fewer, larger micro-batches")
         if (stopped := self._stopped_by_memory) is not None:
+            self._beyond = stopped
             self._try_smaller_settings(stopped)
         if self.best is before:
             self._climb(self._smaller, "smaller micro-batches")
@@ -151,6 +157,21 @@ class Search:
             if self._try(setting, batch, "leaves memory for this micro-batch"):
                 self._climb(self._larger, "fewer, larger micro-batches")
                 return
+
+    def _try_recomputation(self) -> None:
+        """Off where the script has it on; on where memory has ended the way to larger micro-batches."""
+        now = self.survey.get("recomputes")
+        if now is None:
+            return
+        if self.best is None and not now:
+            self._try(self._own, self._batch, "recomputes activations, which take less memory then", None, True)
+        elif self.best is not None and now:
+            if self._try(self.best.setting, self.best.batch, "keeps activations", self.best.more, False):
+                self._climb(self._larger, "fewer, larger micro-batches")
+        elif self.best is not None and self._beyond is not None and self._beyond.micro > self.best.batch.micro:
+            why = "recomputes activations, which leaves memory for this micro-batch"
+            if self._try(self.best.setting, self._beyond, why, self.best.more, True):
+                self._climb(self._larger, "fewer, larger micro-batches")
 
     def _try_buckets(self) -> None:
         if self.best is None or self.wanted["fast"] or self.survey["world"] == 1:
@@ -167,7 +188,8 @@ class Search:
             elements = int(self.survey["parameters"])
             for value in sorted({elements // 2, elements // 8, elements} - {now}):
                 if value > 0 and not value >= now >= elements:  # both hold all there is
-                    self._try(self.best.setting, self.best.batch, why, self.best.more | {key: value})
+                    best = self.best
+                    self._try(best.setting, best.batch, why, best.more | {key: value}, best.recomputes)
 
     # -- micro-batches ------------------------------------------------------------------------------------------
 
@@ -176,7 +198,7 @@ class Search:
         for _ in range(self.wanted["num_tuning_micro_batch_sizes"]):
             best = self._the_best()
             batch = following(best.batch)
-            if batch is None or not self._try(best.setting, batch, why, best.more):
+            if batch is None or not self._try(best.setting, batch, why, best.more, best.recomputes):
                 return
 
     def _larger(self, batch: Batch) -> Batch | None:
@@ -203,10 +225,17 @@ class Search:
     def _pass_over(self, setting: Setting, outcome: str) -> None:
         self.rows.append(Attempt(setting, self._batch, {}, "", f"not run: {outcome}"))
 
-    def _try(self, setting: Setting, batch: Batch, why: str, more: dict[str, Any] | None = None) -> bool:
+    def _try(
+        self,
+        setting: Setting,
+        batch: Batch,
+        why: str,
+        more: dict[str, Any] | None = None,
+        recomputes: bool | None = None,
+    ) -> bool:
         """Whether it is the fastest so far. Errors: EnoughError."""
-        attempt = Attempt(setting, batch, more or {}, why)
-        if any(row.patch(1) == attempt.patch(1) for row in self.rows):
+        attempt = Attempt(setting, batch, more or {}, why, recomputes=recomputes)
+        if any(row.patch(1) == attempt.patch(1) and row.recomputes == recomputes for row in self.rows):
             return False
         self.rows.append(attempt)
         if reason := self._why_not(attempt):
@@ -259,15 +288,16 @@ class Search:
         if needed > limit:
             return f"the plan takes {needed / _GIB:.2f} GiB of {limit / _GIB:.2f} GiB before activations"
         ranks = 1 if scope == "rank" else self.survey["ranks_per_host"]
-        with_activations = needed + ranks * self._activations(attempt.batch.micro)
+        with_activations = needed + ranks * self._activations(attempt.batch.micro, attempt.recomputes)
         if with_activations > limit:
             self._stopped_by_memory = attempt.batch
             return f"with its activations it would take {with_activations / _GIB:.2f} GiB of {limit / _GIB:.2f} GiB"
         return ""
 
-    def _activations(self, micro: int) -> int:
+    def _activations(self, micro: int, recomputes: bool | None) -> int:
         """Of a rank, as the run with the nearest micro-batch had them; they grow with it."""
-        measured = [row for row in self.rows if row.result is not None and row.result["follows"]]
+        alike = [row for row in self.rows if row.recomputes == recomputes]
+        measured = [row for row in alike if row.result is not None and row.result["follows"]]
         if not measured:
             return 0
         near = min(measured, key=lambda row: abs(row.batch.micro - micro))

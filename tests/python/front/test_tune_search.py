@@ -44,6 +44,10 @@ def survey(batch=(32, 2, 8), world=2, config=None, **wanted):
     }
 
 
+def with_switch(on, **more):
+    return survey(**more) | {"recomputes": on}
+
+
 def search(facts, speed, gib=8, activations=0):
     """A search over `speed(stage, batch, more)` in samples per second; None: that run fails."""
     runs = []
@@ -200,3 +204,64 @@ def test_a_batch_that_the_script_does_not_follow_is_never_the_fastest():
 )
 def test_an_argument_is_set(before, after):
     assert set_argument(before, "--batch", 8) == after
+
+
+def recomputing(facts, speed, activations, gib=8):
+    """As `search`, over `speed(batch, recomputes)`; activations are a tenth where they are recomputed."""
+    runs = []
+
+    def measure(attempt):
+        on = facts["recomputes"] if attempt.recomputes is None else attempt.recomputes
+        runs.append((str(attempt.batch), attempt.recomputes))
+        grown = attempt.setting.bytes["rank"] + activations * attempt.batch.micro // (10 if on else 1)
+        rate = speed(attempt.batch, on)
+        return {"step_s": 1 / rate, "samples_per_s": rate, "samples": 32, "follows": True, "grown_bytes": grown} | {
+            "device_bytes": 0
+        }
+
+    made = Search(facts, gib * GIB, measure)
+    made.run()
+    return made, runs
+
+
+def only_own(facts):
+    return facts | {"choices": [choice(1, 6)]}
+
+
+def test_recomputation_is_tried_where_memory_ends_the_way():
+    facts = only_own(with_switch(False))
+    made, runs = recomputing(facts, lambda batch, on: 100 + 20 * batch.micro - 10 * on, int(0.4 * GIB))
+    assert runs == [("2 x 8", None), ("1 x 16", None), ("4 x 4", True), ("8 x 2", True), ("16 x 1", True)]
+    assert (str(made.best.batch), made.best.recomputes) == ("16 x 1", True)
+    assert "stage 1, recomputing" in table(made) and "leaves memory for this micro-batch" in table(made)
+
+
+def test_recomputation_that_costs_more_than_it_gives_is_left_off():
+    facts = only_own(with_switch(False))
+    made, runs = recomputing(facts, lambda batch, on: 100 + 5 * batch.micro - 40 * on, int(0.4 * GIB))
+    assert runs[-1] == ("4 x 4", True)
+    assert (str(made.best.batch), made.best.recomputes) == ("2 x 8", None)
+
+
+def test_recomputation_is_left_alone_where_memory_does():
+    _, runs = recomputing(only_own(with_switch(False)), lambda batch, on: 100.0 + batch.micro, 0)
+    assert {on for _, on in runs} == {None}
+
+
+def test_a_script_that_recomputes_is_tried_without():
+    facts = only_own(with_switch(True, batch=(4, 2, 1)))
+    made, runs = recomputing(facts, lambda batch, on: 100 - 30 * on, 0)
+    assert runs == [("2 x 1", None), ("1 x 2", None), ("2 x 1", False)]
+    assert made.best.recomputes is False and "stage 1, without recomputing" in table(made)
+
+
+def test_a_script_that_fails_without_memory_is_tried_recomputing():
+    facts = only_own(with_switch(False))
+
+    def measure(attempt):
+        if not attempt.recomputes:
+            return {"error": "killed"}
+        return {"step_s": 1, "samples_per_s": 32, "samples": 32, "follows": True, "grown_bytes": 0, "device_bytes": 0}
+
+    made = Search(facts, 8 * GIB, measure)
+    assert made.run().recomputes is True

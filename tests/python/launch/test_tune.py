@@ -24,13 +24,22 @@ MOST = 4 if "most" in sys.argv else 99
 
 
 class Slow(torch.nn.Module):
+    is_gradient_checkpointing = False
+    supports_gradient_checkpointing = "switch" in sys.argv
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(16, 16)
 
+    def gradient_checkpointing_enable(self):
+        self.is_gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self):
+        self.is_gradient_checkpointing = False
+
     def forward(self, x):
         time.sleep(0.05)
-        if len(x) > MOST:
+        if len(x) > MOST and not self.is_gradient_checkpointing:
             raise MemoryError(f"no memory for {len(x)} samples")
         return self.layer(x).square().mean()
 
@@ -113,6 +122,17 @@ def test_a_run_that_fails_is_in_the_table_and_the_search_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     assert optimal(tmp_path)["train_micro_batch_size_per_gpu"] == 4
     assert "failed: MemoryError: no memory for 8 samples" in done.stdout
+
+
+def test_recomputation_is_turned_on_where_memory_ends_the_way(tmp_path):
+    done = tune(tmp_path, "most", "switch", command=("--autotuning", "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed: MemoryError: no memory for 8 samples" in done.stdout
+    assert "call model.gradient_checkpointing_enable() before initialize" in done.stdout
+    assert optimal(tmp_path)["train_micro_batch_size_per_gpu"] == 8
+    assert "micro-batch 8 x 1" in done.stdout.split("fastest (*)")[1]  # the training, recomputing
+    command = (tmp_path / "autotuning_results" / "cmd_optimal.txt").read_text()
+    assert "model.gradient_checkpointing_enable()" in command
 
 
 @pytest.mark.parametrize("mapped", [False, True])

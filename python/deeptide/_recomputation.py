@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model's switch for recomputing activations in backward, as models of Transformers have one."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+# As Transformers 5 and 4 call it: methods NAME_enable() and NAME_disable(), and the attribute is_NAME.
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")
+
+
+def _name_of(model: nn.Module) -> str | None:
+    def has(name: str) -> bool:
+        both = all(callable(getattr(model, f"{name}_{way}", None)) for way in ("enable", "disable"))
+        return both and bool(getattr(model, "supports_gradient_checkpointing", True))
+
+    return next((name for name in _NAMES if has(name)), None)
+
+
+def recomputes(model: nn.Module) -> bool | None:
+    """Whether it is on. None: the model has no such switch."""
+    name = _name_of(model)
+    return None if name is None else bool(getattr(model, f"is_{name}", False))
+
+
+def set_recomputation(model: nn.Module, on: bool) -> None:
+    """Turns the switch, as `model.gradient_checkpointing_enable()` does. Errors: ValueError where there is none."""
+    name = _name_of(model)
+    if name is None:
+        raise ValueError(
+            f"recomputation: {type(model).__name__} has no gradient_checkpointing_enable() and _disable(); "
+            "expected a model with this switch, as those of Transformers have it"
+        )
+    turn = getattr(model, f"{name}_{'enable' if on else 'disable'}")
+    kwargs = f"{name}_kwargs"
+    if on and kwargs in inspect.signature(turn).parameters:
+        turn(**{kwargs: {"use_reentrant": False}})
+    else:
+        turn()
