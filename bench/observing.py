@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times steps with and without each observer, one after the other in the same processes; prints Markdown."""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+
+import output
+from jobs import run_ranks
+from memory import JobMemory
+from observing_worker import OBSERVERS
+from settings import SIZES, WORLD
+
+WORKER = Path(__file__).with_name("observing_worker.py")
+LEGEND = """\
+Two ranks of one thread. Each turn steps an engine that nobody observes and one that is observed, every other turn in
+reverse order; a step begins at a barrier and ends on the slower rank. Difference: the median of each turn's, and its
+95 % interval (the sign test's). "nothing" compares two plain engines: what the machine's noise makes of no difference.
+"off": every observer's section is there, with enabled false. Files lie in the folder for temporary files."""
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, default="46m")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=50, help="of each engine, timed")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(OBSERVERS), help=",".join(OBSERVERS))
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for each observer")
+    output.add_arguments(parser, "bench-observing")
+    return parser.parse_args()
+
+
+def interval(values):
+    """Of the median, with 95 %: what lies below and above half of as many coin tosses."""
+    ordered, chance, at = sorted(values), 0.5 ** len(values), 0
+    below = chance
+    while below <= 0.025 and at < len(values) // 2:
+        at += 1
+        chance = chance * (len(values) - at + 1) / at
+        below += chance
+    at = max(at - 1, 0)
+    return ordered[at], ordered[-1 - at]
+
+
+def slower(ranks, kind):
+    return [max(turn) for turn in zip(*(rank[kind] for rank in ranks), strict=True)]
+
+
+def row(observer, outcome):
+    if "ranks" not in outcome:
+        return [observer, outcome.get("skipped") or outcome["error"], "", ""]
+    plain, observed = (slower(outcome["ranks"], kind) for kind in ("plain", "observed"))
+    shares = [100 * (b / a - 1) for a, b in zip(plain, observed, strict=True)]
+    low, high = interval(shares)
+    cells = [f"{1e3 * median(plain):.2f}", f"{1e3 * median(observed):.2f}"]
+    return [observer, *cells, f"{median(shares):+.2f} % ({low:+.2f} to {high:+.2f})"]
+
+
+def main():
+    options = parse_arguments()
+    record = output.new_record() | {"observers": {}}
+    rows = []
+    for observer in options.only:
+        command = [
+            sys.executable, WORKER, "--observer", observer, "--model", options.model, "--precision", options.precision,
+            *("--stage", str(options.stage), "--steps", str(options.steps), "--warmup", str(options.warmup)),
+        ]  # fmt: skip
+        record["observers"][observer] = run_ranks(command, WORLD, options.timeout, JobMemory())
+        rows.append(row(observer, record["observers"][observer]))
+        print(*rows[-1], sep="  ", file=sys.stderr)
+    title = f"Observing: {options.model}, {options.precision}, stage {options.stage}, {options.steps} turns"
+    header = ["observer", "plain (ms)", "observed (ms)", "difference"]
+    output.write(options, output.head(title, record, LEGEND) + output.table(header, rows), record)
+
+
+if __name__ == "__main__":
+    main()
