@@ -4,7 +4,14 @@
 """Times steps with and without each observer, one after the other in the same processes; prints Markdown."""
 
 import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +26,9 @@ LEGEND = """\
 Two ranks of one thread. Each turn steps an engine that nobody observes and one that is observed, every other turn in
 reverse order; a step begins at a barrier and ends on the slower rank. Difference: the median of each turn's, and its
 95 % interval (the sign test's). "nothing" compares two plain engines: what the machine's noise makes of no difference.
-"off": every observer's section is there, with enabled false. Files lie in the folder for temporary files."""
+"off": every observer's section is there, with enabled false. Files lie in the folder for temporary files. "top" has one
+engine, which `deeptide top` asks twice a second for some seconds at a time; its turns pair steps in order."""
+LOOKING = (6, 16)  # seconds that `top` runs, and that it does not: a rank tells for ten seconds after the last question
 
 
 def parse_arguments():
@@ -33,6 +42,28 @@ def parse_arguments():
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for each observer")
     output.add_arguments(parser, "bench-observing")
     return parser.parse_args()
+
+
+def run_watched(command, timeout):
+    """As run_ranks, of a job of the launcher at which `deeptide top` looks now and then."""
+    launcher = shutil.which("deeptide", path=f"{output.ROOT / 'build' / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    if launcher is None:
+        return {"skipped": "no deeptide command in build/bin or PATH"}
+    with tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log.txt")
+        words = [launcher, "-q", "--num_ranks", str(WORLD), "--python", *map(str, command), "--result", str(result)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with log.open("w") as out, subprocess.Popen(words, stdout=out, stderr=out, env=environment) as job:
+            end = time.monotonic() + timeout
+            while job.poll() is None and time.monotonic() < end:
+                look = [launcher, "top", str(job.pid), "--json", "--every", "0.5", "-n", str(2 * LOOKING[0])]
+                subprocess.run(look, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(LOOKING[1])
+            job.terminate()
+        if result.exists():
+            return {"ranks": [json.loads(result.read_text())]}
+        return {"error": "the job ended without a result", "logs": [log.read_text(errors="replace")[-4000:]]}
 
 
 def interval(values):
@@ -70,7 +101,13 @@ def main():
             sys.executable, WORKER, "--observer", observer, "--model", options.model, "--precision", options.precision,
             *("--stage", str(options.stage), "--steps", str(options.steps), "--warmup", str(options.warmup)),
         ]  # fmt: skip
-        record["observers"][observer] = run_ranks(command, WORLD, options.timeout, JobMemory())
+        watched = observer == "top"
+        found = (
+            run_watched(command, options.timeout)
+            if watched
+            else run_ranks(command, WORLD, options.timeout, JobMemory())
+        )
+        record["observers"][observer] = found
         rows.append(row(observer, record["observers"][observer]))
         print(*rows[-1], sep="  ", file=sys.stderr)
     title = f"Observing: {options.model}, {options.precision}, stage {options.stage}, {options.steps} turns"

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of observing.py: steps two engines by turns, one of them observed, and writes their times as JSON."""
+"""One rank of observing.py: steps two engines by turns, one of them observed, and writes their times as JSON.
+
+For `top` there is one engine, which the parent looks at for some seconds at a time.
+"""
 
 import argparse
 import json
@@ -47,7 +50,8 @@ def sections_of(observer, folder, steps):
 
 
 OBSERVERS = ("nothing", "off", "wall_clock_breakdown", "memory_breakdown", "comms_logger", *MONITORS)
-OBSERVERS += ("jsonl_monitor", "timeline", "all")
+OBSERVERS += ("jsonl_monitor", "timeline", "all", "top")
+SETTLING = 2  # steps after someone begins to look, or ends: one of them counts operators
 
 
 def make(options, size, extra):
@@ -82,6 +86,31 @@ def measure(options, folder):
     return {"plain": seconds[0], "observed": seconds[1]}
 
 
+def measure_watched(options):
+    """Until there are enough steps of both kinds on rank 0, which tells the other."""
+    size = SIZES[options.model]
+    torch.set_num_threads(1)
+    deeptide.init_distributed()
+    batches = task.make_batches(size, torch.distributed.get_rank())
+    engine = make(options, size, {})
+    found, was_watched, since = {"plain": [], "observed": []}, False, 0
+    enough = torch.zeros(1)
+    step = 0
+    while not enough:
+        took = torch.tensor(time_step(engine, batches[step % len(batches)]), dtype=torch.float64)
+        torch.distributed.all_reduce(took, op=torch.distributed.ReduceOp.MAX)
+        is_watched = engine._core.step_times().total > 0
+        since = since + 1 if is_watched == was_watched else 0
+        was_watched = is_watched
+        if step >= options.warmup and since >= SETTLING:
+            found["observed" if is_watched else "plain"].append(took.item())
+        enough[0] = min(map(len, found.values())) >= options.steps
+        torch.distributed.broadcast(enough, 0)
+        step += 1
+    engine.destroy()
+    return {kind: seconds[: options.steps] for kind, seconds in found.items()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--observer", choices=OBSERVERS, required=True)
@@ -92,6 +121,11 @@ def main():
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
+    if options.observer == "top":
+        found = measure_watched(options)
+        if torch.distributed.get_rank() == 0:
+            options.result.write_text(json.dumps(found))
+        return
     with tempfile.TemporaryDirectory() as folder:
         options.result.write_text(json.dumps(measure(options, folder)))
 
