@@ -22,15 +22,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 import messages as sources  # noqa: E402
 
 OF_OTHERS = {"No package metadata was found for deepspeed"}  # importlib's
-# Files that pass on texts made elsewhere. A new one is added here once its texts are found where they are made.
-RELAYS = set(
-    """
-    _log.py _modules.py _preemption.py awaited_operation.h bind_custom_optimizer.cc blocking.cc boundary.cc
-    command_line.cc config.py contents.cc elasticity.py flight_files.cc host.cc io_bench.cc io_threads.cc
-    io_uring.cc live_model.cc live_state.cc logging.py meeting.cc recordings.cc refusals.cc rule.cc run_agent.cc
-    run_rank.cc section_reader.cc states.py stepper.cc validate.cc
-    """.split()  # noqa: SIM905
-)
+# Places that pass on texts made elsewhere, by file. One is added here once its texts are found where they are made.
+RELAYS = """
+_log.py _log.py _modules.py _modules.py _modules.py _preemption.py awaited_operation.h bind_custom_optimizer.cc
+blocking.cc boundary.cc command_line.cc config.py contents.cc elasticity.py elasticity.py flight_files.cc host.cc
+io_bench.cc io_bench.cc io_threads.cc io_uring.cc live_model.cc live_state.cc logging.py meeting.cc recordings.cc
+refusals.cc rule.cc run_agent.cc run_rank.cc section_reader.cc states.py stepper.cc stepper.cc validate.cc
+""".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +42,7 @@ def found():
 
 
 def has_words(message):
+    """Not those whose one word is before a name in quotes: what is wrong with it stands elsewhere."""
     return len(re.findall(r"[A-Za-z]{2,}", message.text)) > (message.text.endswith("…") and "'" in message.text)
 
 
@@ -53,7 +52,7 @@ def test_every_message_has_a_heading(headings, found):
 
 
 def test_what_only_passes_texts_on_is_known(found):
-    assert {m.path.name for m in found if not has_words(m)} == RELAYS
+    assert sorted(m.path.name for m in found if not has_words(m)) == RELAYS
 
 
 def test_every_part_leads_somewhere(headings, found):
