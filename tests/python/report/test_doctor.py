@@ -3,7 +3,11 @@
 """`deeptide doctor JOB`: what its sentence says of steps of each kind, and of a recorded run."""
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import run_processes
@@ -114,3 +118,18 @@ def test_the_machine_is_measured_by_ranks_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
     alone = measure(command, 1, "bfloat16", str(tmp_path))
     assert alone.link_bytes == 0 and alone.flops > 1e6
+
+
+@pytest.mark.slow
+def test_the_command_takes_a_recorded_run(tmp_path):
+    command = shutil.which("deeptide")
+    if not command:
+        pytest.skip("the deeptide command is not in PATH")
+    run_processes(2, rank_that_records, str(tmp_path))
+    words = [command, "doctor", str(tmp_path / "run"), "--python", sys.executable, "--folder", str(tmp_path)]
+    package = str(Path(deeptide.__file__).absolute().parents[1])
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": package})
+    assert done.returncode == 0, done.stderr
+    head, *_, verdict_line = done.stdout.splitlines()
+    assert head.startswith("of a step of 0.") and verdict_line.startswith("limited by ")
+    assert "beside the job" not in done.stdout
