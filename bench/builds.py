@@ -42,10 +42,11 @@ def _job(options, folder, precision, stage):
 
 
 def _row(options, precision, stage):
+    builds = [("old", options.old), ("new", options.deeptide)]
     seconds, losses = {"old": [], "new": []}, {}
     for number in range(options.rounds):
-        for build in ("old", "new") if number % 2 == 0 else ("new", "old"):
-            steps, losses[build] = _job(options, {"old": options.old, "new": options.deeptide}[build], precision, stage)
+        for build, folder in builds if number % 2 == 0 else reversed(builds):
+            steps, losses[build] = _job(options, folder, precision, stage)
             seconds[build] += steps
     figures = [
         1e3 * measure(seconds[build])

@@ -44,7 +44,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def run_watched(command, timeout):
+def run_looked_at(command, timeout):
     """As run_ranks, of a job of the launcher at which `deeptide top` looks now and then."""
     launcher = shutil.which("deeptide", path=f"{output.ROOT / 'build' / 'bin'}{os.pathsep}{os.environ['PATH']}")
     if launcher is None:
@@ -101,14 +101,12 @@ def main():
             sys.executable, WORKER, "--observer", observer, "--model", options.model, "--precision", options.precision,
             *("--stage", str(options.stage), "--steps", str(options.steps), "--warmup", str(options.warmup)),
         ]  # fmt: skip
-        watched = observer == "top"
-        found = (
-            run_watched(command, options.timeout)
-            if watched
-            else run_ranks(command, WORLD, options.timeout, JobMemory())
-        )
+        if observer == "top":
+            found = run_looked_at(command, options.timeout)
+        else:
+            found = run_ranks(command, WORLD, options.timeout, JobMemory())
         record["observers"][observer] = found
-        rows.append(row(observer, record["observers"][observer]))
+        rows.append(row(observer, found))
         print(*rows[-1], sep="  ", file=sys.stderr)
     title = f"Observing: {options.model}, {options.precision}, stage {options.stage}, {options.steps} turns"
     header = ["observer", "plain (ms)", "observed (ms)", "difference"]

@@ -120,6 +120,11 @@ def _switch(attempt: Attempt) -> dict[str, Any]:
     return {} if attempt.recomputes is None else {"recomputes": attempt.recomputes}
 
 
+def _call_of(recomputes: bool) -> str:
+    """What the script calls before initialize, as no configuration holds it."""
+    return f"model.gradient_checkpointing_{'enable' if recomputes else 'disable'}()"
+
+
 class Tuning:
     """One search: its folders, its runs and what it writes."""
 
@@ -203,8 +208,7 @@ class Tuning:
     def _optimal_command(self, best: Attempt, path: Path) -> str:
         arguments, origin = self.arguments(best), self.survey["origin"]
         if best.recomputes is not None:
-            way = "enable" if best.recomputes else "disable"
-            arguments = [*arguments, f" # in the script, before initialize: model.gradient_checkpointing_{way}()"]
+            arguments = [*arguments, f" # in the script, before initialize: {_call_of(best.recomputes)}"]
         names_it = [word for word in arguments if word == origin or word.endswith(f"={origin}")]
         line = " ".join(["deeptide", *self.words["job"], self.words["command"][0]])
         if not names_it:
@@ -232,8 +236,7 @@ def _tune(words: dict[str, Any]) -> int:
     tuning.write(best)
     print(f"fastest (*): {best.name}, batch {best.batch}, in {tuning.results / 'ds_config_optimal.json'}")
     if best.recomputes is not None:
-        way = "enable" if best.recomputes else "disable"
-        print(f"recomputation is the model's: call model.gradient_checkpointing_{way}() before initialize")
+        print(f"recomputation is the model's: call {_call_of(best.recomputes)} before initialize")
     if words["run"]:
         tuning.train(best)
     return 0
