@@ -28,11 +28,13 @@ DEEPTIDE_API at::Tensor linear(const at::Tensor& input, const at::Tensor& weight
 DEEPTIDE_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t ignore_index = -100,
                                       int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
 
-/// Returns cross_entropy(hidden weightᵀ, targets), some rows at a time: at most 32 MiB of logits exist at once.
-/// Shapes: hidden (N, D), weight (V, D), targets (N,) -> a scalar in fp32. Reduction: Mean or Sum.
+/// Returns cross_entropy(hidden weightᵀ + bias, targets), some rows at a time: at most 32 MiB of logits exist at once.
+/// On the CPU, rows whose target is `ignore_index` are left out of every product, forward and backward.
+/// Shapes: hidden (N, D), weight (V, D), targets (N,), bias (V,) -> a scalar in fp32. Reduction: Mean or Sum.
 DEEPTIDE_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                              const at::Tensor& targets, int64_t ignore_index = -100,
-                                             int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0);
+                                             int64_t reduction = at::Reduction::Mean, double label_smoothing = 0.0,
+                                             const std::optional<at::Tensor>& bias = {});
 
 /// Returns x times the normal distribution's integral at x, by its tanh approximation (arXiv:1606.08415). Any shape.
 DEEPTIDE_API at::Tensor gelu_tanh(const at::Tensor& x);

@@ -11,6 +11,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <optional>
 
 #include "deeptide/ops.h"
 #include "ops/dispatched.h"
@@ -110,26 +112,37 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 };
 
 struct HiddenGradients {
-  Tensor hidden_ND, weight_VD;
+  Tensor hidden_ND, weight_VD, bias_V;
+
+  bool any() const { return hidden_ND.defined() || weight_VD.defined() || bias_V.defined(); }
+};
+
+struct Head {
+  Tensor weight_VD;
+  std::optional<Tensor> bias_V;
 };
 
 /// Computes the losses of all rows, chunk by chunk; each chunk's gradient replaces its logits.
-void chunked_losses(const Tensor& hidden_ND, const Tensor& weight_VD, const Tensor& targets_N,
-                    const CrossEntropyTerms& terms, const Tensor& losses_N, HiddenGradients* wanted) {
+void chunked_losses(const Tensor& hidden_ND, const Head& head, const Tensor& targets_N, const CrossEntropyTerms& terms,
+                    const Tensor& losses_N, HiddenGradients* wanted) {
+  const Tensor& weight_VD = head.weight_VD;
   const int64_t rows = hidden_ND.size(0);
   const int64_t row_bytes = weight_VD.size(0) * static_cast<int64_t>(hidden_ND.element_size());
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, row_bytes));
   const bool several = rows > chunk;
-  Tensor weight_sum;  // in fp32, because otherwise each chunk would round
+  Tensor weight_sum, bias_sum;  // in fp32, because otherwise each chunk would round
   for (int64_t first = 0; first < rows; first += chunk) {
     const int64_t count = std::min(chunk, rows - first);
     const Tensor part_CD = hidden_ND.narrow(0, first, count);
-    const Tensor logits_CV = product_nt(part_CD, weight_VD).contiguous();
-    const bool gradient = wanted->hidden_ND.defined() || wanted->weight_VD.defined();
+    const Tensor logits_CV = product_nt(part_CD, weight_VD, head.bias_V).contiguous();
     cross_entropy_cpu(logits_CV, targets_N.narrow(0, first, count), terms, losses_N.narrow(0, first, count),
-                      gradient ? logits_CV : Tensor());
+                      wanted->any() ? logits_CV : Tensor());
     if (wanted->hidden_ND.defined()) {
       wanted->hidden_ND.narrow(0, first, count).copy_(product_nt(logits_CV, weight_VD.t()));
+    }
+    if (wanted->bias_V.defined()) {
+      const Tensor sum_V = logits_CV.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kFloat);
+      bias_sum = bias_sum.defined() ? bias_sum.add_(sum_V) : sum_V;
     }
     if (!wanted->weight_VD.defined()) continue;
     Tensor product_VD = product_nt(logits_CV.t(), part_CD.t());
@@ -140,24 +153,27 @@ void chunked_losses(const Tensor& hidden_ND, const Tensor& weight_VD, const Tens
     }
   }
   if (weight_sum.defined()) wanted->weight_VD = weight_sum.to(weight_VD.scalar_type());
+  if (bias_sum.defined()) wanted->bias_V = bias_sum.to(head.bias_V->scalar_type());
 }
 
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   static Tensor forward(AutogradContext* context, const Tensor& hidden, const Tensor& weight_VD,
-                        const Tensor& targets_N, int64_t ignore_index, int64_t reduction, double label_smoothing,
-                        bool hidden_gradient, bool weight_gradient) {
+                        const std::optional<Tensor>& bias_V, const Tensor& targets_N, int64_t ignore_index,
+                        int64_t reduction, double label_smoothing, std::array<bool, 3> with_gradients) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Settings settings{ignore_index, reduction, label_smoothing};
     const Tensor hidden_ND = hidden.contiguous(), targets = targets_N.contiguous();
     const int64_t count = count_targets("linear_cross_entropy", targets, weight_VD.size(0), ignore_index);
     const Tensor losses_N = at::empty({hidden_ND.size(0)}, hidden_ND.options().dtype(at::kFloat));
-    HiddenGradients known;
-    if (hidden_gradient) known.hidden_ND = at::empty_like(hidden_ND);
-    if (weight_gradient) known.weight_VD = at::zeros({0}, weight_VD.options());
-    chunked_losses(hidden_ND, weight_VD, targets, {ignore_index, label_smoothing, scale_of(settings, count)}, losses_N,
-                   &known);
-    if (weight_gradient && hidden_ND.size(0) == 0) known.weight_VD = at::zeros(weight_VD.sizes(), weight_VD.options());
-    context->save_for_backward({known.hidden_ND, known.weight_VD});
+    HiddenGradients known;  // those that no row adds to stay zero
+    if (with_gradients[0]) known.hidden_ND = at::empty_like(hidden_ND);
+    const bool none = hidden_ND.size(0) == 0;
+    if (with_gradients[1])
+      known.weight_VD = at::zeros(none ? weight_VD.sizes() : at::IntArrayRef{0}, weight_VD.options());
+    if (with_gradients[2]) known.bias_V = at::zeros(bias_V->sizes(), bias_V->options());
+    chunked_losses(hidden_ND, {weight_VD, bias_V}, targets, {ignore_index, label_smoothing, scale_of(settings, count)},
+                   losses_N, &known);
+    context->save_for_backward({known.hidden_ND, known.weight_VD, known.bias_V});
     return reduce(losses_N, settings, count);
   }
 
@@ -166,13 +182,26 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     variable_list results(8);
     if (!gradients[0].defined()) return results;
     const auto known = context->get_saved_variables();
-    results[0] = scaled(known[0], gradients[0]);
-    results[1] = scaled(known[1], gradients[0]);
+    for (size_t index = 0; index < known.size(); ++index) results[index] = scaled(known[index], gradients[0]);
     return results;
   }
 };
 
 bool needs_gradient(const Tensor& tensor) { return at::GradMode::is_enabled() && tensor.requires_grad(); }
+
+struct CountedRows {
+  Tensor hidden_MD, targets_M;
+};
+
+/// The rows that are not ignored: the head multiplies no others, in either direction. All rows, where targets are not
+/// to be read.
+CountedRows counted_rows(const Tensor& hidden_ND, const Tensor& targets_N, int64_t classes, int64_t ignore_index) {
+  if (!readable(targets_N) || !readable(hidden_ND)) return {hidden_ND, targets_N};
+  const int64_t count = count_targets("linear_cross_entropy", targets_N.contiguous(), classes, ignore_index);
+  if (count == targets_N.size(0)) return {hidden_ND, targets_N};
+  const Tensor rows_M = targets_N.ne(ignore_index).nonzero().squeeze(1);
+  return {hidden_ND.index_select(0, rows_M), targets_N.index_select(0, rows_M)};
+}
 
 }  // namespace
 
@@ -186,19 +215,30 @@ Tensor cross_entropy_kernel(const Tensor& logits, const Tensor& targets, int64_t
 }
 
 Tensor linear_cross_entropy_kernel(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
-                                   int64_t ignore_index, int64_t reduction, double label_smoothing) {
+                                   int64_t ignore_index, int64_t reduction, double label_smoothing,
+                                   const std::optional<Tensor>& bias) {
   const char* what = "linear_cross_entropy";
   check(what, hidden, "hidden", targets, {ignore_index, reduction, label_smoothing});
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == hidden.size(1), what, ": weight has shape ", weight.sizes(),
                     ", expected [classes, ", hidden.size(1), "] as hidden has shape ", hidden.sizes());
+  const bool has_bias = bias && bias->defined();
+  TORCH_CHECK_VALUE(!has_bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), what, ": bias has shape ",
+                    has_bias ? bias->sizes() : at::IntArrayRef{}, ", expected [", weight.size(0),
+                    "], one per row of weight");
   TORCH_CHECK_VALUE(reduction != at::Reduction::None, what,
                     ": reduction is None, expected Mean or Sum; for a loss per "
                     "row use cross_entropy(linear(hidden, weight), targets)");
-  if (!fast_path(hidden) || !fast_path(weight) || hidden.scalar_type() != weight.scalar_type() || !targets.is_cpu()) {
-    return cross_entropy_reference(at::linear(hidden, weight), targets, ignore_index, reduction, label_smoothing);
+  const CountedRows rows = counted_rows(hidden, targets, weight.size(0), ignore_index);
+  const bool fast = fast_path(hidden) && fast_path(weight) && (!has_bias || fast_path(*bias)) && targets.is_cpu() &&
+                    hidden.scalar_type() == weight.scalar_type() &&
+                    (!has_bias || bias->scalar_type() == weight.scalar_type());
+  if (!fast) {
+    return cross_entropy_reference(at::linear(rows.hidden_MD, weight, bias), rows.targets_M, ignore_index, reduction,
+                                   label_smoothing);
   }
-  return LinearCrossEntropy::apply(hidden, weight, targets, ignore_index, reduction, label_smoothing,
-                                   needs_gradient(hidden), needs_gradient(weight));
+  const std::array<bool, 3> wanted{needs_gradient(hidden), needs_gradient(weight), has_bias && needs_gradient(*bias)};
+  return LinearCrossEntropy::apply(rows.hidden_MD, weight, has_bias ? bias : std::nullopt, rows.targets_M, ignore_index,
+                                   reduction, label_smoothing, wanted);
 }
 
 Tensor cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore_index, int64_t reduction,
@@ -208,9 +248,9 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& targets, int64_t ignore
 }
 
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& targets, int64_t ignore_index,
-                            int64_t reduction, double label_smoothing) {
+                            int64_t reduction, double label_smoothing, const std::optional<Tensor>& bias) {
   static const auto op = dispatched<decltype(linear_cross_entropy_kernel)>("deeptide::linear_cross_entropy");
-  return op.call(hidden, weight, targets, ignore_index, reduction, label_smoothing);
+  return op.call(hidden, weight, targets, ignore_index, reduction, label_smoothing, bias);
 }
 
 TORCH_LIBRARY_FRAGMENT(deeptide, library) {
@@ -220,7 +260,7 @@ TORCH_LIBRARY_FRAGMENT(deeptide, library) {
       cross_entropy_kernel);
   library.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index=-100, int reduction=1, "
-      "float label_smoothing=0.0) -> Tensor",
+      "float label_smoothing=0.0, Tensor? bias=None) -> Tensor",
       linear_cross_entropy_kernel);
 }
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 import deeptide._C  # noqa: F401  registers torch.ops.deeptide
 
-__all__ = ["cross_entropy", "gelu_tanh", "layer_norm", "linear", "linear_cross_entropy", "residual_layer_norm"]
+__all__ = [
+    "cross_entropy",
+    "gelu_tanh",
+    "labelled_rows",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "residual_layer_norm",
+]
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -41,11 +49,31 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """cross_entropy(linear(hidden, weight), targets), with at most 32 MiB of logits at a time."""
+    """cross_entropy(linear(hidden, weight, bias), targets), with at most 32 MiB of logits at a time.
+
+    Shapes: hidden (N, D), weight (V, D), targets (N,), bias (V,) -> a scalar. On the CPU, rows whose target is
+    ignore_index are left out of every product, forward and backward.
+    """
     return torch.ops.deeptide.linear_cross_entropy(
-        hidden, weight, targets, ignore_index, _reduction(reduction), label_smoothing
+        hidden, weight, targets, ignore_index, _reduction(reduction), label_smoothing, bias
     )
+
+
+def labelled_rows(hidden: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """The hidden states that have a label, and their labels, so that a head sees no others: a masked-language model's.
+
+    Shapes: hidden (…, D), labels (…) -> (M, D), (M,), in the order of the rows. Their gradient goes back to the places
+    they came from; other places get zeros.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labelled_rows: labels have shape {list(labels.shape)}, expected {list(hidden.shape[:-1])}, one for each "
+            f"hidden state of {list(hidden.shape)}"
+        )
+    rows = (labels.flatten() != ignore_index).nonzero().squeeze(1)
+    return hidden.flatten(0, -2).index_select(0, rows), labels.flatten().index_select(0, rows)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
