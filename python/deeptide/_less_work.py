@@ -1,21 +1,54 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's schedules of what a step leaves out: sequence lengths, layers, tokens."""
+"""An engine's schedules of what a step leaves out: sequence lengths, layers, tokens, parts and bits of weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError
 
+if TYPE_CHECKING:
+    from deeptide.compression.schedule import CompressionSchedule
+
 _CURRICULUM = "curriculum_learning"
 _LAYERS = "progressive_layer_drop"
 _TOKENS = "data_efficiency.data_routing.random_ltd"
+_COMPRESSION = "compression_training"
+_OLDER_COMPRESSION = "quantize_training"  # which initialize prepares
+
+
+def _compression_of(
+    model: torch.nn.Module, config: Config, section: Callable[[str], dict[str, Any]]
+) -> CompressionSchedule | None:
+    """The schedule of a model that init_compression prepared. Errors: ConfigError where only one of the two is."""
+    techniques = section(_COMPRESSION).values()
+    is_on = any(part.get("shared_parameters", {}).get("enabled", False) for part in techniques)
+    if section(_OLDER_COMPRESSION)["enabled"]:
+        if not is_on:
+            from deeptide.compression.preparation import init_compression
+
+            init_compression(model, config)
+        is_on = True
+    is_prepared = any("_compression" in module.__dict__ for module in model.modules())
+    if is_on != is_prepared:
+        raise ConfigError(
+            f"{_COMPRESSION}: a technique is on, and the model was not prepared; call "
+            "deeptide.compression.init_compression(model, config) before initialize"
+            if is_on
+            else f"{_COMPRESSION}: every technique is off, and init_compression prepared the model; give initialize "
+            "the configuration that init_compression got"
+        )
+    if not is_on:
+        return None
+    from deeptide.compression.schedule import CompressionSchedule
+
+    return CompressionSchedule(model, config)
 
 
 class Schedules:
@@ -23,7 +56,7 @@ class Schedules:
 
     tells_forward = True  # of layers to leave out; False: the layers know themselves
 
-    def __init__(self, config: Config, global_batch: int) -> None:
+    def __init__(self, config: Config, global_batch: int, model: torch.nn.Module) -> None:
         def section(path: str) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(_C.config_section(config, path))
             return found
@@ -32,9 +65,10 @@ class Schedules:
         self.layers = _C.LayerDropSchedule.from_config(config) if section(_LAYERS)["enabled"] else None
         self.token_section = section(_TOKENS)
         self.tokens = _C.RandomLtdSchedule.from_config(config, global_batch) if self.token_section["enabled"] else None
+        self.compression = _compression_of(model, config, section)
 
     def __bool__(self) -> bool:
-        return not (self.curriculum is None and self.layers is None and self.tokens is None)
+        return any(one is not None for one in (self.curriculum, self.layers, self.tokens, self.compression))
 
     def before_forward(self, step: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a training forward of the step that follows `step` steps."""
@@ -47,10 +81,20 @@ class Schedules:
             self.tokens.update(step)
         return kwargs
 
+    def before_backward(self, loss: torch.Tensor, at_boundary: bool, mean: Callable[[float], float]) -> None:
+        """Before autograd runs from a loss. `mean`: over ranks."""
+        if at_boundary and self.compression is not None:
+            self.compression.before_backward(loss, mean)
+
     def before_step(self, step: int) -> None:
         """At an accumulation boundary, after `step` steps."""
         if self.layers is not None:
             self.layers.update(step)
+
+    def after_step(self) -> None:
+        """After an optimizer step that was applied."""
+        if self.compression is not None:
+            self.compression.step()
 
     def state_dict(self) -> dict[str, Any]:
         """What does not follow from the step alone."""
@@ -61,6 +105,8 @@ class Schedules:
             state["layers"] = self.layers.current
         if self.tokens is not None:
             state["tokens"] = list(self.tokens.position)
+        if self.compression is not None:
+            state["compression"] = self.compression.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,6 +117,8 @@ class Schedules:
             self.layers.set_current(state["layers"])
         if self.tokens is not None and "tokens" in state:
             self.tokens.set_position(*state["tokens"])
+        if self.compression is not None and "compression" in state:
+            self.compression.load_state_dict(state["compression"])
 
 
 class LessWork:

@@ -76,7 +76,7 @@ class Engine(Answers, LessWork, Observed):
         self.is_compiled = False  # compile() was called
         self.is_destroyed = False
         self._may_be_preempted = bool(config.checkpoint.preempt_folder)
-        self._less_work = Schedules(config, core.batch_sizes().train) or None
+        self._less_work = Schedules(config, core.batch_sizes().train, model) or None
         self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):
@@ -137,6 +137,9 @@ class Engine(Answers, LessWork, Observed):
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
         accumulation = self.gradient_accumulation_steps()
+        if self._less_work is not None:
+            at_boundary = self._core.is_gradient_accumulation_boundary()
+            self._less_work.before_backward(loss, at_boundary, self._core.mean)
         if scale_wrt_gas:
             with self._observed_backward():
                 self._core.backward(loss, retain_graph)
@@ -169,7 +172,7 @@ class Engine(Answers, LessWork, Observed):
             try:
                 outcome = take()
             except _C.DriftError:  # of a step that was applied
-                schedule.advance(self.lr_scheduler, lr_kwargs)
+                self._advance_schedules(lr_kwargs)
                 raise
         if outcome is None:
             return outcome
@@ -179,9 +182,16 @@ class Engine(Answers, LessWork, Observed):
             self._observe_step()
         if run_hooks is not None and outcome.applied:
             run_hooks("post")
-        if outcome.applied and (wants := schedule.advance(self.lr_scheduler, lr_kwargs)):
-            self._say_once(wants, "warning")
+        if outcome.applied:
+            self._advance_schedules(lr_kwargs)
         return outcome
+
+    def _advance_schedules(self, lr_kwargs: dict[str, Any] | None) -> None:
+        """After a step that was applied."""
+        if self._less_work is not None:
+            self._less_work.after_step()
+        if wants := schedule.advance(self.lr_scheduler, lr_kwargs):
+            self._say_once(wants, "warning")
 
     @told
     def train_batch(

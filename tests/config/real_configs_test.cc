@@ -92,29 +92,32 @@ TEST(RealConfigs, OfPeopleWhoTune) {
       << decisions_of(text);
 }
 
-// A group's quantization_period of 0 is out of DeepSpeed's own range.
-TEST(RealConfigs, OfCompressionThatIsOff) {
-  const auto text = [](const char* enabled) {
+// A dense_ratio of 1.5 is out of range, and read only where its technique is on.
+TEST(RealConfigs, OfCompressionThatIsOffOrOn) {
+  const auto text = [](const char* enabled, const char* pruning) {
     return std::string(R"({"train_batch_size": 32, "compression_training": {
       "weight_quantization": {
         "shared_parameters": {"enabled": )") +
            enabled + R"(, "quantize_groups": 64, "fp16_mixed_quantize": {"enabled": false}},
         "different_groups": {"wq1": {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0},
                                      "modules": ["attention.self"]}}},
-      "sparse_pruning": {"shared_parameters": {"enabled": false, "method": "l1"},
+      "sparse_pruning": {"shared_parameters": {"enabled": )" +
+           pruning + R"(, "method": "l1"},
                          "different_groups": {"sp1": {"params": {"dense_ratio": 1.5}, "modules": ["attention"]}}}}})";
   };
-  EXPECT_EQ(error_of(text("false")), "");
-  EXPECT_EQ(error_of(text("true")),
-            "ds_config.json:3: compression_training.weight_quantization.shared_parameters.enabled: true is not "
-            "supported yet; set it to false or remove the section");
+  EXPECT_EQ(error_of(text("false", "false")), "");
+  EXPECT_EQ(error_of(text("true", "false")), "");
+  EXPECT_TRUE(mentions(error_of(text("false", "true")),
+                       "compression_training.sparse_pruning.different_groups.sp1.params.dense_ratio: expected"))
+      << error_of(text("false", "true"));
 }
 
 TEST(RealConfigs, ThatAskForWhatIsNotHereAreRefusedByItsName) {
   for (
       const auto& [text, name] : std::initializer_list<std::pair<const char*, const char*>>{
-          {R"({"quantize_training": {"enabled": true, "quantize_bits": {"start_bits": 16}}})",
-           "quantize_training.enabled: true is not supported yet"},
+          {R"({"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": true,
+                "method": "snip_momentum"}}}})",
+           "method: \"snip_momentum\" is not supported yet"},
           {R"({"sequence_parallel_size": 2})", "sequence_parallel_size: 2 is not supported yet"},
           {R"({"tensor_parallel": {"autotp_size": 4}})", "tensor_parallel.autotp_size: 4 is not supported yet"},
           {R"({"bf16": {"enabled": true, "bf16_optimizer_states": true}})",

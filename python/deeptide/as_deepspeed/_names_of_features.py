@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-from deeptide.as_deepspeed._entries import Name, absent, works
+from deeptide.as_deepspeed._entries import Name, absent, differs, works
 
 _PIPE = "there is no pipeline parallelism yet; train the model as one module, with ZeRO"
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
 _TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
-_COMPRESSION = "there is no compression; quantise with torch.ao or peft"
+_MOQ = 'weights are quantised by the section "compression_training", which init_compression prepares'
 _MONITOR = "deepspeed.monitor.monitor.MonitorMaster takes a deeptide.Config; engine.monitor is the engine's own"
 _PROFILER = 'the configuration\'s section "flops_profiler" is read by the engine; FlopsProfiler takes arguments'
 _AUTOTUNE = "the search is a command: deeptide tune, or deepspeed --autotuning tune"
@@ -34,8 +34,6 @@ _ROWS = (
         "init_distributed reads MPI's, SLURM's, Azure's and SageMaker's variables itself",
         "in_aml in_aws_sm in_dlts mpi_discovery patch_aml_env_for_torch_nccl_backend",
     ),
-    ("compression", _COMPRESSION, "init_compression redundancy_clean"),
-    ("compression.scheduler", _COMPRESSION, "compression_scheduler"),
     ("inference", _INFERENCE, "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"),
     ("inference.config", _INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig"),
     ("io", _FILES, "FastFileWriter PyFileWriter MockFileWriter"),
@@ -53,15 +51,10 @@ _ROWS = (
     ("moe.sharded_moe", _MOE, "MOELayer TopKGate top1gating top2gating topkgating"),
     ("monitor.config", _MONITOR, "DeepSpeedMonitorConfig get_monitor_config"),
     ("ops.aio", _FILES, "aio_handle"),
-    ("ops.quantizer", _COMPRESSION, "ds_quantizer"),
-    (
-        "ops.transformer",
-        "no operator is compiled here; the engine's kernels are built in",
-        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedInferenceConfig",
-    ),
+    ("ops.quantizer", _MOQ, "ds_quantizer"),
+    ("ops.transformer", _INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
     ("profiling.config", _PROFILER, "DeepSpeedFlopsProfilerConfig"),
     ("runtime.domino.transformer", _TENSOR, "DominoTransformer DominoTransformerLayer"),
-    ("runtime.eigenvalue", "eigenvalues of layers are not computed here", "Eigenvalue"),
     (
         "runtime.activation_checkpointing.offload_activations",
         "torch.autograd.graph.save_on_cpu() keeps activations in the host's memory, as does cpu_checkpointing",
@@ -70,7 +63,6 @@ _ROWS = (
     ("runtime.utils", _PIPE, "PartitionedTensor"),
     ("runtime.pipe.engine", _PIPE, "PipelineEngine PipelineError"),
     ("runtime.pipe.schedule", _PIPE, "CommitP2P DualPipeVSchedule"),
-    ("runtime.quantize", _COMPRESSION, "Quantizer"),
     (
         "runtime.sequence_parallel.ulysses_sp",
         _SEQUENCE,
@@ -171,11 +163,31 @@ _WORKING = (
         "as_deepspeed.pipe_topology",
         "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     ),
+    ("runtime.eigenvalue", "compression.eigenvalue", "Eigenvalue"),
+    ("runtime.quantize", "compression.quantizer", "Quantizer"),
     ("runtime.progressive_layer_drop", "as_deepspeed.data_pipeline", "ProgressiveLayerDrop"),
 )
 for _module, _home, _words in _WORKING:
     FEATURES.setdefault(f"deepspeed.{_module}", {}).update(
         {name: works(f"deeptide.{_home}:{name}") for name in _words.split()}
+    )
+
+_PREPARING = "init_compression student_initialization"
+for _module, _words in (
+    ("compression", "init_compression convert_conv1d_to_linear"),
+    ("compression.compress", _PREPARING),
+    ("compression.helper", "convert_conv1d_to_linear"),
+):
+    FEATURES.setdefault(f"deepspeed.{_module}", {}).update(
+        {name: works(f"deeptide.compression.preparation:{name}") for name in _words.split()}
+    )
+for _module in ("compression", "compression.compress"):
+    FEATURES[f"deepspeed.{_module}"]["redundancy_clean"] = differs(
+        "deeptide.compression:redundancy_clean", "of an engine's model, cleans engine.snapshot()"
+    )
+for _module in ("compression", "compression.scheduler"):
+    FEATURES.setdefault(f"deepspeed.{_module}", {})["compression_scheduler"] = differs(
+        "deeptide.compression:CompressionSchedule", "takes ds_config; the engine has its own"
     )
 
 ALIASES_OF_FEATURES = {

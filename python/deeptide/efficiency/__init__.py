@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deeptide.efficiency.analyzer import DataAnalyzer, DistributedDataAnalyzer
     from deeptide.efficiency.indexed_dataset import MMapIndexedDataset, MMapIndexedDatasetBuilder
     from deeptide.efficiency.layer_drop import drop_layers
+    from deeptide.efficiency.packing import PackedDataset, PackingCollator, block_diagonal_mask, pack_lengths
     from deeptide.efficiency.random_ltd import RandomLayerTokenDrop, convert_to_random_ltd
     from deeptide.efficiency.variable_batches import (
         VariableBatchSizeLR,
@@ -25,13 +26,17 @@ __all__ = [
     "DistributedDataAnalyzer",
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
+    "PackedDataset",
+    "PackingCollator",
     "RandomLayerTokenDrop",
     "VariableBatchSizeLR",
     "batch_by_seqlens",
+    "block_diagonal_mask",
     "convert_to_random_ltd",
     "drop_layers",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+    "pack_lengths",
     "scale_lr",
 ]
 
@@ -40,9 +45,13 @@ _HOMES = {
     "DistributedDataAnalyzer": "analyzer",
     "MMapIndexedDataset": "indexed_dataset",
     "MMapIndexedDatasetBuilder": "indexed_dataset",
+    "PackedDataset": "packing",
+    "PackingCollator": "packing",
     "RandomLayerTokenDrop": "random_ltd",
+    "block_diagonal_mask": "packing",
     "convert_to_random_ltd": "random_ltd",
     "drop_layers": "layer_drop",
+    "pack_lengths": "packing",
 }
 
 
