@@ -44,7 +44,7 @@ def step_ms(model, loss_of, tokens, labels):
     loss = loss_of(model, tokens, labels)
     loss.backward()
     model.zero_grad(set_to_none=True)
-    return 1000 * (time.perf_counter() - begin), float(loss)
+    return 1000 * (time.perf_counter() - begin), loss.item()
 
 
 def main():

