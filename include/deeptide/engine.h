@@ -72,7 +72,7 @@ struct InitOptions {
   std::function<ModelDescription()> describe = {};
   /// Steps in the place of `optimizer`. Its groups have hyper-parameters of its info().
   std::shared_ptr<CustomOptimizer> custom = {};
-  /// Axes beside the data axis. Null: there are none; no key of the configuration makes any yet.
+  /// Axes beside the data axis, as pipeline_axes gives them. Null: there are none.
   std::shared_ptr<const engine::Axes> axes = {};
 };
 
@@ -306,6 +306,7 @@ class DEEPTIDE_API Engine {
   struct Impl;
 
  private:
+  friend class PipelineStage;
   void drop();
 
   std::unique_ptr<Impl> impl_;

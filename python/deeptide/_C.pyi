@@ -40,7 +40,9 @@ from ._C_memory import PlanPhase as PlanPhase
 from ._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from ._C_memory import install_cpu_allocator as install_cpu_allocator
 from ._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
+from ._C_parallel import InitOptions as InitOptions
 from ._C_parallel import PipelineSchedule as PipelineSchedule
+from ._C_parallel import PipelineStage as PipelineStage
 from ._C_parallel import SimulatedStep as SimulatedStep
 from ._C_parallel import StageAction as StageAction
 from ._C_parallel import StageCosts as StageCosts
@@ -49,6 +51,7 @@ from ._C_parallel import published_idle_time as published_idle_time
 from ._C_parallel import published_peak_activations as published_peak_activations
 from ._C_parallel import simulate_pipeline as simulate_pipeline
 from ._C_parallel import stage_instructions as stage_instructions
+from ._C_parallel import stage_of_rank as stage_of_rank
 from ._C_reports import CollectiveBench as CollectiveBench
 from ._C_reports import CollectiveLine as CollectiveLine
 from ._C_reports import CollectiveTimes as CollectiveTimes
@@ -347,16 +350,6 @@ class ParameterGroup(_Bound):
     @property
     def hyperparameters(self) -> Hyperparameters: ...
 
-class InitOptions(_Bound):
-    def __init__(
-        self,
-        world: World | None = None,
-        groups: Sequence[ParameterGroup] = [],
-        optimizer: str | None = None,
-        describe: Callable[[], ModelDescription] | None = None,
-        custom: object = None,
-    ) -> None: ...
-
 class StepResult(_BoundEnum):
     __members__: ClassVar[dict[str, StepResult]]
     applied: ClassVar[StepResult]
@@ -442,6 +435,7 @@ class Engine(_Bound):
     def global_samples(self) -> int: ...
     def batch_sizes(self) -> BatchSizes: ...
     def world(self) -> World: ...
+    def stage(self) -> PipelineStage: ...
     def config(self) -> Config: ...
     def device(self) -> torch.device: ...
     def memory(self) -> list[MemoryLine]: ...

@@ -1,10 +1,41 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
 # A part of _C.pyi: schedules of pipelines and their simulator. No module of its own.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from ._C import _Bound, _BoundEnum
+import torch
+
+from ._C import ModelDescription, ParameterGroup, World, _Bound, _BoundEnum
+
+class InitOptions(_Bound):
+    def __init__(
+        self,
+        world: World | None = None,
+        groups: Sequence[ParameterGroup] = [],
+        optimizer: str | None = None,
+        describe: Callable[[], ModelDescription] | None = None,
+        custom: object = None,
+        stages: int = 1,
+    ) -> None: ...
+
+class PipelineStage(_Bound):
+    @property
+    def index(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def data_rank(self) -> int: ...
+    @property
+    def data_size(self) -> int: ...
+    def send(self, tensor: torch.Tensor, stage: int) -> None: ...
+    def expect(self, tensor: torch.Tensor, stage: int) -> int: ...
+    def receive(self, letter: int) -> torch.Tensor: ...
+    def flush(self) -> None: ...
+    def backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None: ...
+    def exchange(self, values: Sequence[float]) -> list[float]: ...
+
+def stage_of_rank(rank: int, stages: int, ranks: int) -> int: ...
 
 class PipelineSchedule(_BoundEnum):
     gpipe: ClassVar[PipelineSchedule]

@@ -46,6 +46,7 @@ _MODULES = (
     "engine",
     "ops",
     "optimizer",
+    "pipeline",
     "schedule",
     "utils",
     "zero",

@@ -9,6 +9,7 @@ from deeptide import elasticity as elasticity
 from deeptide import engine as engine
 from deeptide import ops as ops
 from deeptide import optimizer as optimizer
+from deeptide import pipeline as pipeline
 from deeptide import schedule as schedule
 from deeptide import utils as utils
 from deeptide import zero as zero

@@ -56,6 +56,32 @@ def _loader(
     )
 
 
+def _stages(config: Config, model: torch.nn.Module) -> int:
+    """The stages of the model's pipeline; 1 where it is none. Errors: ConfigError if the configuration differs."""
+    if not hasattr(model, "num_stages") and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
+        return 1  # without a look at the package of pipelines
+    from deeptide.pipeline.engine import check_mesh
+
+    return check_mesh(config, model)
+
+
+def _data_world(world: World, stages: int) -> World:
+    """The ranks that train on different batches, as a loader counts them."""
+    if stages == 1:
+        return world
+    size = world.size // stages
+    return _C.make_world(world.store, world.rank % size, size)
+
+
+def _kind_for(model: torch.nn.Module) -> type[Engine]:
+    if not hasattr(model, "num_stages"):
+        return Engine
+    from deeptide.pipeline.engine import PipelineEngine
+    from deeptide.pipeline.module import PipelineModule
+
+    return PipelineEngine if isinstance(model, PipelineModule) else Engine
+
+
 def initialize(
     args: object = None,
     model: torch.nn.Module | None = None,
@@ -85,11 +111,11 @@ def initialize(
     model = check_model(model)
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise ConfigError(f"{name} is not supported yet (tensor and pipeline parallelism); omit it")
+            raise ConfigError(f"{name} is not supported yet (tensor parallelism); omit it")
     config = load_config(config, args, config_params)
     plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     return make_engine(
-        Engine,
+        _kind_for(model),
         model,
         config,
         plan,
@@ -118,9 +144,10 @@ def make_engine(
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
     world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
+    stages = _stages(config, model)
     if tuning_run is not None and plan is not None:
         kind, config = tuning_run.begin(kind, model, config, plan, world)
-    loader = _loader(training_data, collate_fn, config, world)
+    loader = _loader(training_data, collate_fn, config, _data_world(world, stages))
     if plan is not None:
         placed = {id(p) for group in plan.param_groups for p in group["params"]}
         plan.left_out = [p for p in model.parameters() if p.requires_grad and id(p) not in placed]
@@ -129,7 +156,7 @@ def make_engine(
     core = None
     try:
         custom = plan.custom if plan is not None else None
-        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom)
+        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom, stages)
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             _tensor_methods.install()

@@ -149,6 +149,7 @@ void bind_questions(EngineClass& engine) {
       .def("global_samples", forward_to(&Engine::global_samples), NoGil())
       .def("batch_sizes", forward_to(&Engine::batch_sizes), NoGil())
       .def("world", forward_to(&Engine::world), NoGil())
+      .def("stage", [](EngineHandle& handle) { return make_stage(handle.get()); })
       .def("config", forward_to(&Engine::config), NoGil())
       .def("device", forward_to(&Engine::device), NoGil())
       .def("memory", forward_to(&Engine::memory), NoGil())

@@ -9,12 +9,16 @@
 
 namespace deeptide {
 class CustomOptimizer;
-}
+class Engine;
+}  // namespace deeptide
 
 namespace deeptide::python {
 
 /// `optimizer`: a deeptide._custom_optimizer.PartStepper, or None for none.
 std::shared_ptr<CustomOptimizer> make_custom_optimizer(const py::object& optimizer);
+
+/// The engine's place in a pipeline, as a Python object that does not keep the engine alive.
+py::object make_stage(const std::shared_ptr<Engine>& engine);
 
 /// Deletes with the GIL released: what we hold may wait for a peer, a thread or a device when it goes.
 template <typename T>
@@ -35,6 +39,7 @@ void bind_device(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
+void bind_stage(py::module_& module);
 void bind_reports(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_ops(py::module_& module);

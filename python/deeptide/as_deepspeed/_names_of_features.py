@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from deeptide.as_deepspeed._entries import Name, absent, differs, works
 
-_PIPE = "there is no pipeline parallelism yet; train the model as one module, with ZeRO"
+_PIPE = "no rank's activations are cut up; a PipelineModule's stages exchange whole tensors"
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
 _TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
@@ -61,8 +61,11 @@ _ROWS = (
         "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager",
     ),
     ("runtime.utils", _PIPE, "PartitionedTensor"),
-    ("runtime.pipe.engine", _PIPE, "PipelineEngine PipelineError"),
-    ("runtime.pipe.schedule", _PIPE, "CommitP2P DualPipeVSchedule"),
+    (
+        "runtime.pipe.schedule",
+        "a pipeline trains by 1F1B or GPipe, as parallel.schedule says",
+        "CommitP2P DualPipeVSchedule",
+    ),
     (
         "runtime.sequence_parallel.ulysses_sp",
         _SEQUENCE,

@@ -104,7 +104,8 @@ def initialize(
     """
     if mpu is not None or mesh_param is not None:
         raise NotSupportedError(
-            "initialize(mpu=…, mesh_param=…): there is no tensor or pipeline parallelism yet; leave them out"
+            "initialize(mpu=…, mesh_param=…): there is no tensor parallelism yet; leave them out. A PipelineModule has "
+            "its stages from num_stages or topology"
         )
     if model is None:
         raise NoModelError("deepspeed.initialize requires a model: got None, expected a torch.nn.Module")
@@ -121,7 +122,7 @@ def initialize(
     if plan is None and parsed.scheduler.type:
         parsed = parsed.without_scheduler()
     engine, optimizer, loader, scheduler = make_engine(
-        DeepSpeedEngine, model, parsed, plan, lr_scheduler, training_data, collate_fn
+        _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn
     )
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given
@@ -129,6 +130,15 @@ def initialize(
     if plan is None:
         _idle[id(model)] = engine
     return engine, engine.optimizer, loader, scheduler
+
+
+def _kind_for(model: torch.nn.Module) -> type[DeepSpeedEngine]:
+    if not hasattr(model, "num_stages"):
+        return DeepSpeedEngine
+    from deeptide.as_deepspeed.pipe_engine import PipelineEngine
+    from deeptide.pipeline.module import PipelineModule
+
+    return PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
 
 
 def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:

@@ -10,7 +10,11 @@ from deeptide.as_deepspeed._names_of_helpers import ALIASES_OF_HELPERS, HELPERS
 
 __all__ = ["ALIASES", "ENGINE", "MODULES", "Name", "Status"]
 
-_PIPE = "there is no pipeline parallelism yet; train the model as one module, with ZeRO"
+_DUAL = "DualPipeV is not here; PipelineModule trains by 1F1B or GPipe, as parallel.schedule says"
+_PIPE_ENGINE = (
+    "has train_batch() and eval_batch(); stages exchange by Deeptide's channels, and ZeRO 0 to 3 goes with it"
+)
+_PIPE_MODULE = 'partition_method "profile" is refused, as in DeepSpeed; the axes of topology are pipe and data'
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
@@ -200,7 +204,14 @@ _FP32 = {
     "get_optim_files": absent("a checkpoint here has no such files; use get_fp32_state_dict_from_zero_checkpoint"),
 }
 
-_PIPE_NAMES = {name: absent(_PIPE) for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec", "DualPipeVModule")}
+_PIPE_NAMES = {
+    "PipelineModule": differs("deeptide.pipeline:PipelineModule", _PIPE_MODULE),
+    "LayerSpec": works("deeptide.pipeline:LayerSpec"),
+    "TiedLayerSpec": differs(
+        "deeptide.pipeline:TiedLayerSpec", "all of the layer's parameters are tied, and the first stage owns them"
+    ),
+    "DualPipeVModule": absent(_DUAL),
+}
 
 _TOP = {
     "__version__": ours("versions:version"),
@@ -234,10 +245,10 @@ _TOP = {
     "DeepSpeedInferenceConfig": absent(_INFERENCE),
     "default_inference_config": absent(_INFERENCE),
     "DeepSpeedHybridEngine": absent(_HYBRID),
-    "PipelineEngine": absent(_PIPE),
-    "PipelineModule": absent(_PIPE),
-    "DualPipeVEngine": absent(_PIPE),
-    "DualPipeVModule": absent(_PIPE),
+    "PipelineEngine": differs("pipe_engine:PipelineEngine", _PIPE_ENGINE),
+    "PipelineModule": _PIPE_NAMES["PipelineModule"],
+    "DualPipeVEngine": absent(_DUAL),
+    "DualPipeVModule": absent(_DUAL),
     "tp_model_init": absent(_TENSOR),
     "set_autotp_mode": absent(_TENSOR),
     "replace_transformer_layer": absent(_INFERENCE),
@@ -372,7 +383,10 @@ MODULES: dict[str, dict[str, Name]] = {
     "deepspeed.runtime.hybrid_engine": {"DeepSpeedHybridEngine": absent(_HYBRID)},
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": {**_PIPE_NAMES, "ProcessTopology": ours("pipe_topology:ProcessTopology")},
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": absent(_PIPE)},
+    "deepspeed.runtime.pipe.engine": {
+        "PipelineEngine": _TOP["PipelineEngine"],
+        "PipelineError": works("deeptide.pipeline.engine:PipelineError"),
+    },
     "deepspeed.runtime.pipe.module": _PIPE_NAMES,
     "deepspeed.runtime.utils": {
         "see_memory_usage": ours("helpers:see_memory_usage"),

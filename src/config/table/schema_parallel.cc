@@ -17,7 +17,19 @@ Key pipeline_section() {
                      flag("grad_partitioned", true, "Share out gradients between stages."),
                      flag("use_reentrant", true, "Reentrant checkpoints."),
                  })
-      .never("only a PipelineModule reads it, and there is none yet");
+      .never("the arguments of PipelineModule rule; parallel.pipeline and parallel.schedule are read");
+}
+
+Key parallel_section() {
+  return section(
+             "parallel", "How ranks divide into axes. Those of one stage share its layers by ZeRO.",
+             {
+                 integer("pipeline", {}, "Stages of a pipeline; the model is a PipelineModule of as many.").at_least(1),
+                 choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
+                        "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first.")
+                     .not_yet({"interleaved", "zero_bubble"}),
+             })
+      .read_by("deeptide.pipeline.PipelineEngine");
 }
 
 Key layer_specs() {
@@ -95,7 +107,7 @@ Key expert_parallel_section() {
 }  // namespace
 
 std::vector<Key> parallel_sections() {
-  return {pipeline_section(), tensor_parallel_section(), expert_parallel_section()};
+  return {parallel_section(), pipeline_section(), tensor_parallel_section(), expert_parallel_section()};
 }
 
 }  // namespace deeptide::config

@@ -49,6 +49,9 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
   topology_.on_host = host_->size();
   topology_.uniform = host_->is_uniform();
   topology_.in_order = host_->is_in_order();
+  if (mesh().size(world::Axis::pipe) == 1) return;
+  stages_ = std::make_unique<Stages>(world_, mesh(), next_channel_name(world_, "stages"),
+                                     next_channel_name(world_, "letters"), options(/*on_device=*/false));
 }
 
 void Channels::open(const std::vector<ChannelRow>& rows) {

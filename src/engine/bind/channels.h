@@ -13,6 +13,7 @@
 #include "comm/team_groups.h"
 #include "deeptide/config.h"
 #include "deeptide/world.h"
+#include "engine/bind/stages.h"
 #include "engine/design/design.h"
 #include "host/host.h"
 #include "world/failure_board.h"
@@ -43,6 +44,8 @@ class Channels {
   /// The ranks that train on different batches. All of them take part in every round.
   const comm::Team& data() const { return data_; }
   bool is_first() const { return world_.rank == 0; }
+  /// The other stages of a pipeline; null: there is none.
+  Stages* stages() { return stages_.get(); }
 
   const std::shared_ptr<world::FailureBoard>& board() const { return board_; }
   const std::shared_ptr<host::Host>& host() const { return host_; }
@@ -81,6 +84,7 @@ class Channels {
   comm::Group gathers_;
   comm::Group reductions_;
   std::vector<std::unique_ptr<comm::Group>> of_parts_[2];  // by purpose: over other teams
+  std::unique_ptr<Stages> stages_;
 };
 
 /// Reports to the other ranks if this one fails before `succeed()`. Destroy it before the channels: the other ranks

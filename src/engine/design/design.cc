@@ -115,6 +115,7 @@ std::vector<int> Designer::shards_by_kind() const {
 /// A unit moves in one collective, so the bucket sizes bound it.
 void Designer::cut() {
   if (!made_.topology.tenancies.empty()) refuse_axes(config_, made_.rule.get());
+  if (made_.topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config_, made_.model, made_.rule.get());
   specs_ = specs();
   check_trainable(specs_, made_.compute_dtype, made_.rule ? config_.origin() : "");
   int64_t most = std::min(config_.zero().reduce_bucket_size, config_.zero().allgather_bucket_size);

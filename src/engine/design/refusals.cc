@@ -166,6 +166,18 @@ void refuse_axes(const Config& config, const optim::Rule* rule) {
                  {runtime.drift_interval > 0, subject + "deeptide.drift_interval yet; ", "leave it out"}});
 }
 
+void refuse_stages(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
+  const std::string subject = "a pipeline does not go with ";
+  check(config,
+        {{!model.device.is_cpu(), subject + "a model on " + model.device.str() + " yet; ", "move it to the CPU"},
+         {keeps_whole_states(rule), subject + (rule ? rule->name() : "") + ", whose ranks exchange signs; ",
+          "choose another optimizer"},
+         {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
+          "choose \"skip\" or \"raise\""},
+         {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
+         {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
+}
+
 void refuse(const Config& config, const ModelFacts& model, const optim::Rule& rule, const Outcome& outcome) {
   const bool leave = outcome.gradients_share > 0.0, uses_host = outcome.states_share > 0.0;
   const std::string subject = fmt::format("deeptide.placement.gradients off {} does not go with ", model.device.str());

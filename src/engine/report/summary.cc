@@ -163,9 +163,10 @@ std::string Engine::Impl::summary() const {
   if (num_ranks > 1) text += text_of_sharing(*this, sharded);
   text += text_of_types(*this, parameter_types);
   text += text_of_precision(*this);
-  text += fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train,
-                      batch.micro, batch.accumulation, num_ranks, design.rule ? design.rule->name() : "no optimizer",
-                      config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
+  text +=
+      fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
+                  batch.accumulation, channels.data().size(), design.rule ? design.rule->name() : "no optimizer",
+                  config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (optimizer && optimizer->signs()) {
     text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",
                         optimizer->signs()->bytes_per_step());

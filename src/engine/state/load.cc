@@ -9,6 +9,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 
 #include "base/log.h"
 #include "base/sha256.h"
@@ -18,6 +19,7 @@
 #include "engine/state/custom_state.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/step/across_stages.h"
 
 namespace deeptide {
 
@@ -29,6 +31,7 @@ using checkpoint::TensorId;
 using comm::Call;
 using comm::Vote;
 using engine::Progress;
+using sharding::Parameter;
 using zero::StateName;
 
 namespace {
@@ -183,9 +186,10 @@ void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>&
 }
 
 /// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
-/// are not wanted, and moments that this engine does not keep.
+/// are not wanted, moments that this engine does not keep, and what other stages have.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
-                                   const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted) {
+                                   const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted,
+                                   const std::set<std::string>& elsewhere) {
   std::set<std::string> buffers;
   for (const engine::LateTie& tie : ties) buffers.insert(tie.name);
   for (const Piece& piece : wanted) {
@@ -195,7 +199,7 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
     const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
-    if (of_another_rank || unkept_moment) ignored.insert({piece.name, piece.role});
+    if (of_another_rank || unkept_moment || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
   }
   return ignored;
 }
@@ -210,6 +214,12 @@ Progress saved_progress(const checkpoint::Reader& reader, const std::string& pat
                           "changed): load it with load_optimizer_states=False, or another one");
   }
   return engine::progress_from_json(state, own);
+}
+
+/// Of the rank that was where this one is.
+engine::Generators saved_generators(const checkpoint::Reader& reader, engine::Channels& channels) {
+  const auto own = engine::coordinates_of(channels.mesh(), channels.world().rank);
+  return engine::Generators::from_json(reader.rank_state_json(own));
 }
 
 /// Reads over what the engine has: whoever handles an error must know that.
@@ -257,6 +267,22 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
   return tag;
 }
 
+/// Collective over the mesh. Of parameters and buffers; none without a pipeline.
+std::set<std::string> Engine::Impl::names_of_other_stages(const std::vector<NamedTensor>& loose) {
+  auto* const stages = channels.stages();
+  if (stages == nullptr) return {};
+  std::string own;
+  for (const Parameter* p : model.parameters()) own += p->name + "\n";
+  for (const NamedTensor& tensor : loose) own += tensor.name + "\n";
+  std::set<std::string> names;
+  const auto texts = engine::texts_of_stages(*stages, own, "comparing names with the other stages");
+  for (int stage = 0; stage < stages->size(); ++stage) {
+    std::istringstream lines(texts[static_cast<size_t>(stage)]);
+    for (std::string name; stage != stages->index() && std::getline(lines, name);) names.insert(name);
+  }
+  return names;
+}
+
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
@@ -269,7 +295,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   tag = agree_on_tag(directory, tag, options);
   if (tag.empty()) return std::nullopt;
   const bool moments = options.optimizer_states && !options.module_only && optimizer != nullptr;
-  const auto coordinates = engine::coordinates_of(channels.mesh(), channels.world().rank);
+  const auto elsewhere = names_of_other_stages(loose);
   std::unique_ptr<checkpoint::Reader> reader;
   std::vector<Piece> wanted;
   std::vector<Tensor> staged;
@@ -277,20 +303,20 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::Generators generators;
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
-  boundary->together("checking the checkpoint", [&] {
+  boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(checkpoint::open_checkpoint(directory, tag));
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
-    generators = engine::Generators::from_json(reader->rank_state_json(coordinates));
+    generators = saved_generators(*reader, channels);
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
     if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
     wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_states(*reader, *design.rule, model, saved, wanted);
     if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());
-    const SavedRoles roles(*reader, coordinates);
+    const SavedRoles roles(*reader, engine::buffer_coordinates_of(channels.mesh(), channels.world().rank));
     const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
-    const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted);
+    const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     if (!lines.empty()) {
@@ -304,7 +330,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   });
   if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
-  boundary->together("reading the checkpoint", [&] { read_over(*reader, wanted); });
+  boundary->together_on_all_stages("reading the checkpoint", [&] { read_over(*reader, wanted); });
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
     custom_states.apply();

@@ -75,6 +75,12 @@ Coordinates coordinates_of(const world::Mesh& mesh, int rank) {
   return Coordinates(named);
 }
 
+Coordinates buffer_coordinates_of(const world::Mesh& mesh, int rank) {
+  std::map<std::string, int64_t> named = coordinates_of(mesh, rank).indices();
+  named.erase(world::axis_name(world::Axis::pipe));
+  return Coordinates(named);
+}
+
 std::vector<Piece> live_pieces(const BoundModel& model, const zero::ShardedOptimizer* optimizer, bool moments,
                                Extent extent) {
   std::vector<Piece> pieces;

@@ -29,5 +29,7 @@ at::Tensor readable(const at::Tensor& tensor);
 
 /// Where a rank is on the mesh: the key of its own state in a checkpoint.
 checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
+/// The same without its stage, for buffers: names tell those of stages apart, and a mesh of fewer stages finds them.
+checkpoint::Coordinates buffer_coordinates_of(const world::Mesh& mesh, int rank);
 
 }  // namespace deeptide::engine

@@ -15,6 +15,7 @@
 #include "engine/state/custom_state.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/step/across_stages.h"
 
 namespace deeptide {
 
@@ -45,6 +46,18 @@ void set_apart(const std::set<std::string>& frozen, std::vector<checkpoint::Piec
     const int64_t bytes = piece.region.numel() * static_cast<int64_t>(c10::elementSize(piece.data.dtype()));
     piece.apart =
         piece.role == checkpoint::Role::param() && bytes >= checkpoint::kLeastApartBytes && frozen.contains(piece.name);
+  }
+}
+
+/// Collective. Adds what the other stages know of their parameters by name.
+void merge_stages(engine::Stages& stages, nlohmann::json& state) {
+  nlohmann::json own = nlohmann::json::object();
+  for (const char* key : {"parameter_steps", "parameter_numbers"}) {
+    if (state.contains(key)) own[key] = state[key];
+  }
+  for (const std::string& text : engine::texts_of_stages(stages, own.dump(), "collecting what stages save")) {
+    const auto theirs = nlohmann::json::parse(text);
+    for (const auto& [key, entries] : theirs.items()) state[key].update(entries);
   }
 }
 
@@ -91,6 +104,15 @@ void Engine::Impl::check_saving(const std::string& directory) const {
   check_between_steps("save_checkpoint");
 }
 
+/// What all ranks of a pipeline are to agree on, and what this engine's own ranks know of its parameters alone.
+void Engine::Impl::check_save_of_stages(bool blocking, bool exclude_frozen) const {
+  const char* const what = !blocking        ? "beside training (blocking=False, checkpoint.async)"
+                           : exclude_frozen ? "without frozen parameters (exclude_frozen_parameters, \"trainable\")"
+                                            : nullptr;
+  TORCH_CHECK_VALUE(what == nullptr, "save_checkpoint of a pipeline: saving ", what,
+                    " is not supported yet; leave it out");
+}
+
 /// What all ranks must know alike before they save: one nonce, and that they were asked for the same.
 checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std::string tag,
                                                const SaveOptions& options, bool blocking) {
@@ -107,7 +129,9 @@ checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std
     TORCH_CHECK_VALUE(name.contents == names.front().contents,
                       "save_checkpoint: the ranks were given different contents; give all ranks the same");
   }
-  return {directory, tag, names.front().nonce};
+  auto* const stages = channels.stages();
+  const uint64_t nonce = names.front().nonce;
+  return {directory, tag, stages ? stages->exchange(nonce, {"checkpoint", "naming the save"}).front() : nonce};
 }
 
 /// Collects what this rank saves, as views of the live state. `state`: what is saved of the engine besides tensors.
@@ -131,8 +155,8 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());
   for (const NamedTensor& tensor : unbound) {
-    snapshot.pieces.push_back(engine::buffer_piece(tensor, checkpoint::Role::buffer(coordinates),
-                                                   engine::readable(tensor.tensor).reshape({-1})));
+    const auto role = checkpoint::Role::buffer(engine::buffer_coordinates_of(channels.mesh(), world.rank));
+    snapshot.pieces.push_back(engine::buffer_piece(tensor, role, engine::readable(tensor.tensor).reshape({-1})));
   }
   return snapshot;
 }
@@ -154,6 +178,10 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   state["config"] = config.text();
   const SaveContents contents = contents_of(options, config);
   const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
+  if (auto* const stages = channels.stages()) {
+    check_save_of_stages(blocking, exclude_frozen);
+    merge_stages(*stages, state);
+  }
   checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};
   if (contents == SaveContents::weights) {
     std::erase_if(plan.snapshot.pieces, [](const checkpoint::Piece& piece) { return piece.role.is_moment(); });
@@ -180,9 +208,9 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
 void Engine::Impl::save_now(const checkpoint::SavePlan& plan) {
   const bool is_first = channels.world().rank == 0;
   try {
-    boundary->together("writing the checkpoint",
-                       [&] { checkpoint::write_rank(plan.target, plan.snapshot, plan.buffer_bytes); });
-    boundary->together("committing the checkpoint", [&] {
+    boundary->together_on_all_stages("writing the checkpoint",
+                                     [&] { checkpoint::write_rank(plan.target, plan.snapshot, plan.buffer_bytes); });
+    boundary->together_on_all_stages("committing the checkpoint", [&] {
       if (is_first) checkpoint::commit(plan.target, plan.manifest, plan.save_latest);
     });
   } catch (const CheckpointError&) {

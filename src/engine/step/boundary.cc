@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "base/interrupt.h"
+#include "engine/step/across_stages.h"
 #include "engine/step/preemption.h"
 #include "engine/step/saver.h"
 
@@ -132,6 +133,19 @@ void Boundary::take_private_writes(const std::vector<Close>& closes) {
   if (std::none_of(closes.begin(), closes.end(), [](const Close& close) { return close.has_written; })) return;
   for (const auto& unit : model_.units()) unit->take_private_writes();
   channels_.control().barrier({"step", "waiting for all ranks' own writes to parameters"});
+}
+
+void Boundary::together_on_all_stages(const char* what, const std::function<void()>& work) {
+  std::exception_ptr own;
+  try {
+    together(what, work);
+  } catch (const CheckpointError&) {
+    own = std::current_exception();
+  }
+  Stages* const stages = channels_.stages();
+  const bool any = stages != nullptr && any_stage(*stages, own != nullptr, what);
+  if (own) std::rethrow_exception(own);
+  if (any) throw CheckpointError(std::string(what) + " failed on another stage; see its error");
 }
 
 void Boundary::vote(const char* what, const std::string& failure) {

@@ -77,6 +77,8 @@ class Boundary {
     }
     vote(what, failure);
   }
+  /// As `together`, collective over all stages of a pipeline: throws on every rank of each.
+  void together_on_all_stages(const char* what, const std::function<void()>& work);
 
  private:
   std::vector<comm::Close> close(const comm::Close& own, bool ends_pass);

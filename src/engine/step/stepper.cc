@@ -20,6 +20,7 @@
 #include "base/interrupt.h"
 #include "base/log.h"
 #include "engine/bind/agreement.h"
+#include "engine/step/across_stages.h"
 #include "optim/compressed_rule.h"
 
 namespace deeptide::engine {
@@ -75,6 +76,19 @@ void Stepper::backward(const at::Tensor& loss, bool retain_graph) {
     torch::autograd::backward({loss}, {at::full_like(loss, loss_scale())}, retain_graph);
   }
   if (parts_.kept && is_boundary()) show_gradients();
+}
+
+void Stepper::backward_from(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients) {
+  refuse_in_interrupt_handler("backward()");
+  TORCH_CHECK_VALUE(outputs.size() == gradients.size(), "backward: got ", gradients.size(), " gradients of ",
+                    outputs.size(), " outputs");
+  TORCH_CHECK_VALUE(parts_.reducer != nullptr, "backward: this engine has no optimizer");
+  const trace::RecorderScope scope(parts_.channels.recorder().get());
+  parts_.reporter.follow_profiler();
+  RECORD_USER_SCOPE("deeptide::backward");
+  parts_.channels.recorder()->enter(trace::Phase::backward, parts_.progress.global_steps);
+  const GradientIntake::Scaled scaled(*parts_.intake);
+  torch::autograd::backward(outputs, gradients);
 }
 
 /// After a backward of the program's own, gradients are shown when autograd ends.
@@ -284,6 +298,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   Progress& progress = parts_.progress;
   double total = 0.0;
   for (const Verdict& verdict : verdicts) total += verdict.squares;  // in rank order: equal on all ranks
+  if (Stages* const stages = parts_.channels.stages()) total = sum_over_stages(*stages, total);
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
   progress.global_samples += parts_.batch.train;
@@ -331,6 +346,7 @@ void Stepper::skip(StepOutcome& outcome, const std::vector<Verdict>& verdicts) {
   outcome.result = StepResult::non_finite;
   outcome.reason = "non-finite gradient";
   blame(outcome, verdicts);
+  if (Stages* const stages = parts_.channels.stages()) agree_on_blame(*stages, outcome);
   if (outcome.loss_scale != loss_scale()) {
     outcome.reason += fmt::format("; loss scale {:g}, now {:g}", outcome.loss_scale, loss_scale());
   }

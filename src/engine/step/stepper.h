@@ -56,6 +56,8 @@ class Stepper {
   Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule);
 
   void backward(const at::Tensor& loss, bool retain_graph);
+  /// Of a stage whose outputs another one took. The gradients are multiplied by the loss scale already.
+  void backward_from(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients);
   /// Collective. `joined`: this rank has no more batches. Empty if all ranks have joined.
   std::optional<StepOutcome> step(bool joined);
   /// Collective.

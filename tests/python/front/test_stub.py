@@ -17,6 +17,7 @@ from deeptide import _C
 # pybind11 knows.
 _STUB_IS_MORE_EXACT = {
     "Engine.full_state": "Tensor",
+    "Engine.stage": "object",
     "Hyperparameters.optimizer": "OptimizerInfo",
     "elastic_batch": "tuple",
     "find_optimizer": "OptimizerInfo",

@@ -1,0 +1,54 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Trains one stage of a pipeline: what its engine exchanges with the other stages.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "deeptide/engine.h"
+
+namespace deeptide {
+
+/// For InitOptions::axes: `ranks` ranks as a pipeline of so many stages. Consecutive ranks share a stage; its engines
+/// are one data team, which shards, reduces and steps what the stage holds. Units: ranks.
+/// Errors: ConfigError if the ranks do not divide among the stages, naming the nearest numbers of stages that do.
+DEEPTIDE_API std::shared_ptr<const engine::Axes> pipeline_axes(int stages, int ranks);
+
+/// The place of an engine that was made with pipeline_axes. Stages count from 0. Each rank exchanges tensors with the
+/// ranks of the other stages that have its batches. Value type; the engine outlives it.
+/// Errors, of all methods: CommError if a peer is lost or late.
+class DEEPTIDE_API PipelineStage {
+ public:
+  /// Errors: ValueError if the engine has no stages.
+  explicit PipelineStage(Engine& engine);
+
+  int index() const;
+  int num_stages() const;
+  int data_rank() const;
+  int data_size() const;
+
+  /// Sends a tensor on the CPU and returns at once. It must not change until `flush` or the next step's end.
+  void send(const at::Tensor& tensor, int stage);
+  /// Asks for the next tensor of a stage, and returns at once a number for `receive`. It fills `tensor`, which has the
+  /// type and shape of what was sent.
+  int64_t expect(const at::Tensor& tensor, int stage);
+  /// Waits for it; serves the ranks of this stage meanwhile, which may be what its sender waits for.
+  at::Tensor receive(int64_t letter);
+  /// Waits until all that was sent has left.
+  void flush();
+
+  /// Runs autograd from outputs that a later stage took, whose gradients it has sent, scaled as fp16's losses are.
+  /// Shapes: of each gradient, its output's. Errors: ValueError if their numbers differ.
+  void backward(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients);
+  /// Collective over the stages. Returns every stage's values, equally many, one stage after the other.
+  std::vector<double> exchange(const std::vector<double>& values);
+
+ private:
+  Engine::Impl& engine_;
+};
+
+}  // namespace deeptide

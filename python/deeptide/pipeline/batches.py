@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A step's micro-batches, on the stages that need them: inputs on the first, labels on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from deeptide import _C
+
+
+def _split(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
+    """(inputs, labels) of a micro-batch."""
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name != "labels" or not has_loss_fn}
+        return inputs, batch.get("labels")
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if has_loss_fn:
+        got = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise ValueError(f"a micro-batch of a pipeline: got {got}, expected (inputs, labels), or set_batch_fn()")
+    return batch, None
+
+
+def take(
+    batches: Iterator[Any] | None, count: int, batch_fn: Callable[[Any], Any] | None, has_loss_fn: bool, device: Any
+) -> tuple[list[tuple[Any, Any]], str]:
+    """Takes `count` micro-batches; returns them, or what was wrong: "end", or a text."""
+    taken: list[tuple[Any, Any]] = []
+    if batches is None:
+        return taken, "the first and the last stage need an iterator: give one, or training_data to initialize"
+    for index in range(count):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            if index == 0:
+                return taken, "end"
+            return taken, (
+                f"the iterator ended after {index} of {count} micro-batches: drop the last incomplete batch of the "
+                "data, or use deeptide.RepeatingLoader"
+            )
+        batch = batch if batch_fn is None else batch_fn(batch)
+        taken.append(_split(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch), has_loss_fn))
+    return taken, ""
+
+
+_CODES = ("", "end", "failed")
+
+
+def agree(stage: _C.PipelineStage | None, problem: str) -> None:
+    """Collective over the stages: all of them go on, or all raise. Errors: StopIteration; ValueError."""
+    code = _CODES.index(problem) if problem in _CODES else 2
+    codes = [code] if stage is None else [int(each) for each in stage.exchange([float(code)])]
+    if problem and problem != "end":
+        raise ValueError(problem)
+    if 2 in codes:
+        raise ValueError(f"stage {codes.index(2)} has no micro-batches for this step; see its error")
+    if 1 in codes:
+        raise StopIteration

@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model as a list of layers, of which this process builds those of its stage."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+
+from deeptide import _C, _world
+from deeptide._C import ConfigError
+from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
+from deeptide.pipeline.partition import bounds_of, num_trained
+from deeptide.pipeline.ties import Ties
+
+
+def _recompute(function: Callable[..., Any], *args: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+
+
+def _chain(steps: list[Callable[[Any], Any]], value: Any) -> Any:
+    for step in steps:
+        value = step(value)
+    return value
+
+
+def _chain_of_tuple(steps: list[Callable[[Any], Any]], *values: Any) -> Any:
+    return _chain(steps, values)
+
+
+def _place(world: _C.World | None) -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    if world is not None:
+        return world.rank, world.size
+    if dist.is_available() and not dist.is_initialized():
+        _world.init_distributed()
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _stages_of(topology: Any, num_ranks: int) -> int:
+    """Errors: ConfigError unless its axes are pipe and then data, and it has all ranks."""
+    sizes = dict(zip(topology.axes, topology.dims, strict=True))
+    known = [axis for axis, size in sizes.items() if axis in ("pipe", "data") or size > 1]
+    if known not in (["pipe"], ["pipe", "data"], ["data"]):
+        raise ConfigError(
+            f"PipelineModule: topology: got the axes {sizes}, expected pipe and then data; no other axis may be larger "
+            "than 1 yet"
+        )
+    if topology.world_size() != num_ranks:
+        raise ConfigError(f"PipelineModule: topology: {sizes} has {topology.world_size()} ranks, the job {num_ranks}")
+    return max(int(topology.get_dim("pipe")), 1)
+
+
+class PipelineModule(torch.nn.Module):
+    """A model that ranks train as the stages of a pipeline, each with consecutive layers.
+
+    layers: modules, functions, LayerSpecs and TiedLayerSpecs. Each takes what the one before it returns, as its only
+    argument: a tensor, or tensors in tuples, lists and dictionaries. Exactly one of num_stages and topology (axes pipe
+    and data) is given; consecutive ranks share a stage, and each stage trains with ZeRO over them. loss_fn(outputs,
+    labels) runs on the last stage; without it, the last layer returns the loss.
+    seed_layers: seeds torch, or calls seed_fn, with base_seed + the layer's number before a layer is built: then every
+    cut of the model begins with the same weights. partition_method: "parameters", "uniform" or "type:REGEX".
+    activation_checkpoint_interval: so many layers are recomputed together in backward; 0: none. `dynamic_shape` has no
+    effect: activations may always change. world: ranks as threads of one process.
+    Parameters have the names of the uncut model: "3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], None] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        world: _C.World | None = None,
+    ) -> None:
+        super().__init__()
+        if num_stages is None and topology is None:
+            raise RuntimeError("PipelineModule: got neither num_stages nor topology, expected one of them")
+        rank, num_ranks = _place(world)
+        stages = int(num_stages) if topology is None else _stages_of(topology, num_ranks)  # type: ignore[arg-type]
+        if num_stages is not None and num_stages != stages:
+            raise ConfigError(f"PipelineModule: num_stages is {num_stages}, and the topology has {stages} stages")
+        self.num_stages = stages
+        self.stage_id = _C.stage_of_rank(rank, stages, num_ranks)
+        self.loss_fn = loss_fn
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self._recompute = activation_checkpoint_func or _recompute
+        self._recomputed_types = checkpointable_layers
+        self._specs = list(layers)
+        self._given_topology = topology
+        if activation_checkpoint_interval < 0:
+            raise ValueError(
+                f"activation_checkpoint_interval: got {activation_checkpoint_interval}, expected 0 or more"
+            )
+        self.parts = bounds_of(self._specs, stages, partition_method)
+        self._check_stages()
+        self._build(seed_layers, seed_fn or _seed, base_seed)
+        self.ties = Ties(self)
+
+    def _check_stages(self) -> None:
+        """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
+        if self.num_stages == 1:
+            return
+        ties = self.stages_of_ties()
+        for stage, (begin, end) in enumerate(itertools.pairwise(self.parts)):
+            own = [
+                layer
+                for layer in self._specs[begin:end]
+                if not isinstance(layer, TiedLayerSpec) or ties[layer.key][0] == stage
+            ]
+            if not any(map(num_trained, own)):
+                raise ConfigError(
+                    f"PipelineModule: stage {stage} of {self.num_stages}, layers {begin} to {end - 1}, has no trained "
+                    "parameter of its own, which is not supported yet; take fewer stages or another partition_method"
+                )
+
+    def _build(self, seeds: bool, seed: Callable[[int], None], base_seed: int) -> None:
+        self.tied_modules = torch.nn.ModuleDict()
+        self._steps: list[Callable[[Any], Any]] = []  # what this stage's layers do, in order
+        self._kinds: list[Any] = []  # the layer of each step
+        begin, end = self.parts[self.stage_id : self.stage_id + 2]
+        for index in range(begin, end):
+            if seeds:
+                seed(base_seed + index)
+            self._add(index, self._specs[index])
+
+    def _add(self, index: int, layer: Any) -> None:
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            tied = self.tied_modules[layer.key]
+            function = layer.forward_fn
+            self._steps.append(tied if function is None else lambda inputs: function(tied, inputs))
+            self._kinds.append(tied)
+            return
+        built = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(built, torch.nn.Module):
+            self.add_module(str(index), built)
+        elif not callable(built):
+            raise TypeError(
+                f"PipelineModule: layer {index}: got {type(layer).__name__}, expected a module, a LayerSpec or a "
+                "function"
+            )
+        self._steps.append(built)
+        self._kinds.append(built)
+
+    def stages_of_ties(self) -> dict[str, list[int]]:
+        """The stages with each key of a TiedLayerSpec, ascending: the first one owns it."""
+        found: dict[str, list[int]] = {}
+        for index, layer in enumerate(self._specs):
+            if isinstance(layer, TiedLayerSpec):
+                stage = self.stage_of_layer(index)
+                stages = found.setdefault(layer.key, [])
+                if stage not in stages:
+                    stages.append(stage)
+        return found
+
+    def stage_of_layer(self, index: int) -> int:
+        """The stage that has a layer, by its number in `layers`."""
+        if not 0 <= index < len(self._specs):
+            raise IndexError(f"layer {index}: expected 0 to {len(self._specs) - 1}")
+        return next(stage for stage in range(self.num_stages) if index < self.parts[stage + 1])
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def topology(self) -> Any:
+        """The topology that was given, or that of num_stages: axes pipe and data."""
+        if self._given_topology is not None:
+            return self._given_topology
+        from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology
+
+        return PipeDataParallelTopology(self.num_stages, max(_place(None)[1] // self.num_stages, 1))
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """None: a class of yours may return a dictionary of losses beside that of loss_fn, for your own records."""
+        return None
+
+    def _is_recomputed(self, layers: Sequence[Any]) -> bool:
+        if self._recomputed_types is not None:
+            return all(type(layer).__name__ in self._recomputed_types for layer in layers)
+        modules = [layer for layer in layers if isinstance(layer, torch.nn.Module)]
+        return any(True for module in modules for _ in module.parameters())
+
+    def _runs(self) -> Iterator[tuple[bool, list[Callable[[Any], Any]]]]:
+        """Steps that run together, and whether backward computes them again."""
+        interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
+        if interval == 0:
+            yield False, self._steps
+            return
+        for begin in range(0, len(self._steps), interval):
+            layers = self._kinds[begin : begin + interval]
+            yield self._is_recomputed(layers), self._steps[begin : begin + interval]
+
+    def forward(self, inputs: Any) -> Any:
+        """What this stage's layers make of what the stage before it returns."""
+        for recomputed, steps in self._runs():
+            if not recomputed:
+                inputs = _chain(steps, inputs)
+            elif isinstance(inputs, tuple):
+                inputs = self._recompute(functools.partial(_chain_of_tuple, steps), *inputs)
+            else:
+                inputs = self._recompute(functools.partial(_chain, steps), inputs)
+        return inputs

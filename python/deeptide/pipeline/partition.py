@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which stage has which layers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deeptide._C import ConfigError
+from deeptide.pipeline.layers import LayerSpec
+
+
+def uniform(num_items: int, num_parts: int) -> list[int]:
+    """Bounds of parts of nearly equal length, the longer ones first: part i has the items [bounds[i], bounds[i+1])."""
+    length, longer = divmod(num_items, num_parts)
+    return [part * length + min(part, longer) for part in range(num_parts + 1)]
+
+
+def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Bounds of parts whose sums differ little: part by part, the cut that keeps the largest and the smallest closest.
+
+    DeepSpeed's rule, so that a model is cut as it cuts it: of equal cuts the later one.
+    """
+    if len(weights) <= num_parts:
+        return uniform(len(weights), num_parts)
+    sums = [0.0, *itertools.accumulate(map(float, weights))]
+    # By the number of items taken: largest and smallest sum so far, and the bounds.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, float("inf"), [0])}
+    for _ in range(num_parts):
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(1, len(sums)):
+            for begin, (most, least, bounds) in best.items():
+                if begin >= end:
+                    continue
+                own = sums[end] - sums[begin]
+                cut = max(most, own), min(least, own), [*bounds, end]
+                held = following.get(end)
+                if held is None or cut[0] - cut[1] <= held[0] - held[1]:
+                    following[end] = cut
+        best = following
+    return best[len(weights)][2]
+
+
+def _built(layer: Any) -> Any:
+    """The layer, on the meta device where it needs no memory to be looked at."""
+    if not isinstance(layer, LayerSpec):
+        return layer
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return layer.build()
+        except (RuntimeError, NotImplementedError):  # it computes with its values as it is made
+            return layer.build()
+
+
+def num_trained(layer: Any) -> int:
+    """Elements of a layer's parameters that require a gradient; a specification is built without memory."""
+    built = _built(layer)
+    parameters = built.parameters() if isinstance(built, torch.nn.Module) else ()
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def _class_name(layer: Any) -> str:
+    kind = layer.typename if isinstance(layer, LayerSpec) else type(layer)
+    name = layer.__name__ if not isinstance(layer, (LayerSpec, torch.nn.Module)) else kind.__name__
+    return str(name)
+
+
+def _matches(pattern: str) -> Callable[[Any], int]:
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ConfigError(f"partition_method 'type:{pattern}': no regular expression: {error}") from None
+    return lambda layer: int(bool(compiled.search(_class_name(layer))))
+
+
+def bounds_of(layers: Sequence[Any], num_stages: int, method: str) -> list[int]:
+    """By "uniform", by trained "parameters", or by how many layers have a class of a name that "type:REGEX" finds."""
+    kind, _, pattern = method.partition(":")
+    if method.lower() == "uniform":
+        bounds = uniform(len(layers), num_stages)
+    elif method.lower() == "parameters":
+        bounds = balanced([num_trained(layer) for layer in layers], num_stages)
+    elif kind.lower() == "type" and pattern:
+        weights = list(map(_matches(pattern), layers))
+        if not any(weights):
+            names = ", ".join(sorted({_class_name(layer) for layer in layers}))
+            raise ConfigError(f"partition_method {method!r}: it finds none of the layers' classes, which are {names}")
+        bounds = balanced(weights, num_stages)
+    else:
+        later = " (profile and memory are not supported yet)" if kind.lower() in ("profile", "memory") else ""
+        raise NotImplementedError(
+            f"partition_method: got {method!r}, expected 'uniform', 'parameters' or 'type:REGEX'{later}"
+        )
+    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        if begin == end:
+            raise ConfigError(
+                f"partition_method {method!r}: stage {stage} of {num_stages} has none of the {len(layers)} layers; "
+                "take fewer stages, or another method"
+            )
+    return bounds

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of one layer on several stages: the first one owns and trains them, the others borrow them for a step.
+
+So each is sharded, stepped, clipped and saved once, at every stage of ZeRO.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deeptide.pipeline.letters import Letters, Subject
+
+if TYPE_CHECKING:
+    from deeptide.pipeline.module import PipelineModule
+
+
+def _places(layer: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """(module, attribute, parameter) of each parameter, once, in the order of all stages."""
+    found: dict[int, tuple[torch.nn.Module, str, torch.nn.Parameter]] = {}
+    for module in layer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            found.setdefault(id(parameter), (module, name, parameter))
+    return list(found.values())
+
+
+def _added(held: Any, new: Any) -> Any:
+    return new if held is None else held if new is None else held + new
+
+
+@dataclass
+class _Owned:
+    key: str
+    layer: torch.nn.Module
+    borrowers: list[int]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, _, parameter in _places(self.layer)]
+
+
+@dataclass
+class _Borrowed:
+    """A layer whose parameters are plain tensors here, new ones in each step."""
+
+    key: str
+    owner: int
+    places: list[tuple[torch.nn.Module, str]]
+    trained: list[bool]
+    values: list[torch.Tensor] = field(default_factory=list)
+    sums: list[torch.Tensor | None] = field(default_factory=list)  # of gradients, over micro-batches
+
+    def put(self, values: list[torch.Tensor], with_gradients: bool) -> None:
+        self.values = [
+            value.requires_grad_(with_gradients and trained)
+            for value, trained in zip(values, self.trained, strict=True)
+        ]
+        self.sums = [None] * len(values)
+        for (module, name), value in zip(self.places, self.values, strict=True):
+            setattr(module, name, value)
+
+    def add_gradients(self) -> None:
+        """After a backward. Sums are in fp32 at least, as the engine's are."""
+        for index, value in enumerate(self.values):
+            gradient, value.grad = value.grad, None
+            if gradient is None:
+                continue
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            held = self.sums[index]
+            self.sums[index] = gradient if held is None else held.add_(gradient)
+
+
+class Ties:
+    """This stage's tied layers. The module has no parameters that are borrowed."""
+
+    def __init__(self, model: PipelineModule) -> None:
+        self._owned: list[_Owned] = []
+        self._borrowed: list[_Borrowed] = []
+        here = model.stage_id
+        for key, stages in model.stages_of_ties().items():
+            if here not in stages or len(stages) == 1:
+                continue
+            layer = model.tied_modules[key]
+            if here == stages[0]:
+                self._owned.append(_Owned(key, layer, stages[1:]))
+            else:
+                self._borrowed.append(self._borrow(key, stages[0], layer))
+
+    def _borrow(self, key: str, owner: int, layer: torch.nn.Module) -> _Borrowed:
+        places = [(module, name, parameter.requires_grad) for module, name, parameter in _places(layer)]
+        for module in layer.modules():
+            for name in [name for name, _ in module.named_parameters(recurse=False)]:
+                delattr(module, name)
+                setattr(module, name, None)
+        return _Borrowed(key, owner, [(m, n) for m, n, _ in places], [trained for _, _, trained in places])
+
+    def letters(self, training: bool) -> dict[int, int]:
+        """How many letters come of which stage in one step."""
+        due: dict[int, int] = {}
+        for borrowed in self._borrowed:
+            due[borrowed.owner] = due.get(borrowed.owner, 0) + 1
+        for owned in self._owned if training else ():
+            for stage in owned.borrowers:
+                due[stage] = due.get(stage, 0) + 1
+        return due
+
+    def exchange_values(self, letters: Letters, step: int, training: bool) -> None:
+        """Before the first forward: owners send, the others take."""
+        with torch.no_grad():
+            for owned in self._owned:
+                values = [parameter.detach().clone() for parameter in owned.parameters()]
+                for stage in owned.borrowers:
+                    letters.send(Subject(f"tied weights of '{owned.key}'", 0, step), values, stage)
+        for borrowed in self._borrowed:
+            values = letters.receive(Subject(f"tied weights of '{borrowed.key}'", 0, step), borrowed.owner)
+            borrowed.put(values, with_gradients=training)
+
+    def add_gradients(self) -> None:
+        """After each backward."""
+        for borrowed in self._borrowed:
+            borrowed.add_gradients()
+
+    def send_gradients(self, letters: Letters, step: int) -> None:
+        """After the last backward and what it sends."""
+        for borrowed in self._borrowed:
+            letters.send(Subject(f"tied gradient of '{borrowed.key}'", 0, step), borrowed.sums, borrowed.owner)
+
+    def take_gradients(self, letters: Letters, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of an owner, in its last backward: parameters, and what the borrowers' gradients add to theirs."""
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for owned in self._owned:
+            sums: list[Any] = [None] * len(owned.parameters())
+            for stage in owned.borrowers:
+                got = letters.receive(Subject(f"tied gradient of '{owned.key}'", 0, step), stage)
+                sums = [_added(held, new) for held, new in zip(sums, got, strict=True)]
+            for parameter, gradient in zip(owned.parameters(), sums, strict=True):
+                if gradient is not None:
+                    parameters.append(parameter)
+                    gradients.append(gradient.to(parameter.dtype))
+        return parameters, gradients

@@ -1,0 +1,64 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The stages of a pipeline as one of their ranks sees them: votes over all of them, and letters from one to another.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/group.h"
+#include "comm/mailbox.h"
+#include "comm/rounds.h"
+#include "comm/team.h"
+#include "deeptide/world.h"
+#include "world/mesh.h"
+
+namespace deeptide::engine {
+
+/// One rank of each stage: those that train on the same batches. Used by one thread.
+class Stages {
+ public:
+  /// Collective over all ranks. Names: of the two channels.
+  Stages(const World& world, const world::Mesh& mesh, const std::string& control, const std::string& letters,
+         const comm::ChannelOptions& options);
+
+  const comm::Team& team() const { return team_; }
+  /// Of this rank's stage; the first is 0.
+  int index() const { return team_.index(); }
+  int size() const { return team_.size(); }
+  comm::Group& control() { return control_; }
+
+  /// Collective over the team, at a point that all stages come to in one order: every rank receives every stage's
+  /// message, in the stages' order. Errors: as Group::wait.
+  template <typename Message>
+  std::vector<Message> exchange(const Message& own, const comm::Site& site) {
+    return votes_.exchange(own, site);
+  }
+  template <typename Value>
+  std::vector<Value> exchange_all(std::span<const Value> own, const comm::Site& site) {
+    return votes_.exchange_all(own, site);
+  }
+
+  comm::Mailbox& mail() { return mail_; }
+  /// Asks for the next tensor of a stage, of this type and shape; returns a number for `take`.
+  int64_t expect(const at::Tensor& tensor, int from);
+  /// Waits for it, calling `meanwhile` as Mailbox::wait does. Errors: ValueError for a number that is not due.
+  at::Tensor take(int64_t letter, const comm::Site& site, const std::function<void()>& meanwhile);
+
+ private:
+  comm::Team team_;
+  comm::Group control_;
+  comm::Rounds votes_;
+  comm::Group peers_;
+  comm::Mailbox mail_;
+  std::map<int64_t, comm::Mailbox::Letter> letters_;  // asked for and not taken, by number
+  int64_t last_ = 0;
+};
+
+}  // namespace deeptide::engine

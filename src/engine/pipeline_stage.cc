@@ -1,0 +1,93 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Hands calls on to the engine's channels; a wait for a neighbour serves the stage's own ranks.
+#include "deeptide/pipeline_stage.h"
+
+#include <fmt/format.h>
+
+#include <span>
+
+#include "engine/bind/stages.h"
+#include "engine/design/topology.h"
+#include "engine/engine_impl.h"
+
+namespace deeptide {
+
+namespace {
+
+/// The divisors of `ranks` next to `stages`: "2 or 4".
+std::string nearest_stages(int stages, int ranks) {
+  int below = 1, above = ranks;
+  for (int each = 1; each <= ranks; ++each) {
+    if (ranks % each != 0) continue;
+    if (each < stages) below = each;
+    if (each > stages && each < above) above = each;
+  }
+  return stages > ranks || below == above ? std::to_string(ranks) : fmt::format("{} or {}", below, above);
+}
+
+}  // namespace
+
+std::shared_ptr<const engine::Axes> pipeline_axes(int stages, int ranks) {
+  if (stages < 1 || ranks < 1 || ranks % stages != 0) {
+    throw ConfigError(
+        fmt::format("a pipeline of {} stages over {} ranks: got a number of ranks that is no multiple of "
+                    "the stages; with {} ranks take {} stages",
+                    stages, ranks, ranks, nearest_stages(stages, ranks)));
+  }
+  engine::Axes axes;
+  axes.sizes[static_cast<size_t>(world::Axis::pipe)] = stages;
+  axes.sizes[static_cast<size_t>(world::Axis::data)] = ranks / stages;
+  return std::make_shared<const engine::Axes>(axes);
+}
+
+PipelineStage::PipelineStage(Engine& engine) : engine_(*engine.impl_) {
+  TORCH_CHECK_VALUE(engine_.channels.stages() != nullptr,
+                    "PipelineStage: the engine has no stages; give initialize pipeline_axes(stages, ranks)");
+}
+
+int PipelineStage::index() const { return engine_.channels.stages()->index(); }
+int PipelineStage::num_stages() const { return engine_.channels.stages()->size(); }
+int PipelineStage::data_rank() const { return engine_.channels.data().index(); }
+int PipelineStage::data_size() const { return engine_.channels.data().size(); }
+
+void PipelineStage::send(const at::Tensor& tensor, int stage) {
+  engine_.told("send", [&] { engine_.channels.stages()->mail().send_known(tensor, stage); });
+}
+
+int64_t PipelineStage::expect(const at::Tensor& tensor, int stage) {
+  return engine_.told("receive", [&] { return engine_.channels.stages()->expect(tensor, stage); });
+}
+
+at::Tensor PipelineStage::receive(int64_t letter) {
+  return engine_.told("receive", [&] {
+    const bool has_others = data_size() > 1;
+    const auto serve = [this] {
+      engine_.residency->attend();
+      if (engine_.reducer) engine_.reducer->go_on();
+    };
+    return engine_.channels.stages()->take(letter, {"pipeline", "waiting for another stage"},
+                                           has_others ? std::function<void()>(serve) : nullptr);
+  });
+}
+
+void PipelineStage::flush() {
+  engine_.told("send", [&] {
+    engine_.channels.stages()->mail().flush({"pipeline", "waiting until another stage has taken what was sent"});
+  });
+}
+
+void PipelineStage::backward(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients) {
+  engine_.told("backward", [&] {
+    engine_.explain_memory("backward()", [&] { engine_.stepper->backward_from(outputs, gradients); });
+  });
+}
+
+std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
+  return engine_.told("train_batch", [&] {
+    return engine_.channels.stages()->exchange_all(std::span<const double>(values),
+                                                   {"pipeline", "exchanging numbers with the other stages"});
+  });
+}
+
+}  // namespace deeptide

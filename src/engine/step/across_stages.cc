@@ -1,0 +1,61 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Each rank asks those of the other stages that have its batches: a stage's own ranks know the same already.
+#include "engine/step/across_stages.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace deeptide::engine {
+
+namespace {
+
+struct Blame {
+  static constexpr size_t kNameBytes = 240;  // a longer name is cut
+
+  int32_t rank = -1;
+  bool in_forward = false;
+  bool is_known = false;
+  std::array<char, kNameBytes> parameter{};
+};
+
+}  // namespace
+
+double sum_over_stages(Stages& stages, double squares) {
+  double total = 0.0;
+  for (const double each : stages.exchange(squares, {"step", "agreeing on the gradient norm with the other stages"})) {
+    total += each;
+  }
+  return total;
+}
+
+void agree_on_blame(Stages& stages, StepOutcome& outcome) {
+  Blame own{.rank = outcome.rank, .in_forward = outcome.phase == "forward", .is_known = !outcome.parameter.empty()};
+  std::strncpy(own.parameter.data(), outcome.parameter.c_str(), Blame::kNameBytes - 1);
+  const auto all = stages.exchange(own, {"step", "telling the other stages which gradient is not finite"});
+  const auto found = std::find_if(all.rbegin(), all.rend(), [](const Blame& blame) { return blame.is_known; });
+  if (found == all.rend()) return;
+  outcome.parameter = found->parameter.data();
+  outcome.rank = found->rank;
+  outcome.phase = found->rank < 0 ? "" : found->in_forward ? "forward" : "backward";
+}
+
+bool any_stage(Stages& stages, bool failed, const char* what) {
+  const auto all = stages.exchange(static_cast<uint8_t>(failed), {"checkpoint", what});
+  return std::any_of(all.begin(), all.end(), [](uint8_t each) { return each != 0; });
+}
+
+std::vector<std::string> texts_of_stages(Stages& stages, const std::string& own, const char* what) {
+  const comm::Site site{"checkpoint", what};
+  const auto sizes = stages.exchange(static_cast<int64_t>(own.size()), site);
+  const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
+  std::string padded = own;
+  padded.resize(most);
+  const auto all = stages.exchange_all(std::span<const char>(padded), site);
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < sizes.size(); ++i) texts.emplace_back(all.data() + i * most, static_cast<size_t>(sizes[i]));
+  return texts;
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,28 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// What the stages of a pipeline do alike in a step: one norm, one verdict, one name for what is bad.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "deeptide/engine.h"
+#include "engine/bind/stages.h"
+
+namespace deeptide::engine {
+
+/// Collective over the mesh. Returns the sum over the stages, in their order, of what all ranks of a stage have alike:
+/// each element counts once, since one stage holds it.
+double sum_over_stages(Stages& stages, double squares);
+
+/// Collective over the mesh, in a step whose gradients are not all finite. Gives every rank the parameter, the rank and
+/// the phase that the last of the stages with a bad gradient found: backward carries what is bad from there on.
+void agree_on_blame(Stages& stages, StepOutcome& outcome);
+
+/// Collective over the mesh. Whether `failed` is true on a rank of any stage; each gives its team's answer.
+bool any_stage(Stages& stages, bool failed, const char* what);
+
+/// Collective over the mesh. Every stage's text, of any length, in the stages' order.
+std::vector<std::string> texts_of_stages(Stages& stages, const std::string& own, const char* what);
+
+}  // namespace deeptide::engine

@@ -1,0 +1,203 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Two stages of a model beside two data ranks, in C++: the bits of the uncut model.
+#include "deeptide/pipeline_stage.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "engine/models.h"
+#include "errors.h"
+#include "ranks.h"
+
+namespace deeptide::pipeline {
+namespace {
+
+using at::Tensor;
+
+constexpr int kStages = 2, kData = 2, kSteps = 3;
+constexpr int64_t kMicro = 2, kAccumulation = 2;
+
+struct WholeImpl : torch::nn::Module {
+  WholeImpl() : embed(kVocabulary, kWidth), head(kWidth, kVocabulary) {
+    register_module("embed", embed);
+    register_module("first", first);
+    register_module("second", second);
+    register_module("head", head);
+  }
+  Tensor front(const Tensor& tokens) { return first(embed(tokens)); }
+  Tensor back(const Tensor& x, const Tensor& targets) {
+    return torch::nn::functional::cross_entropy(head(second(x)).to(torch::kFloat), targets);
+  }
+  torch::nn::Embedding embed;
+  Block first, second;
+  torch::nn::Linear head;
+};
+TORCH_MODULE(Whole);
+
+/// What a stage has of it.
+struct PartImpl : torch::nn::Module {
+  PartImpl(Whole whole, int stage) {
+    if (stage == 0) {
+      register_module("embed", whole->embed);
+      register_module("first", whole->first);
+    } else {
+      register_module("second", whole->second);
+      register_module("head", whole->head);
+    }
+  }
+};
+TORCH_MODULE(Part);
+
+Whole make_whole() {
+  return make_seeded([] { return Whole(); });
+}
+
+Config config_at(int stage) {
+  return config_of(stage, kMicro, kAccumulation, false, Ranks::apart).with(R"({"gradient_clipping": 0.0})");
+}
+
+std::pair<Tensor, Tensor> micro_batch(int step, int64_t micro, int data_rank) {
+  const auto [tokens, targets] = batch_of(step, kMicro * kAccumulation * kData);
+  const int64_t first = (micro * kData + data_rank) * kMicro;
+  return {tokens.narrow(0, first, kMicro), targets.narrow(0, first, kMicro)};
+}
+
+struct Trained {
+  std::vector<double> losses, norms;
+  std::map<std::string, Tensor> weights;
+};
+
+void note_weights(torch::nn::Module& model, Engine& engine, Trained& trained) {
+  for (const auto& item : model.named_parameters()) {
+    trained.weights[item.key()] = engine.full_state(item.key(), "master");
+  }
+}
+
+Trained train_whole(const World& world, int zero_stage) {
+  Whole model = make_whole();
+  Engine engine = engine_of(*model, world, config_at(zero_stage));
+  Trained trained;
+  for (int step = 0; step < kSteps; ++step) {
+    StepOutcome outcome;
+    for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+      const auto [tokens, targets] = micro_batch(step, micro, world.rank);
+      const Tensor loss = model->back(model->front(tokens), targets);
+      trained.losses.push_back(loss.item<double>());
+      engine.backward(loss);
+      outcome = engine.step();
+    }
+    trained.norms.push_back(outcome.grad_norm);
+  }
+  note_weights(*model, engine, trained);
+  return trained;
+}
+
+Engine engine_of_stage(Part& part, const World& world, const Config& config) {
+  InitOptions options;
+  options.world = world;
+  options.axes = pipeline_axes(kStages, world.size);
+  return initialize(*part, config, options);
+}
+
+StepOutcome run_first(Whole& model, Engine& engine, int step) {
+  PipelineStage stage(engine);
+  StepOutcome outcome;
+  for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+    const Tensor out = model->front(micro_batch(step, micro, stage.data_rank()).first);
+    stage.send(out.detach(), 1);
+    const Tensor gradient = stage.receive(stage.expect(at::empty_like(out.detach()), 1));
+    stage.backward({out}, {gradient});
+    outcome = engine.step();
+  }
+  return outcome;
+}
+
+StepOutcome run_second(Whole& model, Engine& engine, int step, std::vector<double>& losses) {
+  PipelineStage stage(engine);
+  StepOutcome outcome;
+  for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+    const Tensor in = stage.receive(stage.expect(at::empty({kMicro, kWidth}), 0)).requires_grad_();
+    const Tensor loss = model->back(in, micro_batch(step, micro, stage.data_rank()).second);
+    losses.push_back(loss.item<double>());
+    engine.backward(loss);
+    stage.send(in.grad(), 0);
+    outcome = engine.step();
+  }
+  return outcome;
+}
+
+Trained train_stage(const World& world, int zero_stage) {
+  Whole model = make_whole();
+  const int index = world.rank / kData;
+  Part part(model, index);
+  Engine engine = engine_of_stage(part, world, config_at(zero_stage));
+  PipelineStage stage(engine);
+  EXPECT_EQ(stage.index(), index);
+  EXPECT_EQ(stage.num_stages(), kStages);
+  EXPECT_EQ(stage.data_rank(), world.rank % kData);
+  Trained trained;
+  for (int step = 0; step < kSteps; ++step) {
+    const StepOutcome outcome =
+        index == 0 ? run_first(model, engine, step) : run_second(model, engine, step, trained.losses);
+    EXPECT_TRUE(outcome.applied()) << outcome.reason;
+    trained.norms.push_back(outcome.grad_norm);
+  }
+  stage.flush();
+  EXPECT_EQ(stage.exchange({1.0 * index, 5.0}), (std::vector<double>{0.0, 5.0, 1.0, 5.0}));
+  note_weights(*part, engine, trained);
+  return trained;
+}
+
+TEST(PipelineStage, TrainsAsTheUncutModelDoesBitForBit) {
+  for (const int zero_stage : {0, 1, 2, 3}) {
+    SCOPED_TRACE("stage " + std::to_string(zero_stage));
+    std::vector<Trained> whole(kData), cut(kStages * kData);
+    run_ranks(kData, [&](const World& world) { whole[world.rank] = train_whole(world, zero_stage); });
+    run_ranks(kStages * kData, [&](const World& world) { cut[world.rank] = train_stage(world, zero_stage); });
+    size_t num_weights = 0;
+    for (int rank = 0; rank < kStages * kData; ++rank) {
+      const Trained& wanted = whole[rank % kData];
+      for (int step = 0; step < kSteps; ++step) {
+        EXPECT_NEAR(cut[rank].norms[step], wanted.norms[step], 1e-12 * wanted.norms[step]);
+      }
+      if (rank >= kData) EXPECT_EQ(cut[rank].losses, wanted.losses);
+      for (const auto& [name, weight] : cut[rank].weights) {
+        EXPECT_TRUE(torch::equal(weight, wanted.weights.at(name))) << name;
+      }
+      if (rank % kData == 0) num_weights += cut[rank].weights.size();
+    }
+    EXPECT_EQ(num_weights, whole[0].weights.size());
+  }
+}
+
+TEST(PipelineStage, RefusesMeshesThatCannotBe) {
+  EXPECT_NE(error_of([] { pipeline_axes(4, 6); }).find("with 6 ranks take 3 or 6 stages"), std::string::npos);
+  EXPECT_NE(error_of([] { pipeline_axes(7, 6); }).find("with 6 ranks take 6 stages"), std::string::npos);
+  run_ranks(1, [](const World& world) {
+    Whole model = make_whole();
+    Engine engine = engine_of(*model, world, config_at(0));
+    EXPECT_NE(error_of([&] { PipelineStage{engine}; }).find("the engine has no stages"), std::string::npos);
+  });
+}
+
+TEST(PipelineStage, TakesALetterOnce) {
+  run_ranks(2, [](const World& world) {
+    Whole model = make_whole();
+    Part part(model, world.rank);
+    Engine engine = engine_of_stage(part, world, config_at(0));
+    PipelineStage stage(engine);
+    if (world.rank == 0) {
+      stage.send(at::ones({3}), 1);
+      stage.flush();
+    } else {
+      const int64_t letter = stage.expect(at::empty({3}), 0);
+      EXPECT_TRUE(stage.receive(letter).equal(at::ones({3})));
+      EXPECT_NE(error_of([&] { stage.receive(letter); }).find("each is taken once"), std::string::npos);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace deeptide::pipeline
