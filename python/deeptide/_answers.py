@@ -71,6 +71,21 @@ class Answers:
         """How many ranks train together."""
         return self.world.size
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's number among those that train on different batches."""
+        return self.world.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks train on different batches."""
+        return self.world.size
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The ranks of each axis, outermost first: {"pipe": 2, "data": 4}."""
+        return {"pipe": self.world.size // self.data_parallel_size, "data": self.data_parallel_size}
+
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
         return self._core.batch_sizes().train

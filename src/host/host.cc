@@ -79,8 +79,8 @@ bool has_cores_for(int num_ranks) {
 
 }  // namespace
 
-Host::Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board)
-    : world_(world), prefix_(std::move(prefix)), board_(std::move(board)) {}
+Host::Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board, std::vector<int> numbers)
+    : world_(world), prefix_(std::move(prefix)), board_(std::move(board)), numbers_(std::move(numbers)) {}
 
 Host::~Host() = default;
 
@@ -118,13 +118,13 @@ std::vector<std::string> Host::gather_lines(const std::string& prefix, const std
 }
 
 std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, bool enabled,
-                                 std::shared_ptr<world::FailureBoard> board) {
-  auto host = std::shared_ptr<Host>(new Host(world, prefix, board));
+                                 std::shared_ptr<world::FailureBoard> board, std::vector<int> numbers) {
+  auto host = std::shared_ptr<Host>(new Host(world, prefix, board, numbers));
   std::vector<std::string> lines;
   const std::string own = Place{::getpid(), enabled, host_identity(world)}.line();
   if (world.size > 1) {
     const auto explain = [&](const std::exception& error) {
-      return CommError("rank " + std::to_string(world.rank) + " of " + std::to_string(world.size) +
+      return CommError("rank " + std::to_string(host->number(world.rank)) + " of " + std::to_string(world.size) +
                        " could not learn where the other ranks run: " + std::string(error.what()).substr(0, 300) +
                        ". Check that all ranks have been started.");
     };
@@ -155,7 +155,7 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   host->core_each_ = has_cores_for(host->size());
   std::vector<std::pair<int, int>> pids;
   for (int r = 0; r < world.size && world.size > 1; ++r) {
-    if (places[r].host == places[world.rank].host) pids.emplace_back(r, places[r].pid);
+    if (places[r].host == places[world.rank].host) pids.emplace_back(host->number(r), places[r].pid);
   }
   host->watch_processes(pids);
   if (host->hosts_.size() == static_cast<size_t>(world.size)) return host;
@@ -163,7 +163,7 @@ std::shared_ptr<Host> Host::find(const World& world, const std::string& prefix, 
   for (const auto& line : host->gather_lines(prefix + "/connected", why_not.empty() ? "ok" : why_not)) {
     if (line == "ok") continue;
     if (world.rank == 0) log(LogLevel::warning, "ranks of one host communicate over the network: " + line);
-    return find(world, prefix + "/apart", /*enabled=*/false, std::move(board));
+    return find(world, prefix + "/apart", /*enabled=*/false, std::move(board), std::move(numbers));
   }
   return host;
 }
@@ -217,7 +217,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
   try {
     if (index_ == 0) memory = SharedMemory::create(size_bytes);
   } catch (const std::exception& error) {
-    word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
+    word = std::string("rank ") + std::to_string(number(world_.rank)) + ": " + error.what();
   }
   auto& store = *world_.store;
   if (index_ == 0) store.set(prefix, to_bytes(memory ? memory->address() : ""));
@@ -226,7 +226,7 @@ std::shared_ptr<SharedMemory> Host::share(int64_t size_bytes, std::string& why_n
     if (index_ != 0 && !address.empty()) memory = SharedMemory::open(address);
     if (memory && check) check(memory);
   } catch (const std::exception& error) {
-    word = std::string("rank ") + std::to_string(world_.rank) + ": " + error.what();
+    word = std::string("rank ") + std::to_string(number(world_.rank)) + ": " + error.what();
   }
   store.set(prefix + "/" + std::to_string(index_), to_bytes(word));
   for (int i = 0; i < size(); ++i) {
@@ -249,7 +249,7 @@ void Host::take_pages(const char* begin, int64_t size_bytes) {
 
 void Host::watch_processes(const std::vector<std::pair<int, int>>& pids) {
   for (const auto& [rank, pid] : pids) processes_.push_back({rank, ProcessWatch(pid)});
-  if (processes_.empty() || processes_.front().rank != world_.rank) return;
+  if (processes_.empty() || processes_.front().rank != number(world_.rank)) return;
   const auto worst = std::max_element(processes_.begin(), processes_.end(), [](const auto& one, const auto& other) {
     return one.process.by() < other.process.by();
   });

@@ -28,8 +28,10 @@ class Host {
   /// Collective over the world, through its store. `prefix`: for keys, equal on all ranks. `enabled`: false on one rank
   /// makes each rank its own host. Errors, also of `share`: CommError if ranks do not arrive within the store's
   /// timeout, or soon after a rank of this host has ended or one has reported to `board` that it cannot continue.
+  /// `numbers`: what errors and the board call the ranks, where the world is a part of a job; empty: as the world does.
   static std::shared_ptr<Host> find(const World& world, const std::string& prefix, bool enabled,
-                                    std::shared_ptr<world::FailureBoard> board = nullptr);
+                                    std::shared_ptr<world::FailureBoard> board = nullptr,
+                                    std::vector<int> numbers = {});
   ~Host();
 
   /// This host's ranks, ascending, and this rank's index among them.
@@ -67,17 +69,19 @@ class Host {
   bool has_core_each() const { return core_each_; }
 
  private:
-  Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board);
+  Host(const World& world, std::string prefix, std::shared_ptr<world::FailureBoard> board, std::vector<int> numbers);
+  int number(int rank) const { return numbers_.empty() ? rank : numbers_.at(static_cast<size_t>(rank)); }
   std::string await(const std::string& key) const;
   std::vector<std::string> gather_lines(const std::string& prefix, const std::string& own) const;
   /// Returns the reason of a failure, or an empty text.
   std::string connect();
-  /// `pids`: of this machine's ranks, with their ranks.
+  /// `pids`: of this machine's ranks, with their numbers.
   void watch_processes(const std::vector<std::pair<int, int>>& pids);
 
   World world_;
   std::string prefix_;
   std::shared_ptr<world::FailureBoard> board_;  // may be null
+  std::vector<int> numbers_;                    // may be empty
   std::vector<std::vector<int>> hosts_;
   std::vector<int> ranks_;
   int host_index_ = 0;
@@ -85,7 +89,7 @@ class Host {
   bool core_each_ = false;
   int num_shared_ = 0;
   struct Watched {
-    int rank;
+    int rank;  // its number
     ProcessWatch process;
     std::string end() const;  // "rank 1's process 4711 has ended"
   };

@@ -137,8 +137,11 @@ class EngineAnswers:
         module: torch.nn.Module
         optimizer: Any
         given_config: dict[str, Any]
-        world_size: int
-        global_rank: int
+
+        @property
+        def data_parallel_rank(self) -> int: ...
+        @property
+        def data_parallel_size(self) -> int: ...
 
     def optimizer_name(self) -> str:
         """The type of the configuration's optimizer, or the class of the program's."""
@@ -277,8 +280,8 @@ class EngineAnswers:
         return self._config.zero.stage == 3
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number: all ranks take different data."""
-        return self.global_rank
+        """This rank's number among those that take different data: of its stage, or of all."""
+        return self.data_parallel_rank
 
     def get_tensor_parallel_rank(self) -> int:
         """Always 0 here."""
@@ -288,8 +291,8 @@ class EngineAnswers:
 
     @property
     def dp_world_size(self) -> int:
-        """All ranks take different data."""
-        return self.world_size
+        """How many ranks take different data: those of a stage, or all."""
+        return self.data_parallel_size
 
     @property
     def mp_world_size(self) -> int:

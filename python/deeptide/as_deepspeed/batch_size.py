@@ -22,9 +22,11 @@ class BatchSizeMethods:
     if TYPE_CHECKING:
         _core: _C.Engine
         _boundary: bool | None
-        world_size: int
-
         train_micro_batch_size_per_gpu: Callable[[], int]
+
+        @property
+        def data_parallel_size(self) -> int:
+            """The engine's."""
 
     _accumulation: int | None = None  # what set_train_batch_size made of it
     _micro_batch = 0  # of the step that is under way
@@ -36,7 +38,7 @@ class BatchSizeMethods:
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.data_parallel_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch, micro-batch, accumulation steps)."""
@@ -48,11 +50,11 @@ class BatchSizeMethods:
         Gradients must then come from engine.backward(). global_samples goes on to count the configuration's batch.
         Errors: ValueError if micro-batch and ranks do not divide it, or within an accumulation.
         """
-        of_one = self.train_micro_batch_size_per_gpu() * self.world_size
+        of_one = self.train_micro_batch_size_per_gpu() * self.data_parallel_size
         if train_batch_size < 1 or train_batch_size % of_one:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): expected a multiple of {of_one}, which is "
-                f"{self.train_micro_batch_size_per_gpu()} samples on each of {self.world_size} ranks"
+                f"{self.train_micro_batch_size_per_gpu()} samples on each of {self.data_parallel_size} ranks"
             )
         accumulation = train_batch_size // of_one
         if accumulation == self.gradient_accumulation_steps():

@@ -4,9 +4,17 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import deeptide.pipeline.engine
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
 
 
 class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine):  # type: ignore[misc, unused-ignore]
     """What deepspeed.initialize returns for a PipelineModule."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Not here yet: the schedule has the configuration's number of micro-batches."""
+        raise deeptide.pipeline.engine.PipelineError(
+            "set_train_batch_size: not supported yet with a pipeline; give gradient_accumulation_steps to initialize"
+        )

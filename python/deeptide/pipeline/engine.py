@@ -73,12 +73,12 @@ class PipelineEngine(Engine):
     @property
     def data_parallel_rank(self) -> int:
         """This rank's number among those of its stage, which train on other batches."""
-        return self._core.world().rank if self._stage is None else self._stage.data_rank
+        return self.world.rank if self._stage is None else self._stage.data_rank
 
     @property
     def data_parallel_size(self) -> int:
         """Ranks of each stage."""
-        return self._core.world().size if self._stage is None else self._stage.data_size
+        return self.world.size if self._stage is None else self._stage.data_size
 
     def is_first_stage(self) -> bool:
         """Whether this stage takes the inputs."""

@@ -39,7 +39,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
       board_(std::make_shared<world::FailureBoard>(world_, "deeptide/board/" + next_channel_name(world_, "board"),
                                                    milliseconds_of(config.runtime().error_grace_s))),
       host_(host::Host::find(data_.within(world_), "deeptide/host/" + next_channel_name(world_, "host"),
-                             may_share_memory(config), board_)),
+                             may_share_memory(config), board_, data_.ranks())),
       between_hosts_(config.runtime().shared_memory && !host_->holds_all()),
       links_(between_hosts_ ? std::make_shared<comm::LinkTimes>(ranks_of(*host_, data_)) : nullptr),
       control_(world_, data_, next_channel_name(world_, "control"), options(/*on_device=*/false)),

@@ -163,6 +163,8 @@ def on_own_data(world):
     model = PipelineModule(stages.layers(), num_stages=2, loss_fn=stages.loss_of, world=world)
     engine, _, loader, _ = deeptide.initialize(model=model, config=stages.config(1, 2), world=world, training_data=data)
     assert len(loader) == 4 and engine.train_batch_size() == 8
+    assert engine.mesh == {"pipe": 2, "data": 2} and "pipe=2 data=2" in engine.summary()
+    assert engine.data_parallel_rank == world.rank % 2
     return [engine.train_batch().item() for _ in range(3)]
 
 
@@ -236,5 +238,7 @@ def test_what_does_not_go_with_a_pipeline_is_refused(more, text):
 
 
 def test_a_plain_model_has_no_stages_yet():
+    plain = deeptide.initialize(model=torch.nn.Linear(2, 2), config=stages.config(1, 1, parallel={"pipeline": 1}))[0]
+    assert plain.mesh == {"pipe": 1, "data": 1} and plain.data_parallel_rank == 0
     with pytest.raises(deeptide.ConfigError, match=r"parallel\.pipeline is 2, and the model is no PipelineModule"):
         deeptide.initialize(model=torch.nn.Linear(2, 2), config=stages.config(1, 1, parallel={"pipeline": 2}))

@@ -140,7 +140,10 @@ def train_process(num_stages, stage, folder):
     engine, _, _, _ = deepspeed.initialize(
         model=model, config=stages.config(stage, GAS), model_parameters=list(model.parameters())
     )
-    assert engine.num_stages == num_stages and engine.data_parallel_rank == rank % data_size
+    assert engine.num_stages == num_stages and engine.get_data_parallel_rank() == rank % data_size
+    assert engine.dp_world_size == data_size and engine.train_batch_size() == stages.MICRO * GAS * data_size
+    with pytest.raises(RuntimeError, match="set_train_batch_size: not supported yet with a pipeline"):
+        engine.set_train_batch_size(64)
     given = stages.batches(rank % data_size, data_size, BEFORE + AFTER, GAS)
     losses = [engine.train_batch(data_iter=given).item() for _ in range(BEFORE)]
     engine.save_checkpoint(folder)
