@@ -36,13 +36,15 @@ def _compression_of(
             init_compression(model, config)
         is_on = True
     is_prepared = any("_compression" in module.__dict__ for module in model.modules())
-    if is_on != is_prepared:
+    if is_on and not is_prepared:
         raise ConfigError(
             f"{_COMPRESSION}: a technique is on, and the model was not prepared; call "
             "deeptide.compression.init_compression(model, config) before initialize"
-            if is_on
-            else f"{_COMPRESSION}: every technique is off, and init_compression prepared the model; give initialize "
-            "the configuration that init_compression got"
+        )
+    if is_prepared and not is_on:
+        raise ConfigError(
+            f"{_COMPRESSION}: every technique is off, and init_compression prepared the model; give initialize the "
+            "configuration that init_compression got"
         )
     if not is_on:
         return None

@@ -195,32 +195,29 @@ class PipelineEngine(Engine):
         """After a micro-batch's backward: reduces, and at a step's last one steps. Collective over the stage."""
         return Engine.step(self)
 
-    def _refuse(self, name: str) -> NoReturn:
-        raise PipelineError(f"{name}: a pipeline's engine has train_batch() and eval_batch(), which run all stages")
-
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here."""
-        self._refuse("forward")
+        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here."""
-        self._refuse("forward")
+        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here."""
-        self._refuse("backward")
+        raise PipelineError("backward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here."""
-        self._refuse("step")
+        raise PipelineError("step: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def join(self) -> NoReturn:
         """Not here."""
-        self._refuse("join")
+        raise PipelineError("join: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def rebuild(self) -> NoReturn:
         """Not here."""
-        self._refuse("rebuild")
+        raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here yet."""

@@ -150,7 +150,7 @@ def run_out(world):
     again = [engine.train_batch().item() for _ in range(2)]
     assert again[1] < again[0]
     for method in ("forward", "backward", "step", "__call__"):
-        with pytest.raises(PipelineError, match=r"has train_batch\(\) and eval_batch\(\)"):
+        with pytest.raises(PipelineError, match=r"by train_batch\(\) and eval_batch\(\)"):
             getattr(engine, method)(None)
 
 
