@@ -18,7 +18,7 @@ from programs import LOSS_SCALE, STATES, Setting, acts_of, is_packed, most_ranks
 
 import deeptide
 
-SLOW = 30  # seconds that an engine waits for a peer
+_limit, _comm_timeout = 0.0, 0.0  # seconds: for an act, for a peer
 kept = []  # what a script that simply ends still holds
 
 
@@ -109,7 +109,7 @@ def config_of(program, phase, setting, folder):
         "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
         **seen,
         "deeptide": {
-            "comm_timeout": SLOW,
+            "comm_timeout": _comm_timeout,
             "shared_memory": setting.shared,
             **states,
             **seen_by_own,
@@ -340,8 +340,14 @@ TOGETHER = {
 # -- a rank's process -------------------------------------------------------------------------------------------------
 
 
+def watch():
+    """Ends this process, saying where it is, unless it comes by again in time."""
+    faulthandler.dump_traceback_later(_limit, exit=True)
+
+
 def _result(rank, act):
     """("ok", values), or ("raised", type, text, whether the engine is of no use any more)."""
+    watch()
     try:
         return ("ok", rank.perform(act))
     except Exception as error:
@@ -388,8 +394,10 @@ def run(program, settings, number, size, port, folder):
         os.rename(file.name, os.path.join(folder, f"{setting}-{number}"))
 
 
-def main(program, settings, number, port, folder, limit):
-    faulthandler.dump_traceback_later(limit, exit=True)  # who hangs says where
+def main(program, settings, number, port, folder, limit, comm_timeout):
+    global _limit, _comm_timeout
+    _limit, _comm_timeout = limit, comm_timeout
+    watch()
     run(json.loads(program), settings, number, most_ranks(json.loads(program)), port, folder)
     sys.stdout.flush()
     if json.loads(program).get("end") == "return":

@@ -23,6 +23,9 @@ from zygote import Zygote  # noqa: E402
 
 import deeptide  # noqa: E402
 
+SLOW = 30  # seconds that an engine waits for a peer
+STUCK = 3 * SLOW  # and within which an act ends, with its error if need be: a longer one hangs
+_MOST_STUCK = 5  # times as long, all acts together
 _CALL = "import sys, json, on_engine; on_engine.main(*json.loads(sys.argv[1]))"
 
 
@@ -53,8 +56,8 @@ class Runner:
         self._store.set_timeout(datetime.timedelta(seconds=60))
 
     def run(self, program, settings, limit=None):
-        """limit: seconds until ranks count as hanging."""
-        limit = limit or self._patience * (60 + 5 * len(settings))
+        """limit: seconds within which each act ends; a rank of which one does not counts as hanging."""
+        limit = limit or self._patience * STUCK
         folder = tempfile.mkdtemp(prefix="deeptide-fuzz-")
         try:
             return self._run(program, settings, folder, limit)
@@ -67,7 +70,8 @@ class Runner:
             os.mkdir(os.path.join(folder, f"{setting}-checkpoints"))
         ranks, logs = [], [None] * size
         for number in range(size):
-            call = [json.dumps(program), list(map(str, settings)), number, self._store.port, folder, limit]
+            call = [json.dumps(program), list(map(str, settings)), number, self._store.port, folder]
+            call += [limit, self._patience * SLOW]
             ranks.append(self._zygotes[number % 2].start([_CALL, json.dumps(call)], self._environment))
         readers = [
             threading.Thread(target=lambda r=r: logs.__setitem__(r, ranks[r].communicate()), daemon=True)
@@ -75,7 +79,7 @@ class Runner:
         ]
         for reader in readers:
             reader.start()
-        deadline = time.monotonic() + limit + 10
+        deadline = time.monotonic() + limit * _MOST_STUCK + 10  # ranks end by themselves well before
         for reader in readers:
             reader.join(max(0.0, deadline - time.monotonic()))
         late = [r for r in range(size) if ranks[r].poll() is None]
