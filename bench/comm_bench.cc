@@ -38,7 +38,7 @@ constexpr double kWindow = 0.02;     // seconds
 constexpr int64_t kMaxCalls = 5000;  // in a window
 const comm::Site kSite{"benchmark", "a collective"};
 
-/// What every way of doing a collective works on. Sizes as in nccl-tests: all that a rank receives (all-gather), all
+/// The buffers of each way of doing a collective. Sizes as in nccl-tests: all that a rank receives (all-gather), all
 /// that it contributes (reduce-scatter, all-reduce).
 struct Bench {
   explicit Bench(const World& w, int64_t max_bytes)
@@ -121,7 +121,7 @@ void all_reduce_gloo(Bench& b, int64_t n) {
   b.c10d_gloo->allreduce(tensors)->wait(kTimeout);
 }
 
-/// What our groups do where no memory is shared: the sum is taken here, in rank order.
+/// Does what our groups do without shared memory: the sum is taken here, in rank order.
 void reduce_scatter_ordered(Bench& b, int64_t n) {
   const Tensor received = in_output(b, n);
   auto pending = b.gloo.all_to_all(received, b.input.narrow(0, 0, n));

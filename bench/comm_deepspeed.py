@@ -66,7 +66,7 @@ def main():
     if ShareMemCommBuilder().load().vector_kernel_level() < 1:
         arguments.result.write_text(json.dumps({"skipped": "its shared memory needs AVX2 for fp32"}))
         sys.exit(1)
-    # What deepspeed.comm.inference_all_reduce comes to, without what Python adds to a small message.
+    # Calls what deepspeed.comm.inference_all_reduce comes to, without what Python adds to a small message.
     all_reduce = torch.ops.deepspeed.inference_all_reduce_
     sizes = [int(size) for size in arguments.sizes.split(",")]
     try:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `make bench-gpu` trains, in plain torch: a decoder of GPT-2's or Llama's shape, checkpointed by block."""
+"""The model of `make bench-gpu`, in plain torch: a decoder of GPT-2's or Llama's shape, checkpointed by block."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Shape:
     gated: bool  # Llama's: RMSNorm, SwiGLU, rotary positions, no biases
 
     def flops_per_step(self):
-        """Of forward and backward, as MFU counts them: 6 per parameter in a matrix and token, and causal attention."""
+        """Flops of forward and backward, as MFU counts them: 6 per matrix parameter and token, and causal attention."""
         mlp = (3 if self.gated else 2) * self.width * self.hidden
         matrices = self.layers * (4 * self.width**2 + mlp) + self.width * self.vocabulary
         attention = self.layers * self.context * self.width  # twice T d for scores and values, half of it masked

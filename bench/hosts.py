@@ -73,7 +73,7 @@ def parse_arguments():
 
 
 def places(names, ranks):
-    """Where each rank runs, host by host."""
+    """The place of each rank, host by host."""
     environment = {
         "MASTER_ADDR": address_of(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0",
         "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks),

@@ -25,7 +25,7 @@ SET_UP_SECONDS = 180  # that a job may take besides its steps
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: the words before its command, and what its environment has of its own."""
+    """The place of a rank: the words before its command, and what its environment has of its own."""
 
     prefix: tuple = ()
     environment: dict | None = None

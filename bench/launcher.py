@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What launching costs: the command itself, the way to a script's first line, many ranks over hosts, a dead rank's end.
+"""The cost of launching: the command itself, the way to a script's first line, many ranks over hosts, a rank's end.
 
     sudo env PATH=$PWD/build/bin:$PATH python bench/launcher.py [--deepspeed PATH/TO/deepspeed] [--json FILE]
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader must know of the machine and the software to judge the figures."""
+"""Facts about the machine and the software that a reader needs to judge the figures."""
 
 import importlib.metadata
 import os

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel knows of the memory of this process, and of a whole job from outside, in bytes."""
+"""Memory of this process, and of a whole job from outside, by the kernel's count, in bytes."""
 
 import contextlib
 import os

@@ -45,7 +45,7 @@ def parse_arguments():
 
 
 def run_looked_at(command, timeout):
-    """As run_ranks, of a job of the launcher at which `deeptide top` looks now and then."""
+    """Runs ranks like run_ranks, in a job of the launcher at which `deeptide top` looks now and then."""
     launcher = shutil.which("deeptide", path=f"{output.ROOT / 'build' / 'bin'}{os.pathsep}{os.environ['PATH']}")
     if launcher is None:
         return {"skipped": "no deeptide command in build/bin or PATH"}
@@ -67,7 +67,7 @@ def run_looked_at(command, timeout):
 
 
 def interval(values):
-    """Of the median, with 95 %: what lies below and above half of as many coin tosses."""
+    """The 95 % interval of the median: what lies below and above half of as many coin tosses."""
     ordered, chance, at = sorted(values), 0.5 ** len(values), 0
     below = chance
     while below <= 0.025 and at < len(values) // 2:

@@ -29,7 +29,7 @@ def off_sections():
 
 
 def sections_of(observer, folder, steps):
-    """What an observer adds to the configuration."""
+    """The sections that an observer adds to the configuration."""
     to_files = {"enabled": True, "output_path": folder, "job_name": observer}
     found = {
         "nothing": {},

@@ -13,7 +13,7 @@ from jobs import run_ranks
 from memory import JobMemory
 
 WORKER = Path(__file__).with_name("optimizer_worker.py")
-# What a way's passes read and write for an element; that a processor reads a line before it writes it is not counted.
+# Bytes that a way's passes read and write for an element, without the lines that a processor reads before it writes.
 BYTES = {
     "bf16": {
         "Deeptide": 2 + 28,  # norm; update with sum, clip and cast

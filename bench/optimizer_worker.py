@@ -58,7 +58,7 @@ def parse_arguments():
 
 
 class Shard:
-    """What a mixed-precision step works on; the same memory for every way."""
+    """The memory of a mixed-precision step, the same for every way."""
 
     def __init__(self, numel):
         self.master = on_large_pages(numel, torch.float32, 1.0)
@@ -179,7 +179,7 @@ def sign_ways(shard):
 
 
 def staged_ways(shard, name, make_optimizer, first_step):
-    """As frameworks with an fp32 optimizer do it: a pass for each of widening, norm, clipping, update and cast."""
+    """The ways of frameworks with an fp32 optimizer: a pass for each of widening, norm, clipping, update and cast."""
     parameter = torch.nn.Parameter(shard.master)
     parameter.grad = shard.wide_gradient
     optimizer = make_optimizer([parameter])

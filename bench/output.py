@@ -18,7 +18,7 @@ def add_arguments(parser, name):
 
 
 def new_record():
-    """What every report says first; take it before the load of the benchmark itself shows."""
+    """The facts that every report says first; take it before the load of the benchmark itself shows."""
     program = f"bench/{Path(sys.argv[0]).name}"
     return {"command": shlex.join([program, *sys.argv[1:]]), "machine": machine.describe()}
 

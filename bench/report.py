@@ -92,7 +92,7 @@ def _section(precision, jobs):
 
 
 def _gain(jobs):
-    """What bf16 saves each contender, round by round."""
+    """The share that bf16 saves each contender, round by round."""
     groups = {}
     for job in jobs:
         by_precision = groups.setdefault((job["contender"], job["allocator"]), {"bf16": [], "fp32": []})

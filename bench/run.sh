@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# What `make bench` and its like call: sets the peers up once, then runs a benchmark: the script that the first argument
+# Serves `make bench` and its like: sets the peers up once, then runs a benchmark: the script that the first argument
 # names, or run.py; the other arguments are its own.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")

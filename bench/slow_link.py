@@ -84,7 +84,7 @@ def measure(options):
 
 
 def run_job(case, options):
-    """What the slower rank measured."""
+    """The figures that the slower rank measured."""
     with slow_hosts(options.rate, WORLD) as names, tempfile.TemporaryDirectory(prefix="deeptide-bench-") as folder:
         ranks, results = [], [Path(folder, f"{rank}.json") for rank in range(WORLD)]
         for rank, name in enumerate(names):

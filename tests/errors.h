@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a call throws, as text.
+// Catches what a call throws, as text.
 #pragma once
 
 #include <functional>

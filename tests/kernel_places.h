@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where a kernel's tests run it: its bodies on the host, always, and the kernel itself where there is a GPU.
+// Runs a kernel's tests where it can: its bodies on the host, always, and the kernel itself where there is a GPU.
 #pragma once
 
 #include <ATen/Context.h>

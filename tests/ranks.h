@@ -73,7 +73,7 @@ inline std::vector<std::string> errors_of_ranks(int size, const RankMain& rank_m
   return errors;
 }
 
-/// As above, for ranks that must all succeed. Errors: RuntimeError with every failed rank's number and text.
+/// Runs ranks that must all succeed. Errors: RuntimeError with every failed rank's number and text.
 inline void run_ranks(int size, const RankMain& rank_main, std::chrono::seconds timeout = std::chrono::seconds(120)) {
   const auto errors = errors_of_ranks(size, rank_main, timeout);
   std::string text;

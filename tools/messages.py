@@ -31,7 +31,7 @@ class Message:
 
 # --- C++ ---
 
-# What throws, and how many arguments precede the text.
+# The calls that throw, and how many arguments precede the text.
 _CHECKS = {"TORCH_CHECK": 1, "TORCH_CHECK_VALUE": 1, "TORCH_CHECK_INDEX": 1, "TORCH_CHECK_WITH": 2}
 # Functions that take or make the text of an error, besides those that are [[noreturn]].
 _MAKERS = {"explain", "bad", "blame", "problems.add", "problems_.add", "lines.push_back", "not_yet_text"}
@@ -73,7 +73,7 @@ def _tokens(source: str) -> list[_Token]:
 
 
 def _end(tokens: list[_Token], begin: int, closing: str) -> int:
-    """Of the expression that begins at `begin`: the index of the `closing` sign outside of all brackets."""
+    """The index of the `closing` sign outside of all brackets, in the expression that begins at `begin`."""
     depth = 0
     for at in range(begin, len(tokens)):
         sign = tokens[at].text if tokens[at].kind == "sign" else ""
@@ -117,7 +117,7 @@ def _assigned(tokens: list[_Token], at: int, name: str) -> str:
 
 
 def _frame(tokens: list[_Token], at: int) -> str | None:
-    """What the function that is defined at the token `at` puts around the text it is given; None: no definition."""
+    """The text that the function defined at the token `at` puts around the one it is given; None: no definition."""
     if tokens[at + 1].text == "=" and tokens[at + 2].text == "[":  # a lambda
         at = _end(tokens, at + 2, "{")
     elif tokens[at + 1].text == "(" and not _is_call(tokens, at):
@@ -170,7 +170,7 @@ class _Cpp:
         return _Source(path, tokens, frames)
 
     def _frame_of(self, source: _Source, name: str) -> str:
-        """As defined in this file, or else in one of its layer."""
+        """The frame as defined in this file, or else in one of its layer."""
         if name in source.frames:
             return source.frames[name]
         layer = source.path.relative_to(ROOT).parts[:2]
@@ -292,7 +292,7 @@ def _python_messages(path: Path) -> list[Message]:
 
 
 def messages() -> list[Message]:
-    """Of the library, its module and its front."""
+    """The messages of the library, its module and its front."""
     files = [path for room in ("src", "python", "include") for path in sorted((ROOT / room).rglob("*"))]
     found = _Cpp([path for path in files if path.suffix in (".cc", ".h", ".inl", ".cu")]).messages()
     for path in files:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel needs, for scikit-build-core: numpy, and the minor version of torch that it is built against."""
+"""Tells scikit-build-core what a wheel needs: numpy, and the minor version of torch that it is built against."""
 
 from importlib.metadata import version
 
@@ -14,5 +14,5 @@ def dynamic_metadata(field: str, settings: dict[str, object]) -> list[str]:
 
 
 def get_requires_for_dynamic_metadata(settings: dict[str, object]) -> list[str]:
-    """What this file needs besides the build requirements: nothing."""
+    """The needs of this file besides the build requirements: none."""
     return []

@@ -9,7 +9,7 @@ SWAP_FOLDER = output.ROOT / "runs" / "nvme"  # on the drive to be measured
 
 
 def _with_states_in_files(config):
-    """As DeepSpeed's tutorials set it for speed: reads and writes overlap the update, in large blocks."""
+    """The settings of DeepSpeed's tutorials for speed: reads and writes overlap the update, in large blocks."""
     SWAP_FOLDER.mkdir(parents=True, exist_ok=True)
     config["zero_optimization"]["offload_optimizer"] = {
         "device": "nvme",

@@ -42,7 +42,7 @@ def make_model(width=16):
 
 
 def _shape(kind, x, y):
-    """Where a shape of one size covers the plane; x and y are -1 to 1 across it."""
+    """The points that a shape of one size covers; x and y are -1 to 1 across the plane."""
     far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
     radius = (x.square() + y.square()).sqrt()
     inside = far < 1

@@ -65,7 +65,7 @@ class Windows:
 
 
 def load_corpus(data: str | None, context: int) -> tuple[Windows, Windows]:
-    """What is learnt from, and the last part, held out. `data`: a file or folder; None: the standard library."""
+    """The text to learn from, and the last part, held out. `data`: a file or folder; None: the standard library."""
     root = Path(data) if data else standard_library()
     text = read_text(root)
     cut = int(len(text) * (1 - HELD_OUT))

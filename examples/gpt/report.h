@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What rank 0 shows and writes down: progress, the losses of every step, the summary. The twin of report.py.
+// Shows and writes down rank 0's view of a run: progress, the losses of every step, the summary. The twin of report.py.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace gpt {
 
 inline constexpr double kTemperature = 0.5;  // of the sample at the end: likely bytes, and not only the likeliest
 
-/// What stays the same during a run; the first line of losses.jsonl.
+/// The facts that stay the same during a run; the first line of losses.jsonl.
 struct Run {
   int64_t parameters = 0;
   int ranks = 1;
@@ -35,7 +35,7 @@ class Report {
   void held_out(int64_t step, double loss);
   void say(const std::string& text);
   void end_of_training(int64_t step);
-  /// What one would show a friend.
+  /// Prints the page that one would show a friend.
   void summary(const std::string& sample, const std::vector<deeptide::MemoryLine>& memory,
                const std::string& checkpoint);
 

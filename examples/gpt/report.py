@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 shows and writes down: progress, the losses of every step, the summary. report.cc is its twin."""
+"""Shows and writes down rank 0's view: progress, the losses of every step, the summary. report.cc is its twin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same during a run; the first line of losses.jsonl."""
+    """The facts that stay the same during a run; the first line of losses.jsonl."""
 
     parameters: int
     ranks: int
@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model wrote, the prompt included, and how it was asked."""
+    """The text that the model wrote, the prompt included, and how it was asked."""
 
     prompt: bytes
     temperature: float
@@ -143,7 +143,7 @@ class Report:
                 self.bar.close()
 
     def summary(self, sample: Sample, memory: list, checkpoint: str) -> None:
-        """What one would show a friend."""
+        """Prints the page that one would show a friend."""
         if not self.shown:
             return
         self.losses.write(json.dumps(sample.record(self.start + self.steps_done)) + "\n")

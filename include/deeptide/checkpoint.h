@@ -67,7 +67,7 @@ class DEEPTIDE_API CheckpointReader {
   std::shared_ptr<const Parts> parts_;
 };
 
-/// What a tensor's finite elements are like; truth values count as 0 and 1, complex numbers by their parts.
+/// Statistics of a tensor's finite elements; truth values count as 0 and 1, complex numbers by their parts.
 struct CheckpointStatistics {
   double least = 0.0, most = 0.0, mean = 0.0, norm = 0.0;
   int64_t num_finite = 0, num_others = 0;
@@ -97,7 +97,7 @@ DEEPTIDE_API std::vector<CheckpointSummary> list_checkpoints(const std::string& 
 DEEPTIDE_API std::vector<std::string> verify_checkpoint(const std::string& directory, const std::string& tag = "",
                                                         const CheckpointProgress& progress = {});
 
-/// What differs between two checkpoints in one tensor.
+/// The difference between two checkpoints in one tensor.
 struct CheckpointDifference {
   enum class Kind : uint8_t { only_first, only_second, shape, dtype, values };
   std::string name, role;

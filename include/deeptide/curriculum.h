@@ -80,7 +80,7 @@ class DEEPTIDE_API RandomLtdSchedule {
   int64_t at(int64_t step) const;
   /// Moves to `step`, counting from 0, and returns its number of tokens; a step counts its tokens once.
   int64_t update(int64_t step);
-  /// What `update` of steps 0 to `steps` - 1 would count from here; changes nothing.
+  /// The tokens that `update` of steps 0 to `steps` - 1 would count from here; changes nothing.
   int64_t layer_tokens_after(int64_t steps) const;
   const Numbers& numbers() const { return numbers_; }
   Position position() const { return position_; }

@@ -34,7 +34,7 @@ class DEEPTIDE_API IndexedDataset {
   /// Row lengths, in numbers.
   std::span<const std::byte> lengths_bytes() const;
   int64_t length(int64_t row) const;
-  /// Where each document begins, in rows.
+  /// The first row of each document.
   std::vector<int64_t> documents() const;
   /// The bytes of a row, `length(row)` numbers of `type()`; they live as long as a copy of this object.
   /// Errors: ValueError for a row that is not there.

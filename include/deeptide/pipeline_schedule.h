@@ -61,7 +61,7 @@ struct StageCosts {
 struct DEEPTIDE_API SimulatedStep {
   double time = 0.0;         // until the last stage is done
   std::vector<double> idle;  // of each stage, within `time`
-  /// Of each stage: most activations alive at once, counted in chunks of micro-batches: from a forward until its
+  /// By stage: most activations alive at once, counted in chunks of micro-batches: from a forward until its
   /// backward, or until its backward of weights.
   std::vector<int> peak_activations;
   /// The share of all stages' time in which they wait.

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine tells about its steps: times, collectives, scalars for monitors. Needs no torch.
+// Reports an engine's steps: times, collectives, scalars for monitors. Needs no torch.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What others saved: weights in files of safetensors and torch, as Transformers writes them; DeepSpeed's checkpoints.
+// Reads what others saved: weights in files of safetensors and torch, in Transformers' layout; DeepSpeed's checkpoints.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,7 +58,7 @@ DEEPTIDE_API LoadedWeights load_weights(torch::nn::Module& model, const std::str
 DEEPTIDE_API LoadedWeights load_weights(const std::vector<NamedTensor>& targets, const std::string& path,
                                         bool strict = true);
 
-/// What torch.load would read from a file, as JSON {"values": {"root": …}, "notes": …, "left_out": […]}; nothing that
+/// Values that torch.load would read, as JSON {"values": {"root": …}, "notes": …, "left_out": […]}; no code that
 /// the file names is run, and small tensors are there in full. Errors: CheckpointError naming what is malformed.
 DEEPTIDE_API std::string describe_torch_file(const std::string& path);
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers: DeepSpeed's names for its configuration, its counters and the last step's outcome."""
+"""Answers an engine's questions: DeepSpeed's names for its configuration, its counters and the last step's outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """What can be asked of an engine at any time, without the other ranks."""
+    """Answers that an engine gives at any time, without the other ranks."""
 
     world: _C.World
     optimizer: DeeptideOptimizer | None
@@ -33,7 +33,7 @@ class Answers:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device where the model computes."""
         return self._core.device()
 
     @property
@@ -133,7 +133,7 @@ class Answers:
 
     @property
     def cur_scale(self) -> float:
-        """What the next backward multiplies its loss by; 1 without fp16."""
+        """The factor of the next backward's loss; 1 without fp16."""
         return self._core.loss_scale()
 
     def gradient_clipping(self) -> float:

@@ -87,7 +87,7 @@ def scheduler_of(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """As DeepSpeed has it: (the section "scheduler", None), or (None, why there is none)."""
+    """Returns, like DeepSpeed's, (the section "scheduler", None), or (None, why there is none)."""
     try:
         section = scheduler_of(args)
     except ValueError as error:
@@ -96,7 +96,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """As DeepSpeed has it: (the learning rate to give the optimizer, ""), or (None, what the section lacks)."""
+    """Returns, like DeepSpeed's, (the learning rate to give the optimizer, ""), or (None, what the section lacks)."""
     if "type" not in config or "params" not in config:
         return None, 'a scheduler section needs "type" and "params"'
     names = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr", "WarmupLR": "warmup_max_lr"}

@@ -45,7 +45,7 @@ def _device() -> torch.device:
 
 
 def _row(collective: str, times: _C.CollectiveTimes, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What a line tells; bandwidths are of the median time, as nccl-tests define them."""
+    """The fields of one line; bandwidths are of the median time, as nccl-tests define them."""
     middle = median(times.seconds)
     algorithm = times.bytes / middle / 1e9 * (8 if options.bw_unit == "Gbps" else 1)
     return {

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python front adds to a checkpoint: client and extra state, a caller's schedule, the data position."""
+"""Adds the Python front's part to a checkpoint: client and extra state, a caller's schedule, the data position."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _restored(value: Any, kind: str, note: list[Any]) -> Any:
 
 
 def _restore_notes(value: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
-    """What JSON had to write in another way, as it was: tensors, numpy's arrays, integer keys, tuples."""
+    """Restores values that JSON had to write in another way: tensors, numpy's arrays, integer keys, tuples."""
     found: list[tuple[list[str | int], str, list[Any]]] = []
     for kind in ("tensors", "arrays"):
         found += [(path, kind, rest) for path, *rest in notes.get(kind, ())]

@@ -145,7 +145,7 @@ def _describe_pieces(cut: Any, graph: Any) -> None:
 
 
 def _piece_compiler(cut: fx.GraphModule, backend: _Backend, fake_mode: Any) -> fx.Interpreter:
-    """What torch compiles the pieces of a DDP model with, but for a context of its own for each piece.
+    """Returns the class by which torch compiles the pieces of a DDP model, with a context of its own for each piece.
 
     Backward graphs are compiled when they first run. torch counts them down from the last piece in one context for all,
     and would take another piece's description where a piece needs no backward.

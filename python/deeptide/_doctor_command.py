@@ -30,7 +30,7 @@ _FAR = 2.0  # times as long as the machine needs: then something else limits
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes on the rank that is busy longest. Units: seconds, bytes; zeros where nothing was told."""
+    """The parts of a step on the rank that is busy longest. Units: seconds, bytes; zeros where nothing was told."""
 
     total: float
     computing: float  # the optimizer included
@@ -46,14 +46,14 @@ class Step:
     dtype: str = "float32"
 
 
-# What a live job says, and a record: the fields of Step.
+# The names that a live job and a record give the fields of Step.
 _LIVE = {"total": "total_s", "computing": "computing_s", "optimizer": "optimizer_s", "waiting": "waiting_s"}
 _LIVE |= {"files": "files_s", "data": "data_s"}
 _TIMES = tuple(_LIVE)
 
 
 def step_of_record(run: Run) -> Step:
-    """Of the record's last line about all ranks. Errors: ValueError if it has none."""
+    """The step in the record's last line about all ranks. Errors: ValueError if it has none."""
     line = next((line for line in reversed(run.steps) if line.get("ranks")), None)
     if line is None:
         raise ValueError(f"deeptide doctor: the record of '{run.name}' tells no times: train for more steps")
@@ -72,7 +72,7 @@ def step_of_record(run: Run) -> Step:
 
 
 def step_of_pages(pages: list[dict[str, Any]]) -> Step:
-    """Of what `deeptide top --json` printed, whose ranks have all told of a step."""
+    """The step in pages that `deeptide top --json` printed, whose ranks have all told of one."""
     told = [[rank["last_step"] for rank in page["ranks"]] for page in pages]
     ranks = [{name: mean(page[i][key] for page in told) for name, key in _LIVE.items()} for i in range(len(told[0]))]
     busiest = max(range(len(ranks)), key=lambda i: ranks[i]["total"] - ranks[i]["waiting"])

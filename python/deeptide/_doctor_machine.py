@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine does, for `deeptide doctor JOB`: products, a triad and the link, by ranks at once; the drive."""
+"""Measures this machine for `deeptide doctor JOB`: products, a triad and the link, by ranks at once; the drive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Machine:
-    """Of one rank, while as many as the job has here do the same. Units: per second; zeros: not measured."""
+    """Rates of one rank, while as many as the job has here do the same. Units: per second; zeros: not measured."""
 
     flops: float
     memory_bytes: float

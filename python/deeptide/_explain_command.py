@@ -34,7 +34,7 @@ class Match:
 
 
 def read_headings(page: str) -> list[Heading]:
-    """Of the page's Markdown. A title in quotes is a part of a message; a block of `text` below it lists more."""
+    """Reads the page's Markdown. A title in quotes is a part of a message; a block of `text` below it lists more."""
     headings = []
     for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
         title, _, text = re.split(r"^## ", section, maxsplit=1, flags=re.MULTILINE)[0].partition("\n")

@@ -70,7 +70,7 @@ def _save(value: object, *path: str) -> None:
 
 
 def _model_states(reader: CheckpointReader, state: dict[str, Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What DeepSpeed reads beside the tensors: counters, schedule, the program's own state."""
+    """The values that DeepSpeed reads beside the tensors: counters, schedule, the program's own state."""
     client_state = json.loads(reader.client_state_json)
     client_state.pop("__deeptide__", None)
     return {
@@ -150,7 +150,7 @@ class _ReadLater(dcp.DefaultSavePlanner):
         return super().lookup_object(index) if tensor is None else self._reader.read(tensor)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """As the base class, counting."""
+        """Counts, and does as the base class."""
         data = super().resolve_data(write_item)
         if write_item.index.fqn in self._tensors:
             self._meter.add(self._tensors[write_item.index.fqn])

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What modules keep beside parameters and buffers: torch's get_extra_state and set_extra_state, under torch's names."""
+"""Saves modules' state beside parameters and buffers: torch's get_extra_state and set_extra_state, by torch's names."""
 
 from __future__ import annotations
 

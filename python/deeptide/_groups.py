@@ -152,7 +152,7 @@ def _plain_groups(parameters: ParametersSource) -> list[ParamGroup]:
 
 
 def _numbers_in(groups: list[ParamGroup]) -> list[tuple[str, str, int, bool, float]]:
-    """What a group's keys hold in numbers: (name, key, place in the key's tuple or -1, whether a flag, the first's)."""
+    """The numbers in a group's keys: (name, key, place in the key's tuple or -1, whether a flag, the first's)."""
     numbers: list[tuple[str, str, int, bool, float]] = []
     for key, value in groups[0].items():
         values = [group.get(key) for group in groups]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `deeptide checkpoint import` runs: DeepSpeed's checkpoints into Deeptide's, without model or group."""
+"""Runs `deeptide checkpoint import`: DeepSpeed's checkpoints into Deeptide's, without model or group."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Schedules:
             self.compression.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the step alone."""
+        """The state that does not follow from the step alone."""
         state: dict[str, Any] = {}
         if self.curriculum is not None:
             state["curriculum"] = self.curriculum.current
@@ -179,7 +179,7 @@ class LessWork:
         self._curriculum_loader().set_custom_curriculum_learning_schedule(schedule_func_dict)
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """What the curriculum's loader makes of a batch and the sampler's state before it gives it."""
+        """Changes each batch of the curriculum's loader, with the sampler's state, before it is given out."""
         self._curriculum_loader().post_process = post_process_func
 
     def _curriculum_loader(self) -> Any:

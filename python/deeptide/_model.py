@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the core needs to know of a Python model."""
+"""Describes a Python model to the core."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def parameter_names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the model's parameters are; the engine works there."""
+    """The device of the model's parameters; the engine works there."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -54,7 +54,7 @@ def describe(model: torch.nn.Module) -> _C.ModelDescription:
 
 
 def _wanted_in_fp32(path: str, module: torch.nn.Module) -> Iterator[tuple[str, str, bool]]:
-    """What a class of Transformers names for fp32, in every 16-bit type or only in fp16."""
+    """The modules that a class of Transformers names for fp32, in every 16-bit type or only in fp16."""
     for attribute, fp16_only in (("_keep_in_fp32_modules_strict", False), ("_keep_in_fp32_modules", True)):
         names = vars(module).get(attribute) or getattr(type(module), attribute, None) or ()
         yield from ((path, name, fp16_only) for name in sorted(names))

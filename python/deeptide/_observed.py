@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine shows of its steps: monitors, timers, the flops profiler. Nothing here changes a number."""
+"""Observes an engine's steps: monitors, timers, the flops profiler. Nothing here changes a number."""
 
 from __future__ import annotations
 

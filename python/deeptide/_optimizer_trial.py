@@ -17,7 +17,7 @@ from deeptide._C import ConfigError
 _SHAPES = ((6, 4), (5,))
 _STEPS = 10
 _RATE = 1e-2  # at the program's own, of a fine-tuning or a warm-up's begin, little moves or nothing
-# Of the largest update. Kernels may round the last elements of a tensor differently, and states may be fp32; what looks
+# Shares of the largest update. Kernels may round a tensor's last elements differently, states may be fp32; a rule that
 # beyond elements differs by more, a weight decay of 0.01 % included.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
@@ -68,7 +68,7 @@ def why_whole(optimizer: torch.optim.Optimizer) -> str:
 
 
 def kept_elsewhere(optimizer: torch.optim.Optimizer) -> str:
-    """Where it keeps what changes from step to step outside of its `state`; empty if nowhere.
+    """The attribute that changes from step to step outside of its `state`; empty if none.
 
     Neither checkpoints nor rewinds find it there. Numbers in groups are hyper-parameters, which they have.
     """

@@ -36,12 +36,12 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one rank's memory, in its largest phase."""
+        """Bytes of one rank's memory, in its largest phase."""
         return max(self.phases.values())
 
     @property
     def host_bytes(self) -> int:
-        """Of the memory of a host, with all its ranks and their devices."""
+        """Bytes of a host's memory, with all its ranks and their devices."""
         off_device = sum(line.off_device_bytes for line in self.core.lines)
         return (self.peak_bytes + off_device) * self.core.ranks_per_host
 
@@ -85,7 +85,7 @@ def plan(
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
 ) -> MemoryPlan:
-    """What `initialize` with these arguments would take on each of `world_size` ranks; nothing is allocated.
+    """The memory that `initialize` with these arguments would take on each of `world_size` ranks; nothing is allocated.
 
     model: as for initialize; built under zero.Init it takes no memory itself. ranks_per_host: all, unless given.
     Errors: ConfigError, as initialize raises where it follows from model and configuration.
@@ -101,7 +101,7 @@ def _described(
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
 ) -> tuple[_C.ModelDescription, _C.InitOptions]:
-    """What the core needs to know of the model and of its optimizer."""
+    """The core's description of the model and of its optimizer."""
     model = check_model(model)
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     groups = chosen.core_groups(config) if chosen is not None else []

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does that a scheduler asks to go: all ranks save at one step, and the program ends with a code."""
+"""Ends a run that a scheduler asks to go: all ranks save at one step, and the program ends with a code."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _in_place(live: list[ParamGroup], now: list[ParamGroup]) -> list[ParamGroup]
 def _group_for(
     parameter: torch.Tensor, groups: list[ParamGroup], plan: OptimizerPlan, model: torch.nn.Module, config: Any
 ) -> int:
-    """Where a new parameter belongs, of groups that were made for all parameters; Muon has two kinds."""
+    """The group of a new parameter, among groups that were made for all parameters; Muon has two kinds."""
     if "use_muon" not in keys_of(plan.info):
         return 0
     muon = choice_of(model, bool(config.optimizer.defaults["use_muon"]))(parameter)

@@ -8,7 +8,7 @@ import inspect
 
 from torch import nn
 
-# As Transformers 5 and 4 call it: methods NAME_enable() and NAME_disable(), and the attribute is_NAME.
+# Transformers 5's name and 4's: methods NAME_enable() and NAME_disable(), and the attribute is_NAME.
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")
 
 

@@ -164,7 +164,7 @@ def _stacked(title: str, steps: Sequence[int], series: _Series, label: Callable[
 
 
 def _time_chart(run: Run, title: str) -> str:
-    """Where each step's time went."""
+    """Charts where each step's time went."""
     lines = [line for line in run.steps if line["times"]["total"] > 0]
     if not lines:
         return ""
@@ -173,7 +173,7 @@ def _time_chart(run: Run, title: str) -> str:
 
 
 def _memory_over_time(run: Run, title: str) -> str:
-    """What each role held as a step ended."""
+    """Charts what each role held as a step ended."""
     lines = [line for line in run.steps if line.get("memory")]
     roles = sorted({role for line in lines for role in line["memory"]})
     if not roles:

@@ -30,7 +30,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def _shift(trace: dict[str, Any], first: dict[str, Any]) -> float:
-    """What to add to a rank's times, in us: ranks leave each exchange of a step at nearly the same moment.
+    """Microseconds to add to a rank's times: ranks leave each exchange of a step at nearly the same moment.
 
     Ranks of one kernel share its clock and need nothing.
     """

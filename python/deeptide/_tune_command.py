@@ -103,7 +103,7 @@ def set_argument(arguments: list[str], name: str, value: object) -> list[str]:
 
 
 def _merge(into: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """As Config.merged does: null removes."""
+    """Merges like Config.merged: null removes."""
     merged = dict(into)
     for key, value in patch.items():
         if value is None:
@@ -116,12 +116,12 @@ def _merge(into: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _switch(attempt: Attempt) -> dict[str, Any]:
-    """What a run is told of recomputation; nothing where the script's own counts."""
+    """The words that tell a run of recomputation; none where the script's own counts."""
     return {} if attempt.recomputes is None else {"recomputes": attempt.recomputes}
 
 
 def _call_of(recomputes: bool) -> str:
-    """What the script calls before initialize, as no configuration holds it."""
+    """The call that the script makes before initialize, as no configuration holds it."""
     return f"model.gradient_checkpointing_{'enable' if recomputes else 'disable'}()"
 
 

@@ -31,7 +31,7 @@ _MOST_BYTES = 2**62  # the search compares with the machine, which the survey's 
 
 
 class TuningRun:
-    """What the script's first engine is for. `wanted`: the words of `deeptide._tune_command`."""
+    """The purpose of the script's first engine. `wanted`: the words of `deeptide._tune_command`."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self.wanted = wanted

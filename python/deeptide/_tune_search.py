@@ -67,7 +67,7 @@ class Attempt:
         return ", ".join(words)
 
     def patch(self, world: int) -> dict[str, Any]:
-        """What it changes in the script's configuration."""
+        """The changes to the script's configuration."""
         patch: dict[str, Any] = self.batch.patch(world) | json.loads(json.dumps(self.setting.patch))
         if self.more:
             patch.setdefault("zero_optimization", {}).update(self.more)
@@ -279,7 +279,7 @@ class Search:
         return 1 / attempt.result["step_s"] if latency else float(attempt.result["samples_per_s"])
 
     def _why_not(self, attempt: Attempt) -> str:
-        """What the plan, and the activations of an earlier run, say against it."""
+        """The reason that the plan, and the activations of an earlier run, give against it."""
         if attempt.setting.why_not:
             return attempt.setting.why_not
         scope, limit = ("rank", self.survey["device_bytes"]) if self.survey["device_bytes"] else ("host", 0)
@@ -295,7 +295,7 @@ class Search:
         return ""
 
     def _activations(self, micro: int, recomputes: bool | None) -> int:
-        """Of a rank, as the run with the nearest micro-batch had them; they grow with it."""
+        """A rank's bytes, as the run with the nearest micro-batch had them; they grow with it."""
         alike = [row for row in self.rows if row.recomputes == recomputes]
         measured = [row for row in alike if row.result is not None and row.result["follows"]]
         if not measured:
@@ -314,7 +314,7 @@ class Search:
 
 
 def table(search: Search) -> str:
-    """What was tried, what came of it and why."""
+    """A table of what was tried, what came of it and why."""
     head = f"{'':2}{'configuration':<54}{'batch':>9}{'step':>11}{'samples/s':>12}{'memory':>10}  "
     rows = [head + "why"]
     for row in search.rows:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What others saved: weights of Hugging Face folders, checkpoints of DeepSpeed."""
+"""Loads what others saved: weights of Hugging Face folders, checkpoints of DeepSpeed."""
 
 from __future__ import annotations
 

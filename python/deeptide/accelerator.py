@@ -176,7 +176,7 @@ class Accelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What models may be in."""
+        """The types that models may be in."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def is_triton_supported(self) -> bool:

@@ -90,7 +90,7 @@ def verify(folder: _Folder, tag: str | None = None) -> list[str]:
 
 
 def diff(first: CheckpointReader | _Folder, second: CheckpointReader | _Folder) -> list[CheckpointDifference]:
-    """What differs between two checkpoints, tensor by tensor; empty when all are equal."""
+    """The differences between two checkpoints, tensor by tensor; empty when all are equal."""
     one, other = (item if isinstance(item, CheckpointReader) else open(item) for item in (first, second))
     with _bar("compare") as progress:
         return _C.compare_checkpoints(one, other, progress)

@@ -33,7 +33,7 @@ def _from_args(args: object) -> ConfigSource | None:
 
 
 def _why_not_json(key: str, value: object, depth: int = 0) -> str | None:
-    """What of a value JSON cannot hold, by its dotted key; None: it can hold all of it."""
+    """Names the part of a value that JSON cannot hold, by its dotted key; None: it can hold all of it."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"config key {key!r}: got {value}, expected a finite number"
     inner: Iterable[tuple[Any, Any]] = ()

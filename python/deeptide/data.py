@@ -57,7 +57,7 @@ class _Seeded(torch.utils.data.Dataset[Any]):
 
 
 class _SeededFetches(_Seeded):
-    """Of one that fetches several samples at once: their numbers follow the first of them."""
+    """A dataset that fetches several samples at once: their numbers follow the first of them."""
 
     def __getitems__(self, items: list[tuple[int, int]]) -> Any:
         _seed_generators(items[0][1])
@@ -166,7 +166,7 @@ class DataLoader:
         return self._epoch, self._batch
 
     def set_position(self, epoch: int, batch: int = 0) -> None:
-        """Where the next iteration begins. One that is under way goes on from there, to the end of that epoch."""
+        """Sets where the next iteration begins. One that is under way goes on from there, to the end of that epoch."""
         self._epoch, self._batch, self._begun = epoch, batch, False
 
     def state_dict(self) -> dict[str, int]:

@@ -41,7 +41,7 @@ class ModuleProfile:
 
     @property
     def flops(self) -> int:
-        """Of forward."""
+        """Flops of forward."""
         return 2 * self.macs
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class FlopsProfiler:
         self.stop_profile()
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Of the model's forward."""
+        """Flops of the model's forward."""
         flops = self.profile().flops
         return to_text(flops) if as_string else flops
 

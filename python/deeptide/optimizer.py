@@ -73,7 +73,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the next backward multiplies its loss by; 1 without fp16."""
+        """The factor of the next backward's loss; 1 without fp16."""
         return self._live_engine().cur_scale
 
     cur_scale = loss_scale  # DeepSpeed has both names

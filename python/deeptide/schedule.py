@@ -85,7 +85,7 @@ def _is_client(schedule: object) -> bool:
 
 
 def _signature(schedule: Any) -> inspect.Signature | None:
-    """Of its step(); None where there is none to be had."""
+    """The signature of its step(); None where there is none to be had."""
     try:
         return inspect.signature(schedule.step)
     except (TypeError, ValueError):

@@ -81,7 +81,7 @@ class SynchronizedWallClockTimer:
             return passed
 
         def mean(self) -> float:
-            """Of what was recorded, without the largest and smallest tenths."""
+            """The mean of what was recorded, without the largest and smallest tenths."""
             return trim_mean(self.records, 0.1)
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What the device has in use, in GiB."""
+        """The memory that the device has in use, in GiB."""
         accelerator, gib = get_accelerator(), 1 << 30
         in_use, most = accelerator.memory_allocated() / gib, accelerator.max_memory_allocated() / gib
         return f" | mem_allocated: {in_use:.4f} GB | max_mem_allocated: {most:.4f} GB"

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What is observed of a run: step times, collectives, scalars, counted operators, and the sections that ask for them.
+// Binds what is observed of a run: step times, collectives, scalars, counted operators, and their sections.
 #include <memory>
 
 #include "bindings.h"

@@ -47,7 +47,7 @@ BackgroundSave::~BackgroundSave() {
   if (thread_.joinable()) thread_.join();
 }
 
-/// Where the system has no thread to give, the caller does the work.
+/// The caller does the work when the system has no thread to give.
 template <typename Work>
 void BackgroundSave::run(SavePhase busy, SavePhase done, Work work) {
   if (thread_.joinable()) thread_.join();

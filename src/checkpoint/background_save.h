@@ -18,7 +18,7 @@
 
 namespace deeptide::checkpoint {
 
-/// What a save writes and where to; equal on all ranks but for `snapshot`.
+/// The contents and the place of a save; equal on all ranks but for `snapshot`.
 struct SavePlan {
   SaveTarget target;
   Snapshot snapshot;

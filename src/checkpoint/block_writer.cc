@@ -26,7 +26,7 @@ BlockWriter::BlockWriter(const std::string& path, int64_t buffer_bytes)
 
 BlockWriter::~BlockWriter() { queue_.reset(); }
 
-/// Where the next bytes go.
+/// The place of the next bytes.
 char* BlockWriter::room() {
   Block& block = blocks_[current_];
   if (!block.memory) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where a checkpoint's folders and files are, and which tags may name them.
+// Names a checkpoint's folders and files, and the tags that may name them.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 
 namespace deeptide::checkpoint {
 
-/// Where the elements of a wanted region go, by their position in it.
+/// Takes the elements of a wanted region, by their position in it.
 class ElementSink {
  public:
   virtual ~ElementSink() = default;
@@ -26,7 +26,7 @@ class ElementSink {
 /// Errors: CheckpointError that names tensor, elements and file when a block is not the one that was saved.
 void read_shared(const File& file, const Logical& saved, const Extent& extent, const Region& wanted, ElementSink& sink);
 
-/// Of an extent with hashes; 0 without.
+/// The number of an extent's hashed blocks; 0 without hashes.
 int64_t num_hashed_blocks(const Extent& extent);
 /// Reads the blocks `first`, `first + stride`, … of the extent and compares them with their hashes. Errors: likewise.
 void verify_blocks(const File& file, const Logical& saved, const Extent& extent, int64_t first, int64_t stride);

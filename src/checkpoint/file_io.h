@@ -68,7 +68,7 @@ bool move_quietly(const std::string& from, const std::string& to) noexcept;
 /// Removes a file or a tree; what cannot be removed stays.
 void remove_quietly(const std::string& path) noexcept;
 
-/// Where replace_folder() keeps the old folder when the new one takes its place in two steps.
+/// The path where replace_folder() keeps the old folder when the new one takes its place in two steps.
 std::string aside_path(const std::string& path);
 /// Puts folder `from` in the place of `to`. With `exchange`, and a filesystem that can, the two swap in one step; else
 /// the old folder is moved aside first, and moved back when the second step fails. Durable on return.

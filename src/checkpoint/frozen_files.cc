@@ -62,7 +62,7 @@ std::vector<ContentHash> hashes_of(const PieceData& data, int64_t numel) {
   return hasher.finish();
 }
 
-// What the checkpoints of the folder have, by the files' names.
+// The frozen files that the folder's checkpoints have, by name.
 Paths frozen_files(const std::string& directory) {
   Paths paths;
   if (!is_folder(directory)) return paths;

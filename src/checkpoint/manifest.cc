@@ -35,7 +35,7 @@ std::vector<int64_t> integers(const ordered_json& value, const char* field, cons
   return numbers;
 }
 
-// What the constructors of roles and coordinates refuse in a file is a malformed file.
+// A value that the constructors of roles and coordinates refuse makes a malformed file.
 template <typename Make>
 auto made(const std::string& path, Make make) {
   try {
@@ -73,7 +73,7 @@ ContentHash decode_hash(const ordered_json& value, const std::string& path) {
 
 bool has_hashes(const ordered_json& value) { return value.contains(kHash) && value[kHash] == kHashName; }
 
-// What the checksum covers: the whole text, with zeros in the checksum's place. Empty without a checksum.
+// The text that the checksum covers: all of it, with zeros in the checksum's place. Empty without a checksum.
 std::string checksummed(std::string text) {
   const std::string mark = std::string("\"") + kChecksum + "\": \"";
   const size_t found = text.rfind(mark);

@@ -12,7 +12,7 @@
 namespace deeptide::checkpoint {
 namespace {
 
-// Where an extent begins and ends in the flattened tensor.
+// The beginning and the end of an extent in the flattened tensor.
 struct Span {
   int64_t begin;
   int64_t end;

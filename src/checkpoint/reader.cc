@@ -61,7 +61,7 @@ std::optional<std::string> mismatch(const Table& table, const Piece& wanted) {
   return std::nullopt;
 }
 
-/// Where elements lie, in which order: tensors that have a place in common are one under two names.
+/// The place and the order of elements: tensors that have a place in common are one under two names.
 using Place = std::tuple<std::string, int64_t, Shape, Shape>;
 
 std::set<Place> places_of(const Logical& logical) {
@@ -72,7 +72,7 @@ std::set<Place> places_of(const Logical& logical) {
   return places;
 }
 
-/// What one file holds of one wanted piece.
+/// The part of one wanted piece that one file holds.
 struct Share {
   const Logical* saved;
   const Extent* extent;

@@ -36,7 +36,7 @@ int64_t position_of(const Shape& shape, const Region& region, int64_t flat) {
 
 int64_t end_of(const Region& range) { return range.offsets[0] + range.sizes[0]; }
 
-// What two ranges share, the most frequent question: without memory of its own.
+// The overlap of two ranges, the most frequent question: without memory of its own.
 int64_t num_shared_by_ranges(const Region& a, const Region& b) {
   return std::max<int64_t>(0, std::min(end_of(a), end_of(b)) - std::max(a.offsets[0], b.offsets[0]));
 }
@@ -164,7 +164,7 @@ void for_each_shared_run(const Shape& shape, const Region& a, const Region& b,
                          const std::function<void(const SharedRun&)>& visit) {
   if (num_shared(shape, a, b) == 0) return;
   JoinedRuns joined(visit);
-  // What two boxes share is a box; what a box and a range share are the box's runs within the range.
+  // Two boxes share a box; a box and a range share the box's runs within the range.
   const bool alike = a.sizes.size() == b.sizes.size();
   const Region box = alike ? *intersect(a, b) : is_range(a) ? b : a;
   const Region range = alike ? Region::range(0, product(shape)) : is_range(a) ? a : b;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a saved tensor is to the model, and whose it is: roles and mesh coordinates.
+// Says what a saved tensor is to the model, and whose it is: roles and mesh coordinates.
 #include "checkpoint/role.h"
 
 #include "deeptide/errors.h"

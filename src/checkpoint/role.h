@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a saved tensor is to the model, and whose it is: roles and mesh coordinates.
+// Says what a saved tensor is to the model, and whose it is: roles and mesh coordinates.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class Role {
   Kind kind() const { return kind_; }
   /// "exp_avg"; empty for other kinds.
   const std::string& moment_name() const { return moment_name_; }
-  /// Of a buffer's rank; the origin for other kinds.
+  /// The place of a buffer's rank; the origin for other kinds.
   const Coordinates& coordinates() const { return coordinates_; }
   bool is_weight() const { return kind_ == Kind::master || kind_ == Kind::param; }
   bool is_moment() const { return kind_ == Kind::moment; }

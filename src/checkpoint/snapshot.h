@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What one rank saves.
+// Holds what one rank saves.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ struct StoredPiece {
   ContentHash header_hash;  // of the file's bytes before its data
 };
 
-/// What is to be written, gathered before anything is written. Its data must stay as it is until write_rank() returns:
+/// The pieces of a save, gathered before anything is written. Their data must stay as it is until write_rank() returns:
 /// pieces are views of live state, or of what LiveState keeps of it.
 struct Snapshot {
   int rank = 0;

@@ -152,7 +152,7 @@ void remove_replaced(const std::string& replaced, const std::string& folder) {
   remove_quietly(replaced);
 }
 
-// What the commit has written in the tag's folder: a crash leaves nothing beside it.
+// The commit writes its file in the tag's folder: a crash leaves nothing beside it.
 void point_latest(const SaveTarget& target, const std::string& folder) {
   const std::string from = folder + "/" + kGrowingLatest;
   try {

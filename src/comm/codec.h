@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What travels in place of a tensor's elements, and collectives that carry it.
+// Encodes what travels in place of a tensor's elements, and carries it by collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ class Codec {
   virtual ~Codec() = default;
   /// The bytes that a message of these values takes.
   virtual int64_t bytes(const at::Tensor& values) const = 0;
-  /// What the message leaves out may remain in `values`.
+  /// Elements that the message leaves out may remain in `values`.
   virtual void encode(const at::Tensor& values, const at::Tensor& message) const = 0;
   virtual void decode(const at::Tensor& message, const at::Tensor& values) const = 0;
 };

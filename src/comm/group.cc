@@ -218,7 +218,7 @@ Group::Group(const World& world, Team team, const std::string& name, ChannelOpti
 
 Group::~Group() = default;
 
-/// Of what a collective makes whole or takes apart, a rank sends all but its own part.
+/// By default a rank sends all but its own part of what a collective makes whole or takes apart.
 Pending Group::track(OperationPtr under_way, const char* operation, int64_t bytes, std::optional<int64_t> sent) {
   return logged(std::move(under_way), operation, bytes, sent.value_or(bytes / size() * (size() - 1)));
 }

@@ -81,7 +81,7 @@ class Wait {
 /// How long the calling thread has waited for other ranks so far, in any group. Units: seconds.
 double waited_by_this_thread();
 
-/// What the channels of one engine share.
+/// The objects that the channels of one engine share.
 struct ChannelOptions {
   std::chrono::milliseconds timeout;
   std::shared_ptr<world::FailureBoard> board;  // where ranks report and look for failures
@@ -111,9 +111,9 @@ class Group {
   const char* path() const { return transport_->name(); }
   /// Whether what was started ends though no rank waits for it.
   bool advances_alone() const { return transport_->advances_alone(); }
-  /// What this rank has sent to the others so far, whatever the transport. Units: bytes.
+  /// Bytes that this rank has sent to the others so far, whatever the transport.
   int64_t sent_bytes() const { return sent_bytes_; }
-  /// Where the engine reports its time; null: nowhere.
+  /// Records the engine's time; null: nothing does.
   trace::Recorder* recorder() const { return options_.recorder.get(); }
   /// The engine's step, for logs.
   int64_t step() const { return options_.clock ? options_.clock->step() : 0; }
@@ -132,7 +132,7 @@ class Group {
   /// Logs in this channel a reduction that was started elsewhere. All ranks call it in the same order. `sent`: of its
   /// bytes, those that this rank sends; absent: all but a rank's part.
   Pending track(OperationPtr under_way, const char* operation, int64_t bytes, std::optional<int64_t> sent = {});
-  /// As Transport::rail. What it carries is not logged.
+  /// Returns Transport::rail. Its traffic is not logged.
   Transport* rail() { return transport_->rail(); }
   /// Returns when all ranks have arrived. Errors: as `wait`.
   void barrier(const Site& site);

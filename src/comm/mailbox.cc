@@ -21,7 +21,7 @@ using std::chrono::steady_clock;
 
 namespace {
 
-/// What tells of a tensor: a mark, its type, its dimensions and their sizes.
+/// Describes a tensor: a mark, its type, its dimensions and their sizes.
 struct Label {
   static constexpr int64_t kMark = 0x6c6162656c;
 
@@ -173,7 +173,7 @@ bool Mailbox::wait_for(Letter& letter, milliseconds limit, const Site& site) {
   }
 }
 
-/// As Group::wait, but moves what this rank sends meanwhile.
+/// Waits like Group::wait, but moves what this rank sends meanwhile.
 void Mailbox::wait(Pending& pending, const Site& site, const std::function<void()>& meanwhile) {
   Wait waiting(peers_, pending, site);
   Turns turns;

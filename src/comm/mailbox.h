@@ -15,7 +15,7 @@
 
 namespace deeptide::comm {
 
-/// What a stage of a pipeline uses. Letters from one rank to another arrive in the order in which they were sent and
+/// Carries a pipeline stage's tensors. Letters from one rank to another arrive in the order in which they were sent and
 /// are received; letters of different pairs, and of both directions, do not wait for each other. A sender never waits:
 /// its letters leave while it waits for others, or by themselves where the transport moves bytes alone.
 /// Used by one thread. The group, made with PeerTraffic::yes, serves nothing else meanwhile.

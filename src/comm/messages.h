@@ -71,7 +71,7 @@ struct Close {
 /// One rank's part of a round.
 using Word = std::variant<Wishes, Close>;
 
-/// What a rank knows about its shards of the gradients.
+/// A rank's knowledge about its shards of the gradients.
 struct Verdict {
   double squares = 0.0;        // not finite if any element is not
   int32_t bad_unit = -1;       // by Unit::index(); -1: no element is bad here

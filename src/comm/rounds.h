@@ -47,7 +47,7 @@ class Rounds {
   void announce(int64_t reductions) { announced_ = reductions; }
   /// The most that a rank has announced in the last round.
   int64_t most_announced() const { return most_announced_; }
-  /// Where work of a device may wait for other ranks: how many reductions this rank has launched, and for how many of
+  /// For devices, whose work may wait for other ranks: how many reductions this rank has launched, and for how many of
   /// them work that it issues from now on may wait.
   void note_reductions(int64_t launched, int64_t awaited) {
     launched_ = launched;

@@ -18,7 +18,7 @@ class TeamGroups {
   Group& whole() const { return *groups_.front(); }
   Group& of(const Team& team) const;
   bool has(const Team& team) const;
-  /// What this rank has sent to the others so far. Units: bytes.
+  /// Bytes that this rank has sent to the others so far.
   int64_t sent_bytes() const;
 
  private:

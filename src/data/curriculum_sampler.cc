@@ -37,7 +37,7 @@ struct LogEntry {
   std::vector<int64_t> difficulties;
 };
 
-/// What drawing changes; all of it follows from the seed and the log.
+/// The state that drawing changes; all of it follows from the seed and the log.
 struct Drawn {
   explicit Drawn(uint64_t seed) : random(seed) {}
 

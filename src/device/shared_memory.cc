@@ -50,7 +50,7 @@ constexpr unsigned MFD_NOEXEC_SEAL = 8;  // Linux 6.3; a must where vm.memfd_noe
   TORCH_CHECK(false, "deeptide: cannot ", what, ": ", std::strerror(error));
 }
 
-/// What a pool answers by giving its idle buffers up.
+/// A pool answers this error by giving its idle buffers up.
 [[noreturn]] void refuse_pages(int64_t bytes, const std::string& reason) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "deeptide: cannot take ", bytes, " bytes of shared memory: ", reason,
                    ". Give the job more memory, use more hosts or a smaller model.");

@@ -164,7 +164,7 @@ zero::StatePlacement Engine::Impl::place_states() {
   };
 }
 
-/// Where whole units, and nothing else, are gathered after a step. Unasked, between hosts and on CPUs only: elsewhere
+/// Whether whole units, and nothing else, are gathered after a step. Default: between hosts and on CPUs only: elsewhere
 /// little is gained.
 bool Engine::Impl::publishes_late() {
   const bool gathers = design.policy.shard_optimizer && !design.policy.shard_parameters && !design.is_shared &&

@@ -107,7 +107,7 @@ class TorchOptimizer final : public CustomOptimizer {
     set_state(number, std::move(states));
   }
 
-  /// What the optimizer keeps of a tensor.
+  /// The states that the optimizer keeps of a tensor.
   std::vector<PartState> states_of(const Tensor& values) const {
     const auto found = optimizer_->state().find(values.unsafeGetTensorImpl());
     if (found == optimizer_->state().end()) return {};

@@ -186,7 +186,7 @@ bool BucketQueue::retire_soon(const std::function<void()>& meanwhile) {
   return !peers_elsewhere_;
 }
 
-/// As retire_soon, for the bucket here that was lent first.
+/// Does for the bucket that was lent first here what retire_soon does.
 bool BucketQueue::reclaim_soon(const std::function<void()>& meanwhile) {
   LentBuckets* lent = route_->lent();
   if (lent == nullptr || lent->empty()) return false;
@@ -221,7 +221,7 @@ void BucketQueue::drain() {
   Lane::current(device_).wait_for(sum_lane_.mark());
 }
 
-/// What has been offered on this host goes on to the others meanwhile: a bucket behind the one that this rank waits
+/// Offers of this host go on to the others meanwhile: a bucket behind the one that this rank waits
 /// for, too.
 void BucketQueue::retire_front(const std::function<void()>& meanwhile) {
   Shipment& shipment = queue_.front();

@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kRing = 2;  // buffers of the device: one that changes, one that leaves
 
-/// What leaves, in the order of units. Units: bytes.
+/// Bytes that leave, in the order of units.
 std::vector<int64_t> leaving_bytes(const std::vector<CpuSums::Cut>& cuts, at::ScalarType dtype) {
   std::vector<int64_t> sizes;
   for (const CpuSums::Cut& cut : cuts) {

@@ -39,7 +39,7 @@ class CpuSums {
   /// Calls `change` with the sum (numel,) on the device, as work of the current lane; what it holds then leaves behind
   /// that work. `first`: its values are undefined at first.
   void change(int unit, bool first, const std::function<void(const at::Tensor& sum)>& change);
-  /// What stays, and what is on the host or on its way there.
+  /// The part that stays, and the part that is on the host or on its way there.
   UnitGradient gradient(int unit);
   /// The sum on the device (numel,), for work of the current lane only. Valid until another two are asked for, or one
   /// changes: so one is brought while the one before it is used.

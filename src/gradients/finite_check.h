@@ -37,7 +37,7 @@ class FiniteCheck {
 
   /// After a unit's rows were summed, which came by `route`. `first`: of this unit in this step.
   void note(int unit, const numerics::Contributions& rows, bool first, const Route& route, const Sum& sum);
-  /// Where a rank's own contribution was seen, before `note`. `element`: of the unit; `row`: whose contribution is bad,
+  /// The place in a rank's own contribution, before `note`. `element`: of the unit; `row`: whose contribution is bad,
   /// of the ranks that reduce the unit; none: each is finite.
   void note_element(int unit, int64_t element, world::TeamIndex row);
   /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.

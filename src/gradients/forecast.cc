@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kUnderWay = RouteForecast().pace;
 /// So many buckets are kept at least, where there are as many units: one fills, two are under way.
 constexpr size_t kFewestBuckets = kUnderWay + 1;
-/// As many small ones as these hold: then ranks that share memory may drift further apart.
+/// The bytes of small buckets that may be under way: then ranks that share memory may drift further apart.
 constexpr int64_t kBytesOfSmallBuckets = 16 << 20;
 
 /// Plays a backward pass that reaches parameters in the reverse order of the model's: `open` is called when the first
@@ -84,7 +84,7 @@ std::vector<int64_t> both(std::vector<int64_t> sizes, const std::vector<int64_t>
   return sizes;
 }
 
-/// What is mostly zero fills until the close, beside the others. Then two messages have what is not.
+/// Buckets that are mostly zero fill until the close, beside the others. Then two messages have what is not.
 void add_mostly_zero(std::vector<int64_t>& buckets, const std::vector<int64_t>& sizes,
                      const std::vector<bool>& mostly_zero) {
   std::vector<int64_t> until_close;
@@ -104,7 +104,7 @@ std::vector<int64_t> buckets_of_shared_memory(const std::vector<int64_t>& sizes,
   return buckets;
 }
 
-/// What a Reducer takes where nothing is reserved: on a device, whose order of calls says which buffers are in use.
+/// Forecasts a Reducer where nothing is reserved: on a device, whose order of calls says which buffers are in use.
 class QueueForecast {
  public:
   QueueForecast(const ReducerOptions& options, const RouteForecast& way) : options_(options), way_(way) {}

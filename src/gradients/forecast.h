@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a Reducer takes, from the layout of its units alone.
+// Forecasts a Reducer's memory from the layout of its units alone.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace deeptide::gradients {
 
-/// What is needed beyond the reserved buffers may lie in one so many times its size.
+/// A bucket beyond the reserved buffers may lie in one so many times its size.
 inline constexpr int64_t kMaxBucketWaste = 2;
 
 /// The buffers that a Reducer keeps from the first gradient on. Units: bytes.

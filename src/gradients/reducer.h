@@ -47,12 +47,12 @@ class Reducer {
 
   /// Rounds in which this rank must take part to empty its buckets; sent to the others at a micro-batch's end.
   int64_t rounds_wanted() const;
-  /// As above, for a rank that adds gradients of these units before `finish`; it sends none of them earlier.
+  /// Likewise, for a rank that adds gradients of these units before `finish`; it sends none of them earlier.
   int64_t rounds_wanted_with(std::vector<bool> coming);
   /// Sends what this rank owes to `rounds` rounds that another rank has begun and waits in, as far as ranks that are
   /// later still allow. For a rank that gets no more gradients before `finish` but those that rounds_wanted_with knows.
   void keep_up(int64_t rounds);
-  /// As BucketQueue::advances_alone.
+  /// Answers like BucketQueue::advances_alone.
   bool advances_alone() const { return queue_.advances_alone(); }
   /// Goes on with what this rank has sent, unless a thread does so just now. Never waits.
   void go_on();
@@ -75,7 +75,7 @@ class Reducer {
   /// While local, after `finish`: this rank's own gradient of the unit (numel,), to be averaged over ranks; zeros if
   /// none arrived. Valid until it is cleared.
   numerics::Contributions local_gradient(int unit);
-  /// As sum_of_squares, of this rank's own gradients.
+  /// Answers like sum_of_squares, for this rank's own gradients.
   double local_squares();
   /// After `finish`: overwrites elements [begin, begin + values) of the unit's shard of the gradient, which is one of
   /// `parameter` then. All ranks call it, also those that hold no element of it: sums need memory from then on.

@@ -161,7 +161,7 @@ void Sums::clear() {
   check_.clear();
 }
 
-/// What lies in files takes none.
+/// Sums in files take none.
 void Sums::release_memory() {
   if (!files_) accumulators_.assign(accumulators_.size(), Buffer());
   if (cpu_sums_) cpu_sums_->release_memory();

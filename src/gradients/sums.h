@@ -32,7 +32,7 @@ class Sums {
 
   // Valid while no shipment is under way.
   UnitGradient gradient(int unit);
-  /// As `gradient`, but where the device is to step what has left: valid until two more are asked for.
+  /// Returns `gradient`'s values on the device, which is to step what has left: valid until two more are asked for.
   UnitGradient gradient_on_device(int unit);
   /// Announces that the step is about to read this element of the unit's gradient.
   void prefetch(int unit, int64_t element) const;

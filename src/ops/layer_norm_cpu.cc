@@ -132,7 +132,7 @@ HWY_INLINE void measure_gradients(const NormGradientRows<T>& rows, size_t n, flo
     V sum_g = hn::Zero(d), sum_g_xhat = sum_g, next_sum_g = sum_g, next_sum_g_xhat = sum_g;
     each_vector(begin, HWY_MIN(begin + kSumBlock, width), [&](auto part, size_t i) {
       const V w = part.get(weight + i);
-      // What write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
+      // Fetches what write_gradient() is about to write: large tensors lie in memory, and its stores would wait.
       __builtin_prefetch(dx + i, 1);
       __builtin_prefetch(next_dx + i, 1);
       V weight_gradient = part.get(weight_sum + i), bias_gradient = part.get(bias_sum + i);

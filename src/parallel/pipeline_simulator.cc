@@ -10,7 +10,7 @@
 namespace deeptide {
 namespace {
 
-/// What has become of one micro-batch in one part of the model.
+/// The progress of one micro-batch in one part of the model.
 struct Progress {
   std::optional<double> activation_at, gradient_at;  // arrival
   bool has_activation = false, has_gradient = false;

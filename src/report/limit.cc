@@ -17,7 +17,7 @@ constexpr double kLate = 0.10;
 constexpr double kOther = 0.20;
 constexpr double kMemoryBound = 0.5;
 
-/// Of one part of each rank's time: the middle of all but `except`.
+/// The middle of one part of each rank's time, over all but `except`.
 double median_but(const std::vector<StepTimes>& times, size_t except, float StepTimes::*part) {
   std::vector<float> values;
   for (size_t i = 0; i < times.size(); ++i) {

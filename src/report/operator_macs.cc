@@ -26,14 +26,14 @@ int64_t product(c10::IntArrayRef dimensions) {
   return all;
 }
 
-/// Of (…, m, k) by (…, k, n): every element of the first meets n of the second.
+/// Products of (…, m, k) by (…, k, n): every element of the first meets n of the second.
 template <size_t First>
 int64_t matrix_product(Inputs inputs) {
   const auto a = sizes(inputs, First), b = sizes(inputs, First + 1);
   return a.empty() || b.empty() ? 0 : product(a) * (b.size() > 1 ? b.back() : 1);
 }
 
-/// Of (N, C, …) by a weight (O, C / groups, …): every output meets one filter.
+/// Products of (N, C, …) by a weight (O, C / groups, …): every output meets one filter.
 int64_t convolution_macs(c10::IntArrayRef weight, c10::IntArrayRef spatial, int64_t batch) {
   return batch * product(spatial) * product(weight);
 }

@@ -64,7 +64,7 @@ class Reporter {
 
   /// Whether ranks exchange their losses.
   bool wants_loss() const { return keeps_events_ || csv_ || record_ || is_watched_; }
-  /// Of the last step that has ended, for the other ranks; zeros if measuring the machine has disturbed it.
+  /// The times of the last step that has ended, for the other ranks; zeros if measuring the machine has disturbed it.
   const StepTimes& own_times() const { return told_; }
   const StepTimes& last_times() const { return last_; }
   void note(const std::vector<comm::Verdict>& verdicts, int64_t step);

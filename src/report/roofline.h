@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the measured machine says of counted operators.
+// Relates counted operators to the measured machine.
 #pragma once
 
 #include <vector>

@@ -13,7 +13,7 @@ class StepClock : public trace::Sink {
  public:
   void begin(const trace::SpanRecord& span) noexcept override;
   void end(const trace::SpanRecord& span) noexcept override;
-  /// What has ended since the last call. Call it between two phases.
+  /// The times that have ended since the last call. Call it between two phases.
   StepTimes take();
 
  private:

@@ -84,7 +84,7 @@ bool is_lent(const at::Tensor& tensor);
 /// Errors: as Gatekeeper::acquire.
 void wait_for_values(const c10::Storage& storage);
 
-/// What this thread does, for errors: "forward", "backward" or "evaluation".
+/// This thread's phase, for errors: "forward", "backward" or "evaluation".
 const char* phase();
 
 /// Number of operators that passed the gate in this process.

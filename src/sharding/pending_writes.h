@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What this rank's operators wrote into sharded parameters and its shards do not show yet.
+// Keeps writes of this rank's operators to sharded parameters that its shards do not show yet.
 #pragma once
 
 #include <ATen/core/Tensor.h>

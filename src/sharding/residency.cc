@@ -85,7 +85,7 @@ Residency::~Residency() {
   if (!device_.is_cpu()) order_before_frees();
 }
 
-/// As in BucketQueue: units that are whole free their buffers after this.
+/// Units that are whole free their buffers after this, as in BucketQueue.
 void Residency::order_before_frees() {
   try {
     const Lane current = Lane::current(device_);
@@ -237,7 +237,7 @@ void Residency::serve(const std::vector<Word>& words) {
   }
 }
 
-/// Where ranks have made equally many writes they have made the same ones: now their shards may show them.
+/// Ranks that have made equally many writes have made the same ones: now their shards may show them.
 void Residency::commit_writes(const std::vector<Word>& words) {
   if (pending_writes_.empty() || writes_of(words.front()) <= 0 || !wrote_alike(words)) return;
   land_all();  // gathers that were agreed before still send the shards as they are
@@ -270,7 +270,7 @@ bool Residency::in_flight(const Unit& unit) const {
 
 void Residency::land_front() {
   Gather& gather = under_way_.front();
-  // What only other ranks use need not arrive before this one computes on.
+  // Units that only other ranks use need not arrive before this one computes on.
   const Lane lane = gather.keep ? Lane::current(device_) : gather_lane_;
   lane.wait_for(gather.issued);
   group_of(*gather.unit).order_before(lane, gather.pending, site("gathering", *gather.unit));
@@ -400,7 +400,7 @@ bool Residency::end_close(const std::vector<Word>& words, bool ends_pass) {
   return true;
 }
 
-/// As much as may be asked for ahead of need, and may be live. Shards in files are read in forward, beside computation.
+/// Lists as much as may be asked for ahead, and may be live. Shards in files are read in forward, beside its work.
 void Residency::list_ahead(Close& word) const {
   int64_t numel = 0;
   for (const int index : train_plan_.start(Wishes::kMaxUnits)) {

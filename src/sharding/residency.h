@@ -78,8 +78,8 @@ class Residency : public Gatekeeper {
   int64_t live_bytes() const;
   int64_t peak_bytes() const;
   int64_t budget() const { return limits_.max_live; }
-  /// As `forecast`. Models that use units in another order may take up to `budget()` elements; an operator that uses
-  /// more by itself, or a rank that writes parameters which others do not, takes what it needs.
+  /// Returns `forecast`'s bytes. Models that use units in another order may take up to `budget()` elements; an operator
+  /// that uses more by itself, or a rank that writes parameters which others do not, takes what it needs.
   int64_t predicted_bytes() const;
   int64_t gathers_issued() const { return gathers_issued_; }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What every rank computes alike from the words of one round.
+// Computes what every rank derives alike from the words of one round.
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,7 @@ struct Parameter {
   at::Tensor view_of(const at::Tensor& flat, int tensor = 0) const;
 };
 
-/// Where a unit's parameters lie. It decides how they become whole, how they are published, how foreign writes show.
+/// The home of a unit's parameters lie: how they become whole, how they are published, how foreign writes show.
 enum class UnitMemory : uint8_t {
   whole,    // on each rank (stages 0-2, small units): published by a gather, foreign writes show in version counters
   shared,   // once per host: published by a barrier, foreign writes show in private pages
@@ -68,7 +68,7 @@ struct UnitPlacement {
   UnitMemory memory = UnitMemory::whole;
   comm::Team shard_over;   // each of its ranks owns one slice
   comm::Team reduce_over;  // gradients are summed over it: whole teams of the above, one after the other
-  /// Of the ranks that hold one slice, the first: it counts the slice in norms and writes it into checkpoints.
+  /// Whether this rank is the first that holds its slice: it counts the slice in norms and writes it into checkpoints.
   bool is_first_holder() const { return reduce_over.index() < shard_over.size(); }
 };
 

@@ -85,7 +85,7 @@ struct FlightStep {
   FlightFacts facts;
 };
 
-/// What the launcher asks of the rank, which looks once per step.
+/// The launcher's wishes to the rank, which looks once per step.
 struct FlightWish {
   std::atomic<int64_t> watched_until_ns{0};  // CLOCK_MONOTONIC_COARSE
   std::atomic<uint64_t> trace_number{0};     // grows with each request for a timeline, stored after the fields below

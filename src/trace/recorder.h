@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where one engine's time goes: phases that follow each other, and spans within them, for whoever listens.
+// Records where one engine's time goes: phases that follow each other, and spans within them, for whoever listens.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,14 @@
 
 namespace deeptide::trace {
 
-/// What the training thread does. Phases follow each other without a gap, so their times add up to the run's.
+/// The training thread's phases. They follow each other without a gap, so their times add up to the run's.
 enum class Phase : uint8_t { between, forward, backward, step, outside };
 inline constexpr int kNumPhases = 5;
 /// "between" (steps: data, and whatever else the program does), "forward", "backward", "step", "outside" (of training:
 /// checkpoints and the like).
 const char* text(Phase phase);
 
-/// What a span within a phase is.
+/// The kind of a span within a phase.
 enum class Work : uint8_t { phase, unit, wait, file, optimizer, collective };
 inline constexpr int kNumWorks = 6;
 /// "phase", "unit", "wait", "file", "optimizer", "collective".
@@ -87,7 +87,7 @@ class Recorder {
   std::vector<Sink*> sinks_;
 };
 
-/// As Recorder::enter_unit; without a recorder, tells the flight log alone.
+/// Calls Recorder::enter_unit; without a recorder, tells the flight log alone.
 void enter_unit(Recorder* recorder, const char* phase, int64_t step, std::string_view unit) noexcept;
 
 /// A span from construction to destruction. `name` must live as long.

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a step publishes arrives while the program goes on: whoever touches a parameter waits for its unit.
+// Lets what a step publishes arrive while the program goes on: whoever touches a parameter waits for its unit.
 #pragma once
 
 #include <unistd.h>
@@ -39,7 +39,7 @@ class Arrivals : public sharding::Gatekeeper {
   void release(c10::ArrayRef<sharding::Use>, bool) override {}
   bool lends() const override { return false; }
 
-  /// What this rank has sent to the others so far. Units: bytes.
+  /// Bytes that this rank has sent to the others so far.
   int64_t sent_bytes() const { return sent_bytes_; }
 
  private:

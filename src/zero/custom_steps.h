@@ -19,7 +19,7 @@ namespace deeptide::zero {
 
 class CustomSteps {
  public:
-  /// Where one part lies. Units: elements.
+  /// The place of one part. Units: elements.
   struct Part {
     int unit = 0;       // by position
     int parameter = 0;  // in the unit

@@ -63,7 +63,7 @@ HostExchange::Step::Step(HostExchange& exchange) : exchange_(exchange) {
   exchange_.in_.wait_for(Lane::current(exchange_.device_).mark());
 }
 
-/// What is left after an error was announced and not asked for.
+/// Drops work that remains after an error was announced and not asked for.
 HostExchange::Step::~Step() {
   for (const Fetched& fetched : fetched_) exchange_.idle_.push_back(fetched.slot);
   try {

@@ -52,7 +52,7 @@ class HostExchange {
     at::Tensor parameters(int64_t count, at::ScalarType dtype);
     /// Starts to copy them to their place on the device.
     void send(const at::Tensor& parameters, const at::Tensor& target);
-    /// What the current lane does from now on runs after all copies so far.
+    /// Makes the current lane's later work follow all copies so far.
     void join() const;
 
    private:

@@ -47,7 +47,7 @@ std::vector<bool> stay_on_device(const ParameterOffload& options, const Layouts&
   return stays;
 }
 
-/// What a device was allowed beyond whole shards goes to files, if there are any. Returns the bytes of shards off the
+/// Sends a device's allowance beyond whole shards to files, if there are any. Returns the bytes of shards off the
 /// device that may stay in memory.
 int64_t allowed_in_memory(const ParameterOffload& options, const Layouts& layouts, const std::vector<bool>& stays) {
   if (options.folders.empty()) return INT64_MAX;

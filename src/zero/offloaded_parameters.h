@@ -19,7 +19,7 @@
 
 namespace deeptide::zero {
 
-/// What of this rank's shards stays in memory: the first units first. Units: elements.
+/// The part of this rank's shards that stays in memory: the first units first. Units: elements.
 struct ParameterOffload {
   std::optional<MemoryShare> on_device = {};  // of their bytes, whole shards only; absent: none
   std::vector<std::string> folders;           // empty: all stays in memory
@@ -29,14 +29,14 @@ struct ParameterOffload {
   int64_t buffer_numel = 0;       // a larger shard passes in parts
 };
 
-/// What the shards of the units take. Units: bytes of one rank.
+/// Memory and files for the units' shards. Units: bytes of one rank.
 struct ParameterForecast {
   int64_t device_bytes = 0;   // of shards that stay on a device
   int64_t memory_bytes = 0;   // of elements that stay
   int64_t staging_bytes = 0;  // through which the others pass
   int64_t file_bytes = 0;
 };
-/// Where one shard lies. Units: elements. What is neither on a device nor resident is in files.
+/// The place of one shard. Units: elements. The rest, neither on a device nor resident, is in files.
 struct ShardPlace {
   bool on_device = false;  // all of it
   int64_t resident = 0;    // in the memory of the CPU or of the device's host
@@ -63,9 +63,9 @@ class OffloadedParameters {
   bool uses_files() const { return file_ != nullptr; }
   /// Memory through which shards pass; 0: none does.
   int64_t staging_bytes() const { return staging_ ? staging_->nbytes() : 0; }
-  /// What it takes of the host's memory beside a device's.
+  /// Bytes of the host's memory beside a device's.
   int64_t off_device_bytes() const { return locked_ ? locked_->nbytes() + staging_bytes() : 0; }
-  /// As tiers::split_text.
+  /// In the words of tiers::split_text.
   std::string text() const;
 
  private:

@@ -298,7 +298,7 @@ std::optional<optim::StochasticRounding> OptimizerStates::rounding(int unit, int
   return optim::StochasticRounding{*types_.moments_seed, units_states_[unit].first + begin(unit) + element};
 }
 
-/// Where a parameter still is what its master rounds to, the master keeps its extra precision. Over-reporting written
+/// A parameter that still equals its rounded master keeps the master's extra precision. Over-reporting written
 /// elements is therefore harmless. Half a master does not show which elements were written: all of the parameter become
 /// their own masters.
 void OptimizerStates::refresh_masters(int unit) {

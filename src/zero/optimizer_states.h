@@ -65,7 +65,7 @@ struct StatePart {
   std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
 
   int64_t numel() const { return master.numel(); }
-  /// Of elements of the unit's states, those in this part, counted from its beginning.
+  /// The elements of the unit's states within this part, counted from its beginning.
   tiers::Block within(tiers::Block range) const {
     const int64_t first = std::clamp<int64_t>(range.begin - begin, 0, numel());
     return {first, std::clamp<int64_t>(range.begin + range.count - begin, first, numel()) - first};
@@ -92,19 +92,19 @@ class OptimizerStates {
   /// The part of them that has these states.
   tiers::Buffer parameters(int unit, const StatePart& part) const;
   const std::vector<StatePart>& parts(int unit) const { return units_states_[unit].parts; }
-  /// What the host steps of a unit; null: nothing.
+  /// The part of a unit that the host steps; null: none.
   const StatePart* part_on_host(int unit) const;
   /// The most elements of a unit that the host steps.
   int64_t largest_on_host() const;
   /// The most elements of a unit whose step takes matrices whole.
   int64_t largest_of_matrices(const std::vector<Hyperparameters>& groups) const;
-  /// Of parameters that a device steps and that lie off it, the bytes of the largest part that is narrowed on its way
+  /// For parameters that a device steps and that lie off it: bytes of the largest part that is narrowed on its way
   /// there: 0 if none is; absent if there are none.
   std::optional<int64_t> narrowed_bytes() const;
   /// Elements whose states lie in this rank's memory or files, and those of them that the host steps for a device.
   int64_t numel() const;
   int64_t numel_on_host() const;
-  /// Where states begin in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
+  /// The first element with states in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
@@ -112,7 +112,7 @@ class OptimizerStates {
   bool use_host() const { return types_.uses_host(); }
   /// Whether all of the master is the parameters' own memory, as in fp32 and where masters are rounded.
   bool is_aliased(int unit) const;
-  /// What a packed master keeps beside the parameters; null: the master is not packed.
+  /// The bits that a packed master keeps beside the parameters; null: the master is not packed.
   const PackedMaster* packed(int unit) const {
     return units_states_[unit].packed ? &*units_states_[unit].packed : nullptr;
   }
@@ -124,9 +124,9 @@ class OptimizerStates {
   const tiers::Buffer& state(int unit, size_t role) const { return units_states_[unit].states[role]; }
   /// The master, then the states that some parameter of the unit needs.
   std::vector<UnitStateBuffer> buffers(int unit) const;
-  /// What all of them take on this rank.
+  /// Bytes of all units on this rank.
   int64_t predicted_bytes() const;
-  /// Of that, what the host has for a device.
+  /// The part of that which the host has for a device.
   int64_t host_bytes() const;
 
   /// Allocates, as zeros, the states that these groups need and have not needed yet.
@@ -161,7 +161,7 @@ class OptimizerStates {
   }
 
   int64_t steps() const { return steps_; }
-  /// Of parameters that some steps left alone, by name: how many moved them.
+  /// How many steps moved each parameter that some steps left alone, by name.
   std::map<std::string, int64_t> uneven_steps() const;
   /// `uneven`: as from uneven_steps(); other parameters have taken all `steps`.
   void set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven);

@@ -10,7 +10,7 @@
 
 namespace deeptide::zero {
 
-/// What a master in packed form keeps beside its parameters (numel,) in bf16.
+/// The bits of a packed master beside its parameters (numel,) in bf16.
 struct PackedMaster {
   tiers::Buffer low;  // (numel,) int16; zero: the master is the parameter
   std::shared_ptr<numerics::HalfwayBits> halfway;

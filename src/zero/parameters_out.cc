@@ -16,7 +16,7 @@ using tiers::Buffer;
 
 namespace {
 
-/// As long as blocks of files: each is written whole.
+/// The length of files' blocks: each is written whole.
 constexpr int64_t kSlotBytes = tiers::kSwapBlockBytes;
 
 int64_t slot_bytes(int64_t narrowed_bytes) {

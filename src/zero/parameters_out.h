@@ -32,7 +32,7 @@ class ParametersOut {
   /// Starts to overwrite the elements of `shard` from `begin` on by `master` (N,), as the current lane has it by now.
   /// The host waits for what passes to files, and for nothing else.
   void send(const at::Tensor& master, const tiers::Buffer& shard, int64_t begin);
-  /// What the current lane does from now on runs after all copies so far: masters may change.
+  /// Makes the current lane's later work follow all copies so far: masters may change.
   void join();
 
  private:

@@ -21,7 +21,7 @@ inline constexpr std::array<StagePolicy, 4> kStages = {{
     {true, true, true},     // 3: and parameters
 }};
 
-/// Where ranks share memory, what a stage would keep whole on each of them the host holds once: every rank steps its
+/// The policy where ranks share memory: the host holds once what a stage would keep whole on each rank, which steps its
 /// part of it and reads all, and no parameter needs to be gathered.
 constexpr StagePolicy on_one_host(StagePolicy policy) { return {true, false, policy.reduce_every_micro}; }
 

@@ -274,7 +274,7 @@ void ShardedOptimizer::start_gathering(int unit, const gradients::Reducer& reduc
   gathers.add_done(std::move(whole));
 }
 
-/// Of elements [begin, end) of the unit, those whose states this rank has, counted from the states' beginning.
+/// The elements of [begin, end) of the unit whose states this rank has, counted from the states' beginning.
 Block ShardedOptimizer::own_part(int unit, int64_t begin, int64_t end) const {
   const int64_t first = std::max(begin, states_.begin(unit));
   const int64_t count = std::min(end, states_.end(unit)) - first;
@@ -446,7 +446,7 @@ void ShardedOptimizer::apply_ratios(const UnitPass& pass, const std::vector<Run>
   }
 }
 
-/// Where each rank steps all, all have the new values.
+/// Ranks that step all of a unit have the new values already.
 void ShardedOptimizer::publish(int unit, Publication& publication) const {
   if (policy_.shard_optimizer) publication.add(*units_[unit]);
 }

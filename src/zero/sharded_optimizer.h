@@ -62,7 +62,7 @@ class ShardedOptimizer {
   int64_t predicted_bytes() const {
     return states_.predicted_bytes() + (signs_ ? signs_->predicted().errors : 0) + (out_ ? out_->nbytes() : 0);
   }
-  /// Where the host steps what a device trains: page-locked memory, through which gradients and parameters pass, or
+  /// Page-locked memory through which gradients and parameters pass where the host steps what a device trains, or
   /// that of gradients for the caller's own optimizer. Else 0.
   int64_t passing_bytes() const {
     if (custom_) return custom_->host_gradient_bytes();
@@ -85,7 +85,7 @@ class ShardedOptimizer {
  private:
   /// Which parts of units a pass goes over. The device's work is issued before the host begins with its own.
   enum class Side : uint8_t { both, device, host };
-  /// What the passes over one unit share.
+  /// State that the passes over one unit share.
   struct UnitPass {
     int unit;
     gradients::UnitGradient gradient;  // over the unit's states; none in a second pass

@@ -47,7 +47,7 @@ class SignExchange {
   void reset();
   SignForecast predicted() const;
   static SignForecast forecast(const std::vector<const sharding::UnitLayout*>& units, int num_ranks);
-  /// What a rank sends to the others for one step of all units. Units: bytes.
+  /// Bytes that a rank sends to the others for one step of all units.
   int64_t bytes_per_step() const;
 
  private:

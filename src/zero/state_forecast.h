@@ -14,7 +14,7 @@
 
 namespace deeptide::zero {
 
-/// What is not fp32 of masters and states.
+/// Types of masters and states that are not fp32.
 struct StateTypes {
   bool rounded_masters = false;  // units of 16 bits have no fp32 master: their parameters are their masters
   bool rounded_moments = false;  // states have their unit's type; needs rounded masters
@@ -27,14 +27,14 @@ struct StateTypes {
   bool lends_masters = false;    // to the caller's optimizer: a device's copies may not share them
 
   bool uses_host() const { return !on_device.empty(); }
-  /// Of a unit's `numel` elements, those that are stepped where its parameters are bound.
+  /// Elements of a unit of `numel` that are stepped on the device of its parameters.
   int64_t on_device_of(size_t unit, int64_t numel) const { return uses_host() ? on_device.at(unit) : numel; }
   /// Whether what is stepped lies where the parameters do, so that their memory may be part of a master.
   bool steps_beside(bool on_host, bool off_device) const {
     return on_host == off_device && !(off_device && lends_masters);
   }
   bool aliases(at::ScalarType unit, bool beside) const { return beside && (unit == at::kFloat || rounded_masters); }
-  /// Of those in memory of their own.
+  /// The type of masters in memory of their own.
   at::ScalarType of_masters(at::ScalarType unit) const { return rounded_masters ? unit : at::kFloat; }
   bool packs(at::ScalarType unit, bool beside) const { return beside && unit == at::kBFloat16 && packed_masters; }
   at::ScalarType of_states(at::ScalarType unit) const {
@@ -63,14 +63,14 @@ struct StateForecast {
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types);
 int64_t total_bytes(const std::vector<StateForecast>& states);
-/// Of these, those that lie on the host, or those that lie beside the parameters.
+/// Bytes of those states that lie on the host, or of those beside the parameters.
 int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host);
 /// The most elements of a unit that the host steps.
 int64_t largest_on_host(const std::vector<UnitForecast>& units, const StateTypes& types);
-/// As OptimizerStates::largest_of_matrices.
+/// Equals OptimizerStates::largest_of_matrices.
 int64_t largest_of_matrices(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                             const std::vector<Hyperparameters>& groups);
-/// As OptimizerStates::narrowed_bytes; absent: the device steps no parameters that lie off it.
+/// Equals OptimizerStates::narrowed_bytes; absent: the device steps no parameters that lie off it.
 std::optional<int64_t> narrowed_bytes(const std::vector<UnitForecast>& units, const StateTypes& types);
 
 }  // namespace deeptide::zero

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the exchanges within a step take, from the layout of units alone.
+// Forecasts the memory of the exchanges within a step from the layout of units alone.
 #pragma once
 
 #include <cstdint>

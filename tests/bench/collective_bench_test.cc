@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-/// What all ranks give, and what a collective that needs no transport makes of it for `rank`.
+/// The contributions of all ranks, and the result of a collective that needs no transport for `rank`.
 struct Exchange {
   Exchange(Collective collective, int world_size, int64_t numel, at::ScalarType dtype) {
     for (const int rank : c10::irange(world_size)) {

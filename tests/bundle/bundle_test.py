@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path()
 WHOLE = "--whole" in sys.argv
-# What CMake's cache calls the folder of each package that the bundle brings along.
+# The names in CMake's cache for the folder of each package that the bundle brings along.
 BROUGHT = ("nlohmann_json_DIR", "CLI11_DIR", "spdlog_DIR", "fmt_DIR", "HWY_DIR", "DEEPTIDE_GLOO_INCLUDE")
 BROUGHT += ("DEEPTIDE_URING_LIBRARY", *(("GTest_DIR",) if WHOLE else ()))
 PLAN_CONFIG = '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}'
-# What check.sh runs in Python: plans, messages, the interface of DeepSpeed.
+# The files that check.sh runs in Python: plans, messages, the interface of DeepSpeed.
 FILES = ("engine/test_plan", "front/test_messages", "as_deepspeed/test_as_deepspeed")
 CUT = " ".join(f"tests/python/{name}.py" for name in FILES)
 

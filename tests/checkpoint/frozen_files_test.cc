@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What is not trained is stored once per folder: later saves link to it, and each checkpoint is whole by itself.
+// Stores what is not trained once per folder: later saves link to it, and each checkpoint is whole by itself.
 #include "checkpoint/frozen_files.h"
 
 #include <ATen/ops/arange.h>
@@ -26,7 +26,7 @@ Piece frozen(const std::string& name, const Tensor& data) {
   return piece;
 }
 
-// As an engine saves: links first, then writes. Returns the bytes that the second part wrote.
+// Saves like an engine: links first, then writes. Returns the bytes that the second part wrote.
 int64_t save_linking(const Scratch& scratch, const std::string& tag, const std::vector<Piece>& pieces) {
   const SaveTarget target{scratch.path(), tag, draw_nonce()};
   Snapshot snapshot{0, {on_data_axis(0), "{}"}, pieces};

@@ -47,7 +47,7 @@ void read_everything(const Table& table, const File& file) {
   }
 }
 
-// What was accepted once is accepted when it was written again.
+// A text that was accepted once is accepted when it was written again.
 void check_manifest(const std::string& text) {
   const ManifestTable table = decode_manifest(text, "manifest");
   const MemoryFile file(text.data(), text.size());

@@ -22,7 +22,7 @@ std::string golden_folder(int version) {
   return std::string(DEEPTIDE_GOLDEN_FOLDER) + "/golden_v" + std::to_string(version);
 }
 
-// What rank `rank` of two saves. From version 4 on, what is not trained lies in a file of its own.
+// The save of rank `rank` of two. From version 4 on, what is not trained lies in a file of its own.
 Snapshot golden_snapshot(int rank, at::ScalarType weights, int version) {
   Snapshot snapshot{rank, {on_data_axis(rank), golden_rank_state(rank)}, {}};
   for (const GoldenTensor& t : golden_tensors(weights)) {

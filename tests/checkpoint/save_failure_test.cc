@@ -219,7 +219,7 @@ TEST(SaveFailure, DropsWhatCrashedSavesOfTheTagLeft) {
   for (int rank = 0; rank < 3; ++rank) {
     write_rank({scratch.path(), "t", kNonce + 1}, {rank, {on_data_axis(rank), "{}"}, {}});
   }
-  // As version 1 left it, and as a removal that a crash interrupted left it.
+  // Folders as version 1 left them, and as a removal that a crash interrupted left them.
   make_folders(scratch / "t.tmp");
   write_text(scratch / "t.tmp/rank_00001.safetensors", "x");
   make_folders(scratch / "t.0123456789abcdef.tmp.tmp");

@@ -222,7 +222,7 @@ TEST(ShardFile, ListsEveryMismatchAndReadsNothingThen) {
   const std::string text = error_of([&] { reader.read(wanted); });
   for (const std::string& line : expected) EXPECT_TRUE(contains(text, line)) << text;
   EXPECT_TRUE(at::equal(back, at::zeros({6}, at::kFloat)));
-  // What fits is readable on its own, around the holes too.
+  // Pieces that fit are readable on their own, around the holes too.
   reader.read({wanted[0], range_piece("hole", "param", {9}, 4, 6, at::zeros({2}, at::kFloat))});
   EXPECT_TRUE(at::equal(back, data));
   EXPECT_EQ(reader.check({range_piece("fits", "param", {6}, 2, 7, Tensor())}, false),

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the transport over c10d asks of its backend when threads of one process use several.
+// Counts the calls of the transport over c10d to its backend when threads of one process use several.
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Where nothing stops the other thread, the test ends once it is there.
+// The longest stay: if nothing stops the other thread, the test ends once it is there.
 constexpr std::chrono::milliseconds kStay =
     device::kGlooStartsAtOnce ? std::chrono::seconds(60) : std::chrono::milliseconds(200);
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What crosses which link, and which link is slow; several network devices at once.
+// Counts what crosses which link, and names the slow one; several network devices at once.
 #include "comm/transport/link_times.h"
 
 #include <ATen/TensorOperators.h>
@@ -167,7 +167,7 @@ TEST(LinkTimes, ShowsTwoLevelsSpreadOverAllRanksOfAHost) {
       const auto uses = counted.links->uses();
       ASSERT_EQ(uses.size(), 1U);
       EXPECT_EQ(uses.begin()->first, peer);
-      // Of two ranks' gathered rows one; of four rows, those for the two ranks of the other host.
+      // One row of two ranks' gathered ones; of four rows, those for the two ranks of the other host.
       EXPECT_EQ(uses.begin()->second.sent_bytes, 4 * (n + 2 * n));
       EXPECT_EQ(uses.begin()->second.received_bytes, 4 * (n + 2 * n));
     });

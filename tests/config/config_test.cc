@@ -31,7 +31,7 @@ TEST(Config, SaysWhichDefaultsAUserMightNotExpect) {
   EXPECT_FALSE(decided(Config::from_text(R"({"gradient_clipping": 1})"), "gradient_clipping"));
 }
 
-// What the generated tests in binding_test.cc do not write: other names, other spellings, comments.
+// Writes what the generated tests in binding_test.cc do not: other names, other spellings, comments.
 TEST(Config, ReadsNumbersWordsAndNamesInAllTheirSpellings) {
   const Config c = Config::from_text(R"({
     // all of it

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What holds for every key of the table, one generated check a key.
+// Checks every key of the table, by one generated check a key.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What is recorded, what a replay gives, and what a long history leaves behind.
+// Records operators, replays them, and looks at what a long history leaves behind.
 #include "deferred/recorder.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -16,7 +16,7 @@
 namespace deeptide::device {
 namespace {
 
-/// What the backend was asked for: "record 1 on 5", "block 5 on 1".
+/// The backend's calls so far: "record 1 on 5", "block 5 on 1".
 std::vector<std::string>& journal() {
   static std::vector<std::string> lines;
   return lines;
@@ -58,7 +58,7 @@ class PaperDevice : public c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, PaperDevice);
 
-/// What the two streams are for the device's own interface.
+/// The two streams' handles in the device's own interface.
 char paper_handles[2];
 
 class Lanes : public testing::Test {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What control groups allow, read from folders as the kernel shows them.
+// Reads what control groups allow from folders as the kernel shows them.
 #include "device/memory_limit.h"
 
 #include <gtest/gtest.h>

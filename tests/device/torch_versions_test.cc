@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What every supported version of torch does, with what the library adds to the older ones.
+// Checks what every supported version of torch does, with what the library adds to the older ones.
 #include "device/torch_versions.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

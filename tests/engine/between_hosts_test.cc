@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine sends between hosts, in which type, and what it says of its links.
+// Looks at what an engine sends between hosts, in which type, and what it says of its links.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct Trained {
   std::string summary;
 };
 
-/// What the summary says has gone over all links, in bytes ("2.1 MiB to rank 1, …"); KiB have one decimal there.
+/// Bytes over all links by the summary ("2.1 MiB to rank 1, …"); KiB have one decimal there.
 double volume_of(const std::string& summary) {
   static const std::map<std::string, double> units{{"B", 1.0}, {"KiB", 1024.0}, {"MiB", 1024.0 * 1024.0}};
   const size_t begin = summary.find("links: rank ");

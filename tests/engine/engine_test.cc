@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What must hold of training as a whole, on a C++ model: the same numbers at every stage, and outcomes that say what
+// Trains a C++ model as a whole: the same numbers at every stage, and outcomes that say what
 // happened.
 #include "deeptide/engine.h"
 
@@ -305,7 +305,7 @@ TEST(Engine, ServesRanksThatTakeDifferentBranches) {
           session.engine.backward(branch_loss(*session.model, step, world.rank));
           EXPECT_TRUE(session.engine.step().applied());
         }
-        // As in TrainAsTorchDoesOnTheJoinedBatch: sums in another order.
+        // Sums in another order, as in TrainAsTorchDoesOnTheJoinedBatch.
         for (const auto& [name, weight] : weights_of(*session.model, session.engine)) {
           EXPECT_TRUE(torch::allclose(weight, expected.at(name), 2e-5, 2e-5)) << name << ", stage " << stage;
         }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a C++ program sees of its steps, and that seeing changes none of them.
+// Shows a C++ program its steps, and that seeing changes none of them.
 #include <gtest/gtest.h>
 
 #include <filesystem>

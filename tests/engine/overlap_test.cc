@@ -179,7 +179,7 @@ TEST(Overlap, LetsNativeCodeWaitForAParameter) {
   });
 }
 
-/// Where publishing takes place, as the summary has it; of a rank of its own host, or of one host for all.
+/// The summary's words for the place of publishing; of a rank of its own host, or of one host for all.
 std::string publishing_of(bool several_hosts, int stage, const std::string& patch) {
   std::string line;
   run_on_hosts(several_hosts ? kTwo : std::vector<int>{0, 0}, [&](const World& world) {

@@ -36,7 +36,7 @@ struct WholeImpl : torch::nn::Module {
 };
 TORCH_MODULE(Whole);
 
-/// What a stage has of it.
+/// One stage's part of the model.
 struct PartImpl : torch::nn::Module {
   PartImpl(Whole whole, int stage) {
     if (stage == 0) {

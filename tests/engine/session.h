@@ -33,7 +33,7 @@ struct TrainingSession {
     seen.push_back(torch::tensor(outcome.grad_norm));
     return outcome;
   }
-  /// What the program has seen, and the weights.
+  /// The program's view, and the weights.
   std::vector<at::Tensor> results() {
     for (const auto& item : model->named_parameters()) {
       seen.push_back(item.value().detach().clone());

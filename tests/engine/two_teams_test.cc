@@ -43,7 +43,7 @@ struct BothImpl : torch::nn::Module {
 };
 TORCH_MODULE(Both);
 
-/// What a rank of the mesh has of it.
+/// The part of the model that a rank of the mesh has.
 struct OneImpl : torch::nn::Module {
   OneImpl(Both both, int expert) {
     register_module("embed", both->embed);

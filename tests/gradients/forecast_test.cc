@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the reducer forecasts from layouts alone.
+// Compares the reducer's forecasts from layouts alone.
 #include "gradients/forecast.h"
 
 #include <gtest/gtest.h>

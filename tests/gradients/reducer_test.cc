@@ -217,7 +217,7 @@ void expect_culprit_named(const World& w, const ReducerOptions& options) {
   const auto [first, last] = unit.owned_range(unit.parameters()[1]);
   const int64_t at = unit.parameters()[1].offset + 2;
   const bool mine = first <= at && at < last;
-  // Where a host's ranks are summed first, one of the culprit's host has seen its contribution: that of the same index.
+  // If a host's ranks are summed first, one of the culprit's host has seen its contribution: that of the same index.
   const int per_host = training.host ? training.host->size() : 1;
   const auto owner = static_cast<int>(at / unit.layout().shard);
   const bool seen = training.host ? w.rank == culprit / per_host * per_host + owner % per_host : mine;
@@ -239,7 +239,7 @@ TEST_P(Sums, NameTheParameterAndTheRankOfANonFiniteGradient) {
   run([&](const World& w) { expect_culprit_named(w, options()); });
 }
 
-// As on a device, where reading each sum would make the host wait.
+// Looks once per step, as on a device, where reading each sum would make the host wait.
 TEST_P(Sums, NameThemTooWhenTheyLookOncePerStep) {
   if (options().together > 1) GTEST_SKIP() << "on a device, each rank's contribution travels";
   auto late = options();

@@ -113,7 +113,7 @@ struct Training {
     return std::make_unique<host::Exchange>(host, std::move(arena));
   }
 
-  /// As the engine's boundary, where the reducer serves: all ranks have no more gradients. Returns the most rounds that
+  /// Closes like the engine's boundary, where the reducer serves: no rank has more. Returns the most rounds that
   /// another rank has announced.
   int64_t close() {
     int64_t most = 0;
@@ -124,7 +124,7 @@ struct Training {
     return most;
   }
 
-  /// As the engine at a micro-batch's end: the ranks agree on the largest number of rounds.
+  /// Ends a micro-batch like the engine: the ranks agree on the largest number of rounds.
   void finish() {
     const at::Tensor own = at::full({1}, reducer->rounds_wanted(), at::kLong),
                      all = at::empty({group.size()}, at::kLong);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a host's ranks contribute is summed before it travels: fewer bytes cross, and the bits stay.
+// Sums a host's contributions before they travel: fewer bytes cross, and the bits stay.
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
 

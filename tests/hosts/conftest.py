@@ -119,7 +119,7 @@ class Job:
 
 
 class Hosts:
-    """What a test uses: jobs on the network, and the proof that they leave nothing."""
+    """The tools of a test: jobs on the network, and the proof that they leave nothing."""
 
     def __init__(self, network, folder):
         self.network, self.folder = network, folder

@@ -104,7 +104,7 @@ class Host:
         return found
 
     def ports(self):
-        """What listens here besides the host's services."""
+        """The ports on which something listens here besides the host's services."""
         listening = [line.split() for line in self.run("ss", "-Hltnp").stdout.splitlines()]
         return [words[3] for words in listening if not SERVICES & set(re.findall('"([^"]+)"', words[-1]))]
 

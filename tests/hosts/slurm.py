@@ -111,7 +111,7 @@ class Slurm:
         return "\n".join(f"-- {path.name}:\n{path.read_text()[-1500:]}" for path in paths)
 
     def run(self, *words):
-        """What a SLURM command says on the head."""
+        """The output of a SLURM command on the head."""
         return subprocess.run(
             self.network.head.command(*words), env=self.environment, capture_output=True, text=True, timeout=30
         ).stdout

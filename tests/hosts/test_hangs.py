@@ -80,7 +80,7 @@ class Training:
         time.sleep(0.5)  # all are past their first steps
 
     def report(self, number=1, timeout=30):
-        """What the launcher says of the hang of this number, all of it."""
+        """The launcher's whole report of the hang of this number."""
         mark = "state of the ranks:"
         deadline = time.monotonic() + timeout
         while self.job.errors.count(mark) < number:

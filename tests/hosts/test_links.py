@@ -56,7 +56,7 @@ def finish(hosts, job):
 
 
 def facts(job):
-    """What each rank printed but for its bytes, and the bytes of each step by rank."""
+    """The lines of each rank but for its bytes, and the bytes of each step by rank."""
     lines = sorted(re.findall(r"rank \d+ (?:step|sum).*", job.output))
     sent = {}
     for rank, bytes_sent in re.findall(r"rank (\d+) step .* sent (\d+)", "\n".join(lines)):

@@ -17,7 +17,7 @@ class BenchComm : public testing::Test {
     all.insert(all.end(), words.begin(), words.end());
     return launch(all, {{"CUDA_VISIBLE_DEVICES", ""}});
   }
-  /// What a rank's Python was told, behind the module's name.
+  /// The words that a rank's Python was told, behind the module's name.
   std::string told(const Words& words) {
     const LaunchResult result = run(words);
     const std::string head = "-m deeptide._bench_comm ";

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a rank finds: its variables, its arguments, its interpreter, its cores.
+// Looks at what a rank finds: its variables, its arguments, its interpreter, its cores.
 #include <gtest/gtest.h>
 
 #include <algorithm>

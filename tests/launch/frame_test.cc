@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What launcher and agents say: frames in any pieces, payloads of any bytes, and streams that are none.
+// Exchanges launcher's and agents' words: frames in any pieces, payloads of any bytes, and streams that are none.
 #include "launch/wire/frame.h"
 
 #include <gtest/gtest.h>

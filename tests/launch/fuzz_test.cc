@@ -165,7 +165,7 @@ TEST(Fuzz, WholeFramesComeOutAsTheyWentInHoweverTheStreamIsCut) {
   });
 }
 
-/// What a payload means once it was understood is what its own encoding means.
+/// A payload that was understood means what its own encoding means.
 template <typename Message>
 void expect_stable(const std::string& text) {
   std::string understood;

@@ -109,7 +109,7 @@ class Link : public ::testing::Test {
     return true;
   }
 
-  /// What `deeptide stacks` would say of the job now; a rank that is late makes the launcher say it.
+  /// The words of `deeptide stacks` about the job now; a rank that is late makes the launcher say them.
   std::string report() {
     if (!serve_until([this] { return !reports_.empty(); })) return "";
     return reports_.front();
@@ -177,7 +177,7 @@ TEST_F(Link, ARankWhoseLinkBrokeComesBackInItsOwnPlace) {
   EXPECT_FALSE(has(text, "not connected")) << text;
 }
 
-/// As after a fault that only the rank has noticed.
+/// A fault that only the rank has noticed lies before this.
 TEST_F(Link, ARankThatComesBackReplacesItsOlderLink) {
   add(1);
   ASSERT_TRUE(serve_until([&] { return ranks_[0]->link().up(); }));
@@ -218,7 +218,7 @@ TEST_F(Link, SilenceAndAHalfProofAreCutOffAfterFiveSeconds) {
   EXPECT_TRUE(rank.link().up());
 }
 
-/// What a rank that knows the token may still say wrong.
+/// A rank that knows the token may still say something wrong.
 TEST_F(Link, WhatIsNoWordOfARankCutsItsLink) {
   const std::string port = port_of(hub_);
   struct Wrong {

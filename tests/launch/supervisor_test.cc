@@ -307,7 +307,7 @@ TEST(Reader, ThatIsGoneEndsTheJob) {
   EXPECT_TRUE(eventually([&] { return read_file(folder.path("code")) == "141\n"; })) << read_file(folder.path("code"));
 }
 
-/// What a terminal shows of `arguments`. `keys` are pressed when "ready" has been shown.
+/// The output of `arguments` on a terminal. `keys` are pressed when "ready" has been shown.
 std::string on_terminal(std::vector<std::string> arguments, int& exit_code, std::string keys = "") {
   arguments.insert(arguments.begin(), DEEPTIDE_COMMAND);
   std::vector<char*> argv;

@@ -80,7 +80,7 @@ TEST(LayerNormKernel, AgreesWithTorchOnEachInstructionSet) {
       exact.backward(gradient.to(at::kDouble));
       EXPECT_TRUE(at::equal(to.summed, x + residual));
       EXPECT_TRUE(at::allclose(to.normed.to(at::kDouble), exact, 1e-5, 1e-5)) << width;
-      // Of sums over 37 rows, and of differences of terms up to 1 / sqrt(eps).
+      // Errors of sums over 37 rows, and of differences of terms up to 1 / sqrt(eps).
       EXPECT_TRUE(at::allclose(got.x.to(at::kDouble), leaves[0].grad() + more, 1e-4, 1e-4)) << width;
       EXPECT_TRUE(at::allclose(got.weight_D.to(at::kDouble), leaves[1].grad(), 1e-5, 1e-4)) << width;
       EXPECT_TRUE(at::allclose(got.bias_D.to(at::kDouble), leaves[2].grad(), 1e-5, 1e-4)) << width;

@@ -67,7 +67,7 @@ TEST(Adagrad, AgreesWithItsDefinitionInDoubles) {
         const double rate = hyper.lr() / (1 + static_cast<double>(step - 1) * hyper.get("lr_decay"));
         const Tensor expected = p - g / (sum.sqrt() + hyper.get("eps")) * rate;
         adagrad.step(segment, hyper, {step, 0.5});
-        // As Adam's: fewer roundings.
+        // Fewer roundings, as Adam's.
         ASSERT_TRUE(at::allclose(segment.master.to(at::kDouble), expected, 1e-6, 1e-6)) << numel;
         ASSERT_TRUE(at::allclose(segment.states[0].to(at::kDouble), sum, 1e-6, 1e-9)) << numel;
       }
@@ -169,7 +169,7 @@ TEST(Muon, OrthogonalizesAMatrixOfAnyShape) {
     const Tensor values = core.diagonal(), lifted = values.masked_select(s.gt(0.01 * s.norm()));
     EXPECT_GT(lifted.min().item<float>(), 0.6) << rows << "x" << columns;
     EXPECT_LT(lifted.max().item<float>(), 1.25) << rows << "x" << columns;
-    // What is not on the diagonal is bf16's rounding, 2^-9 of entries below 1, a few times over.
+    // Entries off the diagonal are bf16's rounding, 2^-9 of entries below 1, a few times over.
     EXPECT_LT((core - values.diag()).abs().max().item<float>(), 0.1) << rows << "x" << columns;
   }
 }

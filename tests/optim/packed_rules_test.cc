@@ -131,7 +131,7 @@ TEST_P(ElementwiseRule, RoundsStatesInBf16ByTheirPlaceBesideAnyMaster) {
                                          numerics::RandomKey::of(17, 3), stream++, kFirst);
           ASSERT_TRUE(at::equal(beside_whole.states[i], expected)) << numel << " state " << i;
           ASSERT_TRUE(at::equal(halves.states[i], expected)) << numel << " state " << i;
-          // Where the reference's last fp32 bit differs, the neighbour may: half as much again is RMSprop's momentum.
+          // If the reference's last fp32 bit differs, the neighbour may: half as much again is RMSprop's momentum.
           ASSERT_TRUE(at::allclose(reference.states[i], expected, 0x1p-7, 1e-5)) << numel << " state " << i;
         }
       }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What holds for every rule: it agrees with its reference and with the table, and with itself however work is cut.
+// Checks every rule: it agrees with its reference and with the table, and with itself however work is cut.
 #include <ATen/Context.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/empty.h>
@@ -57,7 +57,7 @@ TEST(Rules, AreRefusedByNameIfThereIsNone) {
   }
 }
 
-/// Where directions of two implementations differ in fp32's last bit they may differ in bf16's, and a matrix's update
+/// The slack of a step: two implementations' directions that differ in fp32's last bit may differ in bf16's; the update
 /// follows them: by how much a step may then differ.
 double bf16_slack(const Rule& rule, const Hyperparameters& hyper, int64_t numel) {
   if (rule.reach(hyper) != Reach::whole_parameter) return 0.0;

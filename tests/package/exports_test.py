@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared library exports is what the public headers mark, neither more nor less.
+"""Compares what the shared library exports with what the public headers mark: neither more nor less.
 
 Run as: exports_test.py <libdeeptide.so> <nm>.
 """

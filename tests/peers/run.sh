@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-# What `make test-peers` calls: sets up .venv-peers, .venv-peers-before and .venv-peers-deepspeed, all over VENV, then
+# Serves `make test-peers`: sets up .venv-peers, .venv-peers-before and .venv-peers-deepspeed, all over VENV, then
 # runs the tests in the first and, with each library's last minor version before, those of libraries in the second; the
 # third is what test_deepspeed*.py start DeepSpeed in. Arguments are pytest's.
 set -eu

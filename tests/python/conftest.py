@@ -60,7 +60,7 @@ _check_expected_errors()
 
 
 def _combinations(item, thorough):
-    """What a test of a grid shows: each two of its parameters with their values, or each one alone.
+    """Chooses from a test's grid: each two of its parameters with their values, or each one alone.
 
     All tests of a grid of which nothing is to be left out show nothing.
     """
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is loaded by now stays: collections of the cyclic garbage need not walk it again and again."""
+    """Freezes what is loaded by now: collections of the cyclic garbage need not walk it again and again."""
     gc.collect()
     gc.freeze()
 
@@ -286,7 +286,7 @@ def run_processes(world_size, target, *args, timeout=180, env=None, check=True, 
 
 @pytest.fixture(autouse=True)
 def _no_process_group():
-    """What a test initialises in this process is not the next one's."""
+    """Ends what a test initialised in this process: it is not the next one's."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

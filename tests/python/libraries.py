@@ -44,7 +44,7 @@ def rows(count, seed=1, length=LENGTH):
 
 
 def ds_config(stage, **extra):
-    """As people write it for Trainer: whatever the arguments say is "auto"."""
+    """A configuration as people write it for Trainer: whatever the arguments say is "auto"."""
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
@@ -172,7 +172,7 @@ def loader(count=20):
 
 
 def train(accelerator, model, optimizer, scheduler, data, epochs=2):
-    """As Accelerate's own examples write it."""
+    """Trains like Accelerate's own examples."""
     losses = []
     for _ in range(epochs):
         for batch in data:

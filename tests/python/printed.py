@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What programs print, where torch's minor versions differ."""
+"""Removes from programs' output what differs between torch's minor versions."""
 
 import re
 import subprocess
 
-# What torch up to 2.10 prints on standard output: a line of Gloo's per group that has connected. The launcher may have
+# The line that torch up to 2.10 prints on standard output for each connected group of Gloo's. The launcher may have
 # put the rank before it.
 GLOO = re.compile(r"^(\[[^]]*\] ?)?\[Gloo\] Rank \d+ is connected to .*\n", re.MULTILINE)
 

@@ -149,7 +149,7 @@ if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "a process with threads must not fork"
-    # What is loaded stays: the collections of ranks need not walk it and copy its pages.
+    # Freezes what is loaded: the collections of ranks need not walk it and copy its pages.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks' parents
     sys.argv = serve(socket.socket(fileno=int(sys.argv[1])))

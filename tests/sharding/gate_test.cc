@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an operator sees when it receives a sharded tensor, and the state that remains when it fails.
+// Gives operators sharded tensors, and looks at the state that remains when they fail.
 #include "sharding/gate.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else Path()
 STEPS = 6
-# What every Linux system has that runs this Python, as manylinux lists it.
+# The libraries that every Linux system has that runs this Python, by manylinux's list.
 SYSTEM = re.compile(
     r"(ld-linux-x86-64|ld-linux-aarch64|libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+)\.so(\.\d+)*"
 )

@@ -20,7 +20,7 @@ constexpr milliseconds kLong{20'000}, kShort{300};
 
 std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
-/// What each rank's meeting ended with: "" or its error.
+/// The end of each rank's meeting: "" or its error.
 std::vector<std::string> meet_all(const StorePtr& store, const std::vector<std::string>& tokens,
                                   milliseconds timeout = kLong, std::vector<int> ranks = {}, int size = 0) {
   std::vector<std::future<std::string>> ends;

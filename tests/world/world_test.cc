@@ -245,7 +245,7 @@ TEST_F(Board, NamesWhoIsStillSilentBesideARankThatEndedForSilence) {
   EXPECT_EQ(zero.failure(), "rank 2 has ended, having seen: no report from rank 0, 1; by now no report from rank 1");
 }
 
-/// What a board without any grace adds to an error.
+/// The words that a board without any grace adds to an error.
 constexpr const char* kNotGoneOn = R"(, and has not gone on within 0 s ("deeptide": {"error_grace": seconds}))";
 
 TEST_F(Board, TellsOfAnErrorUntilTheRankGoesOn) {

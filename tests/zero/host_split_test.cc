@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where units are cut between a device and its host.
+// Cuts units between a device and its host.
 #include "zero/host_split.h"
 
 #include <gtest/gtest.h>

@@ -32,7 +32,7 @@ inline constexpr int64_t kRows[] = {5, 1, 33, 10};
 inline Tensor start_of(int p) { return at::arange(kSizes[p], at::kFloat) / 100 - 0.25 * p; }
 inline Tensor gradient_of(int p, int step) { return at::arange(kSizes[p], at::kFloat).sin() * (step + 1); }
 
-/// As many consecutive parameters train in each of the groups, of which there are one, two or four.
+/// Trains as many consecutive parameters in each of the groups, of which there are one, two or four.
 struct Stage {
   Stage(const World& world, int stage, at::ScalarType dtype, const optim::Rule& rule, const Groups& groups,
         const StatePlacement& place = {}, const sharding::ShardPlacement& place_shard = {},

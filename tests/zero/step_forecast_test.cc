@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a step's exchanges are forecast to take. That engines take as much: tests/python/engine/test_plan.py.
+// Compares a step's exchanges with their forecast. That engines take as much: tests/python/engine/test_plan.py.
 #include "zero/step_forecast.h"
 
 #include <gtest/gtest.h>

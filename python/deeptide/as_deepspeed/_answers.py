@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine answers about itself: values of the configuration, and what is always or never so here."""
+"""Answers like DeepSpeed's engine about itself: values of the configuration, and what is always or never so here."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ CONSTANTS: dict[str, Any] = {
 
 
 def answer(name: str, config: dict[str, Any]) -> Any:
-    """What the method `name` of one of these tables gives. Errors: KeyError for another name."""
+    """The value of the method `name` of one of these tables. Errors: KeyError for another name."""
     if name in ZERO:
         return getattr(get_zero_config(config), ZERO[name])
     if name in CONSTANTS:
@@ -175,7 +175,7 @@ class EngineAnswers:
         return self._config.dataloader_drop_last
 
     def initial_dynamic_scale(self) -> float:
-        """Of fp16."""
+        """The scale that fp16 begins with."""
         power = (self.given_config.get("fp16") or {}).get("initial_scale_power", 16)
         return float(2 ** int(power))
 
@@ -183,7 +183,7 @@ class EngineAnswers:
         return get_zero_config(self.given_config)
 
     def _offload_devices(self) -> list[str]:
-        """Of the optimizer's states and of the parameters."""
+        """The devices of the optimizer's states and of the parameters."""
         zero = self._zero()
         return ["none" if part is None else part.device for part in (zero.offload_optimizer, zero.offload_param)]
 

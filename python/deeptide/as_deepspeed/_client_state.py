@@ -34,7 +34,7 @@ def _same_types(a: Any, b: Any) -> bool:
 
 
 def packed(state: dict[str, Any] | None) -> dict[str, Any]:
-    """What save_checkpoint of the engine takes."""
+    """The form that save_checkpoint of the engine takes."""
     state = {} if state is None else dict(state)
     if _comes_back(state):
         return state

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Status(enum.Enum):
-    """What a name of DeepSpeed's is here, in the words of docs/from-deepspeed.md."""
+    """The standing of a name of DeepSpeed's here, in the words of docs/from-deepspeed.md."""
 
     works = "works"
     differs = "differs"
@@ -17,7 +17,7 @@ class Status(enum.Enum):
 
 
 class Name(NamedTuple):
-    """What stands for a name: `target` is "module:attribute"; `note` says what differs, or what to use instead."""
+    """The stand-in for a name: `target` is "module:attribute"; `note` says what differs, or what to use instead."""
 
     status: Status
     target: str

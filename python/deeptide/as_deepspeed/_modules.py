@@ -20,7 +20,7 @@ class MissingNameError(AttributeError):
 
 
 class _RefusedType(type):
-    """Of a class that stands for what is not here: it may be imported and compared with, not used."""
+    """The type of a class that stands for what is not here: it may be imported and compared with, not used."""
 
     _text: str
 
@@ -34,7 +34,7 @@ class _RefusedType(type):
 
 
 def refuse(module: str, name: str, note: str) -> type:
-    """What stands for a name that is known and not here."""
+    """A stand-in for a name that is known and not here."""
     text = f"{module}.{name} is not supported by Deeptide: {note}"
     return _RefusedType(name, (), {"_text": text, "__doc__": text, "__module__": module})
 

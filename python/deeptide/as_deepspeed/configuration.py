@@ -44,7 +44,7 @@ _TRAILING = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
 
 
 class ZeroStageEnum(enum.IntEnum):
-    """What ZeRO shards."""
+    """Which tensors ZeRO shards."""
 
     disabled = 0
     optimizer_states = 1
@@ -62,7 +62,7 @@ class _TextEnum(str, enum.Enum):
 
 
 class OffloadDeviceEnum(_TextEnum):
-    """Where states may lie."""
+    """The places where states may lie."""
 
     none = "none"
     cpu = "cpu"
@@ -70,7 +70,7 @@ class OffloadDeviceEnum(_TextEnum):
 
 
 class OffloadStateTypeEnum(_TextEnum):
-    """What engine.offload_states moves."""
+    """The states that engine.offload_states moves."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

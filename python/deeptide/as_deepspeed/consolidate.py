@@ -121,7 +121,7 @@ class LazyTensor:
         return self._reader.read(self._tensor).to(self.dtype)
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor's."""
+        """The size, like a tensor's."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:

@@ -29,7 +29,7 @@ class NoSyncError(ConfigError, AssertionError):
 
 
 class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """What deepspeed.initialize returns: `module` is the model, `config` the dictionary that was given."""
+    """The engine of deepspeed.initialize: `module` is the model, `config` the dictionary that was given."""
 
     given_config: dict[str, Any]
 

@@ -227,7 +227,7 @@ def unset_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Iterable[
 
 
 def set_z3_leaf_module(module: torch.nn.Module, flag: bool) -> None:
-    """Of one module."""
+    """Does so for one module."""
     module.__dict__["_z3_leaf"] = flag
 
 

@@ -142,7 +142,7 @@ def _kind_for(model: torch.nn.Module) -> type[DeepSpeedEngine]:
 
 
 def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:
-    """What libraries look for in fp16 and at stage 3, and an optimizer's stand-in where there is none."""
+    """Adds what libraries look for in fp16 and at stage 3, and an optimizer's stand-in where there is none."""
     if engine.optimizer is not None and engine.fp16_enabled():
         scale = engine.optimizer.loss_scaler = engine.optimizer.loss_scale_config = EngineLossScale(engine)
         engine.optimizer.dynamic_loss_scale = scale.dynamic

@@ -108,7 +108,7 @@ class CheckOverflow:
         self.params = None if param_groups is None else list(itertools.chain.from_iterable(param_groups))
 
     def check(self, param_groups: Iterable[Iterable[torch.Tensor]] | None = None) -> bool:
-        """Of the parameters given here, or to the constructor. Collective."""
+        """Whether the parameters given here, or to the constructor, overflow. Collective."""
         if param_groups is not None:
             return self.has_overflow(list(itertools.chain.from_iterable(param_groups)))
         if self.params is None:
@@ -116,11 +116,11 @@ class CheckOverflow:
         return self.has_overflow(self.params)
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """Of this rank."""
+        """Whether this rank's do."""
         return any(bool(has_inf_or_nan(p.grad)) for p in _gradients(params, self.mpu) if p.grad is not None)
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
-        """Of any rank. Collective."""
+        """Whether any rank's do. Collective."""
         return _any_rank(self.has_overflow_serial(params))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
@@ -175,7 +175,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 class DummyOptim:
-    """What stands for no optimizer at stage 3: it holds groups only."""
+    """Stands for no optimizer at stage 3: it holds groups only."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": params}]

@@ -86,7 +86,7 @@ class OpBuilder:
         return _Loaded(self._class, importlib.import_module(_MODULES[self._class]))
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """As load: nothing is compiled."""
+        """Loads like `load`: nothing is compiled."""
         return self.load(verbose)
 
     @staticmethod

@@ -44,7 +44,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 
 
 class _Kind(type):
-    """Of a class that initialize's optimizer is an instance of under some configurations; it makes none itself."""
+    """The type of a class that initialize's optimizer is an instance of under some configurations; it makes none."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         engine = instance._engine() if isinstance(instance, DeeptideOptimizer) and instance._engine else None

@@ -89,7 +89,7 @@ class OnDevice(contextlib.ContextDecorator):
 
 
 class OffloadStandIn:
-    """What trl takes off and puts back around generation at stage 3: lists of hooks, which are empty here."""
+    """The object that trl takes off and puts back around generation at stage 3: lists of hooks, empty here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = model

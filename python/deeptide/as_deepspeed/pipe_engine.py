@@ -11,7 +11,7 @@ from deeptide.as_deepspeed.engine import DeepSpeedEngine
 
 
 class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine):  # type: ignore[misc, unused-ignore]
-    """What deepspeed.initialize returns for a PipelineModule."""
+    """The engine of deepspeed.initialize for a PipelineModule."""
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not here yet: the schedule has the configuration's number of micro-batches."""

@@ -40,7 +40,7 @@ def _write_rate(group: dict[str, Any], rate: float) -> None:
 
 
 class _Kind(type):
-    """Of the classes: the configuration's schedule, which the core runs, is an instance of the one it names."""
+    """The classes' type: the configuration's schedule, which the core runs, is an instance of the one it names."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or (

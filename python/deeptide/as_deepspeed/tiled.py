@@ -112,7 +112,7 @@ class TiledLinear(torch.nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Of linear layers that return (output, bias), as Megatron's do: returns whole ones of both."""
+    """Tiles linear layers that return (output, bias), as Megatron's do: returns whole ones of both."""
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
         output, bias = new_out if isinstance(new_out, tuple) else (new_out, None)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this interface says of itself: the version whose interface it mirrors, with Deeptide's own as local label."""
+"""The version whose interface is mirrored here, with Deeptide's own as local label."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Techniques:
 
 
 class CompressedLayer(nn.Module):
-    """What a compressed layer is as well."""
+    """The second base of every compressed layer."""
 
     _compression: Techniques
 

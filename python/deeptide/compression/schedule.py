@@ -82,7 +82,7 @@ class _Curvature:
 
     @classmethod
     def of(cls, section: dict[str, Any], model: nn.Module) -> _Curvature | None:
-        """Where the section "quantize_training" asks for it."""
+        """The curvature that the section "quantize_training" asks for; None: it does not."""
         part = {key: value for key, value in section["eigenvalue"].items() if key not in ("enabled", "model_name")}
         return cls(Eigenvalue(**part), model) if section["enabled"] and section["eigenvalue"]["enabled"] else None
 
@@ -156,14 +156,14 @@ class CompressionSchedule:
         self._follow()
 
     def before_backward(self, loss: Tensor, mean: Callable[[float], float]) -> None:
-        """Of the last loss of a step: measures curvature if the step lowers bits. `mean`: over ranks. Collective."""
+        """Measures curvature at a step's last loss if the step lowers bits. `mean`: over ranks. Collective."""
         if self._curvature is None or self._falling is None or self.training_steps < self._offset:
             return
         if self._falling.is_due():
             self._curvature.measure(self.training_steps, loss, mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs."""
+        """The state that a resume needs."""
         falling = None if self._falling is None else self._falling.state_dict()
         return {"steps": self.training_steps, "falling": falling}
 

@@ -113,7 +113,7 @@ def groups_of(section: dict[str, Any]) -> list[Group]:
 
 
 def _check(group: Group) -> None:
-    """What does not fit together. Errors: ConfigError naming the key."""
+    """Refuses what does not fit together. Errors: ConfigError naming the key."""
     if group.technique == "weight_quantization":
         _check_bits(group)
     elif group.technique == "activation_quantization" and group.params["bits"] not in (4, 8):

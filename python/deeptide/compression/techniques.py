@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to one layer: its weight quantised, its input quantised, parts of its weight left out."""
+"""Changes one layer: its weight quantised, its input quantised, parts of its weight left out."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Pruning:
             layer.register_buffer(mask_name, largest(magnitude, self.share))
 
     def mask(self, layer: nn.Module) -> Tensor:
-        """What stays: of weights, of outputs (N, 1, …) or of heads (1, H). Of scores, a gradient goes to them."""
+        """The mask of what stays: of weights, of outputs (N, 1, …) or of heads (1, H). A gradient goes to scores."""
         mask_name, scores_name = NAMES[self.technique]
         if not self.scored:
             kept: Tensor = getattr(layer, mask_name)

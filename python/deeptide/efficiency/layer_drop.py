@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DroppedLayer(torch.nn.Module):
-    """What a layer becomes: one that lets its input pass, instead of running, with a probability."""
+    """Lets its input pass, with a probability, instead of running the layer that it replaces."""
 
     _depth: tuple[Any, int, int]  # the schedule, this layer's number, how many there are
 

@@ -90,7 +90,7 @@ class CurriculumLoader:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            # What an earlier iteration fetched ahead and did not give is drawn again.
+            # Batches that an earlier iteration fetched ahead and did not give are drawn again.
             if self.curriculum.position() != self._place:
                 self.curriculum.load_state(self.curriculum.state(self._place))
             self._batches.clear()

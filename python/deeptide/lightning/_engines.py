@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What both strategies do: a configuration, an engine around a program's model and optimizer, and folders of state."""
+"""The common part of both strategies: a configuration, an engine around a program's model and optimizer, folders."""
 
 from __future__ import annotations
 

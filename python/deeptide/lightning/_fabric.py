@@ -144,7 +144,7 @@ class DeeptideFabricStrategy(DDPStrategy):
 
 
 class _AccumulatingControl:
-    """What fabric.no_backward_sync uses."""
+    """The object that fabric.no_backward_sync uses."""
 
     def __init__(self, strategy: DeeptideFabricStrategy) -> None:
         self._strategy = strategy

@@ -154,7 +154,7 @@ class DeeptideStrategy(DDPStrategy):
         _engines.destroy(engine)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Of a file; a folder's weights are there already."""
+        """Loads a file's weights; a folder's are there already."""
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
 

@@ -23,7 +23,7 @@ from deeptide._C import ConfigError
 
 
 class DeepSpeedTransformerConfig:
-    """What a layer is made of.
+    """The settings of a layer.
 
     `pre_layer_norm`: norms before attention and MLP, else after. `initializer_range`: the standard deviation of
     weights; with `adjust_init_range`, of those before a residual sum over sqrt(2 num_hidden_layers). Memory for time:

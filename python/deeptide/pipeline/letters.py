@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stages send each other: tensors in any nesting, under a header that says what comes."""
+"""Sends tensors in any nesting between stages, under a header that says what comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH_BYTES = 8
 
 
 class Subject(NamedTuple):
-    """What a letter is about: both ends name it, and the receiver compares."""
+    """The subject of a letter: both ends name it, and the receiver compares."""
 
     kind: str  # "activation", "gradient", "tied weights of …"
     micro_batch: int

@@ -215,7 +215,7 @@ class PipelineModule(torch.nn.Module):
             yield self._is_recomputed(layers), self._steps[begin : begin + interval]
 
     def forward(self, inputs: Any) -> Any:
-        """What this stage's layers make of what the stage before it returns."""
+        """Runs this stage's layers on what the stage before it returns."""
         for recomputed, steps in self._runs():
             if not recomputed:
                 inputs = _chain(steps, inputs)

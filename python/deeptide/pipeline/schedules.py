@@ -28,7 +28,7 @@ published_peak_activations = _C.published_peak_activations
 def instructions(
     schedule: PipelineSchedule, stages: int, micro_batches: int, chunks: int = 1
 ) -> list[list[StageInstruction]]:
-    """What each stage does in one step, in order; `chunks`: of the model on each stage, with `interleaved`."""
+    """Each stage's instructions in one step, in order; `chunks`: of the model on each stage, with `interleaved`."""
     return [_C.stage_instructions(schedule, stages, micro_batches, stage, chunks) for stage in range(max(stages, 1))]
 
 

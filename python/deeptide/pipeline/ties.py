@@ -128,7 +128,7 @@ class Ties:
             letters.send(Subject(f"tied gradient of '{borrowed.key}'", 0, step), borrowed.sums, borrowed.owner)
 
     def take_gradients(self, letters: Letters, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Of an owner, in its last backward: parameters, and what the borrowers' gradients add to theirs."""
+        """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs."""
         parameters: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for owned in self._owned:

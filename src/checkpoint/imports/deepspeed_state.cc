@@ -21,7 +21,7 @@ using Kind = PickleValue::Kind;
 
 namespace {
 
-/// What DeepSpeed itself saves beside the program's client state.
+/// Keys that DeepSpeed itself saves beside the program's client state.
 const std::set<std::string> kOwnKeys = {"module",
                                         "buffer_names",
                                         "optimizer",
@@ -92,7 +92,7 @@ void add_numbers(const TorchFile& file, const PickleValue& group, const Optimize
   }
 }
 
-/// What a group lacks stays what the engine has. The program's own optimizer has no name in the file, but its numbers
+/// Keeps the engine's values of keys that a group lacks. The program's own optimizer has no name there, but its numbers
 /// have the names that all optimizers give them.
 json group_of(const TorchFile& file, const PickleValue& group, const OptimizerInfo* optimizer) {
   json numbers = json::object();

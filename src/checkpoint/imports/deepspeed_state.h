@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What DeepSpeed saves beside tensors: steps, learning rates, loss scale, schedule, and the program's own state.
+// Reads DeepSpeed's state beside tensors: steps, learning rates, loss scale, schedule, and the program's own state.
 #pragma once
 
 #include <map>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where DeepSpeed keeps the tensors of a checkpoint, at each stage and in the universal form.
+// Finds the tensors of DeepSpeed's checkpoints, at each stage and in the universal form.
 #pragma once
 
 #include "checkpoint/imports/deepspeed_folder.h"

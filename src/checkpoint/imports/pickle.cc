@@ -159,7 +159,7 @@ class PickleMachine {
     }
   }
 
-  /// What begins with its own length.
+  /// Whether an opcode begins with its own length.
   bool counted(uint8_t op) {
     switch (op) {
       case 0x8a:

@@ -25,7 +25,7 @@ constexpr size_t kMaxDepth = 60;
 constexpr int64_t kMaxPlainValues = 1'000'000;
 constexpr int64_t kMaxElements = 65'536;
 
-/// What one value cannot be; the rest goes on.
+/// Says why one value is not plain; the rest goes on.
 struct NotPlain {
   std::string why;
 };

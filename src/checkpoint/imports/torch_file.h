@@ -37,7 +37,7 @@ class TorchFile {
   const std::string& path() const { return archive_.file().path(); }
   const File& file() const { return archive_.file(); }
   const PickleValue& root() const { return pickle_.root(); }
-  /// What `torch.load` would make a dense tensor or parameter of; none for any other value.
+  /// The dense tensor or parameter that `torch.load` would make; none for any other value.
   /// Errors: CheckpointError when it is one that has no such storage, or leaves it.
   std::optional<TorchTensor> tensor(const PickleValue& value) const;
   /// A number, also if it is in a tensor of one element or in an enumeration; none for any other value.

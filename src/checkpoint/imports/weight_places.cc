@@ -130,7 +130,7 @@ ManifestTable weights_table(const WeightPlaces& places) {
   for (const auto& [name, place] : places.tensors) {
     add_foreign(contents.tensors, {name, Role::param()}, place.file, place.tensor);
   }
-  // What Progress reads of a manifest: nothing has been done.
+  // Progress reads of this manifest that nothing has been done.
   contents.manifest.state_json =
       R"({"global_steps": 0, "skipped_steps": 0, "micro_steps": 0, "optimizer_steps": 0, "schedule_iteration": -1,)"
       R"( "groups": []})";

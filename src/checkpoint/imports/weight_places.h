@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Where the tensors of others' weight files lie: safetensors and torch's, one file or several with an index.
+// Finds the tensors in others' weight files: safetensors and torch's, one file or several with an index.
 #pragma once
 
 #include <map>

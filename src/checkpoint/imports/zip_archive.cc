@@ -45,7 +45,7 @@ struct Directory {
   uint64_t bytes = 0;
 };
 
-/// Where the directory's end record begins: a comment of up to 64 KiB may follow it.
+/// The beginning of the directory's end record: a comment of up to 64 KiB may follow it.
 int64_t find_end(const File& file, int64_t file_bytes) {
   const int64_t span = std::min(file_bytes, kEndBytes + 0xffff);
   const std::string tail = bytes_at(file, file_bytes - span, span);

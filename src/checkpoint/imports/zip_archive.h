@@ -24,7 +24,7 @@ class ZipArchive {
 
   const File& file() const { return file_; }
   bool has(const std::string& name) const { return headers_.contains(name); }
-  /// Where an entry's bytes lie. Errors: CheckpointError when there is no such entry, or when it is compressed,
+  /// The bytes of an entry. Errors: CheckpointError when there is no such entry, or when it is compressed,
   /// encrypted or beyond the file.
   Span find(const std::string& name) const;
   /// The one name that ends in `end` ("/data.pkl"). Errors: CheckpointError when there is none, or several.

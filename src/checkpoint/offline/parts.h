@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an open CheckpointReader holds, and its tensors block by block.
+// Holds the parts of an open CheckpointReader, and reads its tensors block by block.
 #pragma once
 
 #include <functional>
@@ -24,7 +24,7 @@ struct deeptide::CheckpointReader::Parts {
 
 namespace deeptide::checkpoint {
 
-/// As CheckpointReader finds it. Errors: CheckpointError when there is none.
+/// Finds the folder for CheckpointReader. Errors: CheckpointError when there is none.
 std::string find_folder(const std::string& directory, const std::string& tag);
 
 /// "optimizer steps" of a manifest's state; -1 without.

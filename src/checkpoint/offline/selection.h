@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an export writes: which tensors, in which types, in which files.
+// Selects what an export writes: which tensors, in which types, in which files.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a saved tensor's values are like.
+// Describes a saved tensor's values.
 #include <algorithm>
 #include <cmath>
 #include <limits>

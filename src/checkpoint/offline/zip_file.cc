@@ -62,7 +62,7 @@ void put16(std::string& out, int64_t value) { put(out, static_cast<uint16_t>(val
 void put32(std::string& out, uint32_t value) { put(out, value); }
 void put64(std::string& out, int64_t value) { put(out, static_cast<uint64_t>(value)); }
 
-// What local headers and the directory share: flags (names are UTF-8), stored, a date that is none, CRC.
+// The fields that local headers and the directory share: flags (names are UTF-8), stored, a date that is none, CRC.
 void put_common(std::string& out, uint32_t crc, size_t name_bytes, size_t extra_bytes) {
   put16(out, kVersion);
   put16(out, 0x0800);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a rank exchanges with each other rank over the network, and how fast it comes.
+// Counts what a rank exchanges with each other rank over the network, and how fast it comes.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace deeptide::comm {
 
-/// What a rank has seen of its links over the network, and of itself.
+/// A rank's view of its links over the network, and of itself.
 struct LinkFacts {
   int32_t slow_from = -1;       // the world's rank at the other end of the slowest link towards this rank; -1: none is
                                 // known well enough to be blamed
@@ -41,7 +41,7 @@ class LinkTimes {
 
   std::map<int, LinkUse> uses() const;
   int64_t sent_bytes() const;
-  /// What ranks compare, but for the time of computing.
+  /// The facts that ranks compare, but for the time of computing.
   LinkFacts facts() const;
 
  private:

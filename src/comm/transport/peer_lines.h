@@ -21,7 +21,7 @@ class PeerLines {
  public:
   explicit PeerLines(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
 
-  /// As Transport::send and receive, by the backend's ranks, of tensors that are not empty.
+  /// Send and receive like Transport's, by the backend's ranks, tensors that are not empty.
   OperationPtr send(at::Tensor tensor, int to);
   OperationPtr receive(at::Tensor tensor, int from);
 

@@ -48,7 +48,7 @@ class Transport {
   /// not wait for them. None has a thread of its own, and empty ones do not travel. Needs PeerTraffic::yes.
   virtual OperationPtr send(at::Tensor tensor, int to) = 0;
   virtual OperationPtr receive(at::Tensor tensor, int from) = 0;
-  /// Of two levels: what connects the ranks of this rank's index on all hosts, in the order of hosts. Else null.
+  /// The transport between hosts for ranks of this rank's index, in the order of hosts; null if there is one level.
   virtual Transport* rail() { return nullptr; }
 };
 

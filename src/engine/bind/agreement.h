@@ -12,7 +12,7 @@
 
 namespace deeptide::engine {
 
-/// What must be equal on all ranks, a line each: the library, the configuration, every parameter, every group.
+/// The terms that must be equal on all ranks, a line each: library, configuration, every parameter, every group.
 std::vector<std::string> terms_of(const ModelDescription& model, const std::vector<ParameterGroup>& groups,
                                   const Config& config);
 

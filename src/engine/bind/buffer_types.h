@@ -13,7 +13,7 @@ namespace deeptide::engine {
 
 class KeepsFullPrecision;
 
-/// What "data_types" asks of buffers, where the model computes in a 16-bit type.
+/// The types that "data_types" gives buffers of a model that computes in 16 bits.
 struct BufferTypes {
   std::optional<at::ScalarType> asked;              // "buffer_dtype"; absent: each keeps its own
   std::optional<std::vector<std::string>> in_fp32;  // "keep_in_fp32_modules"; absent: as the model's classes say

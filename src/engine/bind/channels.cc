@@ -18,7 +18,7 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-/// Of the world, on this host.
+/// World ranks of the team on this host.
 std::vector<int> ranks_of(const host::Host& host, const comm::Team& team) {
   std::vector<int> ranks;
   for (const int index : host.ranks()) ranks.push_back(team.ranks()[static_cast<size_t>(index)]);

@@ -30,7 +30,7 @@ class Channels {
   /// Errors: CommError; ConfigError as init_distributed, and if the axes have another number of ranks.
   Channels(const std::optional<World>& world, const Config& config, const Axes* axes);
 
-  /// What a design knows of these ranks.
+  /// These ranks as a design knows them.
   const Topology& topology() const { return topology_; }
   /// Collective. Opens the channels of a design that are not there yet.
   void open(const std::vector<ChannelRow>& rows);
@@ -50,11 +50,11 @@ class Channels {
   const std::shared_ptr<world::FailureBoard>& board() const { return board_; }
   const std::shared_ptr<host::Host>& host() const { return host_; }
   comm::Clock& clock() { return *clock_; }
-  /// Where this engine's time goes.
+  /// Records how this engine spends its time.
   const std::shared_ptr<trace::Recorder>& recorder() const { return recorder_; }
   /// Whether the ranks are on several hosts, as far as they may know.
   bool are_between_hosts() const { return between_hosts_; }
-  /// What gathers and reductions exchange over the network; null: nobody counts, since ranks share a host.
+  /// Counts traffic of gathers and reductions over the network; null: nobody counts, since ranks share a host.
   const std::shared_ptr<comm::LinkTimes>& links() const { return links_; }
 
   /// Carries small messages, always on the CPU.

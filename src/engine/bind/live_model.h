@@ -17,7 +17,7 @@
 
 namespace deeptide::engine {
 
-/// What an engine was made of, so that it can be made again.
+/// The parts that an engine was made of, so that it can be made again.
 struct Origin {
   Origin(ModelDescription description, const InitOptions& options)
       : model(std::move(description)), optimizer(options.optimizer), axes(options.axes) {
@@ -36,7 +36,7 @@ struct LateTie {
   BoundName to;
 };
 
-/// What a checkpoint or an export takes from the program's model instead of the engine's units.
+/// Tensors of a checkpoint or an export that come from the program's model instead of the engine's units.
 struct LooseTensors {
   std::vector<NamedTensor> buffers;
   /// Parameters that the engine does not train: whose names hold other tensors than at initialize, or are new.
@@ -46,7 +46,7 @@ struct LooseTensors {
 
   /// Without `tied`.
   std::vector<NamedTensor> all() const;
-  /// What all ranks must have alike, a line each: ties, replacements, and tensors that only all ranks together can
+  /// The terms that all ranks must have alike, a line each: ties, replacements, and tensors that only all ranks can
   /// read.
   std::vector<std::string> terms() const;
 };

@@ -50,7 +50,7 @@ double least_seconds_of(const std::function<void(int)>& run) {
   return least;
 }
 
-/// Of all the states of a block of elements.
+/// Seconds for all the states of a block of elements.
 double time_step(const optim::Rule& rule, const Hyperparameters& hyper, at::Device device) {
   const int64_t side = 1 << 10;  // a block of fp32 as a matrix, for rules that take it so
   const int64_t numel = side * side;

@@ -16,7 +16,7 @@ namespace deeptide::engine {
 /// Memory that measuring takes, beside what a rank steps. Units: bytes.
 int64_t bytes_to_measure();
 
-/// Of one block of states.
+/// Times for one block of states.
 struct BlockTimes {
   double step_seconds = 0.0;      // in memory
   double transfer_seconds = 0.0;  // read and written, while nothing else is
@@ -26,7 +26,7 @@ struct BlockTimes {
 /// rounded down.
 double balanced_ratio(const BlockTimes& times);
 
-/// Of one block of elements of a device.
+/// Times for one block of elements of a device.
 struct SideTimes {
   double device_seconds = 0.0;  // stepped on the device; if its parameters lie off it, the longer of this and copied
   double host_seconds = 0.0;    // the longest of: stepped by the host, copied there, copied back, its states in files
@@ -35,7 +35,7 @@ struct SideTimes {
 /// The share of the host at which both sides step equally long: whole percents, rounded down.
 double balanced_host_share(const SideTimes& times);
 
-/// What is timed, and where.
+/// The work that is timed, and its place.
 struct RatioTrial {
   const optim::Rule& rule;
   const Hyperparameters& hyper;

@@ -29,7 +29,7 @@ class Stages {
          const comm::ChannelOptions& options);
 
   const comm::Team& team() const { return team_; }
-  /// Of this rank's stage; the first is 0.
+  /// This rank's stage; the first is 0.
   int index() const { return team_.index(); }
   int size() const { return team_.size(); }
   comm::Group& control() { return control_; }

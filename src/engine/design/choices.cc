@@ -80,7 +80,7 @@ bool measures_ratio(const Config& config) {
   return config.offload_optimizer().measures_ratio && !config.placement().optimizer_states;
 }
 
-/// What ranks of one host share would be whole in memory. A rank that waits for one of the host's channels moves
+/// Whether ranks of one host may share what would be whole. A rank that waits for one of the host's channels moves
 /// nothing on the others, so large gathers and rounds would wait on each other there.
 bool may_share_memory(const Config& config) {
   return config.runtime().shared_memory && !has_parameters_in_files(config);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What single keys of the configuration mean to an engine, and what a rule needs.
+// Reads what single keys of the configuration mean to an engine, and what a rule needs.
 #pragma once
 
 #include <cstdint>

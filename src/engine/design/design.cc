@@ -211,7 +211,7 @@ std::vector<int64_t> Designer::stepped_numels() const {
   return numels;
 }
 
-/// Where the configuration places states by sizes, they are forecast as if all lay beside the parameters.
+/// States that the configuration places by sizes are forecast as if all lay beside the parameters.
 double Designer::share_of_states_on_host() const {
   const double asked = share_on_host(config_, made_.model.device);
   if (asked > 0.0 && measures_ratio(config_)) return made_.topology.ratio.value_or(asked);
@@ -241,7 +241,7 @@ void Designer::place_states() {
 }
 
 std::optional<tiers::OffloadOptions> Designer::states_in_files() const {
-  // What does not lie on a device is in its host's memory otherwise.
+  // Bytes that are not on a device are in its host's memory otherwise.
   if (!has_states_in_files(config_) || (!made_.on_cpu() && !made_.types.uses_host())) return std::nullopt;
   const OffloadOptimizerConfig& asked = config_.offload_optimizer();
   const PlacementConfig& placement = config_.placement();

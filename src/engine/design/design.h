@@ -41,7 +41,7 @@ struct Tiers {
   int64_t files = 0;
 };
 
-/// What is decided for one unit.
+/// The decisions for one unit.
 struct UnitRow {
   sharding::UnitLayout layout;
   sharding::UnitPlacement place;
@@ -95,7 +95,7 @@ struct Design {
 
   std::vector<const sharding::UnitLayout*> layouts() const;
   std::vector<const sharding::UnitLayout*> trained_layouts() const;
-  /// Of those that are sharded.
+  /// The sharded ones among them.
   std::vector<const sharding::UnitLayout*> sharded_layouts() const;
   /// Trained units as the optimizer sees them.
   std::vector<zero::UnitForecast> stepped() const;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a design knows of a model: names and numbers, no tensors, so that it can be asked again while a model is bound.
+// Describes a model to a design by names and numbers, without tensors: it can be asked again while a model is bound.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ std::vector<zero::StateForecast> states_of(const Design& design, const zero::Sta
   return zero::forecast(design.stepped(), *design.rule, design.hyperparameters, types);
 }
 
-/// What gradients and parameters pass through where the host steps: blocks, or, for the caller's own optimizer, all.
+/// Bytes through which gradients and parameters pass where the host steps: blocks, or all for the caller's optimizer.
 int64_t bytes_passing(const Design& design) {
   const auto units = design.stepped();
   if (!engine::is_callers(design.rule.get())) {
@@ -60,7 +60,7 @@ int64_t bytes_passing(const Design& design) {
   return bytes(numel, at::kFloat);
 }
 
-/// What masters share with the parameters: all, or their upper halves.
+/// Bytes that masters share with the parameters: all, or their upper halves.
 int64_t bytes_of_shared_masters(const Design& design) {
   int64_t shared = 0;
   for (const UnitRow* row : design.trained()) {
@@ -84,7 +84,7 @@ PlanLine optimizer_of(const Design& design, const Config& config) {
   for (const zero::StateForecast& state : states) {
     if (state.on_host == on_host) split.resident(state.numel, state.dtype);
   }
-  // What an engine will measure is not known: as much as there may be in either place.
+  // An engine that will measure has no known share yet: count as much as there may be in either place.
   const bool measures = design.measures_ratio;
   line.memory_bytes += measures && !on_host ? zero::total_bytes(states) : split.bytes_in_memory();
   line.file_bytes = split.bytes_in_files();
@@ -146,7 +146,7 @@ std::vector<PlanPhase> phases_of(const Design& design, const std::vector<PlanLin
   const int64_t kept = at(MemoryRole::parameters) + at(MemoryRole::optimizer_states);
   const int64_t reduced = at(MemoryRole::gradients) + at(MemoryRole::communication);
   const int64_t gathered = at(MemoryRole::gathered);
-  // What a step takes for gathers, gradients and messages serves the next one as well.
+  // Memory that a step takes for gathers, gradients and messages serves the next one as well.
   return {{"initialize", kept + unit}, {"first forward", kept + gathered}, {"training", kept + gathered + reduced}};
 }
 

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What a design takes of memory and files.
+// Forecasts a design's memory and files.
 #pragma once
 
 #include <cstdint>

@@ -43,14 +43,14 @@ std::vector<Setting> settings_for(const std::vector<std::string>& folders) {
   return settings;
 }
 
-/// What the setting adds to a configuration.
+/// The sections that the setting adds to a configuration.
 json sections_of(const Setting& setting) {
   json sections = {{"zero_optimization", setting.zero}};
   if (!setting.placement.is_null()) sections["deeptide"] = {{"placement", setting.placement}};
   return sections;
 }
 
-/// What makes the setting of a configuration that may have another placement.
+/// The patch that makes the setting of a configuration which may have another placement.
 json patch_of(const Setting& setting) {
   json patch = {{"zero_optimization", {{"offload_optimizer", nullptr}, {"offload_param", nullptr}}},
                 {"deeptide", {{"placement", setting.placement}}}};

@@ -29,7 +29,7 @@ void check(const Config& config, const std::vector<Refusal>& table) {
   if (met != table.end()) throw ConfigError(config.origin() + ": " + met->text + met->cure);
 }
 
-/// Of parameters that lie off the device, or in files.
+/// Refusals for parameters that lie off the device, or in files.
 std::vector<Refusal> of_parameters(const Config& config, const ModelFacts& model, const optim::Rule* rule) {
   const PlacementConfig& placement = config.placement();
   const bool in_files = has_parameters_in_files(config);
@@ -57,7 +57,7 @@ std::vector<Refusal> of_parameters(const Config& config, const ModelFacts& model
   };
 }
 
-/// Of states that the host steps for a device.
+/// Refusals for states that the host steps for a device.
 std::vector<Refusal> of_host_steps(const Config& config, const ModelFacts& model, const optim::Rule& rule) {
   const bool asked = share_on_host(config, model.device) > 0.0;
   const bool takes_matrices = std::any_of(model.groups.begin(), model.groups.end(), [&](const ParameterGroup& group) {
@@ -86,7 +86,7 @@ std::vector<Refusal> of_host_steps(const Config& config, const ModelFacts& model
   };
 }
 
-/// Of masters and moments in other types than fp32.
+/// Refusals for masters and moments in other types than fp32.
 std::vector<Refusal> of_state_types(const Config& config, const ModelFacts& model, const optim::Rule& rule) {
   const PrecisionConfig& precision = config.precision();
   const bool bf16_moments = config.runtime().moment_dtype == DataType::bf16;
@@ -113,7 +113,7 @@ std::vector<Refusal> of_state_types(const Config& config, const ModelFacts& mode
   return table;
 }
 
-/// Of gradients that are kept, and of states in files.
+/// Refusals for kept gradients, and for states in files.
 std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, const optim::Rule& rule) {
   const RuntimeConfig& runtime = config.runtime();
   const bool states_in_files = has_states_in_files(config);

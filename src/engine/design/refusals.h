@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What does not go together: one table of features, texts and cures.
+// Refuses what does not go together: one table of features, texts and cures.
 #pragma once
 
 #include "deeptide/config.h"
@@ -18,7 +18,7 @@ void refuse_axes(const Config& config, const optim::Rule* rule);
 /// The same for a stage of a pipeline. Errors: likewise.
 void refuse_stages(const Config& config, const ModelFacts& model, const optim::Rule* rule);
 
-/// What a design came to, before it may be built.
+/// The result of a design, before it may be built.
 struct Outcome {
   bool steps_shard = true;       // each rank steps at most its slice
   double gradients_share = 0.0;  // of those that a placement of their own takes off the device

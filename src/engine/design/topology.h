@@ -21,7 +21,7 @@ struct Tenancy {
   std::vector<world::Axis> reduce_over;  // gradients are summed over them
 };
 
-/// What a job arranges its ranks by, beyond the data axis.
+/// The axes of a job beyond the data axis.
 struct Axes {
   world::Mesh::Sizes sizes{1, 1, 1, 1, 1};
   std::vector<Tenancy> tenancies;
@@ -46,7 +46,7 @@ struct Topology {
   comm::Team team(const std::vector<world::Axis>& axes) const { return comm::Team::along(mesh, rank, axes); }
   /// The ranks that train on different batches: they take part in every round and every step.
   comm::Team data() const { return team(data_axes()); }
-  /// Of a parameter of this name: an index into `tenancies`, or -1.
+  /// The tenancy of a parameter of this name: an index into `tenancies`, or -1.
   int tenancy_of(const std::string& name) const;
 
   /// Whether all ranks are on one host.

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine that ran out of memory says: who holds how much, and which setting would free how much.
+// Says for an engine that ran out of memory who holds how much, and which setting would free how much.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -77,7 +77,7 @@ std::vector<Cure> cures(const Engine::Impl& impl) {
   };
 }
 
-/// What a design with the setting has less of; 0: nothing, or it does not go with the others. Of what goes to files all
+/// Bytes that a design with the setting saves; 0: none, or it does not go with the others. Bytes that move to files all
 /// counts: how many blocks pass through memory is another setting.
 int64_t freed_by(const Engine::Impl& impl, const MemoryPlan& now, const Cure& setting) {
   try {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What an engine hands to the one that takes its place after the program has changed the model's parameters.
+// Hands an engine's state to the one that takes its place after the program has changed the model's parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,7 +12,7 @@
 
 namespace deeptide::engine {
 
-/// What this rank saves: the elements that it owns; what is not per element from the owner of the parameter's first.
+/// The pieces that this rank saves: elements that it owns; whole values come from the owner of the parameter's first.
 std::vector<checkpoint::Piece> custom_pieces(const zero::CustomSteps& custom);
 
 /// The same states on their way back: every one that the checkpoint has, also if the optimizer has not stepped yet.

@@ -172,7 +172,7 @@ void tell_of_rounding(const checkpoint::Reader& reader, const std::vector<Piece>
   }
 }
 
-/// What else is other than it was, and changes no number.
+/// Tells of further changes, which alter no number.
 void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>& wanted, const Progress& saved,
                      const Progress& own) {
   tell_of_rounding(reader, wanted);
@@ -185,7 +185,7 @@ void tell_of_changes(const checkpoint::Reader& reader, const std::vector<Piece>&
                   saved.offload_ratio, here));
 }
 
-/// What this load leaves out on purpose: further names of late ties, buffers as other ranks saved them, moments if they
+/// Tensors that this load leaves out on purpose: further names of late ties, other ranks' buffers, moments if they
 /// are not wanted, moments that this engine does not keep, and what other stages have.
 std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moments, const std::set<StateName>& unkept,
                                    const std::vector<engine::LateTie>& ties, const std::vector<Piece>& wanted,
@@ -216,7 +216,7 @@ Progress saved_progress(const checkpoint::Reader& reader, const std::string& pat
   return engine::progress_from_json(state, own);
 }
 
-/// Of the rank that was where this one is.
+/// The generators of the rank that was at this one's place.
 engine::Generators saved_generators(const checkpoint::Reader& reader, engine::Channels& channels) {
   const auto own = engine::coordinates_of(channels.mesh(), channels.world().rank);
   return engine::Generators::from_json(reader.rank_state_json(own));
@@ -238,7 +238,7 @@ uint64_t digest_of(const std::string& text) {
   return digest;
 }
 
-/// What a load without a tag means: weights that lie in the folder itself, if only they are wanted, or the checkpoint
+/// Resolves a load without a tag: weights that lie in the folder itself, if they alone are wanted, or the checkpoint
 /// that `latest_universal` or `latest` names. Empty if there is none.
 /// Errors: ValueError if a universal one is wanted and there is none.
 std::string default_tag(const std::string& directory, const LoadOptions& options, bool universal) {

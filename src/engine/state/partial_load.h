@@ -24,7 +24,7 @@ std::set<std::string> frozen_names(const BoundModel& model);
 void leave_out_frozen(const BoundModel& model, std::vector<checkpoint::Piece>& pieces, std::vector<NamedTensor>& added,
                       nlohmann::json& state);
 
-/// What an engine wants and a checkpoint has not, as far as a load may go on without it: all of it in a load that is
+/// Tensors that an engine wants and a checkpoint lacks, as far as a load may go on without them: all in a load that is
 /// not strict, else frozen parameters that the save left out.
 class Absent {
  public:

@@ -27,7 +27,7 @@ checkpoint::Piece buffer_piece(const NamedTensor& buffer, const checkpoint::Role
 /// Returns a tensor that may be read by its address: `tensor` itself, or a copy if it is a view of a sharded parameter.
 at::Tensor readable(const at::Tensor& tensor);
 
-/// Where a rank is on the mesh: the key of its own state in a checkpoint.
+/// A rank's place on the mesh: the key of its own state in a checkpoint.
 checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
 /// The same without its stage, for buffers: names tell those of stages apart, and a mesh of fewer stages finds them.
 checkpoint::Coordinates buffer_coordinates_of(const world::Mesh& mesh, int rank);

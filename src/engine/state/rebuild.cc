@@ -82,7 +82,7 @@ void keep_whole(const Unit& unit, const Tensor& whole, CarriedState& carried) {
   }
 }
 
-/// What the ranks must do alike with each parameter, a line each.
+/// The changes that all ranks must make alike to each parameter, a line each.
 std::vector<std::string> origins(const ModelDescription& model, const engine::BoundModel& bound) {
   std::vector<std::string> lines;
   for (const NamedTensor& now : model.parameters) {

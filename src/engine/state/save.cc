@@ -61,7 +61,7 @@ void merge_stages(engine::Stages& stages, nlohmann::json& state) {
   }
 }
 
-/// As "bf16_moments" wishes.
+/// Rounds moments where "bf16_moments" asks for it.
 void round_moments(std::vector<checkpoint::Piece>& pieces) {
   for (checkpoint::Piece& piece : pieces) {
     if (!piece.role.is_moment() || piece.data.dtype() != at::kFloat) continue;
@@ -104,7 +104,7 @@ void Engine::Impl::check_saving(const std::string& directory) const {
   check_between_steps("save_checkpoint");
 }
 
-/// What all ranks of a pipeline are to agree on, and what this engine's own ranks know of its parameters alone.
+/// Refuses saves on which all stages would have to agree, but whose facts each knows for its own parameters alone.
 void Engine::Impl::check_save_of_stages(bool blocking, bool exclude_frozen) const {
   const char* const what = !blocking        ? "beside training (blocking=False, checkpoint.async)"
                            : exclude_frozen ? "without frozen parameters (exclude_frozen_parameters, \"trainable\")"
@@ -113,7 +113,7 @@ void Engine::Impl::check_save_of_stages(bool blocking, bool exclude_frozen) cons
                     " is not supported yet; leave it out");
 }
 
-/// What all ranks must know alike before they save: one nonce, and that they were asked for the same.
+/// Agrees on what all ranks must know alike before they save: one nonce, and that they were asked for the same.
 checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std::string tag,
                                                const SaveOptions& options, bool blocking) {
   if (tag.empty()) tag = "global_step" + std::to_string(progress.global_steps);

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the stages of a pipeline do alike in a step: one norm, one verdict, one name for what is bad.
+// Lets the stages of a pipeline act alike in a step: one norm, one verdict, one name for what is bad.
 #pragma once
 
 #include <string>

@@ -83,7 +83,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   return closes;
 }
 
-/// What this rank has begun to reduce goes on while it waits, and holds nobody up; nor does a rank that waits, too far
+/// This rank's reductions go on while it waits, and hold nobody up; nor does a rank that waits, too far
 /// ahead, for reductions which this one only has to begin.
 std::vector<Close> Boundary::close(const Close& own, bool ends_pass) {
   const bool idle = !reducer_ || reducer_->advances_alone();

@@ -77,7 +77,7 @@ class Boundary {
     }
     vote(what, failure);
   }
-  /// As `together`, collective over all stages of a pipeline: throws on every rank of each.
+  /// Like `together`, collective over all stages of a pipeline: throws on every rank of each.
   void together_on_all_stages(const char* what, const std::function<void()>& work);
 
  private:

@@ -34,7 +34,7 @@ class DriftGuard {
     tiers::Buffer flat;
     tiers::Block range;
 
-    /// Where they lie, or unpacked.
+    /// The values in place, or unpacked.
     at::Tensor values() const;
   };
 

@@ -97,7 +97,7 @@ void GradientIntake::take_left() {
     if (!own.grad().defined()) continue;
     const Tensor gradient = own.grad();
     own.mutable_grad().reset();
-    // What an accumulator without a hook collected came from the engine's own backward, which scales.
+    // An accumulator without a hook collected from the engine's own backward, which scales.
     const double scale = replaced_[i] ? 1.0 : loss_scale_.load();
     reducer_.add_coming(places_[i].unit, places_[i].parameter,
                         ordered_and_scaled(static_cast<int>(i), gradient, scale));

@@ -40,11 +40,11 @@ class KeptGradients {
   void forget();
 
   int64_t predicted_bytes() const;
-  /// What this rank has sent to the others so far, to make gradients whole. Units: bytes.
+  /// Bytes that this rank has sent to the others so far, to make gradients whole.
   int64_t sent_bytes() const { return sent_bytes_; }
 
  private:
-  /// What the program did to a parameter's `.grad`. Travels between ranks: kUntouched, kDropped (it is None), or the
+  /// A program's change to a parameter's `.grad`. Travels between ranks: kUntouched, kDropped (it is None), or the
   /// digest of the new values.
   using Change = uint64_t;
   static constexpr Change kUntouched = 0, kDropped = 1;

@@ -18,7 +18,7 @@ class LinkReport {
   /// Collective where ranks are on several hosts: exchanges the hosts' names.
   explicit LinkReport(Channels& channels);
 
-  /// What this rank tells the others in a step's exchange of verdicts.
+  /// The facts that this rank tells the others in a step's exchange of verdicts.
   comm::LinkFacts own_facts();
   /// After that exchange.
   void note(const std::vector<comm::Verdict>& verdicts);

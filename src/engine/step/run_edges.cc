@@ -13,7 +13,7 @@ namespace deeptide::engine {
 using comm::Call;
 using comm::Close;
 
-/// Of the losses that engine.backward() got since the last step; NaN: none.
+/// The mean of the losses that engine.backward() got since the last step; NaN: none.
 double Stepper::mean_loss() const {
   double sum = 0.0;
   for (const at::Tensor& loss : losses_) sum += loss.item().toDouble();

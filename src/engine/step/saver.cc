@@ -30,7 +30,7 @@ double ms(std::chrono::nanoseconds time) { return std::chrono::duration<double, 
 
 }  // namespace
 
-/// Where training ends in good order, the others write to their ends too, and the tables say so.
+/// When training ends in good order, the others write to their ends too, and the tables say so.
 Saver::~Saver() {
   if (!save_) return;
   if (optimizer_) optimizer_->states().before_changes({});

@@ -385,7 +385,7 @@ void Stepper::blame(StepOutcome& outcome, const std::vector<Verdict>& verdicts) 
   outcome.phase = in_forward.at(number(index)) != 0 ? "forward" : "backward";
 }
 
-/// What follows when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the
+/// Acts when too many steps in a row were skipped. A lower loss scale may mend an overflow, so those above the
 /// smallest scale do not count.
 void Stepper::act_on_row(StepOutcome& outcome) {
   Progress& progress = parts_.progress;

@@ -56,7 +56,7 @@ class Stepper {
   Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> schedule);
 
   void backward(const at::Tensor& loss, bool retain_graph);
-  /// Of a stage whose outputs another one took. The gradients are multiplied by the loss scale already.
+  /// Runs backward of a stage whose outputs another one took. The gradients are multiplied by the loss scale already.
   void backward_from(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients);
   /// Collective. `joined`: this rank has no more batches. Empty if all ranks have joined.
   std::optional<StepOutcome> step(bool joined);
@@ -73,7 +73,7 @@ class Stepper {
   /// Whether ranks keep their gradients and exchange signs in the step to come.
   bool keeps_gradients() const { return signs_; }
   bool has_boundary_override() const { return boundary_override_.has_value(); }
-  /// What losses are multiplied by in backward; 1 unless the model computes in fp16.
+  /// The factor of losses in backward; 1 unless the model computes in fp16.
   double loss_scale() const { return parts_.progress.loss_scale.scale; }
   /// Counts the engine's own changes of hyper-parameters.
   int64_t hyperparameters_version() const { return hyperparameters_version_; }

@@ -32,7 +32,7 @@ struct Shipment {
   device::Mark filled;  // of the lane that filled the bucket
 };
 
-/// What decides by which way buckets travel, known without ranks.
+/// The facts that decide by which way buckets travel, known without ranks.
 struct RouteFacts {
   int num_ranks = 1;
   bool shares_memory = false;  // all ranks read each other's buckets in place
@@ -42,7 +42,7 @@ struct RouteFacts {
   at::ScalarType dtype = at::kFloat;  // of buckets
 };
 
-/// What a way takes, known without ranks.
+/// The memory of a way, known without ranks.
 struct RouteForecast {
   int64_t arriving_numel(const sharding::UnitLayout& unit) const { return unit.numel * unit.copies * arriving / of; }
   int64_t arriving_bytes(const sharding::UnitLayout& unit) const {
@@ -68,7 +68,7 @@ struct BadElement {
 /// other functions.
 class Route {
  public:
-  /// What routes use. It outlives them.
+  /// The parts that routes use. They outlive them.
   struct Parts {
     const std::vector<sharding::Unit*>& units;
     comm::TeamGroups groups;      // over which the units' gradients are reduced
@@ -102,7 +102,7 @@ class Route {
   virtual std::vector<at::Tensor> rows(const Shipment& shipment) const = 0;
   /// Whose contribution a row is, of the ranks that reduce the unit; none: of several.
   virtual world::TeamIndex sender(int row) const { return world::TeamIndex(row); }
-  /// What was not finite where this rank summed for others, since the last call.
+  /// Elements that were not finite where this rank summed for others, since the last call.
   virtual std::vector<BadElement> take_bad() { return {}; }
   /// The rows have been used.
   virtual void end(Shipment& shipment);
@@ -143,7 +143,7 @@ RouteForecast forecast_two_levels(const RouteFacts& facts);
 std::unique_ptr<Route> make_transport_route(const Route::Parts& parts, const RouteFacts& facts);
 RouteForecast forecast_transport(const RouteFacts& facts);
 
-/// As all-to-all, without blocks of zeros, which stay behind: `start` is collective and returns when all is there. Not
+/// Sends all-to-all without blocks of zeros, which stay behind: `start` is collective, returns when all is there. Not
 /// in shared memory.
 std::unique_ptr<Route> make_nonzero_route(const Route::Parts& parts, const RouteFacts& facts);
 

@@ -173,7 +173,7 @@ std::unique_ptr<Route> make_two_level_route(const Route::Parts& parts, const Rou
   return std::make_unique<TwoLevelRoute>(parts, facts);
 }
 
-/// What leaves, then what arrives. A neighbour may have to read one bucket more.
+/// A bucket leaves, then one arrives. A neighbour may have to read one bucket more.
 RouteForecast forecast_two_levels(const RouteFacts& facts) { return {.lent = 1, .arriving = 2, .of = facts.together}; }
 
 int64_t summed_together(int64_t ranks_per_host, at::ScalarType dtype) {

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What the commands on checkpoints print, for people and as JSON.
+// Prints what the commands on checkpoints found, for people and as JSON.
 #include "launch/commands/checkpoint_output.h"
 
 #include <unistd.h>

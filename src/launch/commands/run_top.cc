@@ -23,7 +23,7 @@ namespace {
 constexpr int kTopTimeout_s = 5;
 constexpr size_t kOtherLines = 6;  // of the page: above and below the ranks
 
-/// Of the terminal; 0: standard output is none.
+/// Rows of the terminal; 0: standard output is none.
 size_t num_rows() {
   winsize size{};
   if (::isatty(STDOUT_FILENO) == 0) return 0;

@@ -34,7 +34,7 @@ std::string value_text(const json& step, const char* name) {
 
 std::string ms_text(const json& step, const char* name) { return format("%10.1f", 1e3 * number(step, name)); }
 
-/// What all ranks share, as the first one tells it.
+/// The facts that all ranks share, told by the first one.
 std::string head_text(const json& job) {
   std::string text =
       "job " + std::to_string(job.at("job").get<int64_t>()) + ": " + job.at("command").get<std::string>();

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What ranks that were asked to end say by their exit codes.
+// Names the exit codes of ranks that were asked to end.
 #pragma once
 
 #include <optional>

@@ -161,7 +161,7 @@ def test_every_name_of_the_table_is_there_or_says_why_not():
     assert output_of(code) == "True True"
 
 
-# What the harness of DeepSpeed's own tests, Accelerate, Transformers, Lightning, PEFT and TRL import.
+# The imports of DeepSpeed's own test harness, Accelerate, Transformers, Lightning, PEFT and TRL.
 IMPORTS = """
 from deepspeed import DeepSpeedEngine, PipelineEngine, comm as dist
 from deepspeed.accelerator import get_accelerator, is_current_accelerator_supported

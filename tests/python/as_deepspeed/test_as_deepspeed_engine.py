@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What deepspeed.initialize of the interface returns, in real processes: the engine, its states, zero.Init."""
+"""Tries what deepspeed.initialize of the interface returns, in real processes: the engine, its states, zero.Init."""
 
 import importlib
 import json
@@ -97,7 +97,7 @@ def test_a_world_of_one_has_a_process_group():
 
 
 def check_windows(stage):
-    """As Accelerate steps: the boundary is set by hand, several backwards, one step."""
+    """Steps like Accelerate: the boundary is set by hand, several backwards, one step."""
     _, engine, *_ = start(stage, gas=2)
     _, whole, *_ = start(stage, gas=1, micro=4)
     for step in range(2):
@@ -230,7 +230,7 @@ def test_a_model_is_trained_again_by_another_engine(stage):
 
 
 def check_construction(stage):
-    """As Transformers builds: ranks hold anything, rank 0 loads inside GatheredParameters, in an order of its own."""
+    """Builds like Transformers: ranks hold anything, rank 0 loads inside GatheredParameters, in an order of its own."""
     deepspeed = interface()
     config = models.config(stage)
     torch.manual_seed(int(os.environ["RANK"]))

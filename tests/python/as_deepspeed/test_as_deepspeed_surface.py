@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts ask of the interface beside training: older spellings, accessors, helpers that they import."""
+"""Asks of the interface what scripts ask beside training: older spellings, accessors, helpers that they import."""
 
 import itertools
 import json

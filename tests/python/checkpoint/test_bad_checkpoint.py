@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 5: a checkpoint that does not fit, is damaged or finds no room changes nothing, on any rank."""
+"""A checkpoint that does not fit, is damaged or finds no room changes nothing, on any rank."""
 
 import json
 import resource

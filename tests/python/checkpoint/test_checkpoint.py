@@ -189,7 +189,7 @@ def test_another_world_and_stage_load_the_same_values(saved_at, world, stage, bf
 
 @pytest.mark.parametrize(("saved_gas", "gas"), [(1, 3), (3, 2), (2, 1)])
 def test_a_step_begins_anew_where_it_has_other_micro_batches(saved_gas, gas, tmp_path):
-    """As elastic training has it: the same batch on fewer ranks takes more of them."""
+    """The same batch on fewer ranks takes more micro-batches, as in elastic training."""
 
     def run(world):
         engine, loader = start(world, 3, gas=saved_gas)

@@ -17,7 +17,7 @@ from deeptide import _C, _checkpoint
 
 
 def read(path):
-    """What the core says of a file, as Python's values again."""
+    """Reads a file by the core, as Python's values again."""
     described = json.loads(_C.describe_torch_file(str(path)))
     assert described["left_out"] == []
     return _checkpoint._restore_notes(described["values"], described["notes"])["root"]

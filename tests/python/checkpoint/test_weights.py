@@ -24,7 +24,7 @@ def make_model():
 
 
 def write(folder, model, form):
-    """As save_pretrained writes them: tied weights once in safetensors, under both names in torch's files."""
+    """Writes like save_pretrained: tied weights once in safetensors, under both names in torch's files."""
     folder.mkdir(parents=True, exist_ok=True)
     state = dict(model.state_dict())
     kind, several = form.split("-")[0], form.endswith("several")

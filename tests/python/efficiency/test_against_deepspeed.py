@@ -20,7 +20,7 @@ N = 211
 
 
 class Samples(torch.utils.data.Dataset):
-    """What the recorded files were computed from."""
+    """The samples from which the recorded files were computed."""
 
     def __len__(self):
         return N

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine leaves out of a step: shorter sequences, layers, tokens; off, on, and after a resume."""
+"""Leaves parts out of a step: shorter sequences, layers, tokens; off, on, and after a resume."""
 
 import copy
 import json

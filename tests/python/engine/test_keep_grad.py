@@ -14,7 +14,7 @@ import deeptide
 pytestmark = pytest.mark.both_ways
 
 STEPS = 4
-# As in test_stages: sums in another order, and Adam's division.
+# Sums in another order, and Adam's division, as in test_stages.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 2: ZeRO's memory, as the engine counts it and as the kernel does."""
+"""ZeRO's memory is what the engine counts and what the kernel does."""
 
 import ctypes
 

@@ -102,7 +102,7 @@ def forecast_and_truth(world, kind, config, steps=1):
 
 
 def check(world, kind, config, steps=1, at_most=()):
-    """What is taken because a rank is late depends on the machine; the rest does not.
+    """Compares forecast and use; what is taken because a rank is late depends on the machine, the rest does not.
 
     at_most: roles of which less may be taken.
     """

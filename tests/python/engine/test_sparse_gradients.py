@@ -164,5 +164,5 @@ def test_a_rank_may_run_ahead(stage):
 
     for one, other in zip(run_ranks(2, run, True), run_ranks(2, run, False), strict=True):
         for name, value in one.items():
-            # Where both travel by themselves the ranks' rows are added between them: another order.
+            # If both travel by themselves, the ranks' rows are added between them: another order.
             torch.testing.assert_close(value, other[name], rtol=2e-5, atol=2e-5)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 1: every stage trains as plain torch does, and all stages give the same numbers."""
+"""Every stage trains as plain torch does, and all stages give the same numbers."""
 
 import functools
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller may give to initialize, and the errors for what he may not."""
+"""Gives initialize what a caller may give, and looks at the errors for what he may not."""
 
 import argparse
 import base64

@@ -152,7 +152,7 @@ def test_iterating_leaves_torchs_generator_alone():
 
 
 class Draws(Numbers):
-    """What augmentation draws for a sample: torch's numbers and Python's."""
+    """Draws for each sample, like augmentation: torch's numbers and Python's."""
 
     def __getitem__(self, index):
         return torch.tensor([index, torch.randint(2**40, ()), random.getrandbits(40)])
@@ -189,7 +189,7 @@ def test_workers_draw_other_numbers_on_each_rank_and_in_each_epoch(tmp_path):
 
 
 class Fetches(Draws):
-    """As datasets that fetch a batch at once."""
+    """Fetches a batch at once, like some datasets."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]

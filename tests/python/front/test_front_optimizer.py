@@ -311,7 +311,7 @@ def test_the_optimizers_step_is_the_engines():
 
 
 def test_the_models_zero_grad_finds_nothing_to_drop():
-    """As documented: what was accumulated is the engine's."""
+    """The engine has what was accumulated, as documented."""
     engine, _, _, _ = start()
     weight = engine.module[0].weight
     engine.backward(engine(torch.ones(2, 4)).square().mean())

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the front tells a user, and how a program takes hold of it: logging, warnings, the summary at the start."""
+"""The front tells a user, and a program takes hold of it: logging, warnings, the summary at the start."""
 
 import logging
 import sys

@@ -10,7 +10,7 @@ from deeptide._recomputation import recomputes, set_recomputation
 
 
 class Counter:
-    """Of elements that autograd keeps."""
+    """Counts elements that autograd keeps."""
 
     def __init__(self):
         self.numel = 0

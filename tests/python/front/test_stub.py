@@ -59,7 +59,7 @@ deeptide\.as_deepspeed\.logging\.(_once|warning_once)
 def _type_text(annotation):
     """A type without the modules that its names are from."""
     text = "" if annotation is None else ast.unparse(annotation)
-    # What pybind11 writes differs between the versions that torch brings along.
+    # Evens out what pybind11 writes differently between the versions that torch brings along.
     text = re.sub(r"typing\.SupportsInt( \| typing\.SupportsIndex)?", "int", text)
     text = re.sub(r"typing\.SupportsFloat( \| typing\.SupportsIndex)?", "float", text)
     return re.sub(r"\b\w+\.(?=\w)", "", text)
@@ -81,7 +81,7 @@ def _signature(function):
 
 
 def _bound_signatures(name, member):
-    """What pybind11 wrote into the docstring of a member: one signature for each overload, none for other members."""
+    """The signatures that pybind11 wrote into a member's docstring: one for each overload, none for other members."""
     is_property = isinstance(member, property)
     text = getattr(member.fget if is_property else member, "__doc__", None) or ""
     text = re.sub(r" = <\S+ object at 0x[0-9a-f]+>", " = ...", text).replace("deeptide::", "")

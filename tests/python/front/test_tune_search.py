@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `deeptide tune` runs and what it leaves out, with figures that a function makes up."""
+"""`deeptide tune` runs some trials and leaves others out, by figures that a function makes up."""
 
 import pytest
 

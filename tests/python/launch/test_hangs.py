@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 4: a job that is started again, interrupted, or whose ranks diverge goes on, or ends soon."""
+"""A job that is started again, interrupted, or whose ranks diverge goes on, or ends soon."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def interrupt_inside(name):
 
 
 def wait_inside(place):
-    """What this rank must wait in for the other, ready to be called."""
+    """The call in which this rank must wait for the other."""
     if place == "init_distributed":
         return deeptide.init_distributed
     deeptide.init_distributed()

@@ -123,7 +123,7 @@ AUTO = {"device": "nvme", "ratio": "auto", "buffer_count": 2}
 
 
 def measured(world, folder, offload):
-    """What "auto" chose, and what the checkpoint of the trained engine and a resumed one say."""
+    """The choice of "auto", and what the checkpoint of the trained engine and a resumed one say."""
     engine = start(world, 2, offload, gas=2, bf16=True)
     ratio, text = engine._core.offload_ratio(), engine._core.summary()
     memory = {line.role: line.measured_bytes for line in engine.memory()}["optimizer states"]

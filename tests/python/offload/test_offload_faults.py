@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in files when a disk fails or a run is killed, and how little of it lies in memory."""
+"""Files when a disk fails or a run is killed, and how little of them lies in memory."""
 
 import json
 import os

@@ -125,7 +125,7 @@ def test_one_rank_follows_torchs_muon(adjust, nesterov):
     moved = STEPS * 1e-3 * factor
     for name in matrices_of(model):
         apart = (engine._core.full_state(name, "master") - model.get_parameter(name).detach()).abs().max()
-        # Where fp32 rounds a direction otherwise, bf16 may round it by 2^-8 otherwise, and later gradients differ.
+        # If fp32 rounds a direction otherwise, bf16 may round it by 2^-8 otherwise, and later gradients differ.
         assert apart < 0.02 * moved, f"{name}: {apart:.1e} apart after moving by up to {moved:.1e}"
 
 

@@ -99,7 +99,7 @@ def test_one_rank_follows_torchs_optimizer_of_this_name(type):
     engine = start(None, 0, type)
     train(engine, 0, 20)
     for name, parameter in model.named_parameters():
-        # As in test_stages.py: eps 1e-5 bounds what differently ordered sums do to a weight in 20 steps.
+        # eps 1e-5 bounds what differently ordered sums do to a weight in 20 steps, as in test_stages.py.
         torch.testing.assert_close(engine._core.full_state(name, "master"), parameter.detach(), rtol=2e-5, atol=2e-5)
 
 

@@ -216,7 +216,7 @@ def test_a_written_parameter_is_its_own_master(stage):
 
 
 def test_steps_by_less_than_half_a_unit_are_lost():
-    """What fp32 masters are there for: here small steps round away."""
+    """Small steps round away here: this is the purpose of fp32 masters."""
 
     def run(kind):
         engine = start(None, kind, 0, model=torch.nn.Linear(4, 4).requires_grad_(True), type="SGD")

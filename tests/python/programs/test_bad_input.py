@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 5: bad input gets a clear error, on every rank, and changes nothing."""
+"""Bad input gets a clear error, on every rank, and changes nothing."""
 
 import models
 import pytest

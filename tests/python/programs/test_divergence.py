@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 4: ranks that do different things neither hang nor get other numbers than plain torch."""
+"""Ranks that do different things neither hang nor get other numbers than plain torch."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ STEPS = 4
 WORLDS = [2, 3]
 STAGES = [0, 1, 2, 3]
 WIDTH = 10
-# As in test_stages: sums of other order, magnified by Adam; fewer steps here.
+# Sums of other order, magnified by Adam, as in test_stages; fewer steps here.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What programs do to a model after initialize: the engine follows, or says at once what it cannot follow."""
+"""Programs change a model after initialize: the engine follows, or says at once what it cannot follow."""
 
 import copy
 import itertools

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 4: a rank that fails, dies or goes its own way ends the others soon, with an error that names it."""
+"""A rank that fails, dies or goes its own way ends the others soon, with an error that names it."""
 
 import json
 import os
@@ -235,7 +235,7 @@ def be_killed(stage, place, victim, late):
 
 
 def killed_as_told(place, stage, victim, late=None):
-    """What each survivor says of the ranks that were killed: their numbers."""
+    """The numbers by which each survivor names the ranks that were killed."""
     results = run_processes(3, be_killed, stage, place, victim, late, timeout=90, check=False)
     told = {}
     for rank, result in enumerate(results):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 6: creating, training and destroying engines leaves nothing behind."""
+"""Creating, training and destroying engines leaves nothing behind."""
 
 import ctypes
 import gc

@@ -34,7 +34,7 @@ class Staged(nn.Module):
 
 
 class Lora(nn.Module):
-    """As PEFT wraps a layer: the layer itself gets another name."""
+    """Wraps a layer like PEFT: the layer itself gets another name."""
 
     def __init__(self, base):
         super().__init__()

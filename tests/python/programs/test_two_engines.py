@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold, 4: two engines whose losses run through both models."""
+"""Two engines train whose losses run through both models."""
 
 import models
 import pytest

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time went, and the one line that names what limits it: each cause is injected, and named."""
+"""A step's time is accounted for, and one line names what limits it: each cause is injected, and named."""
 
 import ctypes
 import json

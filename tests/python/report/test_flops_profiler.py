@@ -19,7 +19,7 @@ B, L, D, V, N = 2, 24, 32, 97, 3  # batch, length, width, vocabulary, layers
 
 
 def transformer_macs(batch, length, width, layers, mlp=4, keys=None, cross=0):
-    """Of one stack: projections 4 d², attention 2 l d, feed-forward 2 · mlp · d², each per position and layer."""
+    """MACs of one stack: projections 4 d², attention 2 l d, feed-forward 2 · mlp · d², each per position and layer."""
     keys = keys or length
     per_token = 4 * width**2 + 2 * keys * width + 2 * mlp * width**2
     return batch * length * layers * per_token

@@ -35,7 +35,7 @@ def train(config, steps=6, bad=None):
 
 
 class Page(HTMLParser):
-    """What a browser would load, and whether tags match."""
+    """Collects what a browser would load, and whether tags match."""
 
     def __init__(self, text):
         super().__init__()

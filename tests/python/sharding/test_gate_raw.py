@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What bypasses the operators works or throws a text with the parameter's name and the cure; nothing crashes."""
+"""Code that bypasses the operators works, or throws a text with the parameter's name and the cure; nothing crashes."""
 
 import copy
 import ctypes
@@ -66,7 +66,7 @@ RAW = {
     "storage resize": lambda p: p.untyped_storage().resize_(1 << 16),
     "mutable by from_buffer": lambda p: torch.frombuffer(memoryview(p.detach().numpy()), dtype=torch.float32),
 }
-# What the text ends with.
+# The end of the text.
 ALIVE = "engine.module_state_dict.*parameter.clone"
 DESTROYED = "after its engine was destroyed.*engine.save_checkpoint"
 

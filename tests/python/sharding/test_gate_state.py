@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What users do to parameters outside forward: copies, state dicts, loading, initialisation in place, lists of all."""
+"""Users handle parameters outside forward: copies, state dicts, loading, initialisation in place, lists of all."""
 
 import copy
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def build_folder():
-    """Where the package under test was built: beside it stand the launcher and the C++ examples."""
+    """The folder of the package under test: beside it stand the launcher and the C++ examples."""
     return Path(deeptide.__file__).absolute().parents[2]
 
 

@@ -21,7 +21,7 @@ def _sample(population: int, count: int) -> list[int]:
 
 
 class SparsityConfig:
-    """What all layouts share; a class of your own adds make_layout(seq_len).
+    """The common part of all layouts; a class of your own adds make_layout(seq_len).
 
     Args:
         num_heads: heads of the attention.
