@@ -17,8 +17,8 @@ from deeptide._C import ConfigError
 _SHAPES = ((6, 4), (5,))
 _STEPS = 10
 _RATE = 1e-2  # at the program's own, of a fine-tuning or a warm-up's begin, little moves or nothing
-# Shares of the largest update. Kernels may round a tensor's last elements differently, states may be fp32; a rule that
-# beyond elements differs by more, a weight decay of 0.01 % included.
+# Shares of the largest update. Kernels may round a tensor's last elements differently, and states may be fp32. A rule
+# that looks beyond elements differs by more, a weight decay of 0.01 % included.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 

@@ -57,8 +57,8 @@ TEST(Rules, AreRefusedByNameIfThereIsNone) {
   }
 }
 
-/// The slack of a step: two implementations' directions that differ in fp32's last bit may differ in bf16's; the update
-/// follows them: by how much a step may then differ.
+/// How far two steps may differ: directions that differ in fp32's last bit may differ in bf16's, and a matrix's update
+/// follows them.
 double bf16_slack(const Rule& rule, const Hyperparameters& hyper, int64_t numel) {
   if (rule.reach(hyper) != Reach::whole_parameter) return 0.0;
   const double factor = hyper.get("match_rms_adamw") != 0.0 ? 0.2 * std::sqrt(static_cast<double>(numel)) : 1.0;
