@@ -175,8 +175,8 @@ lint: setup-lint  ## Check format, layer order, Python style and Python types
 	@$(PYTHON) -m mypy
 
 tidy: setup-clang configure-all  ## clang-tidy over src (FILES=… for some; CHANGED=1 for what changed; TIDY_SECONDS=…)
-	@$(PYTHON) tools/tidy.py $(BUILD) --jobs $(JOBS) $(and $(CHANGED),--changed) \
-	  $(and $(TIDY_SECONDS),--seconds $(TIDY_SECONDS)) $(FILES)
+	@$(PYTHON) tools/tidy.py --jobs $(JOBS) $(and $(CHANGED),--changed) \
+	  $(and $(TIDY_SECONDS),--seconds $(TIDY_SECONDS)) $(BUILD) $(FILES)
 
 format: setup-lint  ## Rewrite all sources in the house's format
 	@clang-format -i $(CPP_FILES)
