@@ -119,6 +119,7 @@ struct ZeroConfig {
   std::optional<int64_t> max_reuse_distance;
   bool gather_16bit_weights_on_model_save = false;
   bool allow_untested_optimizer = false;
+  bool quantized_gradients = false;  // "zero_quantized_gradients"; RuntimeConfig has its width
 };
 
 enum class OffloadDevice : uint8_t { none, cpu, nvme };
@@ -344,6 +345,8 @@ struct DataConfig {
 
 /// ordered: sums in one order, by pairs of ranks, so that a run repeats bit for bit; transport: in the transport's.
 enum class Reduction : uint8_t { ordered, transport };
+/// The bits of an element of a gradient that travels.
+enum class QuantizedGradients : uint8_t { off = 0, int4 = 4, int8 = 8 };
 
 /// The answer to too many skipped steps in a row.
 enum class OnSkipped : uint8_t { skip, raise, rewind };
@@ -359,6 +362,7 @@ struct RuntimeConfig {
   double comm_timeout_s = 0.0;  // of every wait for a peer
   double error_grace_s = 0.0;   // from an error of a call to the rank's next call
   Reduction reduction = Reduction::ordered;
+  std::optional<QuantizedGradients> quantized_gradients;
   ReduceThread reduce_thread = ReduceThread::automatic;
   std::optional<bool> overlap_publish;  // step() returns while the new parameters of stages 1 and 2 are on their way
   bool shared_memory = false;           // false: ranks of one host communicate as if on different hosts

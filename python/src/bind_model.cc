@@ -97,6 +97,8 @@ void bind_results(py::module_& module) {
       .def_readonly("rank", &StepOutcome::rank)
       .def_readonly("phase", &StepOutcome::phase)
       .def_readonly("sent_bytes", &StepOutcome::sent_bytes)
+      .def_readonly("rounding", &StepOutcome::rounding)
+      .def_readonly("largest_rounding", &StepOutcome::largest_rounding)
       .def_readonly("preempted", &StepOutcome::preempted)
       .def_readonly("saved", &StepOutcome::saved)
       .def_readonly("save_error", &StepOutcome::save_error)

@@ -12,6 +12,7 @@
 #include "comm/transport/link_times.h"
 #include "deeptide/config.h"
 #include "deeptide/reports.h"
+#include "numerics/quantized.h"
 #include "world/rank.h"
 
 namespace deeptide::comm {
@@ -78,8 +79,9 @@ struct Verdict {
   int32_t bad_parameter = -1;  // in that unit
   /// The contributor; none: every contribution was finite, their sum was not.
   world::WorldRank bad_rank = world::WorldRank::none;
-  bool has_seen_all = false;     // this rank's backward reached every trained parameter
-  uint64_t hyperparameters = 0;  // a digest of what this rank would step with
+  bool has_seen_all = false;        // this rank's backward reached every trained parameter
+  uint64_t hyperparameters = 0;     // a digest of what this rank would step with
+  numerics::QuantizationLoss lost;  // by this rank's gradients on their way
   LinkFacts links;
   StepTimes times;  // of the last step, if the configuration asks for a breakdown
   double loss = std::numeric_limits<double>::quiet_NaN();  // mean of this rank's losses, if somebody asks

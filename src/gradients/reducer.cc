@@ -343,6 +343,11 @@ void Reducer::drop_gradient(int unit, int parameter) {
   buckets_[unit].seen[parameter] = false;
 }
 
+numerics::QuantizationLoss Reducer::take_lost() {
+  std::lock_guard lock(mutex_);
+  return queue_.take_lost();
+}
+
 bool Reducer::has_added(int unit, int parameter) const {
   std::lock_guard lock(mutex_);
   return buckets_[unit].added[parameter];

@@ -25,9 +25,13 @@ void write_step_line(const StepEnd& end) {
     rates += fmt::format("{}{:.6g}", separator, h.lr());
     momenta += separator + momentum_text(h);
   }
+  const std::string rounding = end.outcome.rounding > 0.0
+                                   ? fmt::format(", rounding={:.3g} (largest {:.3g} of its block's largest)",
+                                                 end.outcome.rounding, end.outcome.largest_rounding)
+                                   : "";
   log(LogLevel::info,
-      fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}", end.outcome.step, end.skipped_steps, rates,
-                  momenta, end.outcome.grad_norm, end.outcome.applied() ? "" : ", " + end.outcome.reason));
+      fmt::format("step={}, skipped={}, lr=[{}], mom=[{}], norm={:.4g}{}{}", end.outcome.step, end.skipped_steps, rates,
+                  momenta, end.outcome.grad_norm, rounding, end.outcome.applied() ? "" : ", " + end.outcome.reason));
 }
 
 }  // namespace deeptide::report

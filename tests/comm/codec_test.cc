@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "comm/nonzero_codec.h"
+#include "comm/quantized_codec.h"
 #include "comm/sign_codec.h"
 #include "on_hosts.h"
 
@@ -90,6 +91,31 @@ TEST_P(NonzeroBlocks, TakeTheBytesOfWhatIsNotZeroAndNeverMoreThanAll) {
     EXPECT_EQ(sent_by(at::randn({size * kPart})), counts + others * kPart * 4);
     // One rank without zeros makes all send whole tensors.
     EXPECT_EQ(sent_by(world.rank == 0 ? at::randn({size * kPart}) : one), counts + others * kPart * 4);
+  });
+}
+
+TEST(QuantizedCodec, TravelsRoundedAndCountsWhatItLost) {
+  run_ranks(2, [&](const World& world) {
+    Ranks own(world);
+    for (const int bits : {4, 8}) {
+      for (const int64_t part : {0, 100, 128, 1000}) {
+        at::manual_seed(bits + world.rank);
+        numerics::QuantizationLoss lost;
+        const QuantizedCodec codec(bits, &lost);
+        const Tensor mine = at::randn({part}), whole = at::empty({2 * part}), exact = at::empty({2 * part});
+        all_gather_coded(own.group, codec, whole, mine, own.messages, kStep);
+        auto pending = own.group.all_gather(exact, mine);
+        own.group.wait(pending, kStep);
+        for (int64_t rank = 0; rank < 2; ++rank) {
+          const Tensor row = exact.narrow(0, rank * part, part), decoded = at::empty({part});
+          const Tensor message = at::empty({codec.bytes(row)}, at::kByte);
+          numerics::quantize(row, bits, message);
+          codec.decode(message, decoded);
+          ASSERT_TRUE(at::equal(whole.narrow(0, rank * part, part), decoded)) << part << " of rank " << rank;
+        }
+        EXPECT_EQ(lost.squares > 0.0, part > 0);
+      }
+    }
   });
 }
 

@@ -24,6 +24,7 @@ class Generator:
         self.states = random.Random(f"states {seed}")  # of what changes no act: other draws stay as they are
         self.tags = []
         self.is_by_hand = False  # the program steps its schedule
+        self.wires = random.Random(f"wires {seed}")  # of how gradients travel, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
@@ -134,6 +135,7 @@ class Generator:
             "offload": draw.random() < 0.1 and not self.is_own,  # to files, which own optimizers are refused
             "acts": acts,
             **self._states(),
+            "quantized": self.wires.choice(["int8", "int4"]) if self.wires.random() < 0.2 else None,
             "observers": [name for name in OBSERVERS if self.sights.random() < 0.1],
         }
 

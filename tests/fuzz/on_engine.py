@@ -90,6 +90,8 @@ def config_of(program, phase, setting, folder):
     states = {"packed_states": is_packed(phase)}
     if phase.get("moments"):
         states["moment_dtype"] = "bf16"
+    if phase.get("quantized"):
+        states["quantized_gradients"] = phase["quantized"]
     if placed := placement_of(phase, setting):
         states["placement"] = {"nvme_path": folder, **{k: {"cpu": s, "nvme": "rest"} for k, s in placed.items()}}
     if phase["offload"] and setting.stage == 3:

@@ -36,7 +36,7 @@ from expected import (
     UndefinedError,
 )
 from plain import DocumentedError, FailuresError, Life, Noise
-from programs import STATES, acts_of, is_low, is_packed, pick, placement_of
+from programs import STATES, acts_of, is_low, is_packed, pick, placement_of, quantized_in
 
 OPEN = Path(__file__).parent / "open"
 
@@ -65,7 +65,8 @@ def _traits(setting, phase):
     gated = setting.stage == 3 and (phase["offload"] or (several and not setting.shared))
     whole = not several or (setting.stage < 3 and not setting.shared)
     in_files = {kind for kind, share in placement_of(phase, setting).items() if share != "100%"}
-    return gated, whole and is_low(phase), setting.stage >= 2, phase["offload"] or "optimizer_states" in in_files
+    offload = phase["offload"] or "optimizer_states" in in_files
+    return gated, whole and is_low(phase), setting.stage >= 2, offload, quantized_in(phase, setting)
 
 
 def _phase(program, phase, setting, common, noise):

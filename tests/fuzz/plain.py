@@ -12,7 +12,7 @@ import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from loaders import Loader
-from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of
+from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
@@ -21,6 +21,8 @@ EPSILON = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
 }  # of gradients that are summed and rounded again
+# Of the largest element that a rank sends. Noise is normal and counts many times, this is a bound: an eighth of it.
+OF_QUANTIZED = {"int8": 0.5 / 127 / 8, "int4": 0.5 / 7 / 8}
 OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
 # With 16 bits enough for some elements to round elsewhere.
 OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}
@@ -290,8 +292,16 @@ class Life:
             rounded = often if trained.low else is_low(self.phase)
             epsilon = EPSILON[self.dtype if rounded else torch.float32]
             size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
-            total = total + epsilon * size * self.noise.like(total)
+            total = total + (epsilon * size + self._quantized()) * self.noise.like(total)
         return total
+
+    def _quantized(self):
+        """How far the mean of what ranks quantised may be off; 0 where gradients travel whole."""
+        width = quantized_in(self.phase, self.setting)
+        if width is None:
+            return 0.0
+        largest = [g.abs().max().item() for rank in self.ranks for g in rank.sizes.values() if g.numel()]
+        return OF_QUANTIZED[width] * max(largest, default=0.0) / self.phase["gas"]
 
     def totals(self):
         return {trained.name: self._total(trained) for trained in self.trained}

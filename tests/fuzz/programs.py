@@ -13,7 +13,7 @@ program = {
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
   "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
               other memory, "config": {…}, "offload",
-              "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
+              "quantized": None | int8 | int4, how gradients travel, "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }
 
@@ -92,6 +92,11 @@ def is_packed(phase):
 def placement_of(phase, setting):
     """{kind of state: its share in memory}, where the stage can place it and no section offloads already."""
     return {} if phase["offload"] or setting.stage == 0 else phase.get("placement", {})
+
+
+def quantized_in(phase, setting):
+    """In how many bits gradients travel: None: whole, or not at all."""
+    return phase.get("quantized") if phase["world"] > 1 and not setting.shared else None
 
 
 def acts_of(phase):

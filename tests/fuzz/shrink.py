@@ -30,6 +30,7 @@ SIMPLE_PHASE = {
     "offload": False,
     "packed": False,
     "moments": False,
+    "quantized": None,
     "placement": {},
     "observers": [],
 }

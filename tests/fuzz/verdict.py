@@ -10,7 +10,7 @@ import torch
 from acts import UNCOUNTED, is_raw
 from expected import Raises
 from oracle import expected_of, traits_of
-from programs import acts_of, is_low
+from programs import acts_of, is_low, quantized_in
 
 # An engine sums in another order than plain torch. `plain.Life` with noise moves each gradient and each master by what
 # rounding may move them; a program's tolerance at a value is MARGIN times what that moved the value, and at least FLOOR
@@ -117,8 +117,9 @@ class Judge:
         special = {"boundary", "no_sync"} & {act["act"] for act in acts}
         special = special or any(is_raw(act) or act.get("way") in UNCOUNTED for act in acts)
         traits = traits_of(self.program, setting) if special else ()
+        quantized = tuple(quantized_in(phase, setting.of(phase)) for phase in phases)
         late = tuple(phase["gas"] > 1 and setting.of(phase).stage >= 2 for phase in phases)
-        return traits, late
+        return traits, late, quantized
 
 
 def _same_bits(a, b):

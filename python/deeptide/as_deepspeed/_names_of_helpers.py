@@ -94,7 +94,7 @@ HELPERS: dict[str, dict[str, Name]] = {
     "deepspeed.comm": _all("collectives", "all_gather_coalesced"),
     "deepspeed.runtime.bf16_optimizer": _all("optimizers", "BF16_Optimizer"),
     "deepspeed.runtime.comm.coalesced_collectives": _all("collectives", "reduce_scatter_coalesced")
-    | {"all_to_all_quant_reduce": absent('gradients are not quantised here; "communication_data_type" halves them')},
+    | {"all_to_all_quant_reduce": absent('"zero_quantized_gradients" does it within the engine')},
     "deepspeed.runtime.config_utils": _all(
         "config_values", "dict_raise_error_on_duplicate_keys", "get_dict_param", "get_list_param", "get_scalar_param"
     ),

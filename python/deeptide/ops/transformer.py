@@ -300,7 +300,9 @@ class DeepSpeedTransformerLayer(nn.Module):
         def weigh(shares: Tensor, value: Tensor) -> Tensor:
             return F.dropout(shares, ratio) @ value
 
-        return _again(weigh, shares, value) if self.config.attn_dropout_checkpoint else weigh(shares, value)
+        if not self.config.attn_dropout_checkpoint:
+            return weigh(shares, value)
+        return _again(weigh, shares, value.contiguous())  # as a view it would keep query and key with it
 
     def _mlp(self, x: Tensor) -> Tensor:
         inner = ops.linear(x, self.inter_w, self.inter_b)

@@ -88,6 +88,21 @@ void check_reduction(const Values& values, Problems& problems) {
     blame(values, "gradient_allreduce_op",
           "\"sum\" is not supported with ZeRO stage 3; use \"mean\" or a stage from 0 to 2", problems);
   }
+  const std::string width = values.word("deeptide.quantized_gradients");
+  const bool asked = values.flag("zero_optimization.zero_quantized_gradients");
+  if (asked && width == "off") {
+    blame(values, "deeptide.quantized_gradients",
+          "\"off\" contradicts zero_optimization.zero_quantized_gradients; leave one of them out", problems);
+  }
+  if (!asked && (width.empty() || width == "off")) return;
+  const std::string key = width.empty() ? "zero_optimization.zero_quantized_gradients" : "deeptide.quantized_gradients";
+  if (values.word("deeptide.reduction") == "transport") {
+    blame(values, key, "needs deeptide.reduction \"ordered\": a transport cannot sum quantized gradients", problems);
+  }
+  if (const std::string type = values.usual_word("communication_data_type"); !type.empty()) {
+    blame(values, "communication_data_type",
+          "\"" + type + "\" contradicts " + key + ", which says how gradients travel; leave one of them out", problems);
+  }
 }
 
 void check_optimizer(const Values& values, Problems& problems) {

@@ -35,10 +35,8 @@ std::vector<Key> memory_keys() {
   };
 }
 
-}  // namespace
-
-std::vector<Key> runtime_sections() {
-  std::vector<Key> keys = {
+std::vector<Key> exchange_keys() {
+  return {
       number("comm_timeout", 1800.0, "Seconds after which a wait on a peer is an error.")
           .above(0)
           .into(&RuntimeConfig::comm_timeout_s),
@@ -51,10 +49,23 @@ std::vector<Key> runtime_sections() {
                         "ordered: sum gradients in one order, by pairs of ranks, so that a run repeats bit for bit; "
                         "transport: in the transport's order.")
           .into(&RuntimeConfig::reduction),
+      choice<QuantizedGradients>(
+          "quantized_gradients", {},
+          {{"off", QuantizedGradients::off}, {"int8", QuantizedGradients::int8}, {"int4", QuantizedGradients::int4}},
+          "Gradients of a model on CPUs travel in whole numbers of 8 or 4 bits, with one scale per 128 elements; an "
+          "element is rounded by at most 1/254 or 1/14 of the largest of its block. Ranks that share a host's memory "
+          "send nothing.")
+          .derives("int4 with zero_quantized_gradients, else off")
+          .into(&RuntimeConfig::quantized_gradients),
       choice<ReduceThread>("reduce_thread", ReduceThread::automatic,
                            {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
                            "Sum gradients on a separate thread during backward; auto: if a core is idle.")
           .into(&RuntimeConfig::reduce_thread),
+  };
+}
+
+std::vector<Key> run_keys() {
+  return {
       flag(
           "overlap_publish", {},
           "Stages 1 and 2 over several hosts: step() returns while the new parameters are on their way; operators, and "
@@ -90,6 +101,13 @@ std::vector<Key> runtime_sections() {
            "then collective.")
           .into(&RuntimeConfig::keep_grad),
   };
+}
+
+}  // namespace
+
+std::vector<Key> runtime_sections() {
+  std::vector<Key> keys = exchange_keys();
+  for (Key& key : run_keys()) keys.push_back(std::move(key));
   for (Key& key : memory_keys()) keys.push_back(std::move(key));
   for (Key& key : own_monitor_sections()) keys.push_back(std::move(key));
   return {section("deeptide", "Deeptide's own settings; DeepSpeed has none of them.", std::move(keys))};

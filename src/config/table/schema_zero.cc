@@ -145,7 +145,9 @@ std::vector<Key> plus_plus_keys() {
       integer("zero_hpz_partition_size", 1, "ZeRO++: ranks that keep a second shard among them.").at_least(1).later(),
       flag("zero_quantized_weights", false, "ZeRO++: gather in int8.").later(),
       flag("zero_quantized_nontrainable_weights", false, "ZeRO++: gather frozen weights in int8.").later(),
-      flag("zero_quantized_gradients", false, "ZeRO++: reduce in int4.").later(),
+      flag("zero_quantized_gradients", false,
+           "ZeRO++: gradients travel in int4, or as deeptide.quantized_gradients says.")
+          .into(&ZeroConfig::quantized_gradients),
       section("zeropp_loco_param", "ZeRO++: error feedback.",
               {
                   number("err_beta", 0.8, "Decay rate of the error.").between(0, 1),

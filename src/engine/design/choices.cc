@@ -36,6 +36,11 @@ at::ScalarType reduce_type(const Config& config) {
   return scalar_type(config.precision().communication_dtype.value_or(config.compute_dtype()));
 }
 
+int quantized_bits(const Config& config) {
+  const auto unless_given = config.zero().quantized_gradients ? QuantizedGradients::int4 : QuantizedGradients::off;
+  return static_cast<int>(config.runtime().quantized_gradients.value_or(unless_given));
+}
+
 at::ScalarType accumulate_type(const Config& config) {
   const PrecisionConfig& precision = config.precision();
   const DataType unless_given = precision.rounds_masters() ? config.compute_dtype() : DataType::fp32;

@@ -282,7 +282,7 @@ std::optional<tiers::OffloadOptions> Designer::gradients_in_files() const {
 /// most its shard, and all rows of a shard take at most the memory of their sum.
 bool Designer::keeps_rows() const {
   const auto& how = made_.reductions;
-  if (!made_.on_cpu() || config_.runtime().keep_grad || how.offload || !how.ordered) return false;
+  if (!made_.on_cpu() || config_.runtime().keep_grad || how.offload || !how.ordered || how.bits > 0) return false;
   const bool one_micro_batch = config_.batch_sizes(made_.num_ranks()).accumulation == 1;
   const bool fit = made_.num_ranks() * item_bytes(how.reduce_dtype) <= item_bytes(how.accumulate_dtype);
   return one_micro_batch && fit && made_.steps_shard() && made_.trained().size() <= host::Exchange::kMaxOffers / 4;
@@ -324,12 +324,13 @@ void Designer::place_gradients() {
 
   gradients::ReducerOptions& how = made_.reductions;
   const BatchSizes batch = config_.batch_sizes(made_.num_ranks());
-  how.reduce_dtype = reduce_type(config_);
+  how.bits = made_.is_shared || made_.num_ranks() == 1 ? 0 : quantized_bits(config_);
+  how.reduce_dtype = how.bits > 0 ? at::kFloat : reduce_type(config_);
   how.accumulate_dtype = accumulate_type(config_);
   how.ordered = config_.runtime().reduction == Reduction::ordered;
   const int on_host = made_.topology.in_order && made_.topology.can_share ? made_.topology.on_host : 1;
   const bool sums_on_hosts =
-      made_.on_cpu() && how.ordered && on_host < made_.num_ranks() && made_.topology.tenancies.empty();
+      made_.on_cpu() && how.ordered && how.bits == 0 && on_host < made_.num_ranks() && made_.topology.tenancies.empty();
   how.together = sums_on_hosts ? gradients::summed_together(on_host, how.reduce_dtype) : 1;
   how.overlap = config_.zero().overlap_comm;
   how.accumulates_whole =
@@ -354,6 +355,7 @@ void Designer::choose_routes() {
     const size_t trained = next++;
     row.route = row.place.reduce_over.size() == 1 ? Route::alone
                 : made_.is_shared                 ? Route::shared_memory
+                : how.bits > 0                    ? Route::quantized
                 : how.together > 1                ? Route::by_hosts
                 : how.ordered                     ? Route::all_to_all
                                                   : Route::transport;

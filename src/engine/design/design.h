@@ -31,6 +31,7 @@ enum class Route : uint8_t {
   shared_memory,  // ranks of one host read each other's buckets
   by_hosts,       // a host sums before its ranks send over the network
   all_to_all,     // each rank receives the rows of its slice
+  quantized,      // likewise, in few bits
   transport       // summed in the order that the transport chooses
 };
 

@@ -132,6 +132,12 @@ std::vector<Refusal> of_training(const Config& config, const ModelFacts& model, 
        "deeptide.placement.gradients in files is for the optimizers of deeptide: one of your own takes its gradients "
        "from memory. ",
        "Leave them there, or name the optimizer in the configuration"},
+      {quantized_bits(config) > 0 && !model.device.is_cpu(),
+       "quantized gradients are not supported yet on " + model.device.str() + "; ",
+       "leave deeptide.quantized_gradients and zero_quantized_gradients out"},
+      {quantized_bits(config) > 0 && keeps_whole_states(&rule),
+       "quantized gradients do not go with " + rule.name() + ", whose ranks exchange signs; ",
+       "leave deeptide.quantized_gradients and zero_quantized_gradients out, or choose another optimizer"},
   };
 }
 

@@ -62,6 +62,21 @@ std::string text_of_sharing(const Engine::Impl& impl, int64_t sharded) {
          " optimizer states";
 }
 
+std::string text_of_wire(const Engine::Impl& impl) {
+  const int bits = impl.design.reductions.bits;
+  return bits > 0 ? fmt::format("int{}", bits) : short_name(engine::reduce_type(impl.config));
+}
+
+std::string text_of_quantization(const Engine::Impl& impl) {
+  if (!impl.reducer || engine::quantized_bits(impl.config) == 0) return "";
+  const int bits = impl.design.reductions.bits;
+  if (bits == 0) return "\n  quantized gradients: none, since no gradient travels between hosts";
+  return fmt::format(
+      "\n  quantized gradients: int{}, one scale per {} elements; rounded by at most {:.3g} % of the "
+      "largest of these",
+      bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits));
+}
+
 std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
   const zero::StateTypes& states = impl.design.types;
   std::string master = states.rounded_masters ? parameters : "fp32";
@@ -69,8 +84,8 @@ std::string text_of_types(const Engine::Impl& impl, const std::string& parameter
   std::string moments = states.rounded_moments ? parameters : "fp32";
   if (states.moments_seed) moments = "bf16, rounded stochastically";
   return fmt::format("\n  types: parameters {}, compute {}, reduce {}, accumulate {}, master {}, moments {}",
-                     parameters, parameters, short_name(engine::reduce_type(impl.config)),
-                     short_name(engine::accumulate_type(impl.config)), master, moments);
+                     parameters, parameters, text_of_wire(impl), short_name(engine::accumulate_type(impl.config)),
+                     master, moments);
 }
 
 /// A model whose forward mixes types fails in an operator that knows no names: here they stand.
@@ -162,6 +177,7 @@ std::string Engine::Impl::summary() const {
                       millions(model.num_trainable()), model.units().size());
   if (num_ranks > 1) text += text_of_sharing(*this, sharded);
   text += text_of_types(*this, parameter_types);
+  text += text_of_quantization(*this);
   text += text_of_precision(*this);
   text +=
       fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,

@@ -271,6 +271,7 @@ std::vector<Verdict> Stepper::judge() {
     verdict.bad_parameter = bad->parameter;
     verdict.bad_rank = bad->rank;
   }
+  verdict.lost = parts_.reducer->take_lost();
   verdict.links = parts_.links.own_facts();
   verdict.times = parts_.reporter.own_times();
   if (parts_.reporter.wants_loss() && !losses_.empty()) {
@@ -302,6 +303,10 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
   StepOutcome outcome;
   outcome.step = ++progress.global_steps;
   progress.global_samples += parts_.batch.train;
+  numerics::QuantizationLoss lost;
+  for (const Verdict& verdict : verdicts) lost.add(verdict.lost);
+  if (lost.of_squares > 0.0) outcome.rounding = std::sqrt(lost.squares / lost.of_squares);
+  outcome.largest_rounding = lost.largest;
   outcome.lr = progress.hyperparameters.front().lr();
   outcome.loss_scale = loss_scale();
   outcome.grad_norm = outcome.clipped_norm = std::sqrt(total) / outcome.loss_scale;

@@ -14,6 +14,7 @@ struct Way {
 
 Way way_of(const RouteFacts& facts) {
   if (facts.shares_memory) return {make_shared_memory_route, forecast_shared_memory};
+  if (facts.bits > 0 && facts.num_ranks > 1) return {make_quantized_route, forecast_quantized};
   if (facts.together > 1) return {make_two_level_route, forecast_two_levels};
   if (facts.ordered) return {make_all_to_all_route, forecast_all_to_all};
   return {make_transport_route, forecast_transport};

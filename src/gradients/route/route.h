@@ -15,6 +15,7 @@
 #include "device/memory.h"
 #include "gradients/route/lent_buckets.h"
 #include "host/exchange.h"
+#include "numerics/quantized.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {
@@ -40,11 +41,16 @@ struct RouteFacts {
   int64_t together = 1;        // ranks of a host whose contributions are summed before they travel; 1: each travels
   bool keeps_rows = false;     // what arrives stays until the step
   at::ScalarType dtype = at::kFloat;  // of buckets
+  int bits = 0;                       // of an element that travels, in fp32 buckets; 0: it travels whole
 };
 
 /// The memory of a way, known without ranks.
 struct RouteForecast {
-  int64_t arriving_numel(const sharding::UnitLayout& unit) const { return unit.numel * unit.copies * arriving / of; }
+  int64_t arriving_numel(const sharding::UnitLayout& unit) const {
+    if (bits == 0) return unit.numel * unit.copies * arriving / of;
+    const int64_t rows = unit.shard == 0 ? 0 : unit.numel / unit.shard * unit.copies;
+    return rows * arriving / of * numerics::quantized_bytes(unit.shard, bits);
+  }
   int64_t arriving_bytes(const sharding::UnitLayout& unit) const {
     return arriving_numel(unit) * static_cast<int64_t>(c10::elementSize(dtype));
   }
@@ -53,6 +59,7 @@ struct RouteForecast {
   size_t lent = 0;               // buckets beside those that a neighbour may not have read yet
   int64_t arriving = 0, of = 1;  // elements that arrive for so many of the unit's; 0: rows lie in buckets
   at::ScalarType dtype = at::kFloat;  // of what arrives
+  int bits = 0;                       // of an element of it, which are bytes then; 0: it has the dtype
 };
 RouteForecast forecast(const RouteFacts& facts);
 
@@ -104,6 +111,8 @@ class Route {
   virtual world::TeamIndex sender(int row) const { return world::TeamIndex(row); }
   /// Elements that were not finite where this rank summed for others, since the last call.
   virtual std::vector<BadElement> take_bad() { return {}; }
+  /// What rounding took from what this rank sent, since the last call. Not beside `start`.
+  virtual numerics::QuantizationLoss take_lost() { return {}; }
   /// The rows have been used.
   virtual void end(Shipment& shipment);
   /// Buckets that other ranks still read; null: there are none such.
@@ -142,6 +151,10 @@ RouteForecast forecast_two_levels(const RouteFacts& facts);
 /// The transport sums, in an order and a type of its choice.
 std::unique_ptr<Route> make_transport_route(const Route::Parts& parts, const RouteFacts& facts);
 RouteForecast forecast_transport(const RouteFacts& facts);
+
+/// Sends all-to-all, in whole numbers of 8 or 4 bits and a scale per block. On the CPU.
+std::unique_ptr<Route> make_quantized_route(const Route::Parts& parts, const RouteFacts& facts);
+RouteForecast forecast_quantized(const RouteFacts& facts);
 
 /// Sends all-to-all without blocks of zeros, which stay behind: `start` is collective, returns when all is there. Not
 /// in shared memory.
