@@ -96,8 +96,8 @@ struct StepOutcome {
   int rank = -1;              // rank that produced it
   std::string phase;          // where: "forward" if its loss was not finite already, else "backward"; else empty
   int64_t sent_bytes = 0;     // by this rank to others since the last step: gradients, and parameters made whole
-  /// Where gradients travel in few bits, else 0. What rounding took of all ranks' gradients since the last step: its
-  /// root mean square over theirs, and the most that an element lost, over the largest magnitude of its block.
+  /// The loss by rounding of all ranks' gradients since the last step, where they travel in few bits, else 0: its
+  /// root mean square over theirs, and the most that an element lost over the largest magnitude of its block.
   double rounding = 0.0, largest_rounding = 0.0;
   std::string saved;        // the folder of a checkpoint that is complete since the last step, saved beside training
   std::string save_error;   // why one was not saved, with the rank and the file; training goes on

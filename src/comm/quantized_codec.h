@@ -8,7 +8,7 @@
 
 namespace deeptide::comm {
 
-/// As numerics::quantize. `lost`: where `encode` adds what rounding takes; null: nobody asks. Tensors on the CPU.
+/// Encodes like numerics::quantize. `lost`: `encode` adds what rounding takes; null: nobody asks. Tensors on the CPU.
 class QuantizedCodec : public Codec {
  public:
   explicit QuantizedCodec(int bits, numerics::QuantizationLoss* lost = nullptr) : bits_(bits), lost_(lost) {}

@@ -47,7 +47,7 @@ class BucketQueue {
   void retire_ready();
   /// Whether what was sent arrives though this rank makes no further call.
   bool advances_alone() const { return route_->advances_alone() || side_thread_.joinable(); }
-  /// As Route::take_lost.
+  /// Returns Route::take_lost.
   numerics::QuantizationLoss take_lost() { return route_->take_lost(); }
   /// Waits for all and sums them. Errors: CommError.
   void drain();

@@ -86,7 +86,7 @@ class Reducer {
   bool keeps_rows() const { return options_.keep_rows; }
   /// Whether those rows live in the buckets (shared memory, or one rank) rather than in receive buffers.
   bool buckets_stay() const { return buckets_stay_; }
-  /// What rounding took from what this rank sent since the last call, where gradients travel in few bits.
+  /// The loss by rounding of what this rank sent since the last call, where gradients travel in few bits.
   numerics::QuantizationLoss take_lost();
   /// Whether the unit's gradients travel by blocks that are not zero.
   bool is_mostly_zero(int unit) const { return options_.is_mostly_zero(static_cast<size_t>(unit)); }

@@ -21,7 +21,7 @@ constexpr int64_t quantized_bytes(int64_t numel, int bits) {
   return blocks * (static_cast<int64_t>(sizeof(float)) + kQuantizedBlock * bits / 8);
 }
 
-/// What rounding took from finite elements.
+/// The loss of finite elements by rounding.
 struct QuantizationLoss {
   double squares = 0.0;     // of what was lost
   double of_squares = 0.0;  // of the elements
@@ -42,7 +42,7 @@ constexpr double largest_loss(int bits) { return 0.5 / static_cast<double>(most_
 /// Shapes: values (N,) fp32, message (quantized_bytes(N, bits),) uint8; contiguous, on the CPU. N may be 0.
 /// Errors: ValueError on tensors that do not fit, and on other bits than 4 and 8.
 QuantizationLoss quantize(const at::Tensor& values, int bits, const at::Tensor& message);
-/// What was not finite becomes NaN.
+/// Elements that were not finite become NaN.
 void dequantize(const at::Tensor& message, int bits, const at::Tensor& values);
 
 }  // namespace deeptide::numerics

@@ -24,7 +24,7 @@ Tensor rounded(const Tensor& values, int bits) {
   return out;
 }
 
-/// What a rank sends of a unit to the rank that owns this shard.
+/// The row of a unit that a rank sends to the rank that owns this shard.
 Tensor row_of(const Training& training, int rank, int u, int pass) {
   const sharding::Unit& unit = *training.units[static_cast<size_t>(u)];
   const Tensor bucket = at::zeros({unit.numel()});

@@ -73,7 +73,7 @@ int number_at(const Tensor& message, int64_t numel, int64_t element, int bits) {
   return nibble < 8 ? nibble : nibble - 16;
 }
 
-/// Of several magnitudes, from a view that is off a vector's alignment.
+/// Values of several magnitudes, in a view that is off a vector's alignment.
 Tensor drawn(int64_t count) {
   const Tensor values = at::randn({count + 3}).narrow(0, 3, count);
   if (count > 300) values.narrow(0, 130, 150).mul_(1e-6);

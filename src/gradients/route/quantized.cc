@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// As all-to-all, in whole numbers of few bits: every contribution is rounded, a rank's own too, so that the sums depend
+// Sends all-to-all, in whole numbers of few bits: every contribution is rounded, a rank's own too, so that sums depend
 // neither on who takes them nor on how many take the same one.
 #include "base/invariant.h"
 #include "comm/quantized_codec.h"

@@ -114,7 +114,7 @@ def test_training_learns_and_resumes_exactly(stage, tmp_path):
 def test_messages_are_as_small_as_they_say():
     """Stage 2 sends gradients and what it publishes; the latter does not change."""
     sent = {width: run_ranks(2, run, 2, width, 2)[0][2][-1].sent_bytes for width in (None, "int8", "int4")}
-    # Of each unit a rank sends half, in blocks of 128: 132 or 68 bytes for what are 512.
+    # A rank sends half of each unit, in blocks of 128: 132 or 68 bytes for what are 512.
     whole = sent[None] - sent["int8"]
     assert 0 < whole < sent["int8"] + whole
     assert sent["int8"] - sent["int4"] == pytest.approx((132 - 68) / (512 - 132) * whole, rel=0.1)
