@@ -17,12 +17,12 @@ struct Command {
 
 // Users run a script with one of these names as `./name`. --help of parse_options lists the commands for users.
 constexpr Command kCommands[] = {
-    {"agent", run_agent},   {"bench", run_bench},     {"checkpoint", run_checkpoint},
-    {"doctor", run_doctor}, {"elastic", run_elastic}, {"explain", run_explain},
-    {"plan", run_plan},     {"ps", run_ps},           {"lr-range", run_lr_range},
-    {"rank", run_rank},     {"report", run_report},   {"run", run_job},
-    {"ssh", run_ssh},       {"stacks", run_stacks},   {"top", run_top},
-    {"trace", run_trace},   {"tune", run_tune},
+    {"agent", run_agent},       {"bench", run_bench},     {"checkpoint", run_checkpoint},
+    {"doctor", run_doctor},     {"elastic", run_elastic}, {"explain", run_explain},
+    {"lr-range", run_lr_range}, {"plan", run_plan},       {"ps", run_ps},
+    {"rank", run_rank},         {"report", run_report},   {"run", run_job},
+    {"ssh", run_ssh},           {"stacks", run_stacks},   {"top", run_top},
+    {"trace", run_trace},       {"tune", run_tune},
 };
 
 int run(const Arguments& words) {
