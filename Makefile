@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
@@ -101,9 +101,13 @@ test-hosts: setup-hosts build  ## The launcher over hosts of network namespaces 
 test-gpu: build-all  ## What a GPU can prove: kernels, and the accelerator's tests on CUDA, ranks over NCCL, or Gloo where they share one
 	@$(PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "test-gpu: torch finds no GPU here")'
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 \
-	  $(PYTHON) -m pytest -q -rs tests/python/accelerator/test_on_accelerator.py \
-	  $(patsubst %,tests/python/accelerator/test_%_on_accelerator.py,offload offload_param placement twin_flow)
+	  $(PYTHON) -m pytest -q -rs -n 8 --dist worksteal tests/python/accelerator/test_on_accelerator.py \
+	  $(patsubst %,tests/python/accelerator/test_%_on_accelerator.py,like_a_gpu offload offload_param placement twin_flow)
 	@$(CTEST) --test-dir $(BUILD) --output-on-failure -L gpu
+
+# Alone with a Python that has torch: no setup, which would look for a network. ARGS=--built, --only facts smoke, …
+gpu-first-ten-minutes:  ## Facts, build, kernels, smoke, speed and tests on a GPU, a line each, in OUT=runs/… (PYTHON=python3, ARGS=…)
+	@$(PYTHON) tools/gpu/first_ten_minutes.py $(if $(OUT),--out $(OUT)) $(ARGS)
 
 test-peers: setup-test build  ## Scripts of Trainer, Accelerate, PEFT, TRL and Lightning, beside plain torch; DeepSpeed (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH VENV=$(VENV) tests/peers/run.sh \

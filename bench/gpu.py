@@ -21,13 +21,15 @@ from jobs import free_port
 
 WORKER = Path(__file__).with_name("gpu_worker.py")
 DENSE_BF16 = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}  # flops/s, data sheets
+BASELINES = ("torch-masters", "torch")
 LEGEND = """\
-One rank on one device, bf16 with fp32 masters (torch: autocast), every block checkpointed, norm clipped to 1, each job
-in a process of its own, in rounds. Step: best and median of all rounds' median steps. Share: of plain torch's step, by
-rounds, then the median. MFU: 6 flops per parameter in a matrix and token, and causal attention, recomputation not
-counted, against the device's dense bf16 peak. Peak: what torch's allocator gave at most; reserved: what it took from
-the device for that, beyond the peak by what lies in fragments. States: the ledger's forecast of what the engine
-itself holds, activations not among it."""
+One rank on one device, bf16 with fp32 masters, every block checkpointed, norm clipped to 1, each job in a process of
+its own, in rounds. torch-masters: bf16 weights, fp32 masters and fused AdamW, in plain torch; torch: fp32 weights under
+autocast, with more to read and an fp32 residual stream. Step: best and median of all rounds' median steps. Share: of
+torch-masters' step (torch's where that did not run), by rounds, then the median. MFU: 6 flops per parameter in a matrix
+and token, and causal attention, recomputation not counted, against the device's dense bf16 peak. Peak: what torch's
+allocator gave at most; reserved: what it took from the device for that, beyond the peak by what lies in fragments.
+States: the ledger's forecast of what the engine itself holds, activations not among it."""
 
 
 def parse_arguments():
@@ -82,7 +84,8 @@ def row(options, model, contender, results):
         why = next((job[key] for job in own for key in ("error", "skipped") if key in job), "not run: out of time")
         return [contender, why, *[""] * 7]
     steps = [median(job["seconds"]) for job in timed]
-    beside = zip(own, results.get((model, "torch"), []), strict=False)
+    baseline = next((name for name in BASELINES if results.get((model, name))), "")
+    beside = zip(own, results.get((model, baseline), []), strict=False)
     shares = [median(a["seconds"]) / median(b["seconds"]) for a, b in beside if "seconds" in a and "seconds" in b]
     flops = peak_flops(options)
     return [

@@ -64,6 +64,31 @@ def _plain(model):
     return under_autocast, forecast
 
 
+def _masters(model):
+    """bf16 weights and gradients; fp32 masters, which are stepped and then rounded to the weights."""
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model.bfloat16()
+    weights = list(model.parameters())
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    gradients = [master.grad for master in masters]
+    optimizer = torch.optim.AdamW(masters, **ADAMW, fused=True)
+
+    def step(x, y):
+        loss = model(x, y)
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_copy_(gradients, [weight.grad for weight in weights])
+            for weight in weights:
+                weight.grad = None
+            torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+            optimizer.step()
+            torch._foreach_copy_(weights, masters)
+        return loss
+
+    return step, None
+
+
 def _fsdp2(model):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -83,6 +108,7 @@ def _fsdp2(model):
 
 CONTENDERS = {
     "torch": _plain,
+    "torch-masters": _masters,
     "fsdp2": _fsdp2,
     **{f"deepspeed-{stage}": (lambda model, s=stage: _by_engine("deepspeed", model, s)) for stage in (0, 3)},
     **{f"deeptide-{stage}": (lambda model, s=stage: _by_engine("deeptide", model, s)) for stage in (0, 2, 3)},

@@ -59,8 +59,16 @@ def inference_all_reduce(
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> object:
     """Torch's device mesh over all ranks."""
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    kind = _device_kind(dist.get_backend())
     return dist.device_mesh.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def _device_kind(backend: str) -> str:
+    """The device type that a default group serves beside the CPU, of "nccl", "gloo" or "cuda:nccl,cpu:gloo"."""
+    if ":" not in backend:
+        return "cuda" if backend == "nccl" else "cpu"
+    served = (pair.partition(":")[0] for pair in backend.split(","))
+    return next((kind for kind in served if kind != "cpu"), "cpu")
 
 
 def has_all_gather_into_tensor() -> bool:

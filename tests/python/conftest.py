@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks for tests: as threads of this process (`run_ranks`), or as real processes (`run_processes`)."""
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -17,6 +18,11 @@ import zlib
 from datetime import timedelta
 from pathlib import Path
 
+# Before torch is imported, here and in all children: where it finds a GPU, models move there, `pin_memory` is CUDA's,
+# and two ranks would share one device over NCCL.
+if os.environ.get("DEEPTIDE_TEST_ACCELERATOR", "sim") == "sim":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +34,8 @@ import deeptide
 
 # Gloo's threads spin for a lock: one that wakes must not push aside the thread that holds it, or it spins until its
 # turn is over; with more ranks than cores most of the time went there. Batch threads wait. Children inherit this.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+with contextlib.suppress(OSError):  # some containers know one policy only: the tests then take longer
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # This folder and its rooms: tests use each other's models across them, and so do the ranks that they start.
 FOLDERS = [

@@ -35,8 +35,11 @@ else
   grep -hE '^[0-9]+ (passed|failed|skipped|error)|passed in' build/python-tests-*.log
 fi
 if "$PYTHON" -c 'import sys, pytest, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs tests/python/accelerator/test_on_accelerator.py \
-    tests/python/accelerator/test_offload_on_accelerator.py tests/python/accelerator/test_offload_param_on_accelerator.py \
-    tests/python/accelerator/test_placement_on_accelerator.py tests/python/accelerator/test_twin_flow_on_accelerator.py || failed=1
+  beside=
+  "$PYTHON" -c 'import xdist' 2>/dev/null && beside="-n 8 --dist worksteal"
+  # shellcheck disable=SC2046,SC2086  # lists of words
+  DEEPTIDE_TEST_ACCELERATOR=cuda THOROUGH=1 "$PYTHON" -m pytest -q -rs $beside $(for name in on like_a_gpu_on offload_on \
+    offload_param_on placement_on twin_flow_on; do echo "tests/python/accelerator/test_${name}_accelerator.py"; done) ||
+    failed=1
 fi
 exit $failed
