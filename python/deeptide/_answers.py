@@ -14,6 +14,7 @@ from deeptide._C import Config, DataType, StepOutcome, StepResult
 
 if TYPE_CHECKING:
     from deeptide.optimizer import DeeptideOptimizer
+    from deeptide.tensor.team import Team
 
 
 class Answers:
@@ -25,6 +26,7 @@ class Answers:
     _config: Config
     _outcome: StepOutcome | None
     _norm: float | None
+    tensor_team: Team | None = None  # the ranks that share this one's layers
 
     @property
     def config(self) -> Any:
@@ -74,17 +76,19 @@ class Answers:
     @property
     def data_parallel_rank(self) -> int:
         """This rank's number among those that train on different batches."""
-        return self.world.rank
+        return self.tensor_team.data_rank if self.tensor_team else self.world.rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many ranks train on different batches."""
-        return self.world.size
+        return self.tensor_team.data_size if self.tensor_team else self.world.size
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The ranks of each axis, outermost first: {"pipe": 2, "data": 4}."""
-        return {"pipe": self.world.size // self.data_parallel_size, "data": self.data_parallel_size}
+        """The ranks of each axis, outermost first: {"pipe": 2, "data": 4}; "tensor" where ranks share layers."""
+        tensor = {"tensor": self.tensor_team.size} if self.tensor_team else {}
+        share = self.data_parallel_size * tensor.get("tensor", 1)
+        return {"pipe": self.world.size // share, "data": self.data_parallel_size, **tensor}
 
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from deeptide._lr_range import RangeTest
     from deeptide._tune_run import TuningRun
     from deeptide.efficiency.loader import CurriculumLoader
+    from deeptide.tensor.team import Team
 
 range_test: RangeTest | None = None  # the test that the next engine takes, under `deeptide lr-range`
 tuning_run: TuningRun | None = None  # what the next engine with an optimizer is for, under `deeptide tune`
@@ -65,12 +67,32 @@ def _stages(config: Config, model: torch.nn.Module) -> int:
     return check_mesh(config, model)
 
 
-def _data_world(world: World, stages: int) -> World:
+def _data_world(world: World, stages: int, tensor: int) -> World:
     """The ranks that train on different batches, as a loader counts them."""
-    if stages == 1:
+    if stages == tensor == 1:
         return world
-    size = world.size // stages
-    return _C.make_world(world.store, world.rank % size, size)
+    size = world.size // stages // tensor
+    return _C.make_world(world.store, world.rank // tensor % size, size)
+
+
+def _tensor_team(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object) -> Team | None:
+    """The ranks that share layers with this one, which are cut now; None where there is no such axis."""
+    parallel = json.loads(_C.config_section(config, "parallel"))
+    theirs = json.loads(_C.config_section(config, "tensor_parallel"))
+    sizes = (parallel["tensor"], theirs["autotp_size"], theirs["tensor_parallel"]["tp_size"])
+    if max(sizes) == 1 and parallel["data"] is None and mpu is None and "deeptide.tensor" not in sys.modules:
+        return None  # without a look at the package of tensor parallelism
+    from deeptide.tensor.axis import prepare
+
+    return prepare(config, model, world, stages, mpu)
+
+
+def _options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
+    if team is None:
+        return {}
+    from deeptide.tensor.axis import options_of
+
+    return options_of(model, team)
 
 
 def _kind_for(model: torch.nn.Module) -> type[Engine]:
@@ -105,13 +127,13 @@ def initialize(
     not one of ours steps itself: at stages above 0 it must step each element by itself.
     model_parameters: parameters or param groups; else all that require a gradient.
     training_data: a dataset; each rank gets its part. lr_scheduler: an instance or a function of the optimizer.
+    mpu: an object as Megatron's, of a model whose own layers its groups share. mesh_param: an error.
     world: a deeptide.World; else torch.distributed's, else the launcher's, else a world of one.
     The engine works where the model is: move it before. Errors: ConfigError (a ValueError); nothing is changed then.
     """
     model = check_model(model)
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ConfigError(f"{name} is not supported yet (tensor parallelism); omit it")
+    if mesh_param is not None:
+        raise ConfigError("mesh_param is not supported yet; give the axes as parallel.tensor and parallel.pipeline")
     config = load_config(config, args, config_params)
     plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     return make_engine(
@@ -125,6 +147,7 @@ def initialize(
         world,
         dist_init_required,
         distributed_port,
+        mpu,
     )
 
 
@@ -139,15 +162,17 @@ def make_engine(
     world: World | None = None,
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
+    mpu: object = None,
 ) -> tuple[Engine, DeeptideOptimizer | None, DataLoader | CurriculumLoader | None, Any]:
     """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
     world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
     stages = _stages(config, model)
+    team = _tensor_team(config, model, world, stages, mpu)
     if tuning_run is not None and plan is not None:
         kind, config = tuning_run.begin(kind, model, config, plan, world)
-    loader = _loader(training_data, collate_fn, config, _data_world(world, stages))
+    loader = _loader(training_data, collate_fn, config, _data_world(world, stages, team.size if team else 1))
     if plan is not None:
         placed = {id(p) for group in plan.param_groups for p in group["params"]}
         plan.left_out = [p for p in model.parameters() if p.requires_grad and id(p) not in placed]
@@ -156,7 +181,8 @@ def make_engine(
     core = None
     try:
         custom = plan.custom if plan is not None else None
-        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom, stages)
+        axes = _options_of(model, team)
+        options = _C.InitOptions(world, groups, optimizer_type, describer(model), custom, stages, **axes)
         core = _C.Engine(describe(model), config, options)
         if any(map(_C.has_deferred_key, model.parameters())):
             _tensor_methods.install()
@@ -165,7 +191,9 @@ def make_engine(
             kind = range_test.engine_kind(kind)
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
-        return kind(core, model, config, ours, scheduler, loader, process_groups), ours, loader, scheduler
+        engine = kind(core, model, config, ours, scheduler, loader, process_groups)
+        engine.tensor_team = team
+        return engine, ours, loader, scheduler
     except BaseException:
         # Now and not when the traceback goes: the caller may catch this and use his model.
         if core is not None:

@@ -9,7 +9,6 @@
 
 #include "bindings.h"
 #include "deeptide/engine.h"
-#include "deeptide/pipeline_stage.h"
 #include "deeptide/weights.h"
 
 namespace deeptide::python {
@@ -146,18 +145,6 @@ void bind_model(py::module_& module) {
            py::arg("parameters"), py::arg("hyperparameters"))
       .def_readonly("parameters", &ParameterGroup::parameters)
       .def_readonly("hyperparameters", &ParameterGroup::hyperparameters);
-  py::class_<InitOptions, std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>>(module, "InitOptions")
-      .def(py::init([](std::optional<World> world, std::vector<ParameterGroup> groups,
-                       std::optional<std::string> optimizer, std::optional<std::function<ModelDescription()>> describe,
-                       const py::object& custom, int stages) {
-             auto axes = stages > 1 ? pipeline_axes(stages, world ? world->size : 1) : nullptr;
-             return std::unique_ptr<InitOptions, DeleteWithoutGil<InitOptions>>(new InitOptions{
-                 std::move(world), std::move(groups), std::move(optimizer), std::move(describe).value_or(nullptr),
-                 make_custom_optimizer(custom), std::move(axes)});
-           }),
-           py::arg("world") = std::nullopt, py::arg("groups") = std::vector<ParameterGroup>(),
-           py::arg("optimizer") = std::nullopt, py::arg("describe") = std::nullopt, py::arg("custom") = py::none(),
-           py::arg("stages") = 1);
   bind_results(module);
   bind_weights(module);
 }

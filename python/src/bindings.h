@@ -40,6 +40,7 @@ void bind_optimizer(py::module_& module);
 void bind_model(py::module_& module);
 void bind_engine(py::module_& module);
 void bind_stage(py::module_& module);
+void bind_tensor(py::module_& module);
 void bind_reports(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_ops(py::module_& module);

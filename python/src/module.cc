@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
   deeptide::python::bind_model(module);
   deeptide::python::bind_engine(module);
   deeptide::python::bind_stage(module);
+  deeptide::python::bind_tensor(module);
   deeptide::python::bind_plan(module);
   deeptide::python::bind_ops(module);
   deeptide::python::bind_checkpoint(module);

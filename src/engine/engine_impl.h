@@ -144,6 +144,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
 
   report::Reporting reporting();
   void make_trainer();
+  void serve_tensor_team();
   bool publishes_late();
   void measure_ratio();
   zero::StatePlacement place_states();
@@ -163,11 +164,12 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
                                                                         const std::function<void()>& check);
   engine::LooseTensors enter_to_inspect();
   at::Tensor gathered(const sharding::Unit& unit);
+  at::Tensor whole_parameter(const sharding::Parameter& p, const at::Tensor& unit, int tensor = 0);
   std::string agree_on_tag(const std::string& directory, const std::string& given, const LoadOptions& options);
   void go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected, engine::Progress& saved);
   void publish_parameters(int64_t rounds_begun);
   void gather(const sharding::Unit& unit, const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
-  void check_axes(const char* method) const;
+  void check_axes(const char* method, bool may_be_cut) const;
   StatePlace enter_state(const std::string& name, const std::string& role,
                          const std::function<void(const StatePlace&)>& check = {});
   void check_writable(const StatePlace& place, const std::string& role) const;

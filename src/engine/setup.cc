@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 
+#include <chrono>
+
 #include "base/log.h"
 #include "base/text.h"
 #include "data/sections.h"
@@ -72,7 +74,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       ledger(std::make_shared<device::Ledger>(config.runtime().device_memory_cap)),
       channels(options.world, config, options.axes.get()),
       notice(channels.board()),
-      batch(config.batch_sizes(channels.data().size())),
+      batch(config.batch_sizes(channels.topology().num_batches())),
       custom(options.custom),
       settled(engine::settle(agreed(description, config, options, channels.control()), config, options, channels)),
       model(description, opened(channels, design), engine::buffer_types_of(config.precision()),
@@ -104,11 +106,31 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
     log(LogLevel::info, "configuration " + config.origin() + ":\n" + config.text());
   }
   ledger->set_advice([this] { return memory_advice(); });
+  serve_tensor_team();
   if (config.jsonl_monitor().enabled)
     reporter.start(summary(), memory());
   else
     reporter.start("", {});
   notice.succeed();
+}
+
+/// A rank that waits for those that share its layers may be what they wait for, and learns here why they do not come.
+void Engine::Impl::serve_tensor_team() {
+  auto* const team = channels.tensor_team();
+  if (team == nullptr) return;
+  const auto begin = std::make_shared<std::chrono::steady_clock::time_point>();
+  team->serve([this, begin] {
+    if (channels.data().size() > 1) residency->attend();
+    if (reducer) reducer->go_on();
+    const auto now = std::chrono::steady_clock::now();
+    if (now - *begin < world::kPollFailures) return;
+    *begin = now;
+    const auto failure = channels.board()->failure("waits for the ranks that share its layers");
+    if (failure && channels.board()->is_failure()) {
+      throw CommError(fmt::format("rank {} stopped, waiting for the ranks that share its layers: {}",
+                                  channels.world().rank, *failure));
+    }
+  });
 }
 
 report::Reporting Engine::Impl::reporting() {
@@ -127,6 +149,7 @@ report::Reporting Engine::Impl::reporting() {
 
 Engine::Impl::~Impl() {
   ledger->set_advice({});
+  if (auto* const team = channels.tensor_team()) team->serve({});
   saver.reset();  // before the others learn that this rank ends
   intake.reset();
   if (const std::string text = links.text(); channels.is_first() && !text.empty()) log(LogLevel::info, text);

@@ -12,6 +12,7 @@ from deeptide.as_deepspeed.zero_config import DeepSpeedZeroConfig, get_zero_conf
 
 if TYPE_CHECKING:
     from deeptide._C import Config
+    from deeptide.tensor.team import Team
 
 # Methods without arguments that give a key of the configuration, or else DeepSpeed's default.
 KEYS: dict[str, tuple[str, Any]] = {
@@ -137,6 +138,7 @@ class EngineAnswers:
         module: torch.nn.Module
         optimizer: Any
         given_config: dict[str, Any]
+        tensor_team: Team | None
 
         @property
         def data_parallel_rank(self) -> int: ...
@@ -284,8 +286,8 @@ class EngineAnswers:
         return self.data_parallel_rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """Always 0 here."""
-        return 0
+        """This rank's number among those that share its layers; 0 where none do."""
+        return self.tensor_team.index if self.tensor_team else 0
 
     get_model_parallel_rank = get_tensor_parallel_rank
 
@@ -296,5 +298,5 @@ class EngineAnswers:
 
     @property
     def mp_world_size(self) -> int:
-        """Always 1 here."""
-        return 1
+        """How many ranks share this one's layers."""
+        return self.tensor_team.size if self.tensor_team else 1

@@ -9,7 +9,7 @@ from deeptide.as_deepspeed._entries import Name, absent, differs, works
 _PIPE = "no rank's activations are cut up; a PipelineModule's stages exchange whole tensors"
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
-_TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
+_TENSOR = "layers that ranks share are deeptide.tensor's; parallel.tensor cuts models as they are"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _MOQ = 'weights are quantised by the section "compression_training", which init_compression prepares'
 _MONITOR = "deepspeed.monitor.monitor.MonitorMaster takes a deeptide.Config; engine.monitor is the engine's own"
@@ -77,7 +77,7 @@ _ROWS = (
         _FILES,
         "AsyncPartitionedParameterSwapper PartitionedParamStatus",
     ),
-    ("runtime.tensor_parallel", _TENSOR, "TPTrainingConfig TpTrainingManager tp_model_init"),
+    ("runtime.tensor_parallel", _TENSOR, "TPTrainingConfig TpTrainingManager"),
     ("runtime.zero", _GATE, "ZeROOrderedDict ensure_zero_ordered_dict"),
     (
         "runtime.zero.partition_parameters",

@@ -102,11 +102,8 @@ def initialize(
     As deeptide.initialize, and as DeepSpeed's: moves the model to this rank's GPU, makes the default process group,
     translates what libraries write into configurations, and takes the place of an engine that only evaluated the model.
     """
-    if mpu is not None or mesh_param is not None:
-        raise NotSupportedError(
-            "initialize(mpu=…, mesh_param=…): there is no tensor parallelism yet; leave them out. A PipelineModule has "
-            "its stages from num_stages or topology"
-        )
+    if mesh_param is not None:
+        raise NotSupportedError("initialize(mesh_param=…): there is no sequence parallelism yet; leave it out")
     if model is None:
         raise NoModelError("deepspeed.initialize requires a model: got None, expected a torch.nn.Module")
     model = check_model(model)
@@ -122,7 +119,7 @@ def initialize(
     if plan is None and parsed.scheduler.type:
         parsed = parsed.without_scheduler()
     engine, optimizer, loader, scheduler = make_engine(
-        _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn
+        _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu
     )
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given

@@ -16,7 +16,7 @@ _PIPE_ENGINE = (
 )
 _PIPE_MODULE = 'partition_method "profile" is refused, as in DeepSpeed; the axes of topology are pipe and data'
 _MOE = "there is no expert parallelism yet; MoE layers of transformers work with ZeRO as they are"
-_TENSOR = "there is no tensor parallelism yet; ZeRO-3 shards parameters instead"
+_TENSOR = "ranks share layers by neighbours; on CPUs; a small forward is compared with the whole model's"
 _SEQUENCE = "there is no sequence parallelism yet; use gradient checkpointing for long sequences"
 _INFERENCE = "there is no inference engine; the model's own generate() works, also between steps"
 _LAYER = "results repeat, so stochastic_mode changes nothing; GELU by tanh, as there"
@@ -249,8 +249,8 @@ _TOP = {
     "PipelineModule": _PIPE_NAMES["PipelineModule"],
     "DualPipeVEngine": absent(_DUAL),
     "DualPipeVModule": absent(_DUAL),
-    "tp_model_init": absent(_TENSOR),
-    "set_autotp_mode": absent(_TENSOR),
+    "tp_model_init": differs("tensor_parallel:tp_model_init", _TENSOR),
+    "set_autotp_mode": differs("tensor_parallel:set_autotp_mode", "has no effect: initialize cuts layers"),
     "replace_transformer_layer": absent(_INFERENCE),
     "revert_transformer_layer": absent(_INFERENCE),
     "DeepSpeedTransformerLayer": differs("deeptide.ops.transformer:DeepSpeedTransformerLayer", _LAYER),

@@ -25,6 +25,12 @@ Key parallel_section() {
              "parallel", "How ranks divide into axes. Those of one stage share its layers by ZeRO.",
              {
                  integer("pipeline", {}, "Stages of a pipeline; the model is a PipelineModule of as many.").at_least(1),
+                 integer("tensor", 1, "Ranks that share each layer, neighbours on one host.").at_least(1),
+                 integer("data", {}, "Ranks that train on different batches.")
+                     .at_least(1)
+                     .derives("what pipeline and tensor leave"),
+                 flag("tensor_check", true,
+                      "Compare one small forward of the model that is cut with that of the whole model, at the start."),
                  choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
                         "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first.")
                      .not_yet({"interleaved", "zero_bubble"}),
@@ -38,27 +44,29 @@ Key layer_specs() {
 }
 
 Key tensor_parallel_section() {
-  return section("tensor_parallel", "Tensor parallelism by DeepSpeed's AutoTP.",
-                 {
-                     choice("dtype", "fp16", {"fp32", "fp16", "bf16"}, "Data type."),
-                     integer("autotp_size", 0, "Ranks that share a layer; 0: off.").at_least(0),
-                     flag("tp_overlap_comm", false, "Overlap its communication."),
-                     section("tensor_parallel", "Its group.",
-                             {integer("tp_size", 1, "Ranks.").at_least(1),
-                              integer("tp_grain_size", 1, "Smallest share.").at_least(1),
-                              anything("mpu", "An object of the program."),
-                              anything("tp_group", "An object of the program.")})
-                         .alias("tp"),
-                     anything("injection_policy_tuple", "Layers by hand."),
-                     section("partition_config", "Layers by pattern.",
-                             {flag("use_default_specs", true, "Begin with the built-in ones."), layer_specs()}),
-                     choice("preset_model", {},
-                            {"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"}, "Known model."),
-                     flag("keep_module_on_host", false, "Keep the module in CPU memory."),
-                     flag("replace_with_kernel_inject", false, "Inject inference kernels.").alias("kernel_inject"),
-                 })
-      .switched_by("autotp_size", JsonValue(int64_t{0}))
-      .later();
+  const char* const own_plan = "the model's own plan, or the rule of names, cuts its layers";
+  return section(
+             "tensor_parallel", "Tensor parallelism by DeepSpeed's AutoTP: what parallel.tensor says.",
+             {
+                 choice("dtype", "fp16", {"fp32", "fp16", "bf16"}, "Data type.").never("the model has its own"),
+                 integer("autotp_size", 0, "Ranks that share each layer, as parallel.tensor; 0: off.").at_least(0),
+                 flag("tp_overlap_comm", false, "Overlap its communication.").never("a layer waits for its sum"),
+                 section("tensor_parallel", "Its group.",
+                         {integer("tp_size", 1, "Ranks, where autotp_size is 0.").at_least(1),
+                          integer("tp_grain_size", 1, "Smallest share.").at_least(1).never("shares are equal"),
+                          anything("mpu", "An object of the program.").later("give it to initialize"),
+                          anything("tp_group", "An object of the program.").later()})
+                     .alias("tp"),
+                 anything("injection_policy_tuple", "Layers by hand.").later("use partition_config"),
+                 section("partition_config", "Layers by pattern.",
+                         {flag("use_default_specs", true, "Begin with the built-in ones."), layer_specs()}),
+                 choice("preset_model", {}, {"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"},
+                        "Known model.")
+                     .never(own_plan),
+                 flag("keep_module_on_host", false, "Keep the module in CPU memory.").never("it stays where it is"),
+                 flag("replace_with_kernel_inject", false, "Inject inference kernels.").alias("kernel_inject").later(),
+             })
+      .read_by("deeptide.tensor");
 }
 
 std::vector<Key> router_keys() {

@@ -18,6 +18,13 @@ std::chrono::milliseconds milliseconds_of(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
+std::map<std::string, TensorSlice> slices_of(const Axes* axes) {
+  std::map<std::string, TensorSlice> slices;
+  if (axes == nullptr) return slices;
+  for (const TensorSlice& slice : axes->slices) slices.emplace(slice.name, slice);
+  return slices;
+}
+
 /// World ranks of the team on this host.
 std::vector<int> ranks_of(const host::Host& host, const comm::Team& team) {
   std::vector<int> ranks;
@@ -32,7 +39,8 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
       timeout_(milliseconds_of(config.runtime().comm_timeout_s)),
       topology_{.mesh = axes ? axes->mesh_of(world_.size) : world::Mesh::data_parallel(world_.size),
                 .rank = world_.rank,
-                .tenancies = axes ? axes->tenancies : std::vector<Tenancy>()},
+                .tenancies = axes ? axes->tenancies : std::vector<Tenancy>(),
+                .slices = slices_of(axes)},
       data_(topology_.data()),
       clock_(std::make_shared<comm::Clock>()),
       recorder_(std::make_shared<trace::Recorder>()),
@@ -49,6 +57,7 @@ Channels::Channels(const std::optional<World>& world, const Config& config, cons
   topology_.on_host = host_->size();
   topology_.uniform = host_->is_uniform();
   topology_.in_order = host_->is_in_order();
+  if (axes) tensor_team_ = axes->tensor_team;
   if (mesh().size(world::Axis::pipe) == 1) return;
   stages_ = std::make_unique<Stages>(world_, mesh(), next_channel_name(world_, "stages"),
                                      next_channel_name(world_, "letters"), options(/*on_device=*/false));

@@ -46,6 +46,8 @@ class Channels {
   bool is_first() const { return world_.rank == 0; }
   /// The other stages of a pipeline; null: there is none.
   Stages* stages() { return stages_.get(); }
+  /// The ranks that share layers with this one; null: there are none.
+  TensorTeam* tensor_team() { return tensor_team_.get(); }
 
   const std::shared_ptr<world::FailureBoard>& board() const { return board_; }
   const std::shared_ptr<host::Host>& host() const { return host_; }
@@ -85,6 +87,7 @@ class Channels {
   comm::Group reductions_;
   std::vector<std::unique_ptr<comm::Group>> of_parts_[2];  // by purpose: over other teams
   std::unique_ptr<Stages> stages_;
+  std::shared_ptr<TensorTeam> tensor_team_;
 };
 
 /// Reports to the other ranks if this one fails before `succeed()`. Destroy it before the channels: the other ranks

@@ -69,6 +69,7 @@ class Designer {
   void cut();
   std::vector<sharding::ParameterSpec> specs() const;
   std::vector<int> shards_by_kind() const;
+  int64_t divisor_of(const UnitRow& row, const Tenancy* tenancy) const;
   void choose_memory();
   void place_parameters();
   zero::ParameterOffload offload_of_parameters() const;
@@ -112,9 +113,18 @@ std::vector<int> Designer::shards_by_kind() const {
   return shards;
 }
 
+/// What each rank along the tensor axis has alike, a sum over that axis counts as often as it has ranks.
+int64_t Designer::divisor_of(const UnitRow& row, const Tenancy* tenancy) const {
+  const int tensor = made_.topology.mesh.size(world::Axis::tensor);
+  const bool copies = tensor > 1 && row.place.reduce_over == made_.data && !(tenancy && tenancy->adds_up);
+  const int64_t batches = config_.gradients().op == GradientOp::mean ? made_.topology.num_batches() : 1;
+  return batches * (copies ? tensor : 1);
+}
+
 /// A unit moves in one collective, so the bucket sizes bound it.
 void Designer::cut() {
   if (!made_.topology.tenancies.empty()) refuse_axes(config_, made_.rule.get());
+  if (made_.topology.mesh.size(world::Axis::tensor) > 1) refuse_tensor(config_, made_.model);
   if (made_.topology.mesh.size(world::Axis::pipe) > 1) refuse_stages(config_, made_.model, made_.rule.get());
   specs_ = specs();
   check_trainable(specs_, made_.compute_dtype, made_.rule ? config_.origin() : "");
@@ -126,14 +136,15 @@ void Designer::cut() {
   for (UnitLayout& layout : sharding::build_layout(specs_, paths, {data.size(), most, shards_by_kind()})) {
     UnitRow row{.layout = std::move(layout), .place = {UnitMemory::whole, data, data}};
     const sharding::ParameterSpec& first = specs_[row.layout.slots.front().parameter];
+    const Tenancy* tenancy = nullptr;
     if (const int kind = first.kind / 2; kind > 0) {
-      const Tenancy& tenancy = made_.topology.tenancies[static_cast<size_t>(kind - 1)];
-      row.place.shard_over = made_.topology.team(tenancy.shard_over);
-      row.place.reduce_over = made_.topology.team(tenancy.reduce_over);
+      tenancy = &made_.topology.tenancies[static_cast<size_t>(kind - 1)];
+      row.place.shard_over = made_.topology.team(tenancy->shard_over);
+      row.place.reduce_over = made_.topology.team(tenancy->reduce_over);
     }
     row.layout.copies = row.place.reduce_over.size() / row.place.shard_over.size();
     for (const sharding::Slot& slot : row.layout.slots) row.groups.insert(specs_[slot.parameter].group);
-    row.divisor = config_.gradients().op == GradientOp::mean ? data.size() : 1;
+    row.divisor = divisor_of(row, tenancy);
     row.saves = row.place.is_first_holder();
     made_.units.push_back(std::move(row));
   }
@@ -283,7 +294,7 @@ std::optional<tiers::OffloadOptions> Designer::gradients_in_files() const {
 bool Designer::keeps_rows() const {
   const auto& how = made_.reductions;
   if (!made_.on_cpu() || config_.runtime().keep_grad || how.offload || !how.ordered || how.bits > 0) return false;
-  const bool one_micro_batch = config_.batch_sizes(made_.num_ranks()).accumulation == 1;
+  const bool one_micro_batch = config_.batch_sizes(made_.topology.num_batches()).accumulation == 1;
   const bool fit = made_.num_ranks() * item_bytes(how.reduce_dtype) <= item_bytes(how.accumulate_dtype);
   return one_micro_batch && fit && made_.steps_shard() && made_.trained().size() <= host::Exchange::kMaxOffers / 4;
 }
@@ -323,7 +334,7 @@ void Designer::place_gradients() {
   made_.types.gradients_leave = made_.types.uses_host() && share > 0.0;
 
   gradients::ReducerOptions& how = made_.reductions;
-  const BatchSizes batch = config_.batch_sizes(made_.num_ranks());
+  const BatchSizes batch = config_.batch_sizes(made_.topology.num_batches());
   how.bits = made_.is_shared || made_.num_ranks() == 1 ? 0 : quantized_bits(config_);
   how.reduce_dtype = how.bits > 0 ? at::kFloat : reduce_type(config_);
   how.accumulate_dtype = accumulate_type(config_);

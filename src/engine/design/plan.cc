@@ -204,6 +204,7 @@ MemoryPlan plan(const ModelDescription& model, const Config& config, const InitO
   if (options.axes) {
     topology.mesh = options.axes->mesh_of(world.size);
     topology.tenancies = options.axes->tenancies;
+    for (const TensorSlice& slice : options.axes->slices) topology.slices.emplace(slice.name, slice);
   }
   auto facts = engine::read_model(model, engine::optimizer_groups(model, config, options));
   MemoryPlan plan = engine::plan_of(engine::design(std::move(facts), config, options, topology), config);

@@ -6,13 +6,18 @@
 namespace deeptide::engine {
 
 std::vector<world::Axis> Topology::data_axes() const {
-  if (mesh.size(world::Axis::expert) == 1) return {world::Axis::data};
-  return {world::Axis::data, world::Axis::expert};
+  std::vector<world::Axis> axes{world::Axis::data};
+  for (const world::Axis axis : {world::Axis::expert, world::Axis::tensor}) {
+    if (mesh.size(axis) > 1) axes.push_back(axis);
+  }
+  return axes;
 }
 
 int Topology::tenancy_of(const std::string& name) const {
   for (size_t i = 0; i < tenancies.size(); ++i) {
-    if (name.starts_with(tenancies[i].prefix)) return static_cast<int>(i);
+    const Tenancy& tenancy = tenancies[i];
+    const bool is_listed = tenancy.names.empty() ? name.starts_with(tenancy.prefix) : tenancy.names.contains(name);
+    if (is_listed) return static_cast<int>(i);
   }
   return -1;
 }

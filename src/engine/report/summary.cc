@@ -181,7 +181,7 @@ std::string Engine::Impl::summary() const {
   text += text_of_precision(*this);
   text +=
       fmt::format("\n  batch: {} = {} per rank x {} accumulated x {} ranks; {}, clipping {}", batch.train, batch.micro,
-                  batch.accumulation, channels.data().size(), design.rule ? design.rule->name() : "no optimizer",
+                  batch.accumulation, design.topology.num_batches(), design.rule ? design.rule->name() : "no optimizer",
                   config.gradients().clipping > 0 ? fmt::format("{}", config.gradients().clipping) : "off");
   if (optimizer && optimizer->signs()) {
     text += fmt::format("\n  compression: {} bytes per rank in a step in which ranks exchange signs",

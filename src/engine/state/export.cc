@@ -11,6 +11,7 @@
 #include "checkpoint/safetensors.h"
 #include "engine/engine_impl.h"
 #include "engine/state/pieces.h"
+#include "engine/state/slices.h"
 
 namespace deeptide {
 
@@ -69,11 +70,15 @@ void for_each_name(const sharding::Unit& unit, const engine::LiveNames& names, V
 
 /// Wide types first: the format forbids gaps, and so all tensors stay aligned.
 checkpoint::Entries lay_out(const engine::BoundModel& model, const engine::LiveNames& names,
-                            const std::map<std::string, Tensor>& loose) {
+                            const std::map<std::string, Tensor>& loose, const engine::Topology& topology) {
   std::vector<std::pair<std::string, checkpoint::Entry>> tensors;
   for (const auto& unit : model.units()) {
     for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
-      tensors.push_back({name, {unit->layout().dtype, p.tensors[tensor].sizes().vec()}});
+      const at::IntArrayRef shape = p.tensors[tensor].sizes();
+      const auto slice = topology.slices.find(p.name);
+      tensors.push_back({name,
+                         {unit->layout().dtype,
+                          slice == topology.slices.end() ? shape.vec() : engine::whole_shape(slice->second, shape)}});
     });
   }
   for (const auto& [name, tensor] : loose) tensors.push_back({name, {tensor.scalar_type(), tensor.sizes().vec()}});
@@ -103,20 +108,21 @@ void Engine::Impl::export_safetensors(const std::string& path, const std::vector
   std::optional<ExportFile> file;
   boundary->together("starting the export", [&] {
     TORCH_CHECK_VALUE(!path.empty(), "export_safetensors: the path is empty");
-    if (channels.is_first()) file.emplace(path, lay_out(model, names, loose));
+    if (channels.is_first()) file.emplace(path, lay_out(model, names, loose, design.topology));
   });
   // Rank 0 gathers on after it failed: the other ranks take part in every gather.
   std::exception_ptr failure;
   for (const auto& unit : model.units()) {
     const Tensor whole = gathered(*unit);
-    if (!file || failure) continue;
-    try {
-      for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
-        file->write(name, p.view_of(whole, tensor));
-      });
-    } catch (...) {
-      failure = std::current_exception();
-    }
+    for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
+      const Tensor values = whole_parameter(p, whole, tensor);
+      if (!file || failure) return;
+      try {
+        file->write(name, values);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    });
   }
   boundary->together("writing the export", [&] {
     if (failure) std::rethrow_exception(failure);

@@ -9,6 +9,7 @@
 #include "engine/bind/agreement.h"
 #include "engine/engine_impl.h"
 #include "engine/state/pieces.h"
+#include "engine/state/slices.h"
 
 namespace deeptide {
 
@@ -24,11 +25,11 @@ std::vector<NamedTensor> Engine::Impl::module_state_dict(std::optional<int> only
   std::vector<NamedTensor> state;
   for (const auto& unit : model.units()) {
     const Tensor whole = gathered(*unit);
-    if (!wanted) continue;
     for (const Parameter& p : unit->parameters()) {
-      const Tensor copy = p.view_of(whole).clone().cpu();
+      if (!wanted && !design.topology.slices.contains(p.name)) continue;
+      const Tensor copy = whole_parameter(p, whole).clone().cpu();
       for (const auto& [name, tensor] : names.of(p)) {
-        state.push_back({name, tensor == 0 ? copy : p.view_of(whole, tensor).clone().cpu()});
+        state.push_back({name, tensor == 0 ? copy : whole_parameter(p, whole, tensor).clone().cpu()});
       }
     }
   }
@@ -75,6 +76,14 @@ Tensor Engine::Impl::gathered(const sharding::Unit& unit) {
       device::allocate_flat(ledger, device::Role::gathered, unit.numel(), unit.layout().dtype, model.device());
   gather(unit, whole, unit.shard_for(whole), "unit '" + unit.layout().name + "'");
   return whole;
+}
+
+/// Collective over the ranks that share the parameter, if some do. `unit`: its values (numel,).
+Tensor Engine::Impl::whole_parameter(const Parameter& p, const Tensor& unit, int tensor) {
+  const auto slice = design.topology.slices.find(p.name);
+  if (slice == design.topology.slices.end()) return p.view_of(unit, tensor);
+  TORCH_CHECK_VALUE(tensor == 0, "'", p.name, "' is a slice of a parameter, and tied to a transposed one");
+  return engine::joined(slice->second, channels.tensor_team()->all_gather(p.view_of(unit), "checkpoint"));
 }
 
 void Engine::Impl::gather(const sharding::Unit& unit, const Tensor& whole, const Tensor& shard,

@@ -19,6 +19,7 @@
 #include "engine/state/custom_state.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 
 namespace deeptide {
@@ -309,7 +310,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     generators = saved_generators(*reader, channels);
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
     if (moments && differences.empty()) optimizer->states().keep(saved.hyperparameters);
-    wanted = engine::live_pieces(model, optimizer.get(), moments, engine::Extent::held);
+    wanted = engine::whole_pieces(design.topology, model, optimizer.get(), moments, engine::Extent::held);
     if (moments && differences.empty()) fresh = take_fresh_states(*reader, *design.rule, model, saved, wanted);
     if (moments && optimizer->custom()) custom_states = {*reader, *optimizer->custom()};
     wanted.insert(wanted.end(), custom_states.wanted().begin(), custom_states.wanted().end());

@@ -78,6 +78,7 @@ Coordinates coordinates_of(const world::Mesh& mesh, int rank) {
 Coordinates buffer_coordinates_of(const world::Mesh& mesh, int rank) {
   std::map<std::string, int64_t> named = coordinates_of(mesh, rank).indices();
   named.erase(world::axis_name(world::Axis::pipe));
+  named[world::axis_name(world::Axis::tensor)] = 0;
   return Coordinates(named);
 }
 

@@ -29,7 +29,8 @@ at::Tensor readable(const at::Tensor& tensor);
 
 /// A rank's place on the mesh: the key of its own state in a checkpoint.
 checkpoint::Coordinates coordinates_of(const world::Mesh& mesh, int rank);
-/// The same without its stage, for buffers: names tell those of stages apart, and a mesh of fewer stages finds them.
+/// The same without its stage, and of the first rank that shares its layers, for buffers: names tell those of stages
+/// apart, ranks along the tensor axis have them alike, and a mesh without these axes finds them.
 checkpoint::Coordinates buffer_coordinates_of(const world::Mesh& mesh, int rank);
 
 }  // namespace deeptide::engine

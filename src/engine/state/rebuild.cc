@@ -126,7 +126,7 @@ void write_held(const Parameter& p, int64_t begin, const tiers::Buffer& data, co
 }  // namespace
 
 void Engine::Impl::check_rebuilding() const {
-  check_axes("rebuild");
+  check_axes("rebuild", /*may_be_cut=*/false);
   check_between_steps("rebuild");
   TORCH_CHECK_VALUE(!custom,
                     "rebuild: an optimizer of the program's own keeps its states itself, and they cannot move to other "

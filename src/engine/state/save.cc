@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
 
@@ -15,6 +16,7 @@
 #include "engine/state/custom_state.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 
 namespace deeptide {
@@ -90,16 +92,20 @@ void Engine::Impl::check_between_steps(const char* method) const {
                     " micro-batches done): the gradients would be lost; call it after an applied step");
 }
 
-/// Names in a checkpoint do not tell the teams of a unit apart yet.
-void Engine::Impl::check_axes(const char* method) const {
+/// Names in a checkpoint do not tell the teams of a unit apart yet, but for slices, which have their places in it.
+void Engine::Impl::check_axes(const char* method, bool may_be_cut) const {
   for (const engine::UnitRow& row : design.units) {
-    TORCH_CHECK_VALUE(row.place.reduce_over == design.data, method, ": unit '", row.layout.name, "' is of team '",
-                      row.place.reduce_over.key(), "' alone, whose state cannot be told from that of other teams yet");
+    const bool is_cut = std::all_of(row.layout.slots.begin(), row.layout.slots.end(), [&](const sharding::Slot& slot) {
+      return design.topology.slices.contains(design.model.parameters[static_cast<size_t>(slot.parameter)].name);
+    });
+    TORCH_CHECK_VALUE(row.place.reduce_over == design.data || (is_cut && may_be_cut), method, ": unit '",
+                      row.layout.name, "' is of team '", row.place.reduce_over.key(),
+                      "' alone, whose state cannot be told from that of other teams yet");
   }
 }
 
 void Engine::Impl::check_saving(const std::string& directory) const {
-  check_axes("save_checkpoint");
+  check_axes("save_checkpoint", /*may_be_cut=*/true);
   TORCH_CHECK_VALUE(!directory.empty(), "save_checkpoint: the folder's name is empty");
   check_between_steps("save_checkpoint");
 }
@@ -139,9 +145,10 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
                                                  nlohmann::json& state) {
   const World& world = channels.world();
   const auto coordinates = engine::coordinates_of(channels.mesh(), world.rank);
-  checkpoint::Snapshot snapshot{world.rank,
-                                {coordinates, engine::Generators::of(model.device()).to_json()},
-                                engine::live_pieces(model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
+  checkpoint::Snapshot snapshot{
+      world.rank,
+      {coordinates, engine::Generators::of(model.device()).to_json()},
+      engine::whole_pieces(design.topology, model, optimizer.get(), /*moments=*/true, engine::Extent::owned)};
   if (optimizer && optimizer->custom()) {
     boundary->together("collecting the optimizer's states", [&] {
       for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
@@ -151,7 +158,13 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
     if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});
   }
   if (exclude_frozen) engine::leave_out_frozen(model, snapshot.pieces, loose.added, state);
+  for (const NamedTensor& now : loose.replaced) {
+    TORCH_CHECK_VALUE(!design.topology.slices.contains(now.name), "save_checkpoint: '", now.name,
+                      "' was replaced, and is a slice of a parameter; copy into it instead, under no_grad");
+  }
   substitute(loose.replaced, channels.is_first(), snapshot.pieces);
+  // Ranks that share layers have the same buffers.
+  if (auto* const team = channels.tensor_team(); team && team->index() > 0) return snapshot;
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());
   for (const NamedTensor& tensor : unbound) {

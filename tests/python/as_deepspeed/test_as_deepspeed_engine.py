@@ -302,7 +302,10 @@ def check_refusals():
     for use, text in (
         (lambda: engine.allreduce_gradients(), "gradients are reduced by engine.step"),
         (lambda: engine.compile(schedule=[]), "there is no DeepCompile"),
-        (lambda: deepspeed.initialize(model=models.make_model(), config=models.config(0), mpu=object()), "mpu"),
+        (
+            lambda: deepspeed.initialize(model=models.make_model(), config=models.config(0), mesh_param=(1, 1)),
+            "mesh_param",
+        ),
     ):
         with pytest.raises(not_supported, match=text):
             use()

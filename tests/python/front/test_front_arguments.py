@@ -85,9 +85,12 @@ def test_model_is_refused_if_it_is_none_or_no_module(wrong, text):
         deeptide.initialize(model=wrong, config=CONFIG)
 
 
-@pytest.mark.parametrize("name", ["mpu", "mesh_param"])
-def test_parallelism_to_come_is_refused_by_name(name):
-    with pytest.raises(deeptide.ConfigError, match=f"{name} is not supported yet"):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("mpu", r"expected an object as Megatron's mpu"), ("mesh_param", "mesh_param is not supported yet")],
+)
+def test_parallelism_that_is_not_understood_is_refused_by_name(name, text):
+    with pytest.raises(deeptide.ConfigError, match=text):
         initialize(**{name: object()})
 
 

@@ -1,0 +1,80 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Cuts layers among neighbouring ranks: their team, what it exchanges, and the mesh of such a job.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "deeptide/engine.h"
+
+namespace deeptide {
+
+/// A parameter of which each rank of a tensor team has a slice along one dimension. Each block is cut by itself, into
+/// parts of ceil(block / ranks) elements; the last part is padded where that is too much.
+struct TensorSlice {
+  std::string name;
+  int64_t dim = 0;  // 0 or 1
+  /// Sizes along `dim` in the whole parameter: {768}, or {768, 768, 768} of fused queries, keys and values.
+  std::vector<int64_t> blocks;
+};
+
+/// Neighbouring ranks that share layers and train on equal batches. Ranks get equal bits from all methods. Collective:
+/// all ranks of the team call them in one order, from one thread each. Shapes: of any, on the CPU.
+/// Errors, of all methods: CommError if a peer is lost or late; ValueError for tensors on devices.
+class DEEPTIDE_API TensorTeam {
+ public:
+  /// Collective over `world`. Units: timeout in seconds.
+  /// Errors: ConfigError if the ranks do not divide among teams of `size`, naming the nearest sizes that do.
+  TensorTeam(const World& world, int size, double timeout_s);
+  ~TensorTeam();
+  TensorTeam(const TensorTeam&) = delete;
+
+  int size() const;
+  int index() const;
+  /// This rank's number among those of its index, which train on other batches, and how many they are.
+  int data_rank() const;
+  int data_size() const;
+
+  /// The sum over the ranks, by pairs in fp32, rounded once to the tensor's type. `phase`: "forward", "backward".
+  at::Tensor all_reduce(const at::Tensor& tensor, const std::string& phase);
+  /// Every rank's tensor, in the team's order. Shapes: (size, *tensor's).
+  at::Tensor all_gather(const at::Tensor& tensor, const std::string& phase);
+  /// Overwrites the tensor, contiguous, with the first rank's.
+  void broadcast(const at::Tensor& tensor, const std::string& phase);
+
+  /// `meanwhile` runs now and then while a rank waits here; nothing: nothing does. For engines, whose other ranks may
+  /// need what this one has to say before its peers of this team come.
+  void serve(std::function<void()> meanwhile);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// How the ranks of a job are arranged.
+struct MeshSizes {
+  int pipeline = 1;
+  int tensor = 1;
+  std::optional<int> data = {};  // absent: as many as are left
+};
+
+/// For InitOptions::axes: a mesh with a tensor axis, innermost. `slices`: the parameters of which this rank has a
+/// slice; ranks along the axis have all others alike. `adding`: of those others, the ones whose gradient on each of
+/// these ranks is a part, which add up. `team`: of this rank. Errors: ConfigError if the sizes do not multiply to
+/// `ranks`, naming the nearest that do.
+DEEPTIDE_API std::shared_ptr<const engine::Axes> tensor_axes(const MeshSizes& sizes, int ranks,
+                                                             std::vector<TensorSlice> slices,
+                                                             const std::vector<std::string>& adding,
+                                                             std::shared_ptr<TensorTeam> team);
+
+/// Refuses an impossible mesh. Errors: as tensor_axes.
+DEEPTIDE_API void check_mesh(const MeshSizes& sizes, int ranks);
+
+}  // namespace deeptide

@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tensor axis of a configuration, as initialize reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from deeptide import _C
+from deeptide._C import Config, ConfigError, World
+from deeptide.tensor.mpu import adopt
+from deeptide.tensor.slices import adding_names, slices_of
+from deeptide.tensor.split import split_model
+from deeptide.tensor.team import Team, make_team, team_of
+
+
+def _section(config: Config, path: str) -> dict[str, Any]:
+    section: dict[str, Any] = json.loads(_C.config_section(config, path))
+    return section
+
+
+def size_of(config: Config) -> int:
+    """How many ranks share each layer. Errors: ConfigError if two keys say different numbers."""
+    ours, theirs = _section(config, "parallel"), _section(config, "tensor_parallel")
+    asked = {
+        "parallel.tensor": ours["tensor"],
+        "tensor_parallel.autotp_size": theirs["autotp_size"],
+        "tensor_parallel.tensor_parallel.tp_size": theirs["tensor_parallel"]["tp_size"],
+    }
+    given = {key: size for key, size in asked.items() if size > 1}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"{' and '.join(f'{key} {size}' for key, size in given.items())}: give one of them")
+    return next(iter(given.values()), 1)
+
+
+def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object = None) -> Team | None:
+    """The team that shares the model's layers, which are cut now if they are not yet. Collective; None without one."""
+    size = size_of(config)
+    team = team_of(model) or (adopt(model, mpu, world, config.runtime.comm_timeout_s) if mpu is not None else None)
+    parallel = _section(config, "parallel")
+    if stages == 1 or size > 1:
+        _C.check_mesh(world.size, stages, team.size if team else size, parallel["data"])
+    if stages > 1 and (size > 1 or team is not None):
+        raise ConfigError("parallel.pipeline and parallel.tensor together are not supported yet; leave one out")
+    if team is not None:
+        if size not in (1, team.size):
+            raise ConfigError(
+                f"parallel.tensor is {size}, and the model's layers are shared by {team.size} ranks; leave the key out"
+            )
+        return team
+    if size == 1:
+        return None
+    team = make_team(size, world, config.runtime.comm_timeout_s)
+    specs = _section(config, "tensor_parallel")["partition_config"]
+    split_model(model, team, specs["layer_specs"], specs["use_default_specs"], parallel["tensor_check"])
+    _draw_alike(team)
+    return team
+
+
+def _draw_alike(team: Team) -> None:
+    """Ranks that share layers draw the same random numbers, as for dropout of what they have alike."""
+    state = torch.get_rng_state()
+    team.core.broadcast(state, "start")
+    torch.set_rng_state(state)
+
+
+def options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
+    """What the core's InitOptions takes of it."""
+    if team is None:
+        return {}
+    slices = [(name, slice_.dim, list(slice_.blocks)) for name, slice_ in slices_of(model)]
+    return {"team": team.core, "slices": slices, "adding": list(adding_names(model))}

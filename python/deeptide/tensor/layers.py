@@ -1,0 +1,203 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose weights neighbouring ranks share. Each is the layer of torch that it is derived from, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deeptide._C import ConfigError
+from deeptide.tensor.functions import cut, joined, summed, to_team
+from deeptide.tensor.slices import Slice, cut_parameter
+from deeptide.tensor.team import Team
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of whose outputs each rank computes a part. Shapes: (..., in) -> (..., out / ranks).
+
+    gather_output: every rank returns all of them, (..., out). blocks: sizes of what is fused in the outputs and cut by
+    itself, such as queries, keys and values; default: all in one. Odd sizes are padded with zeros, which stay zero.
+    """
+
+    tensor_team: Team
+    tensor_output: Slice
+    tensor_gathers: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        team: Team,
+        gather_output: bool = False,
+        blocks: Sequence[int] | None = None,
+        **factory: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **factory)
+        as_column(self, team, gather_output, blocks)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the output, or all of them."""
+        output = F.linear(to_team(input, self.tensor_team), self.weight, self.bias)
+        return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of whose inputs each rank has a part: (..., in / ranks) -> (..., out), summed over the ranks.
+
+    split_input: every rank is given all inputs, (..., in). The bias is whole on each rank.
+    """
+
+    tensor_team: Team
+    tensor_input: Slice
+    tensor_cuts: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        team: Team,
+        split_input: bool = False,
+        blocks: Sequence[int] | None = None,
+        **factory: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **factory)
+        as_row(self, team, split_input, blocks)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """All features of the output."""
+        x = cut(input, self.tensor_input, self.tensor_team) if self.tensor_cuts else input
+        output = summed(F.linear(x, self.weight), self.tensor_team)
+        return output if self.bias is None else output + self.bias
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of whose words each rank has a part. Shapes: (...) of numbers -> (..., embedding_dim), summed."""
+
+    tensor_team: Team
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, team: Team, **options: Any) -> None:
+        super().__init__(num_embeddings, embedding_dim, **options)
+        as_vocabulary(self, team)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The words' vectors."""
+        part = self.weight.shape[0]
+        local = input - self.tensor_team.index * part
+        elsewhere = (local < 0) | (local >= part)
+        padding = None if self.padding_idx is None else self.padding_idx - self.tensor_team.index * part
+        vectors = F.embedding(
+            local.masked_fill(elsewhere, 0),
+            self.weight,
+            padding if padding is not None and 0 <= padding < part else None,
+        )
+        return summed(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tensor_team)
+
+
+class ColumnParallelConv1D(nn.Module):
+    """Transformers' Conv1D, whose weight is transposed, as a ColumnParallelLinear."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    tensor_team: Team
+    tensor_output: Slice
+    tensor_gathers: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's features of the output, or all of them."""
+        output = F.linear(to_team(x, self.tensor_team), self.weight.t(), self.bias)
+        return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
+
+
+class RowParallelConv1D(nn.Module):
+    """Transformers' Conv1D, whose weight is transposed, as a RowParallelLinear."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    tensor_team: Team
+    tensor_input: Slice
+    tensor_cuts: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All features of the output."""
+        x = cut(x, self.tensor_input, self.tensor_team) if self.tensor_cuts else x
+        return summed(F.linear(x, self.weight.t()), self.tensor_team) + self.bias
+
+
+_OF_CONV1D = {"column": ColumnParallelConv1D, "row": RowParallelConv1D}
+_OF_LINEAR = {"column": ColumnParallelLinear, "row": RowParallelLinear}
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is Transformers' Conv1D: (in, out) weights."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it can be cut: a linear layer of torch, with its own forward, or a Conv1D."""
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear layer or Conv1D, as it was built: a weight that it shares may be cut already."""
+    sizes: Any = (module.nx, module.nf) if is_conv1d(module) else (module.in_features, module.out_features)
+    return sizes  # type: ignore[no-any-return]
+
+
+def _become(module: nn.Module, kinds: dict[str, type[nn.Module]], kind: str) -> None:
+    """The module stays the same object, with its hooks, and is of the old class too."""
+    cls = kinds[kind]
+    if not isinstance(module, cls):
+        module.__class__ = type(cls.__name__, (cls, type(module)), {}) if kinds is _OF_CONV1D else cls
+
+
+def _blocks(blocks: Sequence[int] | None, features: int) -> tuple[int, ...]:
+    chosen = tuple(blocks) if blocks else (features,)
+    if sum(chosen) != features or min(chosen) < 1:
+        raise ConfigError(f"blocks {chosen} of a layer of {features} features: expected sizes that add up to them")
+    return chosen
+
+
+def as_column(module: nn.Module, team: Team, gathers: bool = False, blocks: Sequence[int] | None = None) -> None:
+    """Makes a linear layer or Conv1D, whole and equal on all ranks, a column-parallel one."""
+    transposed = is_conv1d(module)
+    sizes = _blocks(blocks, features_of(module)[1])
+    module.tensor_team, module.tensor_gathers = team, gathers  # type: ignore[assignment]
+    module.tensor_output = Slice(-1, sizes)  # type: ignore[assignment]
+    cut_parameter(module, "weight", Slice(1 if transposed else 0, sizes), team)
+    cut_parameter(module, "bias", Slice(0, sizes), team)
+    _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "column")  # type: ignore[arg-type]
+
+
+def as_row(module: nn.Module, team: Team, cuts: bool = False, blocks: Sequence[int] | None = None) -> None:
+    """Makes a linear layer or Conv1D, whole and equal on all ranks, a row-parallel one."""
+    transposed = is_conv1d(module)
+    sizes = _blocks(blocks, features_of(module)[0])
+    module.tensor_team, module.tensor_cuts = team, cuts  # type: ignore[assignment]
+    module.tensor_input = Slice(-1, sizes)  # type: ignore[assignment]
+    cut_parameter(module, "weight", Slice(0 if transposed else 1, sizes), team)
+    _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "row")  # type: ignore[arg-type]
+
+
+def as_vocabulary(module: nn.Embedding, team: Team) -> None:
+    """Makes an embedding, whole and equal on all ranks, a vocabulary-parallel one. Errors: ConfigError for options."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise ConfigError(f"an embedding with {option} cannot be cut among ranks; leave {option} out")
+    module.tensor_team = team  # type: ignore[assignment]
+    cut_parameter(module, "weight", Slice(0, (module.num_embeddings,)), team)
+    module.__class__ = VocabParallelEmbedding
+
+
+def as_adding(module: nn.Module, team: Team) -> None:
+    """Marks a layer between a column- and a row-parallel one, whose parameters see this rank's features alone."""
+    module.tensor_team = team  # type: ignore[assignment]
+    module.tensor_adds_up = True  # type: ignore[assignment]

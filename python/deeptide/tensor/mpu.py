@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models that bring layers of their own, as Megatron's, and an object that knows their groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deeptide._C import ConfigError, World
+from deeptide.tensor.slices import Slice
+from deeptide.tensor.team import Team, make_team
+
+
+def _ask(mpu: object, what: str) -> Any:
+    """Of an older or newer object: get_model_parallel_rank() or get_tensor_model_parallel_rank()."""
+    for name in (f"get_tensor_model_parallel_{what}", f"get_model_parallel_{what}"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    raise ConfigError(
+        f"mpu: got a {type(mpu).__name__} without get_model_parallel_{what}(); expected an object as Megatron's mpu"
+    )
+
+
+def adopt(model: torch.nn.Module, mpu: object, world: World, timeout_s: float) -> Team | None:
+    """The team of this rank's model-parallel group; None if it is alone. Collective.
+
+    Marks what the model's own layers have cut: parameters with `tensor_model_parallel` or `model_parallel`, and
+    `partition_dim`, 0 or 1. Errors: ConfigError if its groups are no neighbours, or a marked one has no dimension.
+    """
+    size, rank = int(_ask(mpu, "world_size")), int(_ask(mpu, "rank"))
+    stages = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    if stages > 1:
+        raise ConfigError(f"mpu: its {stages} pipeline stages are not supported yet; give it one stage")
+    if size == 1:
+        return None
+    team = make_team(size, world, timeout_s)
+    if team.index != rank:
+        raise ConfigError(
+            f"mpu: rank {world.rank} is number {rank} of its model-parallel group, expected {team.index}: groups of "
+            f"{size} neighbours, such as ranks 0 to {size - 1}"
+        )
+    model.__dict__["tensor_team"] = team
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            slice_ = _slice_of(f"{path}.{name}" if path else name, parameter, size)
+            if slice_ is not None:
+                module.__dict__.setdefault("tensor_slices", {})[name] = slice_
+    return team
+
+
+def _slice_of(name: str, parameter: torch.nn.Parameter, size: int) -> Slice | None:
+    is_cut = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+    if not is_cut:
+        return None
+    dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
+    if dim not in (0, 1) or dim >= parameter.dim() or stride < 1:
+        raise ConfigError(
+            f"mpu: '{name}' is marked as model-parallel, and its partition_dim is {dim}; expected 0 or 1, the "
+            "dimension along which ranks have slices"
+        )
+    whole = parameter.shape[dim] * size
+    return Slice(dim, (whole // stride,) * stride)

@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers of a model are cut, and how: by its own plan, by patterns of the configuration, or by names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from deeptide._C import ConfigError
+from deeptide.tensor.layers import features_of, is_linear
+
+COLUMN, ROW, VOCABULARY, ADDING, WHOLE = "column", "row", "vocabulary", "adding", "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What becomes of one layer. `meets_whole`: gathers its outputs, or takes whole inputs."""
+
+    kind: str
+    meets_whole: bool = False
+    blocks: tuple[int, ...] | None = None
+
+
+Plan = dict[str, Cut]
+
+# Transformers' names of styles, as of 5.x.
+_STYLES = {
+    "colwise": Cut(COLUMN),
+    "colwise_gather_output": Cut(COLUMN, True),
+    "colwise_rep": Cut(COLUMN, True),
+    "rowwise": Cut(ROW),
+    "rowwise_split_input": Cut(ROW, True),
+    "rowwise_rep": Cut(ROW, True),
+    "embedding_rowwise": Cut(VOCABULARY),
+    "replicated_with_grad_allreduce": Cut(ADDING),
+    "replicate": Cut(WHOLE),
+}
+
+
+def _expand(model: nn.Module, patterns: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """(path, style): a * of a pattern is a number."""
+    compiled = [
+        (re.compile(r"\d+".join(map(re.escape, pattern.split("*")))), style) for pattern, style in patterns.items()
+    ]
+    names = [path for path, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for name in names:
+        for pattern, style in compiled:
+            if pattern.fullmatch(name):
+                yield name, style
+
+
+def own_plan(model: nn.Module) -> Plan:
+    """The plan that a model of Transformers brings; empty if it has none. Errors: ConfigError naming unknown styles."""
+    patterns = getattr(model, "_tp_plan", None)
+    if not isinstance(patterns, Mapping) or not patterns:
+        return {}
+    modules = dict(model.named_modules())
+    plan: Plan = {}
+    for path, style in _expand(model, patterns):
+        cut = _STYLES.get(style)
+        module = modules.get(path)
+        if cut is None or module is None:
+            raise ConfigError(
+                f"{type(model).__name__}'s own tensor-parallel plan cuts '{path}' in the style \"{style}\", which is "
+                f"not supported yet; known are {', '.join(sorted(_STYLES))}. Name the layers to cut in "
+                "tensor_parallel.partition_config"
+            )
+        if cut.kind == VOCABULARY and not isinstance(module, nn.Embedding):
+            continue
+        plan[path] = cut
+    return {path: cut for path, cut in plan.items() if cut.kind != WHOLE}
+
+
+# -- DeepSpeed's partition_config ------------------------------------------------------------------------------------
+
+_TYPES = {"column": COLUMN, "row": ROW, "skip": WHOLE}
+
+
+def _check_spec(number: int, spec: Any) -> None:
+    where = f"tensor_parallel.partition_config.layer_specs[{number}]"
+    known = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce"}
+    if not isinstance(spec, Mapping) or not spec.get("patterns"):
+        raise ConfigError(f"{where}: got {spec!r}, expected an object with patterns and partition_type")
+    unknown = set(spec) - known
+    if unknown:
+        raise ConfigError(f"{where}: unknown {sorted(unknown)[0]!r}; expected one of {', '.join(sorted(known))}")
+    if spec.get("partition_type", "column") not in _TYPES:
+        raise ConfigError(f'{where}.partition_type: got {spec["partition_type"]!r}, expected "column", "row" or "skip"')
+
+
+def _blocks_of(shape: Any, features: int, where: str) -> tuple[int, ...] | None:
+    """Of a "shape" such as [3, -1] or [[64, 16, 16], -1], in rows of the weight."""
+    if shape is None:
+        return None
+    first = shape[0] if isinstance(shape, (list, tuple)) and len(shape) == 2 else None
+    if isinstance(first, int) and first > 0 and features % first == 0:
+        return (features // first,) * first
+    if isinstance(first, (list, tuple)) and sum(first) == features:
+        return tuple(int(size) for size in first)
+    raise ConfigError(
+        f"{where}.shape: got {shape!r}, expected [number of equal parts, -1] or [[sizes], -1] of {features} features"
+    )
+
+
+def plan_of_specs(model: nn.Module, specs: Iterable[Any], begin: Plan) -> Plan:
+    """`begin`, changed by DeepSpeed's layer_specs: regular expressions of parameters' names."""
+    plan = dict(begin)
+    modules = dict(model.named_modules())
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    for number, spec in enumerate(specs):
+        _check_spec(number, spec)
+        where = f"tensor_parallel.partition_config.layer_specs[{number}]"
+        if spec.get("model_types") and model_type not in spec["model_types"]:
+            continue
+        kind = _TYPES[spec.get("partition_type", "column")]
+        found = False
+        for path, module in modules.items():
+            if not any(re.match(pattern, f"{path}.weight") for pattern in spec["patterns"]):
+                continue
+            found = True
+            plan.pop(path, None)
+            if kind == WHOLE:
+                continue
+            if not is_linear(module):
+                raise ConfigError(f"{where} matches '{path}', a {type(module).__name__}; expected linear layers")
+            features = features_of(module)[1 if kind == COLUMN else 0]
+            blocks = _blocks_of(spec.get("shape"), features, where) if kind == COLUMN else None
+            plan[path] = Cut(kind, bool(spec.get("gather_output")) and kind == COLUMN, blocks)
+        if not found and not spec.get("model_types"):
+            raise ConfigError(f"{where}: no layer of the model matches {list(spec['patterns'])}")
+    return plan

@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of parameters and of features: cut along one dimension, each block by itself, padded with zeros."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional as F
+
+from deeptide import _C
+from deeptide.tensor.team import Team
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """`blocks`: sizes along `dim` in the whole tensor: (768,), or (768, 768, 768) of fused queries, keys and values.
+
+    Each rank has ceil(block / ranks) elements of each block; the last ones are zeros where that is too much.
+    """
+
+    dim: int
+    blocks: tuple[int, ...]
+
+    def cut(self, whole: torch.Tensor, team: Team) -> torch.Tensor:
+        """This rank's slice, in memory of its own."""
+        parts = []
+        for block, values in zip(self.blocks, whole.split(self.blocks, self.dim), strict=True):
+            part = -(-block // team.size)
+            begin = min(block, team.index * part)
+            mine = values.narrow(self.dim, begin, min(part, block - begin))
+            missing = part - mine.shape[self.dim]
+            if missing > 0:
+                after = [0, 0] * (whole.dim() - 1 - self.dim % whole.dim()) + [0, missing]
+                mine = F.pad(mine, after)
+            parts.append(mine)
+        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def join(self, slices: torch.Tensor) -> torch.Tensor:
+        """The whole. Shapes: slices (ranks, *local)."""
+        dim = self.dim if self.dim >= 0 else self.dim + slices.dim() - 1
+        parts = [-(-block // slices.shape[0]) for block in self.blocks]
+        ranks = [rank.split(parts, dim) for rank in slices.unbind(0)]
+        blocks = [torch.cat(of_ranks, dim) for of_ranks in zip(*ranks, strict=True)]
+        return torch.cat([values.narrow(dim, 0, block) for values, block in zip(blocks, self.blocks, strict=True)], dim)
+
+
+def slices_of(module: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
+    """The slices of a model by their parameters' names, every name of a shared one."""
+    cuts: dict[int, Slice] = {}
+    for child in module.modules():
+        for name, slice_ in child.__dict__.get("tensor_slices", {}).items():
+            cuts[id(getattr(child, name))] = slice_
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in cuts:
+            yield name, cuts[id(parameter)]
+
+
+def adding_names(module: torch.nn.Module) -> Iterator[str]:
+    """Parameters that are whole on each rank, and see a part of the features there: their gradients add up."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        if child.__dict__.get("tensor_adds_up"):
+            for name, _ in child.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name
+
+
+def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team) -> None:
+    """Leaves this rank's slice in a parameter, which stays the same object. Tied ones are cut once.
+
+    One that was built under zero.Init gets values here, the first rank's, so one is whole at a time.
+    """
+    parameter = getattr(module, name)
+    if parameter is None:
+        return
+    module.__dict__.setdefault("tensor_slices", {})[name] = slice_
+    if parameter.shape[slice_.dim] != sum(slice_.blocks):
+        return  # under another name already
+    with torch.no_grad():
+        if _C.is_deferred(parameter):
+            _C.materialize(parameter)
+            team.core.broadcast(parameter.data, "start")
+        parameter.data = slice_.cut(parameter.data, team)

@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that share layers, as layers hold them."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from deeptide import _C
+from deeptide._C import World
+
+
+class Team:
+    """Neighbouring ranks that share layers and train on equal batches. Copies of a model share its team."""
+
+    def __init__(self, core: _C.TensorTeam) -> None:
+        self.core = core
+        self.size, self.index = core.size, core.index
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that train on other batches with the same slices."""
+        return self.core.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """How many they are."""
+        return self.core.data_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Team:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model whose layers are shared by ranks cannot be pickled; save its state_dict()")
+
+    def __repr__(self) -> str:
+        return f"Team(size={self.size}, index={self.index})"
+
+
+def make_team(size: int, world: World | None = None, timeout_s: float = 600.0) -> Team:
+    """The team of this rank among neighbours: of four ranks and size 2, ranks 0 and 1, and ranks 2 and 3. Collective.
+
+    world: a deeptide.World; else torch.distributed's, else the launcher's. Errors: ConfigError if the ranks do not
+    divide among such teams; CommError.
+    """
+    if world is None:
+        from deeptide._world import find_world
+
+        world = find_world(None, torch.device("cpu"))[0]
+    return Team(_C.TensorTeam(world, size, timeout_s))
+
+
+def team_of(model: torch.nn.Module) -> Team | None:
+    """The team that shares the model's layers; None where none does."""
+    for module in model.modules():
+        team = module.__dict__.get("tensor_team")
+        if team is not None:
+            assert isinstance(team, Team)
+            return team
+    return None

@@ -1,0 +1,228 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// One channel between neighbours. Sums are of all ranks' rows in one order, so that all ranks have the same bits.
+#include "deeptide/tensor_team.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "base/log.h"
+#include "comm/group.h"
+#include "engine/design/topology.h"
+#include "host/host.h"
+#include "numerics/ordered_sum.h"
+#include "world/failure_board.h"
+
+namespace deeptide {
+
+using at::Tensor;
+using world::Axis;
+
+namespace {
+
+constexpr std::chrono::milliseconds kBeforeServing{2};
+constexpr int64_t kWholeRowsBytes = 64 << 10;  // up to here, each rank sums all rows: one exchange and not two
+
+std::string next_team_name(const World& world) {
+  const auto number = world.store->add("deeptide/tensor_teams/" + std::to_string(world.rank), 1);
+  return "deeptide/tensor_team/" + std::to_string(number);
+}
+
+/// As the flight log keeps them: for ever.
+const char* lasting(const std::string& phase) {
+  for (const char* known : {"forward", "backward", "checkpoint"}) {
+    if (phase == known) return known;
+  }
+  return "start";
+}
+
+/// The numbers next to `wanted` that divide `ranks`: "2 or 4".
+std::string nearest_divisors(int wanted, int ranks) {
+  int below = 1, above = ranks;
+  for (int each = 1; each <= ranks; ++each) {
+    if (ranks % each != 0) continue;
+    if (each < wanted) below = each;
+    if (each > wanted && each < above) above = each;
+  }
+  return wanted >= ranks || below == above ? std::to_string(ranks) : fmt::format("{} or {}", below, above);
+}
+
+bool is_summed_in_fp32(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
+
+/// Rows (W, N) -> (N,).
+Tensor sum_of(const Tensor& rows) {
+  if (!is_summed_in_fp32(rows.scalar_type())) {
+    Tensor sum = rows[0].clone();
+    for (int64_t r = 1; r < rows.size(0); ++r) sum.add_(rows[r]);
+    return sum;
+  }
+  Tensor sum = at::empty({rows.size(1)}, rows.options());
+  const Tensor squares = at::empty({1}, rows.options().dtype(at::kDouble));
+  numerics::ordered_sum(rows.unbind(0), 1.0, /*overwrite=*/true, sum, squares);
+  return sum;
+}
+
+world::Mesh mesh_of(const World& world, int size) {
+  check_mesh({.tensor = size}, world.size);
+  world::Mesh::Sizes sizes{1, 1, 1, 1, 1};
+  sizes[static_cast<size_t>(Axis::data)] = world.size / size;
+  sizes[static_cast<size_t>(Axis::tensor)] = size;
+  return {world.size, sizes};
+}
+
+}  // namespace
+
+struct TensorTeam::Impl {
+  Impl(const World& world, int size, std::chrono::milliseconds timeout)
+      : mesh(mesh_of(world, size)),
+        team(comm::Team::along(mesh, world.rank, {Axis::tensor})),
+        data(comm::Team::along(mesh, world.rank, {Axis::data})),
+        name(next_team_name(world)),
+        board(std::make_shared<world::FailureBoard>(world, name + "/board")),
+        host(host::Host::find(team.within(world), name + "/host", /*enabled=*/true, board, team.ranks())),
+        group(world, team, name + "/tensor", {.timeout = timeout, .board = board, .host = host}) {
+    if (size == 1 || host->holds_all() || world.rank != 0) return;
+    log(LogLevel::warning,
+        fmt::format("tensor: ranks {} to {} share layers and not a host or its memory ({}): every "
+                    "layer waits for the network; place as many ranks on each host as \"tensor\" says",
+                    team.ranks().front(), team.ranks().back(), host->text()));
+  }
+
+  void wait(comm::Pending& pending, const std::string& phase, const char* what) {
+    const comm::Site site{lasting(phase), what};
+    std::function<void()> serving;
+    // Between passes an engine's ranks are of one mind already, and begin no round.
+    if (phase == "forward" || phase == "backward") {
+      const std::lock_guard lock(mutex);
+      serving = meanwhile;
+    }
+    if (serving && group.wait_for(pending, kBeforeServing, site)) return;
+    group.wait(pending, site, serving);
+  }
+
+  Tensor gathered(const Tensor& own, const std::string& phase, const char* what) {
+    Tensor all = at::empty({group.size() * own.numel()}, own.options());
+    auto pending = group.all_gather(all, own);
+    wait(pending, phase, what);
+    return all.view({group.size(), own.numel()});
+  }
+
+  /// Each rank sums one slice of all rows. Shapes: own (N,) -> (N,).
+  Tensor summed_in_slices(const Tensor& own, const std::string& phase, const char* what) {
+    const int64_t slice = (own.numel() + group.size() - 1) / group.size();
+    Tensor sent = at::zeros({slice * group.size()}, own.options());
+    sent.narrow(0, 0, own.numel()).copy_(own);
+    Tensor rows = at::empty_like(sent);
+    auto pending = group.all_to_all(rows, sent);
+    wait(pending, phase, what);
+    const Tensor sum = sum_of(rows.view({group.size(), slice}));
+    return gathered(sum, phase, what).view({-1}).narrow(0, 0, own.numel());
+  }
+
+  const world::Mesh mesh;
+  const comm::Team team, data;
+  const std::string name;
+  const std::shared_ptr<world::FailureBoard> board;
+  const std::shared_ptr<host::Host> host;
+  comm::Group group;
+  std::mutex mutex;
+  std::function<void()> meanwhile;
+};
+
+TensorTeam::TensorTeam(const World& world, int size, double timeout_s)
+    : impl_(std::make_unique<Impl>(world, size, std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)))) {}
+TensorTeam::~TensorTeam() = default;
+
+int TensorTeam::size() const { return impl_->team.size(); }
+int TensorTeam::index() const { return impl_->team.index(); }
+int TensorTeam::data_rank() const { return impl_->data.index(); }
+int TensorTeam::data_size() const { return impl_->data.size(); }
+
+namespace {
+
+Tensor flat_of(const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "tensor parallelism is not supported yet on ", tensor.device(),
+                    ": move the model and its batches to the CPU");
+  return tensor.detach().contiguous().view({-1});
+}
+
+}  // namespace
+
+Tensor TensorTeam::all_reduce(const Tensor& tensor, const std::string& phase) {
+  constexpr const char* kWhat = "adding up over the ranks that share a layer";
+  const at::NoGradGuard no_grad;
+  const Tensor own = flat_of(tensor);
+  if (size() == 1) return own.clone().view(tensor.sizes());
+  const bool whole = size() == 2 || static_cast<int64_t>(own.nbytes()) <= kWholeRowsBytes;
+  const Tensor sum = whole ? sum_of(impl_->gathered(own, phase, kWhat)) : impl_->summed_in_slices(own, phase, kWhat);
+  return sum.view(tensor.sizes());
+}
+
+Tensor TensorTeam::all_gather(const Tensor& tensor, const std::string& phase) {
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape.insert(shape.begin(), size());
+  return impl_->gathered(flat_of(tensor), phase, "gathering from the ranks that share a layer").view(shape);
+}
+
+void TensorTeam::broadcast(const Tensor& tensor, const std::string& phase) {
+  const at::NoGradGuard no_grad;
+  auto pending = impl_->group.broadcast(flat_of(tensor), 0);
+  impl_->wait(pending, phase, "taking the first rank's values of a layer that is cut");
+}
+
+void TensorTeam::serve(std::function<void()> meanwhile) {
+  const std::lock_guard lock(impl_->mutex);
+  impl_->meanwhile = std::move(meanwhile);
+}
+
+void check_mesh(const MeshSizes& sizes, int ranks) {
+  const int rest = ranks / std::max(1, sizes.pipeline);
+  const std::string mesh = fmt::format("the mesh pipeline={} tensor={}{} over {} ranks is impossible: ", sizes.pipeline,
+                                       sizes.tensor, sizes.data ? fmt::format(" data={}", *sizes.data) : "", ranks);
+  if (sizes.pipeline < 1 || ranks % sizes.pipeline != 0) {
+    throw ConfigError(mesh + fmt::format("{} ranks do not divide into {} stages; take parallel.pipeline {}", ranks,
+                                         sizes.pipeline, nearest_divisors(sizes.pipeline, ranks)));
+  }
+  if (sizes.tensor < 1 || rest % sizes.tensor != 0) {
+    throw ConfigError(mesh + fmt::format("{} ranks{} do not divide into teams of {}; take parallel.tensor {}", rest,
+                                         sizes.pipeline > 1 ? " of each stage" : "", sizes.tensor,
+                                         nearest_divisors(sizes.tensor, rest)));
+  }
+  const int left = rest / sizes.tensor;
+  if (!sizes.data || *sizes.data == left) return;
+  throw ConfigError(mesh + fmt::format("{} ranks are left for data; take parallel.data {}, or \"auto\"", left, left));
+}
+
+std::shared_ptr<const engine::Axes> tensor_axes(const MeshSizes& sizes, int ranks, std::vector<TensorSlice> slices,
+                                                const std::vector<std::string>& adding,
+                                                std::shared_ptr<TensorTeam> team) {
+  check_mesh(sizes, ranks);
+  engine::Axes axes;
+  axes.sizes[static_cast<size_t>(Axis::pipe)] = sizes.pipeline;
+  axes.sizes[static_cast<size_t>(Axis::tensor)] = sizes.tensor;
+  axes.sizes[static_cast<size_t>(Axis::data)] = ranks / sizes.pipeline / sizes.tensor;
+  const std::vector<Axis> all{Axis::data, Axis::tensor};
+  if (!slices.empty()) {
+    engine::Tenancy cut{.prefix = "", .shard_over = {Axis::data}, .reduce_over = {Axis::data}};
+    for (const TensorSlice& slice : slices) cut.names.insert(slice.name);
+    axes.tenancies.push_back(std::move(cut));
+  }
+  if (!adding.empty()) {
+    axes.tenancies.push_back({.prefix = "",
+                              .shard_over = all,
+                              .reduce_over = all,
+                              .names = {adding.begin(), adding.end()},
+                              .adds_up = true});
+  }
+  axes.slices = std::move(slices);
+  axes.tensor_team = std::move(team);
+  return std::make_shared<const engine::Axes>(std::move(axes));
+}
+
+}  // namespace deeptide

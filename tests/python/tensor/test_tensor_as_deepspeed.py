@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ways to share layers: tp_model_init, and models that bring Megatron's layers and an mpu."""
+
+import importlib
+
+import cut
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import run_processes
+from torch import nn
+from torch.nn import functional as F
+
+import deeptide
+from deeptide.tensor import mpu, team_of
+
+PRELOAD = ("deeptide.as_deepspeed.initialize", "deeptide.as_deepspeed.tensor_parallel", "deeptide.tensor.axis")
+SIZE = 2
+
+
+def deepspeed(name):
+    return importlib.import_module(f"deeptide.as_deepspeed.{name}")
+
+
+def rows(step):
+    return models.batches(cut.STEPS, cut.MICRO)[step]
+
+
+def train(engine):
+    losses, norms = [], []
+    for step in range(cut.STEPS):
+        loss = engine(*rows(step))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+def check(engine, kind=models.TinyModel):
+    """Against the whole model, in a world of one."""
+    found = train(engine)
+    world = deeptide.make_world(dist.HashStore(), 0, 1)
+    model = models.make_model(kind=kind)
+    expected = train(deeptide.initialize(model=model, config=models.config(1, micro=cut.MICRO), world=world)[0])
+    cut.near(found[0], expected[0], 1e-5, "losses")
+    cut.near(found[1], expected[1], 1e-4, "norms")
+
+
+def begin_by_tp_model_init():
+    model = models.make_model()
+    config = {**models.config(1, micro=cut.MICRO), "tensor_parallel": {"autotp_size": SIZE}}
+    config["tensor_parallel"]["partition_config"] = {"use_default_specs": False, "layer_specs": cut.SPECS}
+    assert deepspeed("tensor_parallel").tp_model_init(model, SIZE, torch.float32, config) is model
+    assert team_of(model).size == SIZE
+    assert model.h[0].up.weight.shape == (30, 20)
+    engine = deepspeed("initialize").initialize(model=model, config=config)[0]
+    assert engine.get_tensor_parallel_rank() == dist.get_rank()
+    assert engine.dp_world_size == 1
+    assert engine.mp_world_size == SIZE
+    assert engine.mesh == {"pipe": 1, "data": 1, "tensor": SIZE}
+    check(engine)
+
+
+def test_tp_model_init_cuts_as_initialize_does():
+    run_processes(SIZE, begin_by_tp_model_init, preload=PRELOAD)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Megatron(models.TinyModel):
+    """Its layers are cut by the program, which sums over its own group and marks the parameters as Megatron does."""
+
+    def cut(self, rank):
+        for block in self.h:
+            for parameter, dim in ((block.up.weight, 0), (block.up.bias, 0), (block.down.weight, 1)):
+                part = parameter.shape[dim] // SIZE
+                parameter.data = parameter.data.narrow(dim, rank * part, part).clone()
+                parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+            block.forward = lambda x, block=block: self.run(block, x)
+
+    def run(self, block, x):
+        hidden = F.gelu(block.up(_Copied.apply(block.norm(x))))
+        return x + _Reduced.apply(F.linear(hidden, block.down.weight)) + block.down.bias
+
+
+class Mpu:
+    def __init__(self, shift=0):
+        self.shift = shift
+
+    def get_model_parallel_world_size(self):
+        return SIZE
+
+    def get_model_parallel_rank(self):
+        return (dist.get_rank() + self.shift) % SIZE
+
+
+def begin_by_mpu(folder):
+    deepspeed("initialize").init_distributed()
+    model = models.make_model(kind=Megatron)
+    model.cut(dist.get_rank())
+    config = models.config(1, micro=cut.MICRO)
+    engine = deepspeed("initialize").initialize(model=model, config=config, mpu=Mpu())[0]
+    check(engine, Megatron)
+    engine.save_checkpoint(folder)
+    shapes = {name: tuple(value.shape) for name, value in engine.module_state_dict().items()}
+    whole = {name: tuple(value.shape) for name, value in models.make_model().state_dict().items()}
+    assert shapes == whole, set(shapes.items()) ^ set(whole.items())
+    for given, text in ((object(), "expected an object as Megatron's mpu"), (Mpu(1), "groups of 2 neighbours")):
+        try:
+            deepspeed("initialize").initialize(model=models.make_model(), config=config, mpu=given)
+        except deeptide.ConfigError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+
+
+def test_a_model_with_an_mpu_trains_and_saves_the_whole_parameters(tmp_path):
+    run_processes(SIZE, begin_by_mpu, str(tmp_path), preload=PRELOAD)
+    world = deeptide.make_world(dist.HashStore(), 0, 1)
+    model, config = models.make_model(seed=4), models.config(0, micro=cut.MICRO)
+    engine = deeptide.initialize(model=model, config=config, world=world)[0]
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
+    assert engine.global_steps == cut.STEPS
+
+
+def test_a_marked_parameter_needs_its_dimension():
+    layer = nn.Linear(4, 4)
+    layer.weight.model_parallel = True
+    with pytest.raises(deeptide.ConfigError, match="partition_dim is None; expected 0 or 1"):
+        mpu._slice_of("weight", layer.weight, 2)

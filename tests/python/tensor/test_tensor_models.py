@@ -1,0 +1,171 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models of Transformers as they are: cut by their own plans, or by rule, they train as the whole ones."""
+
+import cut
+import models
+import pytest
+import torch
+from conftest import run_ranks
+
+import deeptide
+from deeptide.tensor import make_team, split_model, team_of
+from deeptide.tensor.plans import own_plan
+from deeptide.tensor.split import plan_for
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB, LENGTH, MICRO, STEPS = 61, 8, 2, 3
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NO_DROPOUT = {"bos_token_id": 1, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_BERT = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+KINDS = {
+    "llama": ("Llama", "ForCausalLM", _SIZES),
+    "llama-tied": ("Llama", "ForCausalLM", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", "ForCausalLM", {**_SIZES, "head_dim": 8}),
+    "mistral": ("Mistral", "ForCausalLM", {**_SIZES, "head_dim": 8}),
+    "phi3": ("Phi3", "ForCausalLM", _SIZES),
+    "gpt_neox": ("GPTNeoX", "ForCausalLM", {**_BERT, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
+    "gpt2": ("GPT2", "LMHeadModel", {**_GPT2, **_NO_DROPOUT}),
+    "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
+}
+
+
+def make(kind):
+    name, suffix, sizes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    return models.make_model(kind=lambda: getattr(transformers, f"{name}{suffix}")(config))
+
+
+def train(world, kind, settings):
+    engine = deeptide.initialize(model=make(kind), config=settings, world=world)[0]
+    rank, ranks = cut.batch_rank(engine)
+    losses, norms = [], []
+    for tokens, _ in models.batches(STEPS, MICRO * ranks, vocab=VOCAB, length=LENGTH):
+        mine = tokens[rank * MICRO : (rank + 1) * MICRO]
+        loss = engine(input_ids=mine, labels=mine).loss
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms, engine.module_state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_as_it_is_trains_as_the_whole_one(kind, stage):
+    settings = models.config(stage, micro=MICRO)
+    shared = run_ranks(2, train, kind, {**settings, "parallel": {"tensor": 2}})
+    whole = run_ranks(1, train, kind, settings)[0]
+    assert shared[0][0] == shared[1][0]
+    cut.near(shared[0][0], whole[0], 1e-5, "losses")
+    cut.near(shared[0][1], whole[1], 1e-4, "norms")
+    before = make(kind).state_dict()
+    assert shared[0][2].keys() == whole[2].keys()
+    for name, value in whole[2].items():
+        if value.is_floating_point() and not torch.equal(value, before[name]):
+            cut.near(cut.moved(name, before, shared[0][2]), cut.moved(name, before, whole[2]), 2e-2, name, 1e-4)
+
+
+def cut_layers(world, kind, settings):
+    model = make(kind)
+    deeptide.initialize(model=model, config=settings, world=world)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def test_deepspeeds_section_cuts_as_ours():
+    theirs = {"tensor_parallel": {"autotp_size": 2}}
+    shapes = run_ranks(2, cut_layers, "llama", {**models.config(0), **theirs})
+    assert shapes[0] == run_ranks(2, cut_layers, "llama", {**models.config(0), "parallel": {"tensor": 2}})[0]
+    assert shapes[0]["model.layers.0.mlp.down_proj.weight"] == (32, 24)
+    assert shapes[0]["model.layers.1.self_attn.k_proj.weight"] == (8, 32)
+    specs = [{"patterns": [r".*\.mlp\..*\.weight"], "partition_type": "skip"}]
+    theirs["tensor_parallel"]["partition_config"] = {"layer_specs": specs}
+    shapes = run_ranks(2, cut_layers, "llama", {**models.config(0), **theirs})
+    assert shapes[0]["model.layers.0.mlp.down_proj.weight"] == (32, 48)
+    assert shapes[0]["model.layers.1.self_attn.k_proj.weight"] == (8, 32)
+
+
+def refusal(kind, ranks, changes=None, specs=(), use_rule=True):
+    model = make(kind)
+    for name, value in (changes or {}).items():
+        setattr(model, name, value)
+
+    def rank(world):
+        with pytest.raises(deeptide.ConfigError) as caught:
+            split_model(make(kind) if not changes else model, make_team(ranks, world, 60.0), specs, use_rule)
+        return str(caught.value)
+
+    return run_ranks(ranks, rank)[0]
+
+
+def test_what_cannot_be_cut_is_refused_by_name():
+    assert "num_attention_heads is 4, which does not divide among 3 ranks" in refusal("llama", 3)
+    assert (
+        "num_key_value_heads is 2, which does not divide among 4 ranks; take parallel.tensor that divides it: 1, 2"
+        in (refusal("llama", 4))
+    )
+    plan = {"model.layers.*.mlp.up_proj": "moe_tp_experts"}
+    assert "'model.layers.0.mlp.up_proj' in the style \"moe_tp_experts\"" in refusal("llama", 1, {"_tp_plan": plan})
+    spec = {"patterns": [r"nothing\.weight"], "partition_type": "row"}
+    assert "no layer of the model matches" in refusal("llama", 1, specs=[spec])
+    spec = {"patterns": [r".*q_proj\.weight"], "partition_type": "diagonal"}
+    assert 'got "diagonal"' in refusal("llama", 1, specs=[spec]).replace("'", '"')
+    assert "names no layer to cut" in refusal("llama", 1, use_rule=False)
+
+
+class Odd(torch.nn.Module):
+    """Its attention takes a view of as many features as it was built with."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x).roll(1, -1))
+
+
+def test_a_layer_that_is_used_in_another_way_is_found_at_the_start():
+    def rank(world):
+        example = {"x": torch.arange(16.0).view(2, 8)}
+        with pytest.raises(deeptide.ConfigError, match="differs by up to"):
+            split_model(models.make_model(kind=Odd), make_team(2, world, 60.0), example=example)
+        model = models.make_model(kind=Odd)
+        assert split_model(model, make_team(2, world, 60.0), check=False) is model
+        assert team_of(model).size == 2
+
+    run_ranks(2, rank)
+
+
+def test_rules_know_attention_and_mlp_by_names():
+    plan, is_own = plan_for(make("gpt2"))
+    assert not is_own
+    assert plan["transformer.h.0.attn.c_attn"].blocks == (32, 32, 32)
+    assert {plan[f"transformer.h.1.{name}"].kind for name in ("attn.c_proj", "mlp.c_proj")} == {"row"}
+    assert plan["transformer.wte"].kind == "vocabulary"
+    assert plan["lm_head"].meets_whole
+    plan, is_own = plan_for(make("llama"))
+    assert is_own
+    assert plan == own_plan(make("llama"))
+    with pytest.raises(deeptide.ConfigError, match="no layer of Sequential is cut by rule"):
+        plan_for(torch.nn.Sequential(torch.nn.Linear(2, 2)))

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model that ranks share trains as the whole one: losses, norms, weights, at every stage of ZeRO."""
+
+import cut
+import models
+import pytest
+import torch
+from conftest import run_ranks
+
+import deeptide
+
+
+def compare(shared, whole, tensor, share, gas=1):
+    """`share`: of the largest, by which sums in parts and in bf16 may differ."""
+    before = cut.whole_states()
+    for rank, (losses, norms, weights) in enumerate(shared):
+        expected = whole[rank // tensor]
+        cut.near(losses, expected[0], share, "losses")
+        cut.near(norms, expected[1], 4 * share, "norms")
+        assert losses == shared[rank // tensor * tensor][0], "ranks that share layers agree in every bit"
+        assert weights.keys() == expected[2].keys()
+        for name in weights:
+            assert torch.equal(weights[name], shared[0][2][name]), name
+            cut.near(cut.moved(name, before, weights), cut.moved(name, before, expected[2]), 40 * share, name)
+
+
+def both(tensor, data, stage, gas=1, **more):
+    shared = run_ranks(tensor * data, cut.train, cut.config(stage, tensor, gas, **more), gas)
+    return shared, run_ranks(data, cut.train, cut.config(stage, 1, gas, **more), gas)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gas", [1, 2])
+@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_shared_model_trains_as_the_whole_one(mesh, stage, gas, bf16):
+    compare(*both(*mesh, stage, gas, bf16=bf16), mesh[0], 2e-2 if bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_clipping_takes_the_norm_of_all_slices_once(stage):
+    shared, whole = both(2, 2, stage, gradient_clipping=0.01)
+    assert min(whole[0][1]) > 0.1
+    compare(shared, whole, 2, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_are_summed_count_each_batch_once(stage):
+    compare(*both(2, 2, stage, gradient_clipping=0.0, gradient_allreduce_op="sum"), 2, 1e-5)
+
+
+def with_a_bad_gradient(world, settings, in_slice):
+    engine = cut.start(world, settings)
+    cut.steps(engine, 1)
+    before = models.everything(engine)
+    layer = engine.module.h[1].up if in_slice else engine.module.h[1].norm
+    hook = layer.weight.register_hook(lambda gradient: gradient * float("nan")) if world.rank == 3 else None
+    cut.steps(engine, 1, begin=1)
+    if hook is not None:
+        hook.remove()
+    assert engine.skipped_steps == 1
+    models.assert_same(models.everything(engine), before)
+    outcome = engine._outcome
+    cut.steps(engine, 1, begin=2)
+    assert engine.global_steps == 3
+    assert engine.was_step_applied()
+    return outcome.parameter, outcome.rank, outcome.phase
+
+
+@pytest.mark.parametrize("in_slice", [True, False])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_all_ranks_skip_what_one_found_in_a_slice_or_beside_it(stage, in_slice):
+    results = run_ranks(4, with_a_bad_gradient, cut.config(stage, 2), in_slice)
+    assert set(results) == {("h.1.up.weight" if in_slice else "h.1.norm.weight", 3, "backward")}
+
+
+def parts(world, settings):
+    engine = cut.start(world, settings)
+    sizes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
+    return sizes, engine.summary(), engine.train_batch_size()
+
+
+def test_ranks_hold_slices_and_the_summary_names_the_axes():
+    for sizes, summary, batch in run_ranks(4, parts, cut.config(0, 2)):
+        assert sizes["h.0.up.weight"] == (30, 20)
+        assert sizes["h.0.down.weight"] == (20, 30)
+        assert sizes["h.0.down.bias"] == (20,)
+        assert sizes["embed.weight"] == (19, 20)
+        assert "data=2 tensor=2" in summary
+        assert "x 2 ranks" in summary
+        assert batch == 2 * cut.MICRO
+
+
+def loaded(world, settings):
+    rows = torch.arange(64).view(16, 4)
+    data = torch.utils.data.TensorDataset(rows)
+    _, _, loader, _ = deeptide.initialize(model=models.make_model(), config=settings, world=world, training_data=data)
+    return [batch[0].tolist() for batch in loader]
+
+
+def test_ranks_that_share_layers_load_equal_batches():
+    results = run_ranks(4, loaded, cut.config(0, 2))
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    assert results[0] != results[2]
+    assert results[0] == run_ranks(2, loaded, cut.config(0, 1))[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"parallel": {"tensor": 3}}, "do not divide into teams of 3; take parallel.tensor 2 or 4"),
+        ({"parallel": {"tensor": 2, "data": 3}}, "take parallel.data 2"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "give one of them"),
+        ({"optimizer": {"type": "Lamb"}}, "units on axes of their own do not go with"),
+        ({"deeptide": {"on_skipped": "rewind"}}, 'tensor parallelism does not go with deeptide.on_skipped "rewind"'),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_its_cure(changes, text):
+    def rank(world):
+        with pytest.raises(deeptide.ConfigError, match=text):
+            cut.start(world, cut.config(0, 2) | changes)
+
+    run_ranks(4, rank)
+
+
+def made(world, settings, is_deferred):
+    sizes = {"vocab": 301, "width": 96}  # weights of 64 KiB and more are deferred
+    with deeptide.zero.Init(enabled=is_deferred):
+        model = models.make_model(**sizes)
+    assert deeptide._C.is_deferred(model.h[0].up.weight) == is_deferred
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    losses, norms = cut.steps(engine, cut.STEPS)
+    return losses, norms, engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_without_its_memory_is_cut_weight_by_weight(stage):
+    shared = run_ranks(2, made, cut.config(stage, 2), True)
+    whole = run_ranks(1, made, cut.config(stage, 1), False)[0]
+    cut.near(shared[0][0], whole[0], 1e-5, "losses")
+    cut.near(shared[0][1], whole[1], 1e-4, "norms")
+    assert {name: value.shape for name, value in shared[0][2].items()} == {
+        name: value.shape for name, value in whole[2].items()
+    }
