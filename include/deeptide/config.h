@@ -326,6 +326,7 @@ struct CheckpointConfig {
   SaveContents contents = SaveContents::all;
   bool verify = true;           // a load compares all that it reads with the hashes before it changes anything
   bool load_universal = false;  // without a tag, a load takes the one that `latest_universal` names
+  bool node_local = false;      // "use_node_local_storage": each host has a folder of its own
   int64_t keep_last = 0;        // checkpoints of default tags that stay; 0: all
   int64_t keep_every = 0;       // also those of steps that are multiples; 0: none
   bool bf16_moments = false;    // optimizer states other than masters are saved in bf16

@@ -90,6 +90,7 @@ std::vector<std::string> shard_faults(const Contents& contents) {
   std::vector<std::string> faults;
   for (const auto& [file, extents] : extents_by_shard(contents.table)) {
     const std::string path = contents.folder + "/" + file;
+    if (contents.of_one_host && !exists(path)) continue;
     Header header;
     try {
       header = read_shard_header(path, file, contents.table);
@@ -108,12 +109,21 @@ std::vector<std::string> shard_faults(const Contents& contents) {
   return faults;
 }
 
-Contents open_contents(const std::string& folder) {
-  Contents contents = read_manifest(folder);
+namespace {
+
+Contents without_faults(Contents contents) {
   const std::vector<std::string> faults = shard_faults(contents);
   if (!faults.empty()) throw CheckpointError(faults.front());
   return contents;
 }
+
+}  // namespace
+
+Contents contents_of_host(const std::string& folder, ManifestTable table) {
+  return without_faults({folder, std::move(table), /*of_one_host=*/true});
+}
+
+Contents open_contents(const std::string& folder) { return without_faults(read_manifest(folder)); }
 
 std::string latest_tag(const std::string& directory) {
   const std::string path = latest_path(directory);

@@ -20,6 +20,7 @@ std::string existing_folder(const std::string& directory, const std::string& tag
 struct Contents {
   std::string folder;
   ManifestTable table;
+  bool of_one_host = false;  // files may lie on other hosts
 };
 
 /// Reads the manifest alone. Errors: CheckpointError when it is missing or malformed.
@@ -28,6 +29,9 @@ Contents read_manifest(const std::string& folder);
 /// One line for each fault of a shard that the manifest names: missing, truncated, malformed, of another save, another
 /// header than was written, or pieces elsewhere than expected. Names the first tensors that a fault concerns.
 std::vector<std::string> shard_faults(const Contents& contents);
+
+/// A folder that has a part of the files: checks the headers of those. Errors: CheckpointError, the first fault.
+Contents contents_of_host(const std::string& folder, ManifestTable table);
 
 /// Reads the manifest and checks all shards' headers. Errors: CheckpointError, the first fault.
 Contents open_contents(const std::string& folder);

@@ -4,12 +4,14 @@
 #include "checkpoint/reader.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <optional>
 #include <tuple>
 #include <utility>
 
+#include "checkpoint/block_writer.h"
 #include "checkpoint/extent_reader.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/safetensors.h"
@@ -103,6 +105,22 @@ std::vector<Share> plan_shares(const Table& table, const std::vector<Piece>& wan
   return shares;
 }
 
+/// Errors: CheckpointError for elements of a box: saves of this library have ranges.
+void note_elsewhere(const Share& share, size_t piece, std::vector<PartElsewhere>& elsewhere) {
+  const Region &saved = share.extent->region, &wanted = share.wanted->region;
+  const TensorId id = {share.wanted->name, share.wanted->role};
+  if (saved.sizes.size() != 1 || wanted.sizes.size() != 1) {
+    throw CheckpointError("elements " + saved.text() + " of '" + tensor_key(id) + "' lie in " + share.extent->file +
+                          ", which this host lacks, and are no range: bring the files of all hosts into one folder");
+  }
+  const auto shared = intersect(saved, wanted);
+  const int64_t end = shared->offsets[0] + shared->sizes[0];
+  const int64_t most = std::max<int64_t>(1, kBlockBytes / element_bytes(share.saved->dtype));
+  for (int64_t begin = shared->offsets[0]; begin < end; begin += most) {
+    elsewhere.push_back({piece, id, share.extent->file, begin, std::min(begin + most, end)});
+  }
+}
+
 }  // namespace
 
 Reader::Reader(const std::string& directory, const std::string& tag)
@@ -110,6 +128,12 @@ Reader::Reader(const std::string& directory, const std::string& tag)
 
 Reader::Reader(const std::string& folder, ManifestTable contents)
     : contents_(std::make_shared<const Contents>(Contents{folder, std::move(contents)})) {}
+
+Reader Reader::of_host(const std::string& folder, ManifestTable contents) {
+  Reader reader(folder, ManifestTable{});
+  reader.contents_ = std::make_shared<const Contents>(contents_of_host(folder, std::move(contents)));
+  return reader;
+}
 
 const Manifest& Reader::manifest() const { return contents_->table.manifest; }
 
@@ -149,6 +173,13 @@ std::vector<std::string> Reader::check(const std::vector<Piece>& wanted, bool st
 }
 
 void Reader::read(const std::vector<Piece>& wanted) const {
+  const auto elsewhere = read_here(wanted);
+  if (elsewhere.empty()) return;
+  throw CheckpointError("the checkpoint " + contents_->folder + " lacks " + elsewhere.front().file + ", which has '" +
+                        tensor_key(elsewhere.front().id) + "'");
+}
+
+std::vector<PartElsewhere> Reader::read_here(const std::vector<Piece>& wanted) const {
   const std::vector<std::string> lines = check(wanted, false);
   if (!lines.empty()) {
     std::string text = "the checkpoint " + contents_->folder + " does not fit what is to be loaded:";
@@ -157,12 +188,40 @@ void Reader::read(const std::vector<Piece>& wanted) const {
     throw CheckpointError(text);
   }
   const at::NoGradGuard no_grad;
+  std::vector<PartElsewhere> elsewhere;
   std::optional<File> file;
   for (const Share& share : plan_shares(contents_->table.tensors, wanted)) {
     const std::string path = contents_->folder + "/" + share.extent->file;
+    if (contents_->of_one_host && !exists(path)) {
+      note_elsewhere(share, static_cast<size_t>(share.wanted - wanted.data()), elsewhere);
+      continue;
+    }
     if (!file || file->path() != path) file.emplace(File::open(path));
     transfer(*file, *share.saved, *share.extent, *share.wanted);
   }
+  return elsewhere;
+}
+
+std::set<std::string> Reader::files_here() const {
+  std::set<std::string> files;
+  for (const auto& [file, hash] : contents_->table.header_hashes) {
+    if (exists(contents_->folder + "/" + file)) files.insert(file);
+  }
+  return files;
+}
+
+at::Tensor Reader::read_part(const PartElsewhere& part) const {
+  const at::NoGradGuard no_grad;
+  const Logical& saved = contents_->table.tensors.at(part.id);
+  const at::Tensor elements = at::empty({part.end - part.begin}, at::TensorOptions().dtype(saved.dtype));
+  const Piece piece{part.id.name, part.id.role, saved.shape, Region::range(part.begin, part.end), elements};
+  const File file = File::open(contents_->folder + "/" + part.file);
+  for (const Extent& extent : saved.extents) {
+    if (extent.file == part.file && first_shared(saved.shape, extent.region, piece.region) >= 0) {
+      transfer(file, saved, extent, piece);
+    }
+  }
+  return elements;
 }
 
 void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const {
@@ -175,8 +234,9 @@ void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const
       const int64_t blocks = num_hashed_blocks(extent);
       const int64_t stride = id.role.is_buffer() ? 1 : parts;
       const int64_t first = id.role.is_buffer() ? 0 : (part + parts - before % parts) % parts;
-      if (first < blocks) {
-        verify_blocks(File::open(contents_->folder + "/" + extent.file), saved, extent, first, stride);
+      const std::string path = contents_->folder + "/" + extent.file;
+      if (first < blocks && !(contents_->of_one_host && !exists(path))) {
+        verify_blocks(File::open(path), saved, extent, first, stride);
       }
       if (!id.role.is_buffer()) before += blocks;
     }

@@ -13,6 +13,14 @@
 
 namespace deeptide::checkpoint {
 
+/// Elements [begin, end) of a flattened tensor, and where they lie.
+struct PartElsewhere {
+  size_t piece = 0;  // of those wanted
+  TensorId id;
+  std::string file;
+  int64_t begin = 0, end = 0;
+};
+
 /// Reads a checkpoint of any version, written by any number of ranks. Cheap to copy; several threads may call const
 /// functions.
 class Reader {
@@ -21,6 +29,8 @@ class Reader {
   Reader(const std::string& directory, const std::string& tag);
   /// Reads what others wrote into files of `folder`, described in our tables. No file of it is checked here.
   Reader(const std::string& folder, ManifestTable contents);
+  /// Reads a folder that has a part of the files, the others being on other hosts. Errors: as above, for what is there.
+  static Reader of_host(const std::string& folder, ManifestTable contents);
   const Manifest& manifest() const;
   /// The state that the rank at `coordinates` saved; empty when the saved mesh had no such rank.
   std::string rank_state_json(const Coordinates& coordinates) const;
@@ -34,6 +44,12 @@ class Reader {
   /// Errors: CheckpointError with check()'s lines when `wanted` does not fit (nothing is filled then), or on a failed
   /// read.
   void read(const std::vector<Piece>& wanted) const;
+  /// Likewise, but leaves out what lies in files that this folder lacks, and returns it, at most kBlockBytes each.
+  std::vector<PartElsewhere> read_here(const std::vector<Piece>& wanted) const;
+  /// The files of the checkpoint that the folder has.
+  std::set<std::string> files_here() const;
+  /// Reads a part that another rank wants. Shapes: (elements,) in the saved type.
+  at::Tensor read_part(const PartElsewhere& part) const;
   /// Compares the tensors that `wanted` names with their hashes, whole, and changes nothing. `parts` readers share the
   /// work, this is number `part` of them; of buffers, which differ between ranks, each compares all that it names.
   /// Errors: CheckpointError naming the first damaged tensor. A save without hashes has nothing to compare.

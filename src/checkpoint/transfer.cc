@@ -67,6 +67,11 @@ void transfer_strided(const File& file, const Logical& saved, const Extent& exte
 
 }  // namespace
 
+void fill(const Piece& wanted, int64_t position, const Tensor& block) {
+  Destination destination(wanted.data, block.scalar_type());
+  destination.put(position, static_cast<const char*>(block.const_data_ptr()), block.numel());
+}
+
 void transfer(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted) {
   Destination destination(wanted.data, saved.dtype);
   if (!extent.strides.empty()) return transfer_strided(file, saved, extent, wanted, destination);

@@ -13,4 +13,7 @@ namespace deeptide::checkpoint {
 /// close together in the file are read at once.
 void transfer(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted);
 
+/// Gives `wanted` the elements from `position` of its region on, casting when dtypes differ. Shapes: block (n,).
+void fill(const Piece& wanted, int64_t position, const at::Tensor& block);
+
 }  // namespace deeptide::checkpoint

@@ -182,11 +182,6 @@ def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     params = (config.get("optimizer") or {}).get("params")
     if isinstance(params, dict) and params.pop("comm_backend_name", None) is not None:
         lines.append("optimizer.params.comm_backend_name: dropped: signs travel by the engine's own groups")
-    checkpoint = config.get("checkpoint")
-    one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-    if isinstance(checkpoint, dict) and checkpoint.get("use_node_local_storage") and one_host:
-        del checkpoint["use_node_local_storage"]
-        lines.append("checkpoint.use_node_local_storage: dropped: there is one host")
     return config, lines
 
 

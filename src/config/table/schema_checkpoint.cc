@@ -106,7 +106,11 @@ std::vector<Key> checkpoint_sections() {
                        "A load without a tag takes the checkpoint that `latest_universal` names. Without the key, "
                        "every checkpoint loads for any number of ranks too.")
                       .into(&CheckpointConfig::load_universal),
-                  flag("use_node_local_storage", false, "Every node writes its own part.").later(),
+                  flag("use_node_local_storage", false,
+                       "The folder is another one on each host, as on its own drive: each keeps what its ranks write, "
+                       "with the whole table of contents. A load reads what is there, and asks the hosts that have the "
+                       "rest for it. All hosts' files in one folder are a checkpoint like any other.")
+                      .into(&CheckpointConfig::node_local),
                   section("parallel_write", "Writing by several ranks.",
                           {flag("pipeline_stage", false, "Pipeline stages write their parts.")
                                .never("every rank writes its own part")}),

@@ -74,6 +74,11 @@ void Channels::open(const std::vector<ChannelRow>& rows) {
   }
 }
 
+std::unique_ptr<comm::Group> Channels::open_letters() {
+  return std::make_unique<comm::Group>(world_, data_, next_channel_name(world_, "letters"),
+                                       on_network(options(/*on_device=*/false), comm::PeerTraffic::yes));
+}
+
 comm::TeamGroups Channels::all(Purpose purpose) {
   comm::TeamGroups groups(purpose == Purpose::gathers ? gathers_ : reductions_);
   for (const auto& group : of_parts_[static_cast<int>(purpose)]) groups.add(*group);

@@ -44,6 +44,8 @@ class Channels {
   /// The ranks that train on different batches. All of them take part in every round.
   const comm::Team& data() const { return data_; }
   bool is_first() const { return world_.rank == 0; }
+  /// Collective. A channel of its own for letters between single ranks of the data team.
+  std::unique_ptr<comm::Group> open_letters();
   /// The other stages of a pipeline; null: there is none.
   Stages* stages() { return stages_.get(); }
   /// The ranks that share layers with this one; null: there are none.

@@ -8,8 +8,6 @@
 
 namespace deeptide::engine {
 
-namespace {
-
 comm::ChannelOptions on_network(comm::ChannelOptions options, comm::PeerTraffic peers) {
   options.host = nullptr;
   options.links = nullptr;
@@ -17,8 +15,6 @@ comm::ChannelOptions on_network(comm::ChannelOptions options, comm::PeerTraffic 
   options.peers = peers;
   return options;
 }
-
-}  // namespace
 
 Stages::Stages(const World& world, const world::Mesh& mesh, const std::string& control, const std::string& letters,
                const comm::ChannelOptions& options)

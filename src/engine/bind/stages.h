@@ -21,6 +21,9 @@
 
 namespace deeptide::engine {
 
+/// The options of a channel whose ranks write to each other over the network, wherever they are.
+comm::ChannelOptions on_network(comm::ChannelOptions options, comm::PeerTraffic peers);
+
 /// One rank of each stage: those that train on the same batches. Used by one thread.
 class Stages {
  public:

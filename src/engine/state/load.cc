@@ -17,6 +17,7 @@
 #include "checkpoint/reader.h"
 #include "engine/engine_impl.h"
 #include "engine/state/custom_state.h"
+#include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
 #include "engine/state/slices.h"
@@ -224,8 +225,9 @@ engine::Generators saved_generators(const checkpoint::Reader& reader, engine::Ch
 }
 
 /// Reads over what the engine has: whoever handles an error must know that.
-void read_over(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) try {
-  reader.read(wanted);
+template <typename Read>
+void told_of_replacement(Read read) try {
+  read();
 } catch (const CheckpointError& error) {
   throw CheckpointError(std::string(error.what()) +
                         " (a part of the engine's state was replaced: load another checkpoint before it goes on)");
@@ -261,6 +263,7 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
   boundary->together("looking for the latest checkpoint", [&] {
     if (tag.empty()) tag = default_tag(directory, options, config.checkpoint().load_universal);
   });
+  if (given.empty() && config.checkpoint().node_local) tag = engine::agree_on_tag(channels, directory, tag);
   const Vote own{.failed = false, .digest = digest_of(tag)};
   for (const Vote& vote : boundary->exchange(own, {"checkpoint", "agreeing on the tag to load"})) {
     if (vote.digest != own.digest) throw CheckpointError("the ranks found different checkpoints in " + directory);
@@ -304,8 +307,10 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::Generators generators;
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
+  const bool is_local = config.checkpoint().node_local;
+  const engine::HostFolder here = is_local ? engine::look_at_hosts(channels, directory, tag) : engine::HostFolder{};
   boundary->together_on_all_stages("checking the checkpoint", [&] {
-    reader = std::make_unique<checkpoint::Reader>(checkpoint::open_checkpoint(directory, tag));
+    reader = std::make_unique<checkpoint::Reader>(is_local ? here.open() : checkpoint::open_checkpoint(directory, tag));
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
     generators = saved_generators(*reader, channels);
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
@@ -324,14 +329,20 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
       throw CheckpointError("checkpoint " + directory + "/" + tag +
                             " does not fit the model (nothing was changed):" + joined(lines, 20));
     }
-    if (config.checkpoint().verify) reader->verify(wanted, channels.world().rank, channels.world().size);
+    if (config.checkpoint().verify && is_local) reader->verify(wanted, here.index, here.ranks);
+    if (config.checkpoint().verify && !is_local) reader->verify(wanted, channels.world().rank, channels.world().size);
     check_ties(now.tied, *reader, roles);
     fresh.insert(absent.fresh().begin(), absent.fresh().end());
     go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
   });
   if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
-  boundary->together_on_all_stages("reading the checkpoint", [&] { read_over(*reader, wanted); });
+  if (is_local) {
+    told_of_replacement([&] { engine::read_from_hosts(channels, *boundary, *reader, wanted); });
+  } else {
+    boundary->together_on_all_stages("reading the checkpoint",
+                                     [&] { told_of_replacement([&] { reader->read(wanted); }); });
+  }
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
     custom_states.apply();

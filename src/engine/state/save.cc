@@ -14,6 +14,7 @@
 #include "checkpoint/writer.h"
 #include "engine/engine_impl.h"
 #include "engine/state/custom_state.h"
+#include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
 #include "engine/state/slices.h"
@@ -183,6 +184,9 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   if (optimizer) optimizer->states().refresh_masters();
   const CheckpointConfig& how = config.checkpoint();
   const bool blocking = options.blocking.value_or(!how.saves_beside_training());
+  TORCH_CHECK_VALUE(blocking || !how.node_local,
+                    "save_checkpoint: saving beside training (blocking=False, checkpoint.async) does not go with "
+                    "checkpoint.use_node_local_storage yet; leave one of them out");
   const checkpoint::SaveTarget target = name_save(directory, std::move(tag), options, blocking);
   if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
   if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
@@ -219,18 +223,20 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
 }
 
 void Engine::Impl::save_now(const checkpoint::SavePlan& plan) {
-  const bool is_first = channels.world().rank == 0;
+  const bool is_local = config.checkpoint().node_local;
+  bool commits = channels.world().rank == 0;
   try {
     boundary->together_on_all_stages("writing the checkpoint",
                                      [&] { checkpoint::write_rank(plan.target, plan.snapshot, plan.buffer_bytes); });
+    if (is_local) commits = engine::share_tables(channels, *boundary, plan.target);
     boundary->together_on_all_stages("committing the checkpoint", [&] {
-      if (is_first) checkpoint::commit(plan.target, plan.manifest, plan.save_latest);
+      if (commits) checkpoint::commit(plan.target, plan.manifest, plan.save_latest);
     });
   } catch (const CheckpointError&) {
-    if (is_first) checkpoint::abandon(plan.target);
+    if (commits || is_local) checkpoint::abandon(plan.target);
     throw;
   }
-  if (is_first) checkpoint::retain(plan.target, plan.retention);
+  if (commits) checkpoint::retain(plan.target, plan.retention);
 }
 
 }  // namespace deeptide

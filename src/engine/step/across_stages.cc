@@ -7,6 +7,8 @@
 #include <array>
 #include <cstring>
 
+#include "comm/texts.h"
+
 namespace deeptide::engine {
 
 namespace {
@@ -47,15 +49,7 @@ bool any_stage(Stages& stages, bool failed, const char* what) {
 }
 
 std::vector<std::string> texts_of_stages(Stages& stages, const std::string& own, const char* what) {
-  const comm::Site site{"checkpoint", what};
-  const auto sizes = stages.exchange(static_cast<int64_t>(own.size()), site);
-  const auto most = static_cast<size_t>(*std::max_element(sizes.begin(), sizes.end()));
-  std::string padded = own;
-  padded.resize(most);
-  const auto all = stages.exchange_all(std::span<const char>(padded), site);
-  std::vector<std::string> texts;
-  for (size_t i = 0; i < sizes.size(); ++i) texts.emplace_back(all.data() + i * most, static_cast<size_t>(sizes[i]));
-  return texts;
+  return comm::exchange_texts(stages, own, {"checkpoint", what});
 }
 
 }  // namespace deeptide::engine

@@ -333,13 +333,11 @@ def check_translation(folder):
         "nowhere.else": 1,
         "msamp": {"enabled": False},
         "_comment": "kept",
-        "checkpoint": {"use_node_local_storage": True},
     }
     config, lines = configuration.translate(given)
     assert config == {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}, "stage3_prefetch_bucket_size": 3686},
         "_comment": "kept",
-        "checkpoint": {},
     }
     assert given["steps_per_print"] == math.inf  # the caller's own dictionary stays
     assert [line.split(":")[0] for line in lines] == [
@@ -348,7 +346,6 @@ def check_translation(folder):
         "nowhere.else",
         "msamp",
         *([] if torch.cuda.is_available() else ["zero_optimization.offload_optimizer"]),
-        "checkpoint.use_node_local_storage",
     ]
     path = os.path.join(folder, "config.json")
     with open(path, "w") as file:

@@ -1,0 +1,230 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Tells by files, not by hosts' names, which ranks share a folder.
+#include "engine/state/node_local.h"
+
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+
+#include "checkpoint/file_io.h"
+#include "checkpoint/transfer.h"
+#include "comm/mailbox.h"
+#include "comm/texts.h"
+
+namespace deeptide::engine {
+
+using checkpoint::PartElsewhere;
+using nlohmann::json;
+
+namespace {
+
+comm::Site site(const char* what) { return {"checkpoint", what}; }
+
+std::string manifest_path(const std::string& directory, const std::string& tag) {
+  return checkpoint::existing_folder(directory, tag) + "/" + checkpoint::kManifestName;
+}
+
+std::string manifest_text(const std::string& directory, const std::string& tag) try {
+  const std::string path = manifest_path(directory, tag);
+  return checkpoint::exists(path) ? checkpoint::read_text(path) : "";
+} catch (const CheckpointError&) {
+  return "";  // another host's may do; a file that cannot be read is told of when it is wanted
+}
+
+/// A part of a tensor on its way: who wants it, and who reads it.
+struct Delivery {
+  int to;
+  int from;
+  PartElsewhere part;
+};
+
+/// Parts that ranks want of files which others have. All ranks have one manifest, so a tensor's number in its table
+/// names it.
+class Deliveries {
+ public:
+  Deliveries(Channels& channels, const checkpoint::Reader& reader) : channels_(channels), reader_(reader) {
+    for (const checkpoint::Piece& piece : reader.table()) {
+      numbers_[{piece.name, piece.role}] = std::ssize(ids_);
+      ids_.push_back({piece.name, piece.role});
+      types_.push_back(piece.data.dtype());
+    }
+  }
+
+  /// What this rank has, and what it wants.
+  std::string text(const std::vector<PartElsewhere>& missing) const {
+    json parts = json::array();
+    for (const PartElsewhere& part : missing) {
+      parts.push_back({numbers_.at(part.id), part.file, part.begin, part.end, part.piece});
+    }
+    return json{{"files", reader_.files_here()}, {"parts", std::move(parts)}}.dump();
+  }
+
+  /// `told`: every rank's text. Ranks that have a file take turns to read it.
+  /// Errors: CheckpointError for a file that no rank has.
+  void assign(const std::vector<std::string>& told) {
+    std::map<std::string, std::vector<int>> having;
+    std::vector<json> all;
+    for (size_t rank = 0; rank < told.size(); ++rank) {
+      all.push_back(json::parse(told[rank]));
+      for (const auto& file : all.back()["files"]) having[file.get<std::string>()].push_back(static_cast<int>(rank));
+    }
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      auto& list = by_rank_.emplace_back();
+      for (const auto& ask : all[rank]["parts"]) {
+        PartElsewhere part{ask[4], ids_.at(ask[0]), ask[1], ask[2], ask[3]};
+        const auto& ranks = having[part.file];
+        if (ranks.empty()) {
+          throw CheckpointError("no rank's host has " + part.file + " of the checkpoint, which has '" +
+                                checkpoint::tensor_key(part.id) + "': start a rank on the host that wrote it");
+        }
+        list.push_back({static_cast<int>(rank), ranks[(rank + list.size()) % ranks.size()], std::move(part)});
+      }
+      turns_ = std::max(turns_, list.size());
+    }
+  }
+
+  size_t turns() const { return turns_; }
+
+  /// Collective: each rank receives one of its parts, so that a block per rank is in memory. Errors: CommError; what
+  /// this rank could not read is in `failure`, since the other end waits for as many elements.
+  void take_turn(size_t turn, comm::Mailbox& mail, const std::vector<checkpoint::Piece>& wanted, std::string& failure) {
+    const Delivery* due = nullptr;
+    comm::Mailbox::Letter letter;
+    const int rank = channels_.data().index();
+    for (const auto& list : by_rank_) {
+      if (turn >= list.size()) continue;
+      const Delivery& delivery = list[turn];
+      if (delivery.to == rank) {
+        due = &delivery;
+        letter = mail.receive_known(room_for(delivery.part), delivery.from);
+      }
+      if (delivery.from == rank) mail.send_known(read(delivery.part, failure), delivery.to);
+    }
+    if (due != nullptr) {
+      const at::Tensor block = mail.wait(std::move(letter), site("waiting for another host's file"));
+      const checkpoint::Piece& piece = wanted[due->part.piece];
+      checkpoint::fill(piece, due->part.begin - piece.region.offsets[0], block);
+    }
+    mail.flush(site("sending to other hosts"));
+  }
+
+ private:
+  at::Tensor room_for(const PartElsewhere& part) const {
+    return at::empty({part.end - part.begin}, at::TensorOptions().dtype(types_.at(numbers_.at(part.id))));
+  }
+  at::Tensor read(const PartElsewhere& part, std::string& failure) const try {
+    return reader_.read_part(part);
+  } catch (const CheckpointError& error) {
+    failure = error.what();
+    return room_for(part);
+  }
+
+  Channels& channels_;
+  const checkpoint::Reader& reader_;
+  std::map<checkpoint::TensorId, int64_t> numbers_;
+  std::vector<checkpoint::TensorId> ids_;
+  std::vector<at::ScalarType> types_;
+  std::vector<std::vector<Delivery>> by_rank_;
+  size_t turns_ = 0;
+};
+
+}  // namespace
+
+bool share_tables(Channels& channels, Boundary& boundary, const checkpoint::SaveTarget& target) {
+  const std::string growing = checkpoint::growing_path(target);
+  const auto path = [&](int rank) { return growing + "/" + checkpoint::rank_table_name(rank); };
+  const int own = channels.world().rank, size = channels.world().size;
+  std::string table;
+  boundary.together("reading the table of this rank", [&] { table = checkpoint::read_text(path(own)); });
+  const auto tables = comm::exchange_texts(channels.rounds(), table, site("exchanging the tables of all ranks"));
+  bool leads = false;
+  boundary.together("writing the tables of other hosts", [&] {
+    std::vector<int> missing;
+    int first = own;
+    for (int rank = size - 1; rank >= 0; --rank) {
+      if (checkpoint::exists(path(rank))) {
+        first = rank;
+      } else {
+        missing.push_back(rank);
+      }
+    }
+    leads = first == own;
+    if (!leads) return;
+    if (own != 0) checkpoint::remove_other_saves(target);
+    for (const int rank : missing) checkpoint::write_text(path(rank), tables[static_cast<size_t>(rank)]);
+  });
+  return leads;
+}
+
+std::string agree_on_tag(Channels& channels, const std::string& directory, const std::string& own) {
+  const auto tags = comm::exchange_texts(channels.rounds(), own, site("looking for the latest checkpoint"));
+  std::vector<std::string> candidates;
+  for (const std::string& tag : tags) {
+    if (!tag.empty() && std::find(candidates.begin(), candidates.end(), tag) == candidates.end()) {
+      candidates.push_back(tag);
+    }
+  }
+  if (candidates.size() < 2) return candidates.empty() ? "" : candidates.front();
+  for (const std::string& tag : candidates) {
+    const bool has = own.empty() || checkpoint::exists(manifest_path(directory, tag));
+    const auto votes = channels.rounds().exchange(static_cast<uint8_t>(has), site("looking for a checkpoint"));
+    if (std::all_of(votes.begin(), votes.end(), [](uint8_t each) { return each != 0; })) return tag;
+  }
+  throw CheckpointError(
+      fmt::format("the hosts' folders {} have different latest checkpoints, by rank: {}; name the tag", directory,
+                  fmt::join(tags, ", ")));
+}
+
+HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag) {
+  HostFolder here{.folder = checkpoint::existing_folder(directory, tag)};
+  const std::string own = manifest_text(directory, tag);
+  const auto texts = comm::exchange_texts(channels.rounds(), own, site("looking for the checkpoint's manifest"));
+  for (const std::string& text : texts) {
+    if (here.manifest.empty()) here.manifest = text;
+    if (!text.empty() && text != here.manifest) {
+      here.error = "the hosts have different checkpoints of tag '" + tag + "' in " + directory +
+                   ": a run has died while it saved; load another tag";
+    }
+  }
+  std::string files;
+  if (checkpoint::exists(here.folder)) files = fmt::format("{}", fmt::join(checkpoint::list_folder(here.folder), "\n"));
+  const auto listings = comm::exchange_texts(channels.rounds(), files, site("comparing the hosts' files"));
+  const auto rank = static_cast<size_t>(channels.data().index());
+  here.ranks = static_cast<int>(std::count(listings.begin(), listings.end(), files));
+  here.index =
+      static_cast<int>(std::count(listings.begin(), listings.begin() + static_cast<std::ptrdiff_t>(rank), files));
+  return here;
+}
+
+checkpoint::Reader HostFolder::open() const {
+  if (!error.empty()) throw CheckpointError(error);
+  const std::string path = folder + "/" + checkpoint::kManifestName;
+  if (manifest.empty()) throw CheckpointError("no rank's host has " + path);
+  return checkpoint::Reader::of_host(folder, checkpoint::decode_manifest(manifest, path));
+}
+
+void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::Reader& reader,
+                     const std::vector<checkpoint::Piece>& wanted) {
+  Deliveries deliveries(channels, reader);
+  std::string own;
+  boundary.together("reading the checkpoint", [&] { own = deliveries.text(reader.read_here(wanted)); });
+  const auto told = comm::exchange_texts(channels.rounds(), own, site("asking other hosts for their files"));
+  boundary.together("looking for files on other hosts", [&] { deliveries.assign(told); });
+  if (deliveries.turns() == 0) return;
+  const auto letters = channels.open_letters();
+  comm::Mailbox mail(*letters, at::kCPU);
+  std::string failure;
+  for (size_t turn = 0; turn < deliveries.turns(); ++turn) deliveries.take_turn(turn, mail, wanted, failure);
+  boundary.together("reading files for other hosts", [&] {
+    if (!failure.empty()) throw CheckpointError(failure);
+  });
+}
+
+}  // namespace deeptide::engine

@@ -1,0 +1,45 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoints in folders that hosts do not share: each keeps its ranks' files and the whole table of contents, and hosts
+// send each other what a load wants of the rest.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "checkpoint/checkpoint_paths.h"
+#include "checkpoint/reader.h"
+#include "engine/bind/channels.h"
+#include "engine/step/boundary.h"
+
+namespace deeptide::engine {
+
+/// Collective, once all ranks have written. Gives each growing folder the tables of the ranks that write elsewhere.
+/// Returns whether this rank commits: the lowest of those whose tables lay in its folder. Errors: CheckpointError.
+bool share_tables(Channels& channels, Boundary& boundary, const checkpoint::SaveTarget& target);
+
+/// Collective. `own`: the latest tag in this rank's folder; empty: none. Returns the one of them that every host with a
+/// checkpoint has: a run that died between two hosts' commits goes on from the save before.
+/// Errors: CheckpointError, listing each rank's tag, where there is none.
+std::string agree_on_tag(Channels& channels, const std::string& directory, const std::string& own);
+
+/// This rank's folder of a checkpoint, and the ranks that have the same files of it.
+struct HostFolder {
+  std::string folder;
+  std::string manifest;  // a rank has it; its text; empty: none
+  std::string error;     // ranks that have it have different ones
+  int index = 0, ranks = 1;
+
+  /// Errors: CheckpointError.
+  checkpoint::Reader open() const;
+};
+
+/// Collective. Finds the manifest, on whichever host it is.
+HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag);
+
+/// Collective. Fills `wanted` from this folder, and the rest from other hosts, block by block.
+/// Errors: CheckpointError, on every rank.
+void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::Reader& reader,
+                     const std::vector<checkpoint::Piece>& wanted);
+
+}  // namespace deeptide::engine

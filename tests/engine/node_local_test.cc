@@ -1,0 +1,174 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Saves where each host has a folder of its own, and loads on other ranks, other hosts and after a run that died.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "checkpoint/scratch.h"
+#include "engine/session.h"
+#include "errors.h"
+#include "on_hosts.h"
+
+namespace deeptide {
+namespace {
+
+namespace fs = std::filesystem;
+using checkpoint::Scratch;
+
+Config local_config(int stage, bool is_local = true) {
+  return Config::from_text(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
+      "zero_optimization": {"stage": )" +
+                           std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0},
+      "checkpoint": {"use_node_local_storage": )" +
+                           (is_local ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
+}
+
+/// Folders of hosts, and the host of each rank.
+struct Hosts {
+  std::vector<int> of_ranks;
+  const Scratch& scratch;
+
+  std::string folder(int rank) const { return scratch / std::to_string(of_ranks[rank]); }
+  void run(int stage, const std::function<void(TrainingSession&, const std::string&)>& work) const {
+    run_on_hosts(of_ranks, [&](const World& world) {
+      TrainingSession session(world, 1, local_config(stage));
+      work(session, folder(world.rank));
+    });
+  }
+};
+
+std::vector<std::string> names_in(const std::string& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// All masters and moments, whole.
+std::vector<at::Tensor> states_of(TrainingSession& session) {
+  std::vector<at::Tensor> states;
+  for (const auto& item : session.model->named_parameters()) {
+    for (const char* role : {"master", "exp_avg", "exp_avg_sq"}) {
+      states.push_back(session.engine.full_state(item.key(), role));
+    }
+  }
+  return states;
+}
+
+/// Trains two steps on two hosts of two ranks, saves, and returns the states.
+std::vector<at::Tensor> save_on_two_hosts(const Scratch& scratch, int stage, const std::string& tag = "") {
+  std::vector<at::Tensor> states;
+  Hosts{{0, 0, 1, 1}, scratch}.run(stage, [&](TrainingSession& session, const std::string& folder) {
+    session.step(0);
+    session.step(1);
+    session.engine.save_checkpoint(folder, tag);
+    auto own = states_of(session);
+    if (session.world.rank == 0) states = std::move(own);
+  });
+  return states;
+}
+
+class NodeLocal : public testing::TestWithParam<int> {};
+
+TEST_P(NodeLocal, EachHostKeepsItsRanksFilesAndGoesOnBitForBit) {
+  const Scratch scratch;
+  save_on_two_hosts(scratch, GetParam());
+  EXPECT_EQ(names_in(scratch / "0/global_step2"),
+            (std::vector<std::string>{"manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"}));
+  EXPECT_EQ(names_in(scratch / "1/global_step2"),
+            (std::vector<std::string>{"manifest.json", "rank_00002.safetensors", "rank_00003.safetensors"}));
+  Hosts{{0, 0, 1, 1}, scratch}.run(GetParam(), [&](TrainingSession& resumed, const std::string& folder) {
+    TrainingSession straight(resumed.world, 1, local_config(GetParam()));
+    straight.step(0);
+    straight.step(1);
+    ASSERT_TRUE(resumed.engine.load_checkpoint(folder));
+    straight.seen.clear();
+    resumed.step(2);
+    straight.step(2);
+    expect_equal_results(resumed.results(), straight.results());
+  });
+}
+
+TEST_P(NodeLocal, OtherRanksAndHostsAskForWhatTheyLack) {
+  const Scratch scratch;
+  const auto saved = save_on_two_hosts(scratch, GetParam());
+  // Hosts that changed places; three hosts, of which one is new; fewer ranks; more ranks than before.
+  for (const auto& hosts : {std::vector<int>{1, 1, 0, 0}, {2, 0, 1}, {1, 0}, {0, 1, 0, 1, 2, 2}}) {
+    Hosts{hosts, scratch}.run(GetParam(), [&](TrainingSession& session, const std::string& folder) {
+      ASSERT_TRUE(session.engine.load_checkpoint(folder));
+      EXPECT_EQ(session.engine.global_steps(), 2);
+      expect_equal_results(states_of(session), saved);
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, NodeLocal, testing::Values(0, 1, 3));
+
+TEST(NodeLocalCheckpoint, AllHostsFilesInOneFolderAreACheckpointLikeAnyOther) {
+  const Scratch scratch;
+  const auto saved = save_on_two_hosts(scratch, 3);
+  fs::copy(scratch / "1", scratch / "0", fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+  run_ranks(1, [&](const World& world) {
+    TrainingSession session(world, 1, local_config(0, /*is_local=*/false));
+    ASSERT_TRUE(session.engine.load_checkpoint(scratch / "0"));
+    expect_equal_results(states_of(session), saved);
+  });
+}
+
+TEST(NodeLocalCheckpoint, ARunThatDiedBetweenTwoHostsCommitsGoesOnFromTheSaveBefore) {
+  const Scratch scratch;
+  const auto saved = save_on_two_hosts(scratch, 1, "before");
+  Hosts{{0, 0, 1, 1}, scratch}.run(1, [&](TrainingSession& session, const std::string& folder) {
+    ASSERT_TRUE(session.engine.load_checkpoint(folder));
+    session.step(2);
+    session.engine.save_checkpoint(folder, "after");
+  });
+  fs::remove_all(scratch / "1/after");  // it had not come so far there
+  std::ofstream(scratch / "1/latest") << "before";
+  Hosts{{0, 0, 1, 1}, scratch}.run(1, [&](TrainingSession& session, const std::string& folder) {
+    const auto loaded = session.engine.load_checkpoint(folder);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(fs::path(loaded->path).filename(), "before");
+    expect_equal_results(states_of(session), saved);
+  });
+}
+
+TEST(NodeLocalCheckpoint, EveryRankNamesAFileThatNoHostHasOrThatIsDamaged) {
+  const Scratch scratch;
+  save_on_two_hosts(scratch, 1);
+  const auto errors_on = [&](const std::vector<int>& hosts) {
+    std::vector<std::string> errors(hosts.size());
+    Hosts{hosts, scratch}.run(1, [&](TrainingSession& session, const std::string& folder) {
+      errors[session.world.rank] = error_of([&] { session.engine.load_checkpoint(folder); });
+    });
+    return errors;
+  };
+  for (const std::string& error : errors_on({0, 0})) {
+    EXPECT_NE(error.find("no rank's host has rank_0000"), std::string::npos) << error;
+  }
+  std::fstream file(scratch / "1/global_step2/rank_00003.safetensors", std::ios::in | std::ios::out | std::ios::ate);
+  file.seekp(-1, std::ios::end);
+  file.put('\x7f');
+  file.close();
+  for (const std::string& error : errors_on({0, 1})) {
+    EXPECT_NE(error.find("rank_00003.safetensors"), std::string::npos) << error;
+  }
+}
+
+TEST(NodeLocalCheckpoint, ASharedFolderIsSavedOnce) {
+  const Scratch scratch;
+  Hosts{{0, 0, 0}, scratch}.run(2, [&](TrainingSession& session, const std::string& folder) {
+    session.step(0);
+    session.engine.save_checkpoint(folder);
+    ASSERT_TRUE(session.engine.load_checkpoint(folder));
+  });
+  EXPECT_EQ(names_in(scratch / "0"), (std::vector<std::string>{"global_step1", "latest"}));
+}
+
+}  // namespace
+}  // namespace deeptide
