@@ -25,6 +25,7 @@ class Answers:
     _config: Config
     _outcome: StepOutcome | None
     _norm: float | None
+    _stage: _C.PipelineStage | None = None  # of a pipeline
 
     @property
     def config(self) -> Any:
@@ -74,12 +75,12 @@ class Answers:
     @property
     def data_parallel_rank(self) -> int:
         """This rank's number among those that train on different batches."""
-        return self.world.rank
+        return self.world.rank if self._stage is None else self._stage.data_rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many ranks train on different batches."""
-        return self.world.size
+        return self.world.size if self._stage is None else self._stage.data_size
 
     @property
     def mesh(self) -> dict[str, int]:

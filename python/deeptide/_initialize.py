@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ def _loader(
 
 def _stages(config: Config, model: torch.nn.Module) -> int:
     """The stages of the model's pipeline; 1 where it is none. Errors: ConfigError if the configuration differs."""
-    if not hasattr(model, "num_stages") and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
+    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
         return 1  # without a look at the package of pipelines
     from deeptide.pipeline.engine import check_mesh
 
@@ -73,13 +74,42 @@ def _data_world(world: World, stages: int) -> World:
     return _C.make_world(world.store, world.rank % size, size)
 
 
-def _kind_for(model: torch.nn.Module) -> type[Engine]:
+def is_pipeline(model: torch.nn.Module) -> bool:
+    """Whether it is a PipelineModule, or was cut into stages."""
+    if "_deeptide_cut" in model.__dict__:
+        return True
     if not hasattr(model, "num_stages"):
-        return Engine
-    from deeptide.pipeline.engine import PipelineEngine
+        return False
     from deeptide.pipeline.module import PipelineModule
 
-    return PipelineEngine if isinstance(model, PipelineModule) else Engine
+    return isinstance(model, PipelineModule)
+
+
+def cut(
+    model: torch.nn.Module,
+    config: Config,
+    optimizer: Any,
+    parameters: ParametersSource | None,
+    world: World | None = None,
+) -> contextlib.AbstractContextManager[ParametersSource | None]:
+    """Around the making of an engine: cuts a plain model into stages where "parallel" asks for some.
+
+    Gives `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were.
+    """
+    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
+        return contextlib.nullcontext(parameters)
+    from deeptide.pipeline.cut import cut_by_blocks
+
+    return cut_by_blocks(model, config, stages, optimizer, parameters, world)
+
+
+def _kind_for(model: torch.nn.Module) -> type[Engine]:
+    if not is_pipeline(model):
+        return Engine
+    from deeptide.pipeline.engine import PipelineEngine
+
+    return PipelineEngine
 
 
 def initialize(
@@ -113,19 +143,20 @@ def initialize(
         if value is not None:
             raise ConfigError(f"{name} is not supported yet (tensor parallelism); omit it")
     config = load_config(config, args, config_params)
-    plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
-    return make_engine(
-        _kind_for(model),
-        model,
-        config,
-        plan,
-        lr_scheduler,
-        training_data,
-        collate_fn,
-        world,
-        dist_init_required,
-        distributed_port,
-    )
+    with cut(model, config, optimizer, model_parameters, world) as own:
+        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own)
+        return make_engine(
+            _kind_for(model),
+            model,
+            config,
+            plan,
+            lr_scheduler,
+            training_data,
+            collate_fn,
+            world,
+            dist_init_required,
+            distributed_port,
+        )
 
 
 def make_engine(

@@ -24,7 +24,8 @@ Key parallel_section() {
   return section(
              "parallel", "How ranks divide into axes. Those of one stage share its layers by ZeRO.",
              {
-                 integer("pipeline", {}, "Stages of a pipeline; the model is a PipelineModule of as many.").at_least(1),
+                 integer("pipeline", {}, "Stages of a pipeline. A PipelineModule has as many; other models are cut.")
+                     .at_least(1),
                  choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
                         "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first.")
                      .not_yet({"interleaved", "zero_bubble"}),
