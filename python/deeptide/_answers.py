@@ -27,6 +27,7 @@ class Answers:
     _outcome: StepOutcome | None
     _norm: float | None
     tensor_team: Team | None = None  # the ranks that share this one's layers
+    _stage: _C.PipelineStage | None = None  # of a pipeline
 
     @property
     def config(self) -> Any:
@@ -76,11 +77,15 @@ class Answers:
     @property
     def data_parallel_rank(self) -> int:
         """This rank's number among those that train on different batches."""
+        if self._stage is not None:
+            return self._stage.data_rank
         return self.tensor_team.data_rank if self.tensor_team else self.world.rank
 
     @property
     def data_parallel_size(self) -> int:
         """How many ranks train on different batches."""
+        if self._stage is not None:
+            return self._stage.data_size
         return self.tensor_team.data_size if self.tensor_team else self.world.size
 
     @property

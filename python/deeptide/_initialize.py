@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def _loader(
 
 def _stages(config: Config, model: torch.nn.Module) -> int:
     """The stages of the model's pipeline; 1 where it is none. Errors: ConfigError if the configuration differs."""
-    if not hasattr(model, "num_stages") and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
+    if not is_pipeline(model) and json.loads(_C.config_section(config, "parallel"))["pipeline"] is None:
         return 1  # without a look at the package of pipelines
     from deeptide.pipeline.engine import check_mesh
 
@@ -95,13 +96,42 @@ def _options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
     return options_of(model, team)
 
 
-def _kind_for(model: torch.nn.Module) -> type[Engine]:
+def is_pipeline(model: torch.nn.Module) -> bool:
+    """Whether it is a PipelineModule, or was cut into stages."""
+    if "_deeptide_cut" in model.__dict__:
+        return True
     if not hasattr(model, "num_stages"):
-        return Engine
-    from deeptide.pipeline.engine import PipelineEngine
+        return False
     from deeptide.pipeline.module import PipelineModule
 
-    return PipelineEngine if isinstance(model, PipelineModule) else Engine
+    return isinstance(model, PipelineModule)
+
+
+def cut(
+    model: torch.nn.Module,
+    config: Config,
+    optimizer: Any,
+    parameters: ParametersSource | None,
+    world: World | None = None,
+) -> contextlib.AbstractContextManager[ParametersSource | None]:
+    """Around the making of an engine: cuts a plain model into stages where "parallel" asks for some.
+
+    Gives `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were.
+    """
+    stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
+    if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
+        return contextlib.nullcontext(parameters)
+    from deeptide.pipeline.cut import cut_by_blocks
+
+    return cut_by_blocks(model, config, stages, optimizer, parameters, world)
+
+
+def _kind_for(model: torch.nn.Module) -> type[Engine]:
+    if not is_pipeline(model):
+        return Engine
+    from deeptide.pipeline.engine import PipelineEngine
+
+    return PipelineEngine
 
 
 def initialize(
@@ -135,20 +165,21 @@ def initialize(
     if mesh_param is not None:
         raise ConfigError("mesh_param is not supported yet; give the axes as parallel.tensor and parallel.pipeline")
     config = load_config(config, args, config_params)
-    plan = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
-    return make_engine(
-        _kind_for(model),
-        model,
-        config,
-        plan,
-        lr_scheduler,
-        training_data,
-        collate_fn,
-        world,
-        dist_init_required,
-        distributed_port,
-        mpu,
-    )
+    with cut(model, config, optimizer, model_parameters, world) as own:
+        plan = plan_optimizer(model, parameter_names(model), config, optimizer, own)
+        return make_engine(
+            _kind_for(model),
+            model,
+            config,
+            plan,
+            lr_scheduler,
+            training_data,
+            collate_fn,
+            world,
+            dist_init_required,
+            distributed_port,
+            mpu,
+        )
 
 
 def make_engine(

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from deeptide import _C, _batches, _changes, _checkpoint, _offload_states, schedule, utils
+from deeptide import _C, _changes, _checkpoint, _offload_states, schedule, utils
 from deeptide._answers import Answers
+from deeptide._batches import WholeSteps
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._compiled import compile_model
 from deeptide._ends import end_with_interpreter
@@ -42,7 +43,7 @@ def _as_fp16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half() if tensor.is_floating_point() else tensor
 
 
-class Engine(Answers, LessWork, Observed):
+class Engine(Answers, WholeSteps, LessWork, Observed):
     """Shards, trains and saves one model. Made by `deeptide.initialize`; unknown attributes are the model's."""
 
     client_state_on_preempt: Callable[[], dict[str, Any]] | None = None
@@ -124,9 +125,12 @@ class Engine(Answers, LessWork, Observed):
         lower = self.torch_autocast_dtype()
         with self._observed_forward(args, kwargs):
             if lower is None:
-                return self.module(*args, **kwargs)
+                return self._compute(args, kwargs)
             with torch.autocast(self.device.type, lower):
-                return self.module(*args, **kwargs)
+                return self._compute(args, kwargs)
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*args, **kwargs)
 
     @told
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -192,40 +196,6 @@ class Engine(Answers, LessWork, Observed):
             self._less_work.after_step()
         if wants := schedule.advance(self.lr_scheduler, lr_kwargs):
             self._say_once(wants, "warning")
-
-    @told
-    def train_batch(
-        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Trains on the micro-batches of one optimizer step; returns their mean loss over all ranks. Collective.
-
-        `data_iter` yields micro-batches; without it they come from `training_data`, without end. A dictionary goes to
-        forward as keywords, a tuple as arguments. The loss is the output, its `loss` or its first element; with
-        `loss_fn`, a batch is (inputs, labels), and the loss is loss_fn(output, labels). Sets the training mode. Raises
-        StopIteration where the iterator is at its end, and ValueError where it ends within the step.
-        """
-        return _batches.train_batch(self, data_iter, loss_fn)
-
-    @told
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None = None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    ) -> Any:
-        """Returns the mean loss of micro-batches over all ranks, in evaluation mode and without gradients. Collective.
-
-        Batches and losses: as train_batch's. Takes `num_micro_batches`; absent: as many as a step takes. With
-        reduce_output=None, the list of this rank's losses. With return_logits, (losses, list of this rank's outputs);
-        with compute_loss=False, that list alone. `bcast_loss` changes nothing: every rank has the mean.
-        """
-        return _batches.eval_batch(
-            self, data_iter, return_logits, compute_loss, reduce_output, num_micro_batches, loss_fn
-        )
 
     @told
     def zero_grad(self, set_to_none: bool = True) -> None:

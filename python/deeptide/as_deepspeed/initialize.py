@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deeptide import _C, _world
 from deeptide._C import ConfigError
 from deeptide._groups import OptimizerPlan, plan_optimizer
-from deeptide._initialize import make_engine
+from deeptide._initialize import cut, is_pipeline, make_engine
 from deeptide._model import check_model, parameter_names
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.configuration import read_config
@@ -115,12 +115,13 @@ def initialize(
     if previous is not None:
         previous.destroy()
     _place(model)
-    plan = _plan(model, parsed, optimizer, model_parameters)
-    if plan is None and parsed.scheduler.type:
-        parsed = parsed.without_scheduler()
-    engine, optimizer, loader, scheduler = make_engine(
-        _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu
-    )
+    with cut(model, parsed, optimizer, model_parameters) as own:
+        plan = _plan(model, parsed, optimizer, own)
+        if plan is None and parsed.scheduler.type:
+            parsed = parsed.without_scheduler()
+        engine, optimizer, loader, scheduler = make_engine(
+            _kind_for(model), model, parsed, plan, lr_scheduler, training_data, collate_fn, mpu=mpu
+        )
     assert isinstance(engine, DeepSpeedEngine)
     engine.given_config = given
     _dress(engine, model)
@@ -130,12 +131,11 @@ def initialize(
 
 
 def _kind_for(model: torch.nn.Module) -> type[DeepSpeedEngine]:
-    if not hasattr(model, "num_stages"):
+    if not is_pipeline(model):
         return DeepSpeedEngine
     from deeptide.as_deepspeed.pipe_engine import PipelineEngine
-    from deeptide.pipeline.module import PipelineModule
 
-    return PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    return PipelineEngine
 
 
 def _dress(engine: DeepSpeedEngine, model: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import deeptide.pipeline.engine
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.pipeline.errors import PipelineError
 
 
 class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine):  # type: ignore[misc, unused-ignore]
@@ -15,6 +16,6 @@ class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine): 
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not here yet: the schedule has the configuration's number of micro-batches."""
-        raise deeptide.pipeline.engine.PipelineError(
+        raise PipelineError(
             "set_train_batch_size: not supported yet with a pipeline; give gradient_accumulation_steps to initialize"
         )

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from deeptide import _C
 
 
-def _split(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
+def split(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
     """(inputs, labels) of a micro-batch."""
     if isinstance(batch, Mapping):
         inputs = {name: value for name, value in batch.items() if name != "labels" or not has_loss_fn}
@@ -27,12 +27,16 @@ def _split(batch: Any, has_loss_fn: bool) -> tuple[Any, Any]:
 
 
 def take(
-    batches: Iterator[Any] | None, count: int, batch_fn: Callable[[Any], Any] | None, has_loss_fn: bool, device: Any
+    batches: Iterator[Any] | None,
+    count: int,
+    batch_fn: Callable[[Any], Any] | None,
+    apart: Callable[[Any], tuple[Any, Any]],
+    device: Any,
 ) -> tuple[list[tuple[Any, Any]], str]:
-    """Takes `count` micro-batches; returns them, or what was wrong: "end", or a text."""
+    """Takes `count` micro-batches `apart`; returns them, or what was wrong: "end", or a text."""
     taken: list[tuple[Any, Any]] = []
     if batches is None:
-        return taken, "the first and the last stage need an iterator: give one, or training_data to initialize"
+        return taken, "the stages that read batches need an iterator: give one, or training_data to initialize"
     for index in range(count):
         try:
             batch = next(batches)
@@ -44,20 +48,32 @@ def take(
                 "data, or use deeptide.RepeatingLoader"
             )
         batch = batch if batch_fn is None else batch_fn(batch)
-        taken.append(_split(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch), has_loss_fn))
+        taken.append(apart(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)))
     return taken, ""
 
 
 _CODES = ("", "end", "failed")
 
 
-def agree(stage: _C.PipelineStage | None, problem: str) -> None:
-    """Collective over the stages: all of them go on, or all raise. Errors: StopIteration; ValueError."""
+def agree(stage: _C.PipelineStage | None, problem: str, mark: int | None = None) -> None:
+    """Collective over the stages: all of them go on, or all raise. Errors: StopIteration; ValueError.
+
+    mark: a digest of what was taken, where all stages take the same.
+    """
     code = _CODES.index(problem) if problem in _CODES else 2
-    codes = [code] if stage is None else [int(each) for each in stage.exchange([float(code)])]
+    codes, marks = [code], []
+    if stage is not None:
+        values = [int(each) for each in stage.exchange([float(code), float(mark or 0)])]
+        codes, marks = values[::2], values[1::2]
     if problem and problem != "end":
         raise ValueError(problem)
     if 2 in codes:
         raise ValueError(f"stage {codes.index(2)} has no micro-batches for this step; see its error")
     if 1 in codes:
         raise StopIteration
+    for other, its in enumerate(marks):
+        if mark is not None and its != marks[0]:
+            raise ValueError(
+                f"the micro-batches of stages 0 and {other} differ: all stages of a pipeline read the same ones, those "
+                "of engine.data_parallel_rank among engine.data_parallel_size"
+            )

@@ -12,73 +12,60 @@ import torch
 
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
-from deeptide._reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline import batches as micro_batches
+from deeptide.pipeline.cut import BlockCut, cut_of
+from deeptide.pipeline.digest import digest
+from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.stage_run import StageRun
 
 _SCHEDULES = {"1f1b": PipelineSchedule.one_f_one_b, "gpipe": PipelineSchedule.gpipe}
 
 
-class PipelineError(RuntimeError):
-    """A method of an engine that a stage of a pipeline does not have."""
-
-
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
     """The number of stages. Errors: ConfigError if the configuration has another one than the model."""
     asked = json.loads(_C.config_section(config, "parallel"))["pipeline"]
-    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    cut = cut_of(model)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1 if cut is None else cut.num_stages
     if asked is None or asked == stages:
         return stages
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"parallel.pipeline is {asked}, and the model is no PipelineModule: give its layers to "
-            f"deeptide.pipeline.PipelineModule(layers, num_stages={asked}); other models have one stage yet"
-        )
-    raise ConfigError(f"parallel.pipeline is {asked}, and the PipelineModule has {stages} stages; leave the key out")
+    name = type(model).__name__
+    raise ConfigError(f"parallel.pipeline is {asked}, and the {name} has {stages} stages; leave the key out")
 
 
 class PipelineEngine(Engine):
-    """Trains a PipelineModule. Made by `deeptide.initialize`; unknown attributes are the model's."""
+    """Trains one stage of a PipelineModule, or of a model that "parallel": {"pipeline": N} cuts along its blocks.
 
-    module: PipelineModule
+    Made by `deeptide.initialize`; unknown attributes are the model's.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stage = self._core.stage() if self.module.num_stages > 1 else None
+        self._cut: PipelineModule | BlockCut = cut_of(self.module) or self.module  # type: ignore[assignment]
+        self._stage = self._core.stage() if self._cut.num_stages > 1 else None
         self._schedule = _SCHEDULES[json.loads(_C.config_section(self._config, "parallel"))["schedule"]]
         self._batch_fn: Callable[[Any], Any] | None = None
         self._iterator: Iterator[Any] | None = None
-        self._run = StageRun(self, self._stage, self.module)
+        self._run = StageRun(self, self._stage, self._cut)
 
     # -- where this rank is ---------------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
         """The number of stages."""
-        return self.module.num_stages
+        return self._cut.num_stages
 
     @property
     def stage_id(self) -> int:
         """This rank's stage, from 0."""
-        return self.module.stage_id
+        return self._cut.stage_id
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one optimizer step."""
         return self._core.batch_sizes().accumulation
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's number among those of its stage, which train on other batches."""
-        return self.world.rank if self._stage is None else self._stage.data_rank
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks of each stage."""
-        return self.world.size if self._stage is None else self._stage.data_size
 
     def is_first_stage(self) -> bool:
         """Whether this stage takes the inputs."""
@@ -110,83 +97,66 @@ class PipelineEngine(Engine):
         """Has no effect: activations may change their shapes at any time."""
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """The module's."""
-        return self.module.get_additional_losses()
+        """The PipelineModule's."""
+        return self.module.get_additional_losses() if isinstance(self.module, PipelineModule) else None
 
     def _take(self, data_iter: Iterator[Any] | None, count: int, name: str) -> list[tuple[Any, Any]]:
         """This step's micro-batches; none on stages that need none. All stages raise if one has none."""
         problem = ""
         taken: list[tuple[Any, Any]] = []
-        if self.is_first_stage() or self.is_last_stage():
+        if self._cut.reads_batches():
             batches = data_iter if data_iter is not None else self._iterator
             if batches is None and self.training_dataloader is not None:
-                batches = _batches._batches(self, None, name)
-            has_loss_fn = self.module.loss_fn is not None
-            taken, problem = micro_batches.take(batches, count, self._batch_fn, has_loss_fn, self._core.device())
-        micro_batches.agree(self._stage, problem)
+                batches = _batches.batches_of(self, None, name)
+            taken, problem = micro_batches.take(batches, count, self._batch_fn, self._cut.split, self._core.device())
+        mark = digest(taken, with_floats=True) if isinstance(self._cut, BlockCut) else None
+        micro_batches.agree(self._stage, problem, mark)
         return taken
+
+    def _set_loss_fn(self, loss_fn: _batches.LossFunction | None) -> None:
+        if isinstance(self._cut, BlockCut):
+            self._cut.loss_fn = loss_fn
+        elif loss_fn is not None:
+            raise ValueError("loss_fn: a PipelineModule has its own; leave the argument out")
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._cut.compute(self.module, args, kwargs)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    @told
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:  # type: ignore[override]
-        """Trains on the micro-batches of one optimizer step; returns their mean loss, on every rank. Collective.
-
-        data_iter yields (inputs, labels), or dictionaries with "labels", equal on the first and the last stage, which
-        alone read it; without it they come from set_dataloader(), set_dataiterator() or training_data. Raises
-        StopIteration on all stages where it is at its end, and ValueError where it ends within the step.
-        """
-        if self._core.has_gradients():
-            raise ValueError("train_batch: there are gradients already; call zero_grad()")
-        taken = self._take(data_iter, self.micro_batches, "train_batch")
+    def _train_on(
+        self, data_iter: Iterator[Any] | None, count: int, loss_fn: _batches.LossFunction | None
+    ) -> list[torch.Tensor]:
+        self._set_loss_fn(loss_fn)
+        taken = self._take(data_iter, count, "train_batch")
         self.module.train()
-        return self._mean(self._run.train(self._schedule, taken, self.micro_batches))
+        return self._run.train(self._schedule, taken, count)
 
-    @told
-    def eval_batch(  # type: ignore[override]
+    def _evaluate_on(
         self,
-        data_iter: Iterator[Any] | None = None,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """The mean loss of micro-batches, in evaluation mode and without gradients. Collective.
-
-        Batches: as train_batch's; `num_micro_batches` of them, absent: as many as a step takes. With
-        reduce_output=None, the list of the losses of this rank's pipeline. With return_logits, (losses, outputs): a
-        list on the last stage, None on the others; with compute_loss=False, that alone. Every rank has the loss.
-        """
-        if reduce_output not in ("avg", None):
-            raise ValueError(f'eval_batch: reduce_output: got {reduce_output!r}, expected "avg" or None')
-        count = num_micro_batches or self.micro_batches
+        data_iter: Iterator[Any] | None,
+        count: int,
+        loss_fn: _batches.LossFunction | None,
+        compute_loss: bool,
+        wants_outputs: bool,
+    ) -> tuple[list[torch.Tensor], list[Any] | None]:
+        self._set_loss_fn(loss_fn)
         taken = self._take(data_iter, count, "eval_batch")
-        mode = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                losses, outputs = self._run.evaluate(taken, count, compute_loss)
-        finally:
-            self.module.train(mode)
-        if not compute_loss:
-            return outputs
-        result: Any = self._mean(losses) if reduce_output == "avg" else self._all(losses, count)
-        return (result, outputs) if return_logits else result
+        with _batches.evaluating(self):
+            losses, outputs = self._run.evaluate(taken, count, compute_loss)
+            if wants_outputs:
+                self._cut.check_output(outputs)
+        return losses, outputs
 
-    def _all(self, losses: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    def _each_loss(self, losses: list[torch.Tensor], count: int) -> list[torch.Tensor]:
         """The last stage's losses, on every stage."""
         if self._stage is None:
             return losses
         values = self._stage.exchange([loss.item() for loss in losses] or [0.0] * count)
         return [torch.tensor(value, device=self._core.device()) for value in values[-count:]]
 
-    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Over micro-batches and ranks, the same on each rank."""
-        mean = 0.0
-        if losses:
-            mean = torch.stack([loss.detach().double().reshape(()) for loss in losses]).mean().item()
-            mean = self._core.mean(mean)
+    def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        mean = self._core.mean(_batches.mean_of(losses)) if losses else 0.0
         if self._stage is not None:
             mean = self._stage.exchange([mean])[-1]
         return torch.tensor(mean, device=self._core.device())

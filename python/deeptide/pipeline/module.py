@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 
-from deeptide import _C, _world
+from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide.pipeline.batches import split
 from deeptide.pipeline.layers import LayerSpec, TiedLayerSpec
 from deeptide.pipeline.partition import bounds_of, num_trained
-from deeptide.pipeline.ties import Ties
+from deeptide.pipeline.place import place
+from deeptide.pipeline.ties import ties_of_layers
 
 
 def _recompute(function: Callable[..., Any], *args: Any) -> Any:
@@ -36,17 +37,6 @@ def _chain(steps: list[Callable[[Any], Any]], value: Any) -> Any:
 
 def _chain_of_tuple(steps: list[Callable[[Any], Any]], *values: Any) -> Any:
     return _chain(steps, values)
-
-
-def _place(world: _C.World | None) -> tuple[int, int]:
-    """This process's rank and the number of ranks."""
-    if world is not None:
-        return world.rank, world.size
-    if dist.is_available() and not dist.is_initialized():
-        _world.init_distributed()
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _stages_of(topology: Any, num_ranks: int) -> int:
@@ -97,7 +87,7 @@ class PipelineModule(torch.nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise RuntimeError("PipelineModule: got neither num_stages nor topology, expected one of them")
-        rank, num_ranks = _place(world)
+        rank, num_ranks = place(world)
         stages = int(num_stages) if topology is None else _stages_of(topology, num_ranks)  # type: ignore[arg-type]
         if num_stages is not None and num_stages != stages:
             raise ConfigError(f"PipelineModule: num_stages is {num_stages}, and the topology has {stages} stages")
@@ -116,7 +106,7 @@ class PipelineModule(torch.nn.Module):
         self.parts = bounds_of(self._specs, stages, partition_method)
         self._check_stages()
         self._build(seed_layers, seed_fn or _seed, base_seed)
-        self.ties = Ties(self)
+        self.ties = ties_of_layers(self)
 
     def _check_stages(self) -> None:
         """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
@@ -192,7 +182,7 @@ class PipelineModule(torch.nn.Module):
             return self._given_topology
         from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology
 
-        return PipeDataParallelTopology(self.num_stages, max(_place(None)[1] // self.num_stages, 1))
+        return PipeDataParallelTopology(self.num_stages, max(place(None)[1] // self.num_stages, 1))
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """None: a class of yours may return a dictionary of losses beside that of loss_fn, for your own records."""
@@ -213,6 +203,34 @@ class PipelineModule(torch.nn.Module):
         for begin in range(0, len(self._steps), interval):
             layers = self._kinds[begin : begin + interval]
             yield self._is_recomputed(layers), self._steps[begin : begin + interval]
+
+    def reads_batches(self) -> bool:
+        """The first stage takes the inputs, the last one the labels."""
+        return self.stage_id in (0, self.num_stages - 1)
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """(inputs, labels) of a micro-batch."""
+        return split(batch, self.loss_fn is not None)
+
+    def check_output(self, output: Any) -> None:
+        """Any output may go to the program."""
+
+    def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This stage's layers."""
+        return module(*args, **kwargs)
+
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+        """A forward of this stage: of the micro-batch's inputs on the first, of what was received on the others."""
+        return forward(inputs if self.stage_id == 0 else received)
+
+    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
+        """The loss of the last stage's output. Errors: ValueError if it is no scalar."""
+        loss = output if self.loss_fn is None else self.loss_fn(output, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            source = "the last layer returns it, or give loss_fn" if self.loss_fn is None else "loss_fn returns it"
+            raise ValueError(f"the loss of a micro-batch: got {got}, expected a scalar tensor; {source}")
+        return loss
 
     def forward(self, inputs: Any) -> Any:
         """Runs this stage's layers on what the stage before it returns."""

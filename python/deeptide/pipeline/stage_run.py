@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,13 +16,27 @@ from deeptide.pipeline.letters import Letters, Subject, tensors_in
 
 if TYPE_CHECKING:
     from deeptide.pipeline.engine import PipelineEngine
-    from deeptide.pipeline.module import PipelineModule
+    from deeptide.pipeline.ties import Ties
+
+
+class StageModel(Protocol):
+    """What a step needs to know of a model on one stage: of a PipelineModule, or of a model cut by blocks."""
+
+    stage_id: int
+    num_stages: int
+    ties: Ties
+
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+        """What is handed on, or the last stage's output. `forward`: the engine's; `inputs`: None where not read."""
+
+    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
+        """The scalar loss of the last stage's output."""
 
 
 class StageRun:
     """Runs steps of one stage. `stage` is None where the pipeline has one stage alone."""
 
-    def __init__(self, engine: PipelineEngine, stage: _C.PipelineStage | None, model: PipelineModule) -> None:
+    def __init__(self, engine: PipelineEngine, stage: _C.PipelineStage | None, model: StageModel) -> None:
         self._engine, self._stage, self._model, self._ties = engine, stage, model, model.ties
         self._letters = Letters(stage) if stage is not None else None
         self._here, self._last = model.stage_id, model.num_stages - 1
@@ -96,18 +111,16 @@ class StageRun:
         self._received[micro_batch] = self._receive("activation", micro_batch, self._here - 1)
 
     def _output(self, micro_batch: int) -> Any:
-        inputs = self._received.pop(micro_batch) if self._here > 0 else self._batches[micro_batch][0]
-        self._inputs[micro_batch] = tensors_in(inputs)
-        return Engine.forward(self._engine, inputs)
+        received = self._received.pop(micro_batch) if self._here > 0 else None
+        inputs = self._batches[micro_batch][0] if self._batches else None
+        self._inputs[micro_batch] = tensors_in(received)
+        return self._model.run_stage(self._forward_of_engine, inputs, received)
+
+    def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
+        return Engine.forward(self._engine, *args, **kwargs)
 
     def _loss(self, output: Any, micro_batch: int) -> torch.Tensor:
-        loss_fn = self._model.loss_fn
-        loss = output if loss_fn is None else loss_fn(output, self._batches[micro_batch][1])
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            source = "the last layer returns it, or give loss_fn" if loss_fn is None else "loss_fn returns it"
-            raise ValueError(f"the loss of a micro-batch: got {got}, expected a scalar tensor; {source}")
-        return loss
+        return self._model.loss_of(output, self._batches[micro_batch][1])
 
     def _forward(self, micro_batch: int) -> None:
         output = self._output(micro_batch)

@@ -7,8 +7,9 @@ So each is sharded, stepped, clipped and saved once, at every stage of ZeRO.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,12 +19,29 @@ if TYPE_CHECKING:
     from deeptide.pipeline.module import PipelineModule
 
 
-def _places(layer: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """(module, attribute, parameter) of each parameter, once, in the order of all stages."""
-    found: dict[int, tuple[torch.nn.Module, str, torch.nn.Parameter]] = {}
+class Place(NamedTuple):
+    """Where a module holds a parameter."""
+
+    module: torch.nn.Module
+    attribute: str
+    is_trained: bool
+    is_here: bool = True  # this stage uses the module
+
+
+class Tie(NamedTuple):
+    """Parameters that several stages use; the first one owns them. Alike on those stages, but for `is_here`."""
+
+    key: str
+    stages: list[int]
+    parameters: list[list[Place]]  # of each parameter
+
+
+def _places(layer: torch.nn.Module) -> list[list[Place]]:
+    """Of each parameter, in the order of all stages."""
+    found: dict[int, list[Place]] = {}
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            found.setdefault(id(parameter), (module, name, parameter))
+            found.setdefault(id(parameter), []).append(Place(module, name, parameter.requires_grad))
     return list(found.values())
 
 
@@ -34,32 +52,33 @@ def _added(held: Any, new: Any) -> Any:
 @dataclass
 class _Owned:
     key: str
-    layer: torch.nn.Module
+    places: list[Place]  # one of each parameter
     borrowers: list[int]
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for _, _, parameter in _places(self.layer)]
+    def parameters(self) -> list[torch.Tensor]:
+        return [getattr(place.module, place.attribute) for place in self.places]
 
 
 @dataclass
 class _Borrowed:
-    """A layer whose parameters are plain tensors here, new ones in each step."""
+    """Parameters that are plain tensors here, new ones in each step."""
 
     key: str
     owner: int
-    places: list[tuple[torch.nn.Module, str]]
-    trained: list[bool]
+    parameters: list[list[Place]]
     values: list[torch.Tensor] = field(default_factory=list)
     sums: list[torch.Tensor | None] = field(default_factory=list)  # of gradients, over micro-batches
 
     def put(self, values: list[torch.Tensor], with_gradients: bool) -> None:
         self.values = [
-            value.requires_grad_(with_gradients and trained)
-            for value, trained in zip(values, self.trained, strict=True)
+            value.requires_grad_(with_gradients and places[0].is_trained)
+            for value, places in zip(values, self.parameters, strict=True)
         ]
         self.sums = [None] * len(values)
-        for (module, name), value in zip(self.places, self.values, strict=True):
-            setattr(module, name, value)
+        for places, value in zip(self.parameters, self.values, strict=True):
+            for place in places:
+                if place.is_here:
+                    setattr(place.module, place.attribute, value)
 
     def add_gradients(self) -> None:
         """After a backward. Sums are in fp32 at least, as the engine's are."""
@@ -73,28 +92,16 @@ class _Borrowed:
 
 
 class Ties:
-    """This stage's tied layers. The module has no parameters that are borrowed."""
+    """This stage's part of parameters that stages share. Those that are borrowed are no parameters of its modules."""
 
-    def __init__(self, model: PipelineModule) -> None:
+    def __init__(self, ties: Iterable[Tie], here: int) -> None:
         self._owned: list[_Owned] = []
         self._borrowed: list[_Borrowed] = []
-        here = model.stage_id
-        for key, stages in model.stages_of_ties().items():
-            if here not in stages or len(stages) == 1:
-                continue
-            layer = model.tied_modules[key]
-            if here == stages[0]:
-                self._owned.append(_Owned(key, layer, stages[1:]))
-            else:
-                self._borrowed.append(self._borrow(key, stages[0], layer))
-
-    def _borrow(self, key: str, owner: int, layer: torch.nn.Module) -> _Borrowed:
-        places = [(module, name, parameter.requires_grad) for module, name, parameter in _places(layer)]
-        for module in layer.modules():
-            for name in [name for name, _ in module.named_parameters(recurse=False)]:
-                delattr(module, name)
-                setattr(module, name, None)
-        return _Borrowed(key, owner, [(m, n) for m, n, _ in places], [trained for _, _, trained in places])
+        for tie in ties:
+            if here == tie.stages[0]:
+                self._owned.append(_Owned(tie.key, [places[0] for places in tie.parameters], tie.stages[1:]))
+            elif here in tie.stages:
+                self._borrowed.append(_Borrowed(tie.key, tie.stages[0], tie.parameters))
 
     def letters(self, training: bool) -> dict[int, int]:
         """How many letters come of which stage in one step."""
@@ -141,3 +148,21 @@ class Ties:
                     parameters.append(parameter)
                     gradients.append(gradient.to(parameter.dtype))
         return parameters, gradients
+
+
+def ties_of_layers(model: PipelineModule) -> Ties:
+    """Of a model's TiedLayerSpecs; takes out the parameters that this stage borrows."""
+    ties = []
+    here = model.stage_id
+    for key, stages in model.stages_of_ties().items():
+        if here not in stages or len(stages) == 1:
+            continue
+        layer = model.tied_modules[key]
+        ties.append(Tie(key, stages, _places(layer)))
+        if here == stages[0]:
+            continue
+        for module in layer.modules():
+            for name in [name for name, _ in module.named_parameters(recurse=False)]:
+                delattr(module, name)
+                setattr(module, name, None)
+    return Ties(ties, here)

@@ -24,7 +24,8 @@ Key parallel_section() {
   return section(
              "parallel", "How ranks divide into axes. Those of one stage share its layers by ZeRO.",
              {
-                 integer("pipeline", {}, "Stages of a pipeline; the model is a PipelineModule of as many.").at_least(1),
+                 integer("pipeline", {}, "Stages of a pipeline. A PipelineModule has as many; other models are cut.")
+                     .at_least(1),
                  integer("tensor", 1, "Ranks that share each layer, neighbours on one host.").at_least(1),
                  integer("data", {}, "Ranks that train on different batches.")
                      .at_least(1)

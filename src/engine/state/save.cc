@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <chrono>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
 
 #include "checkpoint/background_save.h"
 #include "checkpoint/frozen_files.h"
@@ -62,6 +64,20 @@ void merge_stages(engine::Stages& stages, nlohmann::json& state) {
     const auto theirs = nlohmann::json::parse(text);
     for (const auto& [key, entries] : theirs.items()) state[key].update(entries);
   }
+}
+
+/// Collective over the mesh. Leaves out the buffers that a later stage has too, as it has those of modules without
+/// parameters: it runs more of the program, and saves them.
+void leave_to_later_stages(engine::Stages& stages, std::vector<NamedTensor>& buffers) {
+  std::string own;
+  for (const NamedTensor& buffer : buffers) own += buffer.name + "\n";
+  const auto texts = engine::texts_of_stages(stages, own, "comparing buffers with the other stages");
+  std::set<std::string> later;
+  for (auto stage = static_cast<size_t>(stages.index()) + 1; stage < texts.size(); ++stage) {
+    std::istringstream lines(texts[stage]);
+    for (std::string name; std::getline(lines, name);) later.insert(name);
+  }
+  std::erase_if(buffers, [&](const NamedTensor& buffer) { return later.count(buffer.name) != 0; });
 }
 
 /// Rounds moments where "bf16_moments" asks for it.
@@ -197,6 +213,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
   if (auto* const stages = channels.stages()) {
     check_save_of_stages(blocking, exclude_frozen);
+    leave_to_later_stages(*stages, loose.buffers);
     merge_stages(*stages, state);
   }
   checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};

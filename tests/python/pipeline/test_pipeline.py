@@ -9,7 +9,8 @@ from conftest import run_ranks
 
 import deeptide
 from deeptide.pipeline import PipelineModule
-from deeptide.pipeline.engine import PipelineError
+from deeptide.pipeline.engine import PipelineEngine
+from deeptide.pipeline.errors import PipelineError
 
 STEPS, GAS = 3, 4
 
@@ -237,8 +238,7 @@ def test_what_does_not_go_with_a_pipeline_is_refused(more, text):
     run_ranks(2, start)
 
 
-def test_a_plain_model_has_no_stages_yet():
+def test_a_plain_model_of_one_stage_is_no_pipeline():
     plain = deeptide.initialize(model=torch.nn.Linear(2, 2), config=stages.config(1, 1, parallel={"pipeline": 1}))[0]
     assert plain.mesh == {"pipe": 1, "data": 1} and plain.data_parallel_rank == 0
-    with pytest.raises(deeptide.ConfigError, match=r"parallel\.pipeline is 2, and the model is no PipelineModule"):
-        deeptide.initialize(model=torch.nn.Linear(2, 2), config=stages.config(1, 1, parallel={"pipeline": 2}))
+    assert not isinstance(plain, PipelineEngine)

@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model has its blocks, and which stage each parameter of the uncut model belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from deeptide._C import ConfigError
+from deeptide.pipeline.partition import balanced
+
+_SHARE = 0.25  # of the trained elements: so much in two containers means two chains of blocks
+_CURE = "write the model as a deeptide.pipeline.PipelineModule"
+
+
+class Blocks(NamedTuple):
+    """A numbered container of blocks: its path in the model, and the blocks in order."""
+
+    path: str
+    container: torch.nn.Module
+    blocks: list[torch.nn.Module]
+
+    def trained(self) -> int:
+        """Elements of parameters that require a gradient."""
+        return num_trained(self.container)
+
+
+def num_trained(module: torch.nn.Module) -> int:
+    """Elements of a module's parameters that require a gradient."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _containers(model: torch.nn.Module) -> Iterator[Blocks]:
+    for path, module in model.named_modules():
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            yield Blocks(path, module, list(module))
+
+
+def _outermost(found: list[Blocks]) -> list[Blocks]:
+    """Without those that lie inside another one."""
+    paths = [blocks.path for blocks in found]
+    return [b for b in found if not any(p != b.path and (p == "" or b.path.startswith(p + ".")) for p in paths)]
+
+
+def _are_alike(blocks: list[torch.nn.Module]) -> bool:
+    return len({type(block) for block in blocks}) == 1 and any(True for _ in blocks[0].parameters())
+
+
+def _declared(model: torch.nn.Module, found: list[Blocks]) -> list[Blocks]:
+    """Containers that a configuration of Transformers names in base_model_pp_plan."""
+    named = []
+    for path, module in model.named_modules():
+        plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+        named += [f"{path}.{key}" if path else key for key in plan]
+    return [blocks for blocks in found if blocks.path in named]
+
+
+def _long_enough(model: torch.nn.Module, num_stages: int) -> list[Blocks]:
+    """The containers that may be cut, the best kind alone: declared, of one class, of several classes."""
+    found = [blocks for blocks in _containers(model) if len(blocks.blocks) >= num_stages]
+    alike = [blocks for blocks in found if _are_alike(blocks.blocks)]
+    for kind in (_declared(model, alike), alike, found):
+        if kind:
+            return _outermost(kind)
+    return []
+
+
+def find_blocks(model: torch.nn.Module, num_stages: int) -> Blocks:
+    """The chain of blocks that a model is cut along. Errors: ConfigError if it has none, or several."""
+    found = sorted(_long_enough(model, num_stages), key=Blocks.trained, reverse=True)
+    name = type(model).__name__
+    if not found:
+        raise ConfigError(
+            f"parallel.pipeline is {num_stages}, and {name} has no ModuleList or Sequential of {num_stages} blocks or "
+            f"more to be cut along; take fewer stages, or {_CURE}"
+        )
+    most = num_trained(model)
+    rivals = [blocks.path for blocks in found if blocks.trained() > _SHARE * most]
+    if len(rivals) > 1:
+        raise ConfigError(
+            f"parallel.pipeline is {num_stages}, and {name} has more than one chain of blocks: {', '.join(rivals)}; "
+            f"only one can be cut: {_CURE}"
+        )
+    if len(set(map(id, found[0].blocks))) < len(found[0].blocks):
+        raise ConfigError(
+            f"parallel.pipeline is {num_stages}, and {found[0].path or name} holds one module twice, which would be on "
+            f"two stages: {_CURE}"
+        )
+    return found[0]
+
+
+def bounds_of_blocks(model: torch.nn.Module, chain: Blocks, num_stages: int) -> list[int]:
+    """Bounds of the stages' blocks, by trained parameters: what follows the blocks counts with the last one."""
+    weights = [float(sum(parameter.numel() for parameter in block.parameters())) for block in chain.blocks]
+    places = Places(chain, [0] * len(weights))
+    after = {
+        id(parameter): parameter.numel()
+        for path, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if places.side(path, model) == "after"
+    }
+    weights[-1] += sum(after.values())
+    return balanced(weights, num_stages)
+
+
+class Places:
+    """The stages of modules, by their paths. `stages`: of each block."""
+
+    def __init__(self, chain: Blocks, stages: list[int]) -> None:
+        self._chain, self._stages = chain, stages
+
+    def side(self, path: str, model: torch.nn.Module) -> str:
+        """Where a module lies: "before" or "after" the blocks, as modules were registered, "block" or "around" them."""
+        chain = self._chain.path
+        if path == chain or path == "" or chain.startswith(path + "."):
+            return "around"
+        if chain == "" or path.startswith(chain + "."):
+            return "block"
+        own, other = path.split("."), chain.split(".")
+        common = next(i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+        siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
+        return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"
+
+    def stages_of(self, path: str, model: torch.nn.Module) -> list[int]:
+        """The stages that use a module's own parameters: those of modules around the blocks may be used anywhere."""
+        side, last = self.side(path, model), self._stages[-1]
+        if side == "around":
+            return list(range(last + 1))
+        if side != "block":
+            return [0 if side == "before" else last]
+        number = path[len(self._chain.path) + 1 if self._chain.path else 0 :].split(".")[0]
+        keys = [name for name, _ in self._chain.container.named_children()]
+        return [self._stages[keys.index(number)]]

@@ -1,0 +1,254 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A model of anybody's, cut along its blocks: each stage keeps its own parameters, and the model its program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from deeptide import _C, _batches
+from deeptide._C import Config, ConfigError
+from deeptide._groups import OptimizerSource, ParametersSource, _plain_groups
+from deeptide.pipeline.blocks import Blocks, Places, bounds_of_blocks, find_blocks
+from deeptide.pipeline.elsewhere import Elsewhere
+from deeptide.pipeline.passage import Passage, stage_blocks
+from deeptide.pipeline.place import place
+from deeptide.pipeline.ties import Place, Tie, Ties
+
+_ATTRIBUTE = "_deeptide_cut"  # of the model
+
+
+class _Taken:
+    """What a module held before its parameters and buffers of other stages were taken out."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self._parameters, self._buffers = module, dict(module._parameters), dict(module._buffers)
+
+    def take(self, name: str, origin: str, dtype: torch.dtype | None) -> None:
+        """A tensor without bytes in the place of a parameter or buffer."""
+        tensor: torch.Tensor = getattr(self._module, name)
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
+        delattr(self._module, name)
+        setattr(self._module, name, Elsewhere(like, origin, tensor.device))
+
+    def put_back(self) -> None:
+        """Undoes it."""
+        pairs: Any = ((self._parameters, self._module._parameters), (self._buffers, self._module._buffers))
+        for held, own in pairs:
+            for name in held.keys() - own.keys():
+                self._module.__dict__.pop(name, None)
+            own.clear()
+            own.update(held)
+
+
+class BlockCut:
+    """One stage's part of a model that is cut along its chain of blocks. The model keeps its own forward.
+
+    Parameters before the blocks belong to the first stage, those after them to the last. A parameter that several
+    stages use, such as a head's that is tied to an embedding, belongs to the first of them, which lends it; so do those
+    that the modules around the blocks hold themselves. What a stage has not is an Elsewhere tensor there.
+    """
+
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
+
+    def __init__(self, model: torch.nn.Module, num_stages: int, stage_id: int, dtype: torch.dtype | None) -> None:
+        self.num_stages, self.stage_id = num_stages, stage_id
+        chain = find_blocks(model, num_stages)
+        self.parts = bounds_of_blocks(model, chain, num_stages)
+        stages = [stage for stage, (a, b) in enumerate(itertools.pairwise(self.parts)) for _ in range(b - a)]
+        self._model, self._dtype = model, dtype
+        self._held: list[_Taken] = []
+        self._uses = _uses(model, chain, stages)
+        self._check_stages(chain)
+        self.ties = Ties(self._ties(), stage_id)
+        self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
+        self._take_out(model, chain)
+        self._classes = [(block, type(block)) for block in chain.blocks]
+        self.passage = Passage(chain.path, stages, stage_id)
+        stage_blocks(chain.blocks, self.passage)
+
+    def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
+        """(path, module, attribute, parameter, stages that use the module), in the order of all stages."""
+        for path, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{path}.{name}" if path else name, module, name, parameter, self._uses[id(module)]
+
+    def _stages_of(self) -> dict[int, list[int]]:
+        """The stages that use a parameter, by its id; the first owns it."""
+        stages: dict[int, set[int]] = {}
+        for _, _, _, parameter, used in self._places():
+            stages.setdefault(id(parameter), set()).update(used)
+        return {key: sorted(found) for key, found in stages.items()}
+
+    def _check_stages(self, chain: Blocks) -> None:
+        """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
+        stages_of = self._stages_of()
+        trained = {stages_of[id(p)][0] for p in self._model.parameters() if p.requires_grad}
+        for stage, (begin, end) in enumerate(itertools.pairwise(self.parts)):
+            if stage not in trained:
+                raise ConfigError(
+                    f"parallel.pipeline: stage {stage} of {self.num_stages}, with the blocks {begin} to {end - 1} of "
+                    f"{chain.path}, has no trained parameter of its own, which is not supported yet; take fewer stages"
+                )
+
+    def _ties(self) -> list[Tie]:
+        """Of the parameters that several stages use: one for each set of stages."""
+        stages_of = self._stages_of()
+        found: dict[tuple[int, ...], dict[int, list[Place]]] = {}
+        names: dict[tuple[int, ...], str] = {}
+        for name, module, attribute, parameter, used in self._places():
+            stages = tuple(stages_of[id(parameter)])
+            if len(stages) == 1:
+                continue
+            names.setdefault(stages, name)
+            places = found.setdefault(stages, {}).setdefault(id(parameter), [])
+            places.append(Place(module, attribute, parameter.requires_grad, self.stage_id in used))
+        return [Tie(names[stages], list(stages), list(places.values())) for stages, places in found.items()]
+
+    def _take_out(self, model: torch.nn.Module, chain: Blocks) -> None:
+        stages_of, here = self._stages_of(), self.stage_id
+        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        for path, module in model.named_modules():
+            held = _Taken(module)
+            foreign = [
+                (name, parameter)
+                for name, parameter in module._parameters.items()
+                if parameter is not None and stages_of[id(parameter)][0] != here
+            ]
+            is_used = here in self._uses[id(module)]
+            has_state = not is_used and (id(module) in blocks or bool(foreign))
+            buffers = [name for name, value in module._buffers.items() if value is not None] if has_state else []
+            if not foreign and not buffers:
+                continue
+            self._held.append(held)
+            self.taken.update(id(parameter) for _, parameter in foreign)
+            for name in [name for name, _ in foreign] + buffers:
+                held.take(name, f"{path}.{name}" if path else name, self._dtype)
+
+    def undo(self) -> None:
+        """The model as it was; before `keep`."""
+        for block, kind in self._classes:
+            block.__class__ = kind
+        for held in self._held:
+            held.put_back()
+        del self._model.__dict__[_ATTRIBUTE]
+
+    def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, on this stage."""
+        return self.passage.compute(module, args, kwargs)
+
+    def reads_batches(self) -> bool:
+        """Every stage runs the model's whole program."""
+        return True
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """(arguments of forward, labels) of a micro-batch."""
+        args, kwargs, labels = _batches.arguments_of(batch, self.loss_fn)
+        return (args, kwargs), labels
+
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+        """A forward of this stage."""
+        args, kwargs = inputs
+        return self.passage.run(forward, args, kwargs, received)
+
+    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
+        """The loss of the last stage's output. Errors: ValueError if it is no scalar; PipelineError."""
+        loss = _batches.loss_of(output, labels, self.loss_fn)
+        self.passage.check_output("the loss", loss)
+        return loss
+
+    def check_output(self, output: Any) -> None:
+        """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
+        self.passage.check_output("the output", output)
+
+    def keep(self) -> None:
+        """Frees what other stages have."""
+        self._held.clear()
+        self.taken.clear()
+
+    def own(self, given: ParametersSource | None) -> ParametersSource | None:
+        """Those of `model_parameters` that this stage has."""
+        if given is None or isinstance(given, torch.Tensor):
+            return given
+        items: Any = list(given)
+        groups = _plain_groups(items) if items else []
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in self.taken]
+        return groups
+
+
+@contextmanager
+def _reduced(optimizer: torch.optim.Optimizer, taken: set[int]) -> Iterator[None]:
+    """Takes other stages' parameters out of an optimizer's groups and states; an error inside brings them back."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    states = dict(optimizer.state)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in taken]
+    for parameter in [p for p in optimizer.state if id(p) in taken]:
+        del optimizer.state[parameter]
+    try:
+        yield
+    except BaseException:
+        for group, whole in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = whole
+        optimizer.state.update(states)
+        raise
+
+
+def _uses(model: torch.nn.Module, chain: Blocks, stages: list[int]) -> dict[int, list[int]]:
+    """The stages that use a module, by its id, over all of its paths."""
+    places, uses = Places(chain, stages), dict[int, set[int]]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        uses.setdefault(id(module), set()).update(places.stages_of(path, model))
+    return {key: sorted(found) for key, found in uses.items()}
+
+
+def cut_of(model: torch.nn.Module) -> BlockCut | None:
+    """The model's cut, if it has one."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def _dtype_of(config: Config) -> torch.dtype | None:
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+
+
+@contextmanager
+def cut_by_blocks(
+    model: torch.nn.Module,
+    config: Config,
+    num_stages: int,
+    optimizer: OptimizerSource | None,
+    parameters: ParametersSource | None,
+    world: _C.World | None,
+) -> Iterator[ParametersSource | None]:
+    """Around the making of an engine: gives this stage's part of `model_parameters`; an error leaves the model whole.
+
+    Errors: ConfigError if the model has no blocks to be cut along, or the ranks do not divide among the stages.
+    """
+    rank, num_ranks = place(world)
+    stage_id = _C.stage_of_rank(rank, num_stages, num_ranks)
+    before = cut_of(model)
+    if before is not None:
+        if before.num_stages != num_stages:
+            raise ConfigError(
+                f"parallel.pipeline is {num_stages}, and the model was cut into {before.num_stages} stages before; "
+                "make it anew"
+            )
+        yield parameters
+        return
+    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config))
+    model.__dict__[_ATTRIBUTE] = cut
+    try:
+        with _reduced(optimizer, cut.taken) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():
+            yield cut.own(parameters)
+    except BaseException:
+        cut.undo()
+        raise
+    cut.keep()

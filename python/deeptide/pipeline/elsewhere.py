@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of other stages: a shape and a type without bytes, which mark whatever is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_new = torch.ops.aten
+
+# Operators whose results have the argument's shape and not its values: every stage has those. With their functions.
+_FROM_SHAPES = {
+    _new.ones_like.default: torch.ones,
+    _new.zeros_like.default: torch.zeros,
+    _new.new_ones.default: torch.ones,
+    _new.new_zeros.default: torch.zeros,
+}
+
+
+class ElsewhereError(RuntimeError):
+    """A program needs, on this stage, a value that another stage has."""
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of another stage. What operators make of it is of that stage too; who asks for its bytes gets an error.
+
+    origin: the parameter or block that it comes from, for errors.
+    """
+
+    origin: str
+
+    def __new__(cls: type[Elsewhere], like: torch.Tensor, origin: str, device: torch.device | None = None) -> Elsewhere:
+        """Of the shape and type of `like`, which may lie on the meta device."""
+        made: Elsewhere = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
+        )
+        made.origin = origin
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment, unused-ignore]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override, unused-ignore]
+        return f"Elsewhere({tuple(self.shape)}, {self.dtype}, of {self.origin})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override, unused-ignore]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere)]
+        first = given[0]
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            if not isinstance(tensor, Elsewhere):
+                raise ElsewhereError(
+                    f"{func} writes what comes from '{first.origin}', which another stage has, into a tensor that "
+                    "every stage has"
+                )
+        if written and len(written) == len(func._schema.returns):
+            return written[0] if len(written) == 1 else tuple(written)
+        shapes = _infer(func, args, kwargs, first.origin)
+        if func in _FROM_SHAPES:
+            return _FROM_SHAPES[func](shapes.shape, dtype=shapes.dtype, device=first.device)
+        device = next((tensor.device for tensor in given), first.device)
+        return tree_map_only(torch.Tensor, lambda out: Elsewhere(out, first.origin, device), shapes)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator writes."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place])
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _infer(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
+    """An operator's results on the meta device. Errors: ElsewhereError where they depend on values."""
+    args, kwargs = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ElsewhereError(
+            f"{func} needs the values of what comes from '{origin}', which another stage has"
+        ) from error
+
+
+def elsewhere_in(value: Any, depth: int = 4) -> Iterator[Elsewhere]:
+    """The tensors of other stages in what a function takes or returns, in any containers."""
+    if isinstance(value, Elsewhere):
+        yield value
+    elif depth and isinstance(value, (tuple, list, set)):
+        for item in value:
+            yield from elsewhere_in(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from elsewhere_in(item, depth - 1)

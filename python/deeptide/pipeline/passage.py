@@ -1,0 +1,270 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A forward of a cut model on one stage: which blocks run, which are passed over, what comes in and what is handed on.
+
+Every stage runs the model's own program. Blocks of earlier stages are passed over and give tensors without bytes, as
+does what the first stage computes before them. At the first of its own blocks the stage puts in what the stage before
+handed on; at the first block of the next stage it ends, with what that block was called with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from deeptide.pipeline.digest import digest
+from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
+from deeptide.pipeline.errors import PipelineError
+
+_CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
+
+
+class _HandedOn(BaseException):
+    """Ends a forward where the next stage's blocks begin. No Exception: a model's own handlers must let it through."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__("a stage of a pipeline ends its forward here")
+        self.value = value
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers, which would be others on each stage."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and next(elsewhere_in((args, kwargs)), None) is None:
+            raise ElsewhereError(
+                f"{func} draws random numbers before this stage's blocks, and each stage would draw others; draw them "
+                "in a block, or give them with the batch"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Block:
+    """What a passage knows of one block."""
+
+    def __init__(self, number: int, module: torch.nn.Module) -> None:
+        self.number = number
+        names = list(inspect.signature(module.forward).parameters)
+        self._first = names[0] if names else ""
+        self._hooks = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.outputs: dict[Any, Any] = {}  # of forwards that were passed over, by what they were called with
+
+    def is_observed(self) -> bool:
+        """Whether somebody looks at what happens inside it."""
+        return any(self._hooks)
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
+        """(what a block is handed, what it is called with besides)."""
+        if args:
+            return args[0], (args[1:], kwargs)
+        return kwargs.get(self._first), ((), {key: value for key, value in kwargs.items() if key != self._first})
+
+    def put_in(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments with another value handed."""
+        return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, self._first: value})
+
+
+class Passage:
+    """The forwards of one stage. path: of the blocks' container; stages: of each block."""
+
+    def __init__(self, path: str, stages: list[int], here: int) -> None:
+        self._path, self._stages, self._here, self._last = path, stages, here, stages[-1]
+        self._is_running = False
+        self._received: Any = None
+        self._digest = 0
+        self._at = -1  # the last block that was called
+        self._has_begun = False  # an own block was called
+        self._known: set[Any] = set()  # signatures of forwards that were looked at
+        self._signature: Any = None
+        self._guard: _NoDraws | None = None
+        self._has_ended = False  # at a block of the next stage
+
+    # -- a forward ----------------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], received: Any) -> Any:
+        """Returns what is handed on, or on the last stage the model's output. `received`: of the stage before.
+
+        Errors: PipelineError naming the block and what it needs, if the model is no chain of blocks.
+        """
+        self._received, self._digest = received if self._here > 0 else (None, 0)
+        self._at, self._has_begun, self._is_running = -1, False, True
+        try:
+            output = forward(*args, **kwargs)
+            self._check_end()
+            return output
+        finally:
+            self._is_running, self._received = False, None
+
+    def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The innermost call of a forward: the model itself, up to where this stage ends."""
+        modes = module.training, torch.is_grad_enabled()
+        self._signature = (*modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
+        self._has_ended = False
+        if self._here > 0 and self._signature not in self._known:
+            self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
+            self._guard.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+        try:
+            output = module(*args, **kwargs)
+        except _HandedOn as end:
+            self._has_ended, output = True, end.value
+        except ElsewhereError as error:
+            raise PipelineError(f"{self._where()}: {error}; {_CURE}") from error
+        finally:
+            self._end_guard()
+        self._known.add(self._signature)
+        return output
+
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _where(self) -> str:
+        return f"stage {self._here} of {self._last + 1}"
+
+    def _name(self, number: int) -> str:
+        return f"{self._path}.{number}" if self._path else str(number)
+
+    def _check_end(self) -> None:
+        if self._here < self._last and not self._has_ended:
+            raise PipelineError(
+                f"{self._where()}: the model's forward ended without a block of the next stage, after "
+                f"{'none' if self._at < 0 else self._name(self._at)} of its blocks; {_CURE}"
+            )
+        self._check_begun()
+
+    def _check_begun(self) -> None:
+        if self._here > 0 and not self._has_begun:
+            raise PipelineError(f"{self._where()}: the model's forward called none of this stage's blocks; {_CURE}")
+
+    def check_output(self, what: str, value: Any) -> None:
+        """Errors: PipelineError if it holds anything of another stage."""
+        for tensor in elsewhere_in(value):
+            raise PipelineError(
+                f"{self._where()}: {what} depends on '{tensor.origin}' otherwise than through the chain of blocks, and "
+                "an earlier stage has that. A weight that is used before and after the blocks must be held by a module "
+                f"on either side (head.weight = embedding.weight); else {_CURE}"
+            )
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called."""
+        stage = self._stages[block.number]
+        if _in_backward():
+            return self._again(block, call, args, kwargs)
+        if not self._is_running:
+            raise PipelineError(
+                f"{self._name(block.number)}: the model is cut into {self._last + 1} stages; call engine.train_batch() "
+                "and engine.eval_batch(), on all ranks"
+            )
+        if block.number <= self._at:
+            raise PipelineError(
+                f"{self._where()}: block {self._name(block.number)} was called after {self._name(self._at)}, expected "
+                f"each block once, in order; {_CURE}"
+            )
+        self._at = block.number
+        if stage < self._here:
+            return self._pass_over(block, call, args, kwargs)
+        self._end_guard()
+        if stage > self._here:
+            self._hand_on(block, args, kwargs)
+        if not self._has_begun:
+            self._has_begun = True
+            args, kwargs = self._begin(block, args, kwargs)
+        self._check_arguments(block, (args, kwargs))
+        return call(*args, **kwargs)
+
+    def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_begun()
+        handed, besides = block.take_apart(args, kwargs)
+        for tensor in elsewhere_in(handed):
+            raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
+        raise _HandedOn((handed, digest(besides, with_floats=False)))
+
+    def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """The arguments of the first own block, with what the stage before handed on."""
+        if self._here == 0:
+            return args, kwargs
+        handed, besides = block.take_apart(args, kwargs)
+        self._check_arguments(block, besides)
+        if self._digest != digest(besides, with_floats=False):
+            raise PipelineError(
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than on stage "
+                f"{self._here - 1}: the stages' programs differ, as by random numbers of Python or by their batches"
+            )
+        for tensor in elsewhere_in(handed):
+            tensor.received = self._received  # type: ignore[attr-defined] # for a recomputation
+        return block.put_in(self._received, args, kwargs)
+
+    def _check_arguments(self, block: _Block, arguments: Any) -> None:
+        for tensor in elsewhere_in(arguments):
+            raise ElsewhereError(
+                f"block {self._name(block.number)} is called with a value besides what the block before it returns, "
+                f"which depends on '{tensor.origin}' of another stage"
+            )
+
+    def _again(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A checkpoint around the call computes it again, from the arguments that it had."""
+        handed, _ = block.take_apart(args, kwargs)
+        for tensor in elsewhere_in(handed):
+            args, kwargs = block.put_in(tensor.received, args, kwargs)  # type: ignore[attr-defined]
+        return call(*args, **kwargs)
+
+    def _pass_over(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block of an earlier stage: its output without bytes, computed from shapes where they are new."""
+        handed, _ = block.take_apart(args, kwargs)
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(handed)]
+        key = (self._signature, *map(str, shapes))
+        if key in block.outputs and self._signature in self._known and not block.is_observed():
+            return block.outputs[key]
+        origin = self._name(block.number)
+        handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
+        args, kwargs = block.put_in(handed, args, kwargs)
+        with torch.no_grad():
+            block.outputs[key] = call(*args, **kwargs)
+        return block.outputs[key]
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument may change a model's program."""
+    return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
+
+
+def _named_kind(item: tuple[str, Any]) -> Any:
+    return item[0], _kind(item[1])
+
+
+def stage_blocks(blocks: list[torch.nn.Module], passage: Passage) -> None:
+    """Makes each call of a block one of the passage's. The blocks' classes are derived from what they were."""
+    kinds: dict[type, type] = {}
+    for number, module in enumerate(blocks):
+        known = _Block(number, module)
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = _staged(kind, passage)
+        module.__class__ = kinds[kind]
+        module.__dict__["_deeptide_block"] = known
+
+
+def _staged(kind: type, passage: Passage) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return passage.enter(self._deeptide_block, super(made, self).__call__, args, kwargs)
+
+    names = {
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    made: Any = type(kind.__name__, (kind,), names)
+    return cast("type", made)

@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models of anybody's in small, their batches, and their training cut and uncut."""
+
+import threading
+
+import models
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import deeptide
+
+VOCABULARY, MICRO, LENGTH = 23, 2, 6
+_seeding = threading.Lock()
+
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 20}
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GROUPED = {**_SIZES, **_TOKENS, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 16}
+
+FAMILIES = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=16, n_layer=4, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **_TOKENS
+        )
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GROUPED)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **_GROUPED)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=4, **_GROUPED)),
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS)
+    ),
+    "vit": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **_SIZES)
+    ),
+    "plain": lambda: Plain(),
+    "sequential": lambda: Chain(*[part for i in range(5) for part in (nn.Linear(6 + i, 7 + i), nn.Tanh())]),
+}
+ROLES = ("master", "exp_avg", "exp_avg_sq")
+TIED = ("gpt2", "qwen3", "bert")
+
+
+class Chain(nn.Sequential):
+    """Blocks of several classes, which change the shape of what they hand on."""
+
+    def forward(self, pixels):
+        return super().forward(pixels.flatten(1)[:, :6]).square().mean()
+
+
+class Plain(nn.Module):
+    """Nobody's: a parameter of its own before and one after the blocks, a buffer that counts, a mask for each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.places = nn.Parameter(torch.randn(16, 12) / 5)
+        self.scale = nn.Parameter(torch.ones(VOCABULARY))
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(5))
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, VOCABULARY)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, input_ids, labels):
+        self.count += 1
+        hidden = self.embed(input_ids) + self.places[: input_ids.shape[1]]
+        mask = (input_ids > 2).unsqueeze(-1)
+        for number, block in enumerate(self.blocks):
+            hidden, _ = block(hidden, mask, scale=1.0 + number)
+        logits = self.head(self.norm(hidden)) * self.scale
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class PlainBlock(nn.Module):
+    """Returns a pair, and keeps statistics of its stage alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden, mask, scale):
+        self.seen += hidden.detach().abs().mean()
+        return hidden + self.down(F.gelu(self.up(hidden))) * mask / scale, "nothing"
+
+
+def make(name, seed=3):
+    """The same weights every time, also when ranks as threads build at once."""
+    with _seeding:
+        torch.manual_seed(seed)
+        return FAMILIES[name]()
+
+
+def batches(name, data_rank, data_size, steps, gas):
+    """Micro-batches of one rank of `data_size`; tokens change their length, and some are padded."""
+    draws = torch.Generator().manual_seed(5)
+    for number in range(steps * gas * data_size):
+        length = LENGTH + (number // data_size) % 3
+        tokens = torch.randint(1, VOCABULARY, (MICRO, length), generator=draws)
+        pixels = torch.randn(MICRO, 3, 8, 8, generator=draws)
+        if number % data_size != data_rank:
+            continue
+        if name == "vit":
+            yield {"pixel_values": pixels, "labels": tokens[:, 0] % 3}
+        elif name == "sequential":
+            yield pixels
+        elif name == "plain":
+            yield tokens, tokens.roll(1, 1)
+        else:
+            mask = torch.ones_like(tokens)
+            mask[0, -2:] = number % 2
+            yield {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def config(stage, gas, num_stages=0, **more):
+    parallel = {"parallel": {"pipeline": num_stages, **more.pop("parallel", {})}} if num_stages else {}
+    return models.config(stage, gas=gas, micro=MICRO, gradient_clipping=0.0, **parallel, **more)
+
+
+def states_of(engine):
+    """Masters and moments of this rank's parameters, whole."""
+    found = {}
+    for name, _ in engine.module.named_parameters():
+        for role in ROLES:
+            value = engine._core.full_state(name, role)
+            if value is not None:
+                found[f"{name}/{role}"] = value
+    return found
+
+
+def train(world, name, settings, gas, steps, edit=None):
+    """(losses, norms, states): of one rank, whether the model is cut or not."""
+    model = make(name)
+    if edit is not None:
+        model = edit(model)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    given = batches(name, engine.data_parallel_rank, engine.data_parallel_size, steps, gas)
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(engine.train_batch(given).item())
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms, states_of(engine)

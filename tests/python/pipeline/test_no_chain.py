@@ -1,0 +1,304 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are no chain of blocks are refused by name, with the cure, and never trained wrongly."""
+
+import random
+import re
+
+import families
+import pytest
+import torch
+import transformers
+from conftest import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import deeptide
+from deeptide.pipeline.cut import cut_of
+from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError
+from deeptide.pipeline.errors import PipelineError
+
+GAS = 2
+CURE = r"write (it|the model) as a deeptide\.pipeline\.PipelineModule"
+
+
+class Model(nn.Module):
+    """A chain of four blocks, until a subclass makes something else of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(families.VOCABULARY, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, families.VOCABULARY)
+
+    def begin(self, tokens):
+        return self.embed(tokens)
+
+    def through(self, hidden):
+        for block in self.blocks:
+            hidden = self.step(block, hidden)
+        return hidden
+
+    def step(self, block, hidden):
+        return block(hidden).tanh()
+
+    def end(self, hidden, tokens):
+        return self.head(hidden)
+
+    def forward(self, tokens, labels):
+        logits = self.end(self.through(self.begin(tokens)), tokens)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class TiesByFunction(Model):
+    def end(self, hidden, tokens):
+        return F.linear(hidden, self.embed.weight)
+
+
+class AddsTheFirst(Model):
+    """A long skip around all blocks."""
+
+    def through(self, hidden):
+        return super().through(hidden) + hidden
+
+
+class Collects(Model):
+    """What a router's loss does: something of each block goes into the loss."""
+
+    def through(self, hidden):
+        self.kept = []
+        hidden = super().through(hidden)
+        return hidden * torch.stack(self.kept).mean()
+
+    def step(self, block, hidden):
+        hidden = super().step(block, hidden)
+        self.kept.append(hidden.mean())
+        return hidden
+
+
+class CollectsByHooks(Collects):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, inputs, output: self.kept.append(output.mean()))
+
+    def step(self, block, hidden):
+        return block(hidden).tanh()
+
+
+class GivesTheFirst(Model):
+    """Each block also gets what the first one got."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Bilinear(12, 12, 12) for _ in range(4))
+
+    def through(self, hidden):
+        first = hidden
+        for block in self.blocks:
+            hidden = block(hidden, first).tanh()
+        return hidden
+
+
+class Loops(Model):
+    def through(self, hidden):
+        return super().through(super().through(hidden))
+
+
+class Looks(Model):
+    """Python branches on a value."""
+
+    def begin(self, tokens):
+        hidden = super().begin(tokens)
+        return hidden if hidden.mean() > 100 else -hidden
+
+
+class Writes(Model):
+    def begin(self, tokens):
+        hidden = torch.zeros(*tokens.shape, 12)
+        hidden[:, 1:] = super().begin(tokens)[:, 1:]
+        return hidden
+
+
+class Draws(Model):
+    def begin(self, tokens):
+        return super().begin(torch.where(torch.rand(tokens.shape) < 0.2, 0, tokens))
+
+
+class DrawsByPython(Model):
+    """The stages' programs part; ranks as threads share Python's generator, which therefore never repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+    def through(self, hidden):
+        by = random.random()
+        for block in self.blocks:
+            hidden = block(hidden, by)
+        return hidden
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, hidden, by):
+        return self.linear(hidden) * by
+
+
+class LeavesOut(Model):
+    """None of the second stage's blocks, and the model runs on."""
+
+    def through(self, hidden):
+        for block in self.blocks[:2]:
+            hidden = self.step(block, hidden)
+        return hidden
+
+
+def meet(world, kind, settings):
+    model = kind()
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    given = families.batches("plain", 0, 1, 1, GAS)
+    with pytest.raises((PipelineError, deeptide.CommError)) as raised:
+        engine.train_batch(given)
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (TiesByFunction, r"stage 1 of 2: the loss depends on 'embed\.weight' .*head\.weight = embedding\.weight"),
+        (AddsTheFirst, r"stage 1 of 2: the loss depends on 'embed\.weight' otherwise than through the chain of blocks"),
+        (Collects, r"stage 1 of 2: the loss depends on 'blocks\.0\S*' otherwise than through the chain of blocks"),
+        (CollectsByHooks, r"stage 1 of 2: the loss depends on 'blocks\.0\S*' otherwise than through"),
+        (GivesTheFirst, r"block blocks\.2 is called with a value besides .*'embed\.weight' of another stage"),
+        (Loops, r"stage 1 of 2: block blocks\.0 was called after blocks\.3, expected each block once, in order"),
+        (Looks, r"aten\.(_local_scalar_dense|is_nonzero)\S* needs the values of what comes from 'embed\.weight'"),
+        (Writes, r"aten\.\S+ writes what comes from 'embed\.weight', which another stage has, into a tensor"),
+        (Draws, r"aten\.rand\S* draws random numbers before this stage's blocks"),
+        (DrawsByPython, r"blocks\.3 is called with other arguments than on stage 0"),
+        (LeavesOut, r"stage 0 of 2: the model's forward ended without a block of the next stage, after blocks\.1"),
+    ],
+)
+def test_what_is_no_chain_is_named(kind, text):
+    settings = families.config(0, GAS, 2, deeptide={"error_grace": 0.2})
+    met = run_ranks(2, meet, kind, settings)
+    texts = [each for kind_, each in met if kind_ is PipelineError]
+    assert any(re.search(text, each) for each in texts), met
+    assert all(re.search(CURE, each) or "programs differ" in each for each in texts), met
+
+
+def refuse(world, make, text, num_stages):
+    model = make()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(deeptide.ConfigError, match=text):
+        deeptide.initialize(model=model, config=families.config(1, GAS, num_stages), world=world)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert [type(module) for module in model.modules()] == kinds and cut_of(model) is None
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=16, d_kv=8, d_ff=20, num_layers=4, num_heads=2, vocab_size=23)
+    )
+
+
+def with_a_frozen_half():
+    model = Model()
+    model.blocks[:3].requires_grad_(False)
+    model.embed.requires_grad_(False)
+    return model
+
+
+def with_one_block_twice():
+    model = Model()
+    model.blocks[3] = model.blocks[0]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "num_stages"),
+    [
+        (t5, r"more than one chain of blocks: (encoder|decoder)\.block, (encoder|decoder)\.block; .*" + CURE, 2),
+        (lambda: nn.Linear(3, 3), r"Linear has no ModuleList or Sequential of 2 blocks or more.*" + CURE, 2),
+        (Model, r"Model has no ModuleList or Sequential of 6 blocks or more", 6),
+        (with_a_frozen_half, r"stage 0 of 2, with the blocks 0 to 2 of blocks, has no trained parameter", 2),
+        (with_one_block_twice, r"blocks holds one module twice", 2),
+    ],
+)
+def test_a_model_without_one_chain_is_refused_and_left_whole(make, text, num_stages):
+    run_ranks(num_stages, refuse, make, text, num_stages)
+
+
+def fail_late(world):
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    names, groups = dict(model.named_parameters()), list(optimizer.param_groups[0]["params"])
+    with pytest.raises(deeptide.ConfigError, match="collate_fn was given without training_data"):
+        deeptide.initialize(
+            model=model, optimizer=optimizer, collate_fn=list, config=families.config(0, GAS, 2), world=world
+        )
+    assert all(parameter is names[name] for name, parameter in model.named_parameters())
+    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, groups))
+    assert len(optimizer.state) == len(groups)
+    assert model(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)).requires_grad
+
+
+def test_an_error_of_initialize_leaves_model_and_optimizer_whole():
+    run_ranks(2, fail_late)
+
+
+def reads_other_batches(world):
+    engine = deeptide.initialize(model=families.make("llama"), config=families.config(0, GAS, 2), world=world)[0]
+    with pytest.raises(ValueError, match="the micro-batches of stages 0 and 1 differ"):
+        engine.train_batch(families.batches("llama", world.rank, 2, 1, GAS))
+    with pytest.raises(ValueError, match="need an iterator" if world.rank else "stage 1 has no micro-batches"):
+        engine.train_batch(None if world.rank else families.batches("llama", 0, 1, 1, GAS))
+    with pytest.raises(ValueError, match="ended after 1 of 2 micro-batches" if world.rank else "see its error"):
+        engine.train_batch(iter(list(families.batches("llama", 0, 1, 1, GAS))[: GAS - world.rank]))
+    with pytest.raises(PipelineError, match=r"layers\.0: the model is cut into 2 stages; call engine\.train_batch"):
+        engine.module(input_ids=torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(()))
+    assert engine.train_batch(families.batches("llama", 0, 1, 1, GAS)) > 0
+
+
+def test_stages_that_read_other_batches_are_told():
+    run_ranks(2, reads_other_batches)
+
+
+def collects_hidden_states(world):
+    model = families.make("llama")
+    engine = deeptide.initialize(
+        model=model, config=families.config(0, GAS, 2, deeptide={"error_grace": 0.2}), world=world
+    )[0]
+    given = [{**batch, "output_hidden_states": True} for batch in families.batches("llama", 0, 1, 1, GAS)]
+    for _ in range(2):  # a loss does not need them
+        engine.train_batch(iter(given))
+    if world.rank == 1:
+        with pytest.raises(PipelineError, match=r"the output depends on 'model\.embed_tokens\.weight'"):
+            engine.eval_batch(iter(given), return_logits=True)
+    else:
+        with pytest.raises(deeptide.CommError):
+            engine.eval_batch(iter(given), return_logits=True)
+            engine.train_batch(iter(given))
+
+
+def test_an_output_with_values_of_other_stages_is_not_given_out():
+    run_ranks(2, collects_hidden_states)
+
+
+def test_operators_on_tensors_of_other_stages_know_shapes_and_nothing_else():
+    other = Elsewhere(torch.empty(2, 3), "there")
+    assert (other @ torch.ones(3, 5)).shape == (2, 5) and other.bfloat16().dtype == torch.bfloat16
+    assert (other + 1).origin == F.softmax(torch.ones(2, 3) * other, -1).origin == "there"
+    for made in (torch.ones_like(other), other.new_zeros(2, 3)):
+        assert type(made) is torch.Tensor and made.shape == (2, 3) and made.device.type == "cpu"
+    assert other.mul_(2) is other and "there" in repr(other)
+    for looks in (lambda t: t.sum().item(), lambda t: bool((t > 0).any()), torch.nonzero, torch.zeros(2, 3).add_):
+        with pytest.raises(ElsewhereError, match="'there', which another stage has"):
+            looks(other)
