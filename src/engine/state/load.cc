@@ -233,6 +233,42 @@ void told_of_replacement(Read read) try {
                         " (a part of the engine's state was replaced: load another checkpoint before it goes on)");
 }
 
+void require_fit(const std::string& path, const std::vector<std::string>& misfits) {
+  if (misfits.empty()) return;
+  throw CheckpointError("checkpoint " + path + " does not fit the model (nothing was changed):" + joined(misfits, 20));
+}
+
+/// The folder of a load: one that all ranks see, or each host's own.
+class Source {
+ public:
+  Source(engine::Channels& channels, engine::Boundary& boundary, const std::string& directory, const std::string& tag,
+         bool is_local)
+      : channels_(channels), boundary_(boundary), directory_(directory), tag_(tag), is_local_(is_local) {
+    if (is_local) here_ = engine::look_at_hosts(channels, directory, tag);
+  }
+
+  checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
+  void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
+    if (is_local_) return reader.verify(wanted, here_.index, here_.ranks);
+    reader.verify(wanted, channels_.world().rank, channels_.world().size);
+  }
+  /// Collective. Errors: CheckpointError, on every rank.
+  void read(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
+    if (is_local_) {
+      return told_of_replacement([&] { engine::read_from_hosts(channels_, boundary_, reader, wanted); });
+    }
+    boundary_.together_on_all_stages("reading the checkpoint",
+                                     [&] { told_of_replacement([&] { reader.read(wanted); }); });
+  }
+
+ private:
+  engine::Channels& channels_;
+  engine::Boundary& boundary_;
+  const std::string &directory_, &tag_;
+  bool is_local_;
+  engine::HostFolder here_;
+};
+
 /// Returns an equal number on ranks that see equal text, in any build.
 uint64_t digest_of(const std::string& text) {
   const auto hash = sha256(text);
@@ -307,10 +343,9 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::Generators generators;
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
-  const bool is_local = config.checkpoint().node_local;
-  const engine::HostFolder here = is_local ? engine::look_at_hosts(channels, directory, tag) : engine::HostFolder{};
+  const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
-    reader = std::make_unique<checkpoint::Reader>(is_local ? here.open() : checkpoint::open_checkpoint(directory, tag));
+    reader = std::make_unique<checkpoint::Reader>(source.open());
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
     generators = saved_generators(*reader, channels);
     const auto differences = moments ? engine::mismatches(saved, progress) : std::vector<std::string>();
@@ -325,24 +360,15 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
-    if (!lines.empty()) {
-      throw CheckpointError("checkpoint " + directory + "/" + tag +
-                            " does not fit the model (nothing was changed):" + joined(lines, 20));
-    }
-    if (config.checkpoint().verify && is_local) reader->verify(wanted, here.index, here.ranks);
-    if (config.checkpoint().verify && !is_local) reader->verify(wanted, channels.world().rank, channels.world().size);
+    require_fit(directory + "/" + tag, lines);
+    if (config.checkpoint().verify) source.verify(*reader, wanted);
     check_ties(now.tied, *reader, roles);
     fresh.insert(absent.fresh().begin(), absent.fresh().end());
     go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
   });
   if (channels.is_first()) tell_of_changes(*reader, wanted, saved, progress);
   if (intake) intake->drop_left();
-  if (is_local) {
-    told_of_replacement([&] { engine::read_from_hosts(channels, *boundary, *reader, wanted); });
-  } else {
-    boundary->together_on_all_stages("reading the checkpoint",
-                                     [&] { told_of_replacement([&] { reader->read(wanted); }); });
-  }
+  source.read(*reader, wanted);
   boundary->together("restoring buffers", [&] {
     if (!fresh.empty()) optimizer->states().zero(fresh);
     custom_states.apply();

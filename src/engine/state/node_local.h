@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints in folders that hosts do not share: each keeps its ranks' files and the whole table of contents, and hosts
-// send each other what a load wants of the rest.
+// Saves and loads in folders that hosts do not share: each keeps its ranks' files and the whole table of contents, and
+// sends the others what their loads lack.
 #pragma once
 
 #include <string>
