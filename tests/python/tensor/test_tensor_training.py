@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that ranks share trains as the whole one: losses, norms, weights, at every stage of ZeRO."""
 
+import os
+import signal
+
 import cut
 import models
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import run_processes, run_ranks
 
 import deeptide
 
@@ -145,3 +148,35 @@ def test_a_model_without_its_memory_is_cut_weight_by_weight(stage):
     assert {name: value.shape for name, value in shared[0][2].items()} == {
         name: value.shape for name, value in whole[2].items()
     }
+
+
+def with_other_batches(world, settings):
+    engine = cut.start(world, settings)
+    tokens, targets = models.batches(1, cut.MICRO * world.size)[0]
+    mine = slice(world.rank * cut.MICRO, (world.rank + 1) * cut.MICRO)
+    with pytest.raises(ValueError, match=r"losses .*, .*: they train on equal batches"):
+        engine.backward(engine(tokens[mine], targets[mine]))
+
+
+def test_batches_that_are_not_equal_are_found_in_the_first_steps():
+    run_ranks(2, with_other_batches, cut.config(0, 2))
+
+
+def killed(stage):
+    engine = deeptide.initialize(model=models.make_model(), config=cut.config(int(stage), 2))[0]
+    cut.steps(engine, 1)
+    if engine.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        cut.steps(engine, 1, begin=1)
+    except deeptide.CommError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_killed_is_named_by_those_that_share_its_layers(stage):
+    survivor, victim = run_processes(2, killed, stage, check=False, preload=("deeptide.tensor.axis",))
+    assert victim.returncode != 0
+    assert survivor.returncode == 0, survivor.stderr
+    assert "rank 1's process" in survivor.stdout
+    assert "adding up over the ranks that share a layer" in survivor.stdout
