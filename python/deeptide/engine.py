@@ -141,6 +141,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"loss: got {type(loss).__name__}, expected a scalar tensor")
         accumulation = self.gradient_accumulation_steps()
+        if self.tensor_team is not None and self.global_steps < 2:
+            self.tensor_team.check_alike(loss)
         if self._less_work is not None:
             at_boundary = self._core.is_gradient_accumulation_boundary()
             self._less_work.before_backward(loss, at_boundary, self._core.mean)

@@ -5,13 +5,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
-from deeptide.as_deepspeed import NotSupportedError
+from deeptide.as_deepspeed import rng_tracker
+from deeptide.as_deepspeed.rng_tracker import (
+    RngTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+)
+
+__all__ = [
+    "CheckpointFunction",
+    "RngTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
 
 _state = {"configured": False, "cpu": False}
 
@@ -26,11 +47,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """checkpoint_in_cpu keeps activations in CPU memory; the rest has no effect where ranks share no model.
+    """checkpoint_in_cpu keeps activations in CPU memory, `mpu_` tells ranks' seeds apart; the rest has no effect.
 
     deepspeed_config: a dictionary or a path, whose "activation_checkpointing" says cpu_checkpointing; arguments win.
     """
     _state["configured"] = True
+    if mpu_ is not None:
+        rng_tracker.mpu = mpu_
     if checkpoint_in_cpu is None and deepspeed_config is not None:
         from deeptide.as_deepspeed.configuration import as_dict
 
@@ -60,7 +83,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def _run(function: Callable[..., Any], args: tuple[Any, ...], use_reentrant: bool) -> Any:
     place = torch.autograd.graph.save_on_cpu() if _state["cpu"] else contextlib.nullcontext()
     with place:
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant)
+        return torch.utils.checkpoint.checkpoint(rng_tracker.repeatable(function), *args, use_reentrant=use_reentrant)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -81,49 +104,3 @@ class CheckpointFunction:
         """Appends the outputs to `all_outputs`, as DeepSpeed's does."""
         outputs = checkpoint(function, *args)
         all_outputs += list(outputs) if isinstance(outputs, tuple) else [outputs]
-
-
-class RngTracker:
-    """Megatron's tracker of generators for model-parallel ranks: with one rank a model, torch's own state serves."""
-
-    def __init__(self) -> None:
-        self.states_: dict[str, Any] = {}
-
-    def reset(self) -> None:
-        """Forgets the states."""
-        self.states_ = {}
-
-    def get_states(self) -> dict[str, Any]:
-        """The states by name."""
-        return dict(self.states_)
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Sets them."""
-        self.states_ = states
-
-    def add(self, name: str, seed: int) -> None:
-        """Adds one."""
-        self.states_[name] = seed
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Nothing to switch to."""
-        yield
-
-
-_tracker = RngTracker()
-
-
-def get_cuda_rng_tracker() -> RngTracker:
-    """The one tracker."""
-    return _tracker
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds torch."""
-    torch.manual_seed(seed)
-
-
-def model_parallel_reconfigure_tp_seed(seed: int) -> NoReturn:
-    """For tensor parallelism."""
-    raise NotSupportedError("model_parallel_reconfigure_tp_seed: there is no tensor parallelism yet")

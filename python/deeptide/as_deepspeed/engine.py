@@ -154,7 +154,7 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
             collate_fn,
             drop_last,
             self._config.runtime.seed,
-            self.world,
+            _C.make_world(self.world.store, self.data_parallel_rank, self.data_parallel_size),
             route == "train",
             **more,
         )
@@ -260,8 +260,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """The model's state_dict(); where parameters are sharded, whole ones on the CPU. Collective there."""
-        if any(map(_C.is_sharded, self.module.parameters())):
+        """The model's state_dict(); where parameters are sharded or cut, whole ones on the CPU. Collective there."""
+        if self.tensor_team is not None or any(map(_C.is_sharded, self.module.parameters())):
             state = OrderedDict((prefix + name, tensor) for name, tensor in self.whole_state().items())
         else:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

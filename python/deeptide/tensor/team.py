@@ -29,6 +29,19 @@ class Team:
         """How many they are."""
         return self.core.data_size
 
+    def check_alike(self, loss: torch.Tensor) -> None:
+        """Collective. Errors: ValueError if the ranks' losses are not of equal batches, on all of them."""
+        if loss.numel() != 1:
+            return  # an error of its own
+        losses = self.core.all_gather(loss.detach().double().cpu(), "backward").flatten().tolist()
+        most = max(abs(value - losses[0]) for value in losses)
+        if most > 1e-3 * abs(losses[0]):  # of rounding, where ranks have different kernels or numbers of threads
+            raise ValueError(
+                f"the {self.size} ranks that share layers have the losses {', '.join(f'{v:.6g}' for v in losses)}: "
+                "they train on equal batches. Read batches by engine.data_parallel_rank of "
+                "engine.data_parallel_size, not by the rank in the world"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Team:
         return self
 

@@ -7,6 +7,7 @@ import torch
 
 import deeptide
 from deeptide.tensor import team_of
+from deeptide.tensor.slices import slices_of
 
 MICRO, STEPS = 2, 3
 
@@ -62,6 +63,16 @@ def train(world, settings, gas=1):
 def moved(name, before, after):
     """How far training has moved a weight."""
     return after[name].float() - before[name].float()
+
+
+def whole(engine, role):
+    """{name: state} of all parameters, slices joined. Collective."""
+    team, cuts = team_of(engine.module), dict(slices_of(engine.module))
+    states = {}
+    for name, _ in engine.module.named_parameters():
+        value = engine._core.full_state(name, role)
+        states[name] = cuts[name].join(team.core.all_gather(value, "checkpoint")) if name in cuts else value
+    return states
 
 
 def whole_states():

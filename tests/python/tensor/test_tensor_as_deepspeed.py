@@ -153,3 +153,52 @@ def test_a_marked_parameter_needs_its_dimension():
     layer.weight.model_parallel = True
     with pytest.raises(deeptide.ConfigError, match="partition_dim is None; expected 0 or 1"):
         mpu._slice_of("weight", layer.weight, 2)
+
+
+class Dropped(nn.Module):
+    """Dropout of what ranks have alike, and of what each has for itself."""
+
+    def forward(self, x):
+        x = F.dropout(x, 0.5)
+        with deepspeed("checkpointing").get_cuda_rng_tracker().fork():
+            return F.dropout(x, 0.5)
+
+
+def begin_by_seeds():
+    checkpointing = deepspeed("checkpointing")
+    deepspeed("initialize").init_distributed()
+    checkpointing.configure(mpu_=Mpu())
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    states = checkpointing.get_cuda_rng_tracker().get_states()
+    assert torch.equal(
+        states["model-parallel-rng"], torch.Generator().manual_seed(7 + 2718 + dist.get_rank()).get_state()
+    )
+    alike, own = torch.rand(4), torch.empty(4)
+    with checkpointing.get_cuda_rng_tracker().fork():
+        own.copy_(torch.rand(4))
+    for drawn, equal in ((alike, True), (own, False)):
+        others = [torch.empty(4) for _ in range(SIZE)]
+        dist.all_gather(others, drawn)
+        assert torch.equal(*others) == equal
+    for run in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        x = torch.ones(1000, requires_grad=True)
+        out = run(Dropped(), x)
+        out.sum().backward()
+        assert torch.equal(x.grad, out.detach()), "backward drops what forward dropped"
+    before = checkpointing.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+    checkpointing.model_parallel_reconfigure_tp_seed(7)
+    assert not torch.equal(before, checkpointing.get_cuda_rng_tracker().get_states()["model-parallel-rng"])
+    assert torch.equal(
+        states["model-parallel-rng"], checkpointing.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+    )
+    for wrong in (lambda tracker: tracker.add("model-parallel-rng", 1), lambda tracker: tracker.fork("x").__enter__()):
+        try:
+            wrong(checkpointing.get_cuda_rng_tracker())
+        except ValueError as error:
+            assert "RngTracker" in str(error)
+        else:
+            raise AssertionError("a name twice, or none")
+
+
+def test_a_tracker_draws_alike_and_apart_and_backward_draws_again():
+    run_processes(SIZE, begin_by_seeds, preload=PRELOAD)

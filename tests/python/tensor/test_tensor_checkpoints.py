@@ -12,8 +12,6 @@ import torch
 from conftest import run_ranks
 
 import deeptide
-from deeptide.tensor import team_of
-from deeptide.tensor.slices import slices_of
 
 BEFORE, AFTER = 2, 2
 
@@ -47,15 +45,8 @@ def start(world, stage, tensor, seed=0, **more):
 
 def whole_states(engine):
     """Masters and moments, joined."""
-    team, cuts = team_of(engine.module), dict(slices_of(engine.module))
-    states = {}
-    for name, _ in engine.module.named_parameters():
-        for role in ("master", "exp_avg", "exp_avg_sq"):
-            value = engine._core.full_state(name, role)
-            states[f"{name}/{role}"] = (
-                cuts[name].join(team.core.all_gather(value, "checkpoint")) if name in cuts else value
-            )
-    return states
+    roles = ("master", "exp_avg", "exp_avg_sq")
+    return {f"{name}/{role}": value for role in roles for name, value in cut.whole(engine, role).items()}
 
 
 def save(world, folder, stage, tensor, more):

@@ -60,15 +60,16 @@ def make(kind):
 def train(world, kind, settings):
     engine = deeptide.initialize(model=make(kind), config=settings, world=world)[0]
     rank, ranks = cut.batch_rank(engine)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for tokens, _ in models.batches(STEPS, MICRO * ranks, vocab=VOCAB, length=LENGTH):
         mine = tokens[rank * MICRO : (rank + 1) * MICRO]
         loss = engine(input_ids=mine, labels=mine).loss
         losses.append(loss.item())
         engine.backward(loss)
+        gradients = gradients or cut.whole(engine, "gradient")
         engine.step()
         norms.append(engine.get_global_grad_norm())
-    return losses, norms, engine.module_state_dict()
+    return losses, norms, engine.module_state_dict(), gradients
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,6 +81,10 @@ def test_a_model_as_it_is_trains_as_the_whole_one(kind, stage):
     assert shared[0][0] == shared[1][0]
     cut.near(shared[0][0], whole[0], 1e-5, "losses")
     cut.near(shared[0][1], whole[1], 1e-4, "norms")
+    assert shared[0][3].keys() == whole[3].keys()
+    largest = max(gradient.abs().max().item() for gradient in whole[3].values())
+    for name, gradient in whole[3].items():
+        cut.near(shared[0][3][name], gradient, 1e-4, name, floor=largest / 1000)
     before = make(kind).state_dict()
     assert shared[0][2].keys() == whole[2].keys()
     for name, value in whole[2].items():
@@ -169,3 +174,27 @@ def test_rules_know_attention_and_mlp_by_names():
     assert plan == own_plan(make("llama"))
     with pytest.raises(deeptide.ConfigError, match="no layer of Sequential is cut by rule"):
         plan_for(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+def recomputing(world, settings):
+    model = make("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    tokens = models.batches(1, MICRO, vocab=VOCAB, length=LENGTH)[0][0]
+    for _ in range(2):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+    text = engine.module.eval().generate(tokens[:1, :4], max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    return loss.item(), engine.get_global_grad_norm(), text.tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_activations_that_are_computed_again_and_generation_are_those_of_the_whole_model(stage):
+    settings = models.config(stage, micro=MICRO)
+    shared = run_ranks(2, recomputing, {**settings, "parallel": {"tensor": 2}})
+    whole = run_ranks(1, recomputing, settings)[0]
+    assert shared[0] == shared[1]
+    cut.near(shared[0][0], whole[0], 1e-5, "loss")
+    cut.near(shared[0][1], whole[1], 1e-4, "norm")
+    assert shared[0][2] == whole[2]

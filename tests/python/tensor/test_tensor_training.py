@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that ranks share trains as the whole one: losses, norms, weights, at every stage of ZeRO."""
 
+import os
+import signal
+
 import cut
 import models
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import run_processes, run_ranks
 
 import deeptide
 
@@ -145,3 +148,79 @@ def test_a_model_without_its_memory_is_cut_weight_by_weight(stage):
     assert {name: value.shape for name, value in shared[0][2].items()} == {
         name: value.shape for name, value in whole[2].items()
     }
+
+
+def with_other_batches(world, settings):
+    engine = cut.start(world, settings)
+    tokens, targets = models.batches(1, cut.MICRO * world.size)[0]
+    mine = slice(world.rank * cut.MICRO, (world.rank + 1) * cut.MICRO)
+    with pytest.raises(ValueError, match=r"losses .*, .*: they train on equal batches"):
+        engine.backward(engine(tokens[mine], targets[mine]))
+
+
+def test_batches_that_are_not_equal_are_found_in_the_first_steps():
+    run_ranks(2, with_other_batches, cut.config(0, 2))
+
+
+def killed(stage):
+    engine = deeptide.initialize(model=models.make_model(), config=cut.config(int(stage), 2))[0]
+    cut.steps(engine, 1)
+    if engine.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        cut.steps(engine, 1, begin=1)
+    except deeptide.CommError as error:
+        print(error)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_killed_is_named_by_those_that_share_its_layers(stage):
+    survivor, victim = run_processes(2, killed, stage, check=False, preload=("deeptide.tensor.axis",))
+    assert victim.returncode != 0
+    assert survivor.returncode == 0, survivor.stderr
+    assert "rank 1's process" in survivor.stdout
+    assert "adding up over the ranks that share a layer" in survivor.stdout
+
+
+class Skipping(models.TinyModel):
+    """Leaves out a block, as a program may."""
+
+    def forward(self, tokens, targets, skipped):
+        x = self.embed(tokens)
+        for number, block in enumerate(self.h):
+            x = x if number == skipped else block(x)
+        return torch.nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, -2), targets.flatten())
+
+
+def skipping(world, settings):
+    engine = cut.start(world, settings, kind=Skipping)
+    rank, ranks = cut.batch_rank(engine)
+    losses, norms = [], []
+    for step, (tokens, targets) in enumerate(models.batches(4, cut.MICRO * ranks)):
+        mine = slice(rank * cut.MICRO, (rank + 1) * cut.MICRO)
+        loss = engine(tokens[mine], targets[mine], (step + rank) % 3)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_data_ranks_may_take_different_branches(stage, shared_memory):
+    more = {"deeptide": {"shared_memory": shared_memory}}
+    shared = run_ranks(4, skipping, cut.config(stage, 2, **more))
+    whole = run_ranks(2, skipping, cut.config(stage, 1, **more))
+    for rank, (losses, norms) in enumerate(shared):
+        cut.near(losses, whole[rank // 2][0], 1e-5, "losses")
+        cut.near(norms, whole[rank // 2][1], 1e-4, "norms")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_has_one_scale_on_all_ranks(stage):
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+    shared, whole = both(2, 2, stage, fp16=fp16)
+    for rank, (losses, norms, _) in enumerate(shared):
+        cut.near(losses, whole[rank // 2][0], 5e-3, "losses")
+        cut.near(norms, whole[rank // 2][1], 5e-3, "norms")
