@@ -122,7 +122,7 @@ TEST_F(Lanes, TellTheHandleOfAnyStreamWhereTorchTellsTheCurrentOnes) {
 }  // namespace
 }  // namespace deeptide::device
 
-/// As a torch for GPUs has it, which the test's CPU build lacks: of PaperDevice, and none from its third stream on.
+/// Like a GPU's torch, which the test's CPU build lacks: PaperDevice's stream, and none from its third stream on.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t /*device_index*/, void** stream) {
   using deeptide::device::PaperDevice;
   if (PaperDevice::current > 1) return 1;

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a program does on one rank, without the others: the same code runs on plain torch and on an engine's model.
+"""Acts of a program on one rank, without the others: the same code runs on plain torch and on an engine's model.
 
 An act returns what it has seen, by name, for comparison; None where it had nothing to do.
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class UserError(Exception):
-    """What a program's own code raises in the middle of a pass."""
+    """A program's own error in the middle of a pass."""
 
 
 class Rank:
@@ -191,7 +191,7 @@ def _write_element(parameter, seed):
 
 
 def _numpy_of(tensor):
-    """As numpy sees it, which has no bf16: its bits."""
+    """The value in numpy, which has no bf16: its bits."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an act must give: values, or one of the documented errors. And the programs that nothing is said about."""
+"""Says what an act must give: values, or one of the documented errors. And the programs that nothing is said about."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class UndefinedError(Exception):
 
 
 class OpenError(UndefinedError):
-    """What happens is known and wrong: see tests/fuzz/open. The program is left out at this setting."""
+    """A result that is known and wrong: see tests/fuzz/open. The program is left out at this setting."""
 
 
 MOVED = Raises(("ValueError",), "got other memory after initialize")

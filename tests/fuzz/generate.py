@@ -12,7 +12,7 @@ from programs import OWN, SETTINGS
 
 WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
 
-# What only observes a run and may change none of its numbers: sections that on_engine.py spells out.
+# Observers of a run, which may change none of its numbers: sections that on_engine.py spells out.
 OBSERVERS = ("breakdown", "collectives", "profile", "csv", "record", "timeline")
 
 
@@ -112,7 +112,7 @@ class Generator:
             config["zero"]["stage3_prefetch_bucket_size"] = 0
         if draw.random() < 0.2:
             config["zero"]["stage3_param_persistence_threshold"] = 30
-        # What sets gradients or values by hand would have to know the loss scale.
+        # Acts that set gradients or values by hand would have to know the loss scale.
         self.fp16 = not low and self.states.random() < 0.25
         acts = []
         if self.tags and draw.random() < 0.9:
@@ -211,7 +211,7 @@ class Generator:
         return acts
 
     def _object(self):
-        """What a program does to its optimizer object besides stepping it."""
+        """An act on the optimizer object besides stepping it."""
         via = self.draw.choice(["given", "optimizer"])
         other = self.draw.randrange(4)
         if other == 0:
@@ -385,7 +385,7 @@ class Generator:
         return [act for act in acts if act["act"] not in ("backward", "step")]
 
     def _surroundings(self):
-        """What happens around the process; then it goes on."""
+        """An event around the process, which goes on."""
         if self.draw.random() < 0.5:
             fork = {"act": "fork", "way": self.draw.choice(["at_once", "handlers", "collect"]), "on": self._on()}
             return [fork, *self.draw.choice([[], self._train()])]

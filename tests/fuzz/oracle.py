@@ -54,12 +54,12 @@ def expected_of(program, setting, noise=None, avoid=True):
 
 
 def traits_of(program, setting):
-    """What the expectations depend on: settings with equal traits expect the same."""
+    """The traits that expectations depend on: settings with equal traits expect the same."""
     return tuple(_traits(setting.of(phase), phase) for phase in program["phases"])
 
 
 def _traits(setting, phase):
-    """What plain torch's expectations depend on."""
+    """The traits that plain torch's expectations depend on."""
     several = phase["world"] > 1
     # In files they are as far from a rank that is alone as from one of many.
     gated = setting.stage == 3 and (phase["offload"] or (several and not setting.shared))
@@ -98,7 +98,7 @@ def _perform(life, act, saves, avoid):
     return values if isinstance(values, list) else [values] * len(life.ranks)
 
 
-# What may happen while states are away from memory.
+# Acts that may happen while states are away from memory.
 WHILE_AWAY = {
     "counters", "hyper", "save", "load", "state", "export", "snapshot", "look_all", "offload_states", "reload_states",
     "empty_cache", "rebuild",
@@ -319,7 +319,7 @@ def set_full(life, act, saves):
 
 
 def rebuild(life, act, saves, but=()):
-    """Of a model as it was: others are in tests/python/programs/test_rebuild.py."""
+    """Rebuilds a model as it was: others are in tests/python/programs/test_rebuild.py."""
     if any(rank.rehung or rank.losses or any(life.late(rank)) or rank.put_aside for rank in life.ranks):
         raise UndefinedError("what a rebuild makes of a model that has changed, and of graphs from before")
     if set(life.program["model"]["left_out"]) - {*but, *life.by_name} or life.has_frozen_or_thawed():

@@ -101,7 +101,7 @@ class PlainRank(Rank):
 
 
 class DocumentedError(Exception):
-    """Where plain torch goes on, or fails otherwise, and an engine raises what its documentation says."""
+    """An error that the documentation promises where plain torch goes on, or fails otherwise."""
 
     def __init__(self, raises):
         super().__init__(raises)
@@ -159,7 +159,7 @@ class Trained:
 
 
 class Life:
-    """What all ranks' engines are together, from initialize to destroy. noise: Noise, or None.
+    """All ranks' engines together, from initialize to destroy. noise: Noise, or None.
 
     With noise, gradients and masters are moved by what rounding may move them: two lives tell how far an engine may be.
     """
@@ -392,7 +392,7 @@ class Life:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def late(self, rank):
-        """What a rank's model holds since initialize: ({name: tensor} that is no bound one, {name: bound name})."""
+        """Tensors of a rank's model since initialize: ({name: tensor} that is no bound one, {name: bound name})."""
         names = {id(p): name for name, p in reversed(rank.bound.items())}
         loose, tied = {}, {}
         for name, now in rank.model.named_parameters(remove_duplicate=False):
@@ -472,7 +472,7 @@ class Life:
 
 
 class FailuresError(Exception):
-    """What each rank is to raise; nothing has changed."""
+    """The error that each rank is to raise; nothing has changed."""
 
     def __init__(self, by_rank):
         super().__init__(by_rank)

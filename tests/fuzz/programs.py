@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a program is: plain data, so that it prints, travels to ranks as JSON and shrinks.
+"""Defines programs: plain data, so that it prints, travels to ranks as JSON and shrinks.
 
 program = {
   "seed": number,
@@ -52,7 +52,7 @@ def pick(values, rank):
     return values[rank % len(values)] if isinstance(values, list) else values
 
 
-# What an optimizer keeps of each parameter, by torch's names.
+# States that an optimizer keeps of each parameter, by torch's names.
 STATES = {
     "AdamW": ("exp_avg", "exp_avg_sq"),
     "Adam": ("exp_avg", "exp_avg_sq"),
@@ -67,11 +67,11 @@ STATES = {
 OWN = ("NAdam", "RAdam", "Adamax", "Adadelta")  # which no kernel of ours replaces: they step parts, and keep the states
 
 
-# Of fp16: halved by each step that is skipped, and never raised.
+# fp16's scale: halved by each step that is skipped, and never raised.
 LOSS_SCALE = {"initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 10**6}
 
 
-# What every phase ends with: the final look. `look` reads each parameter's master and optimizer states.
+# Every phase ends with these: the final look. `look` reads each parameter's master and optimizer states.
 FINALE = [
     {"act": "clone", "way": "clone", "on": [True]},
     {"act": "state"},

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around a rank while it trains, and must change nothing: forks, memory that lies idle, a limit."""
+"""Acts around a rank while it trains, which must change nothing: forks, memory that lies idle, a limit."""
 
 import atexit
 import gc
@@ -65,5 +65,5 @@ ACTS = {"fork": fork, "idle": idle, "squeeze": squeeze}
 
 
 def expected(act, on):
-    """What a rank sees of it, on any of both sides."""
+    """A rank's view of it, on any of both sides."""
     return ({"child": 0} if act["act"] == "fork" else {}) if on else None

@@ -19,7 +19,7 @@ import deeptide
 DEVICE = os.environ.get("DEEPTIDE_TEST_ACCELERATOR", "sim")
 ON_GPU = DEVICE != "sim"
 
-# What only the simulated one has: schedules that show a missing wait, caps, bandwidths, a count of streams.
+# Only the simulated one has these: schedules that show a missing wait, caps, bandwidths, a count of streams.
 simulated_only = pytest.mark.skipif(ON_GPU, reason="needs what only the simulated accelerator measures")
 
 
@@ -73,7 +73,7 @@ def begin():
 
 
 def assert_bytes_as_planned(engine, model, config, why=None, but=()):
-    """Of every role, what was measured is the forecast, to 2 %, and what is planned for such a model. Returns the plan.
+    """Measured bytes of every role are the forecast, to 2 %, and what is planned for such a model. Returns the plan.
 
     `but`: a role that is left out.
     """

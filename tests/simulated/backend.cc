@@ -13,7 +13,7 @@
 #include <cstring>
 #include <utility>
 
-// Of a backend, from 2.10 on: free memory and capabilities.
+// A backend answers these from 2.10 on: free memory and capabilities.
 #define DEEPTIDE_TORCH_ASKS_MORE (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10)
 
 namespace deeptide::simulated {
@@ -185,7 +185,7 @@ int64_t num_events() { return live_events; }
 
 c10::Allocator& device_allocator() { return simulated_allocator; }
 
-/// Of the CPU's kind, since CPU kernels draw from it.
+/// A generator of the CPU's kind, since CPU kernels draw from it.
 const at::Generator& default_generator() {
   static const auto generator = at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val);
   return generator;

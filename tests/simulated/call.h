@@ -51,7 +51,7 @@ class Call {
   Stack arguments_;
 };
 
-/// What a shape function said: the results, and the arguments as it left them (an `out` may be resized).
+/// A shape function's answer: the results, and the arguments as it left them (an `out` may be resized).
 struct Shapes {
   bool known = false;
   Stack results, arguments;

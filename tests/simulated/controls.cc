@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What Python tests set and ask, as operators: torch.ops.simulated.
+// Lets Python tests set and ask, by operators: torch.ops.simulated.
 #include <torch/library.h>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

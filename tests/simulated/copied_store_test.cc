@@ -115,7 +115,7 @@ TEST_P(CopiedBuffer, PassesThroughFewBlocksFromFiles) {
   EXPECT_EQ(ledger->current(Role::host_parameters), 0);
 }
 
-/// What a store that forgot its copies would let a step do.
+/// A store that forgot its copies would let a step do this.
 TEST_P(CopiedBuffer, FindsAMissingWait) {
   const Tensor memory = page_locked(kNumel);
   const Buffer buffer = tiers::copied_buffer(Buffer::resident(memory), std::make_shared<ReadsUnderWay>());

@@ -36,7 +36,7 @@ class SumsOnTheHost : public EverySchedule {
     configure(settings);
   }
 
-  /// What a micro-batch gives.
+  /// A micro-batch's gradients.
   static Tensor contribution(int unit, int micro) {
     return at::arange(kCuts[static_cast<size_t>(unit)].numel, at::kFloat) * (micro + 1) + unit;
   }
@@ -153,7 +153,7 @@ TEST_P(SumsOnTheHost, GiveTheDevicesMemoryBackAndTakeItAnew) {
   EXPECT_EQ(ledger_->current(Role::host_gradients), 0);
 }
 
-/// What a step that forgot to wait for a block would do.
+/// A step that forgot to wait for a block would do this.
 TEST_P(SumsOnTheHost, FindAMissingWait) {
   CpuSums sums(ledger_, simulated_device(), {{1000, 0}}, at::kFloat);
   sums.change(0, true, [](const Tensor& sum) { sum.fill_(1); });

@@ -113,7 +113,7 @@ TEST_P(Exchange, EndsWithAStepThatFails) {
   EXPECT_EQ(parameters.cpu()[3 * kHostBlockNumel].item<float>(), 2);
 }
 
-/// What a step that forgot to wait for a copy would do.
+/// A step that forgot to wait for a copy would do this.
 TEST_P(Exchange, FindsAMissingWait) {
   const Tensor gradient = on_device(at::zeros({1000}));
   const Tensor pinned = at::empty({1000}, at::TensorOptions().pinned_memory(true));

@@ -86,7 +86,7 @@ BlockRef Machine::allocate(Kind kind, size_t bytes, int index) {
   return block;
 }
 
-/// As a caching allocator does: waits for what is freed, then fails.
+/// Makes room like a caching allocator: waits for what is freed, then fails.
 void Machine::make_room(Lock& lock, size_t room, size_t bytes) {
   if (stats_.used_bytes + room <= settings_.cap_bytes) return;
   for (size_t i = 0; i < streams_.size(); ++i) await(lock, static_cast<int>(i), streams_[i].issued);

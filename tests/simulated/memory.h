@@ -22,7 +22,7 @@ enum class Kind : uint8_t { device, pinned };
 /// clock[s]: the number of the last task of stream s that is known to come before.
 using Clock = std::vector<uint64_t>;
 
-/// What a task does with bytes [begin, end) of a block.
+/// A task's use of bytes [begin, end) of a block.
 struct Access {
   size_t begin = 0, end = 0;
   bool write = false;
@@ -42,7 +42,7 @@ class Block {
 
   /// "device memory of 400 bytes"
   std::string describe() const;
-  /// Of pinned memory: protects whole pages that a task may still write from the host, and those that it may still read
+  /// Guards pinned memory: protects pages that a task may still write from the host, and those that it may still read
   /// from the host's writes. Later accesses of the host end the process with a message.
   void guard();
   bool guarded() const { return guarded_; }

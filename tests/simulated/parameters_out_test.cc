@@ -66,7 +66,7 @@ TEST_P(Leaving, BringsEachStepsValuesToTheShard) {
   EXPECT_EQ(ledger->current(Role::optimizer), 0);
 }
 
-/// What a step that forgot to join would do.
+/// A step that forgot to join would do this.
 TEST_P(Leaving, FindsAMasterThatChangesTooEarly) {
   Tensor master = empty_simulated({1000});
   master.zero_();

@@ -78,7 +78,7 @@ class Key {
   bool known_ = true;
 };
 
-/// Where shape functions describe another device's result types than the CPU's kernels make.
+/// Corrects types: shape functions describe another device's results than the CPU's kernels make.
 void correct_types(const Call& call, Stack& shapes) {
   const bool layer = call.name() == "aten::native_layer_norm";
   if (!layer && call.name() != "aten::native_group_norm") return;

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What tests of the simulated accelerator share: streams in scopes, and every schedule.
+// Shared by tests of the simulated accelerator: streams in scopes, and every schedule.
 #pragma once
 
 #include <ATen/TensorOperators.h>

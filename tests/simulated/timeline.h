@@ -10,7 +10,7 @@
 
 namespace deeptide::simulated {
 
-/// What does a task's work. Each does one task at a time, in the order in which they are ready; computation has as many
+/// A part of the machine that does one task at a time, in the order in which they are ready; computation has as many
 /// as there are streams.
 enum class Engine : uint8_t { compute, to_device, to_host, link };
 inline constexpr size_t kNumEngines = 4;
@@ -18,7 +18,7 @@ inline constexpr size_t kNumEngines = 4;
 /// Units: bytes / s; 0: a transfer takes no time.
 using Bandwidths = std::array<double, kNumEngines>;
 
-/// What a task takes. Units: bytes, s.
+/// The cost of a task. Units: bytes, s.
 struct Cost {
   Engine engine = Engine::compute;
   size_t bytes = 0;

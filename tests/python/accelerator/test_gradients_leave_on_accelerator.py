@@ -38,7 +38,7 @@ def line_of(engine):
 
 
 def act_on_gradients(device, zero, stage, bf16, keep):
-    """What programs do between backward and step; returns what they see, and what comes of it."""
+    """Acts like programs between backward and step; returns what they see, and what comes of it."""
     own = {"deeptide": {"keep_grad": True}} if keep else {}
     engine = make_engine(device, stage, gas=2, bf16=bf16, zero=zero, freeze=True, gradient_clipping=0.5, **own)
     module, seen = engine.module, []

@@ -194,7 +194,7 @@ def test_checkpoints_cross_placements(stage, bf16, tmp_path):
 
 
 def act_between_steps(stage, bf16):
-    """What programs do with states and parameters has the same effect as with a CPU engine."""
+    """Programs' acts on states and parameters have the same effect as with a CPU engine."""
     controls = begin()
     controls.configure("late", guard_pinned=True)
     results = []
@@ -346,7 +346,7 @@ def seconds_of_step(controls, zero, compute, copies):
 
 
 def compare_with_steps_on_the_device():
-    """Where computation is long enough; what the host's own work adds is in tests/simulated/host_exchange_test.cc."""
+    """Compares where computation is long enough; the host's own work is in tests/simulated/host_exchange_test.cc."""
     controls = begin()
     compute = 1e8
     without, offloaded = (seconds_of_step(controls, zero, compute, compute) for zero in ({}, TO_HOST))

@@ -130,7 +130,7 @@ def test_checkpoints_cross_placements(world, bf16, tmp_path):
 
 
 def write(engine, device, folder):
-    """What programs do with parameters between, and within, micro-batches."""
+    """Writes parameters like programs between, and within, micro-batches."""
     train(engine, device, steps=1)
     wide, first, second = engine.module.wide.weight, engine.module.layers[0].weight, engine.module.layers[1].weight
     with torch.no_grad():
@@ -316,7 +316,7 @@ def seconds_of_step(controls, zero, compute, to_device, to_host):
 
 
 def compare_with_shards_on_the_device(folder):
-    """Where computation is long enough: a unit's shard comes while others compute.
+    """Compares where computation is long enough: a unit's shard comes while others compute.
 
     Also without offload of parameters the host steps, whose work takes no simulated time.
     """

@@ -33,7 +33,7 @@ SCHEDULES = ("late_default", "late_others", "random")
 
 
 def shards(folder):
-    """Where parameters lie."""
+    """The places of parameters."""
     few = in_files(folder, buffer_count=1, buffer_size=1000, max_in_cpu=1000)
     return {
         "host": {"offload_param": {"device": "cpu"}},
@@ -44,7 +44,7 @@ def shards(folder):
 
 
 def steps(folder):
-    """Where they are stepped."""
+    """The places of their steps."""
     return {
         "device": {},
         "both": split(0.5),
@@ -115,7 +115,7 @@ def test_checkpoints_cross_places(world, bf16, tmp_path):
 
 
 def compare_programs(bf16, where, folder):
-    """What programs write reaches shards and masters, wherever they lie."""
+    """Programs' writes reach shards and masters, wherever they lie."""
     controls = begin()
     gathered = {**FEW, **steps(folder)[where], "stage3_gather_16bit_weights_on_model_save": True}
     results = []
@@ -237,7 +237,7 @@ def test_the_host_waits_once_a_step():
 
 
 def compare_with_shards_on_the_device(folder):
-    """Where computation is long enough, new values leave and come while the device computes."""
+    """If computation is long enough, new values leave and come while the device computes."""
     controls = begin()
     rate = 1e6
     without = seconds_of_step(controls, {}, rate, rate / 2, rate / 2)

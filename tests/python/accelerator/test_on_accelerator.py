@@ -233,7 +233,7 @@ def test_an_engine_that_ran_out_of_memory_leaves_nothing(stage):
 
 
 def run_out_of_memory_in_step(stage):
-    """Of several ranks: each knows what its engine holds, or which rank has ended."""
+    """Several ranks run out: each knows what its engine holds, or which rank has ended."""
     controls = begin()
     for room in (512, 2048 if stage > 0 else 12 << 10):
         engine = deeptide.initialize(model=make_model(DEVICE), config=models.config(stage))[0]
@@ -268,7 +268,7 @@ def test_ranks_that_run_out_of_memory_in_step_can_begin_anew(stage):
 
 
 def train_under_cap():
-    """What the engine forecasts is what it takes, and enough; half of it is not, and the error says for whom."""
+    """The engine's forecast is what it takes, and enough; half of it is not, and the error says for whom."""
     controls = begin()
     controls.configure("random")
     for stage, gas in ((0, 1), (1, 2), (2, 1), (3, 2)):
@@ -387,7 +387,7 @@ def phases_of(controls, engine, inputs, apart):
 
 
 def simulated_seconds(controls, stage, live, compute, link, apart=False):
-    """Of a step, after others. Bandwidths in bytes per second, 0: no time. `live`: most elements gathered at a time."""
+    """Seconds of a step, after others. Bandwidths in bytes/s, 0: no time. `live`: most elements gathered at a time."""
     controls.configure("late", compute=compute, link=link)
     model = models.to_device(models.make_model(layers=LAYERS, width=64, tied=False), DEVICE)
     zero = {"stage3_prefetch_bucket_size": live, "stage3_max_live_parameters": live}
@@ -401,7 +401,7 @@ def simulated_seconds(controls, stage, live, compute, link, apart=False):
 
 
 def compare_with_ideal(stage, live):
-    """Where transfers take as long as computation in all.
+    """Compares where transfers take as long as computation in all.
 
     In the ideal schedule each phase takes as long as its computation or its transfers, whichever is longer, and the
     pipeline's fill: of what is shorter, one block.

@@ -79,7 +79,7 @@ def account(bf16, steps, folder):
         for line in engine.memory():
             if line.role == "parameters":
                 assert on_device - 1.1 * shard <= line.predicted_bytes <= 1.02 * on_device + 100, (own, line)
-                # What is left of the device's share, and less than a block of the host's, go to files.
+                # The rest of the device's share, and less than a block of the host's, go to files.
                 files = planned.lines[line.role].file_bytes
                 assert 0.98 * in_files <= files <= (in_files and 1.02 * in_files + 2.1 * shard + 4 * 2**20), own
         text = engine._core.summary()

@@ -25,7 +25,7 @@ def placed(folder, **tiers):
 
 
 def line_of(engine, own, stage, bf16):
-    """Of the optimizer's states, as forecast, measured and planned."""
+    """Bytes of the optimizer's states, as forecast, measured and planned."""
     line = {line.role: line for line in engine.memory()}["optimizer states"]
     assert line.measured_bytes == line.predicted_bytes, line
     assert line.measured_off_device_bytes == line.off_device_bytes, line
@@ -109,7 +109,7 @@ def gradients_at(**tiers):
 
 
 def compare_gradients(stage, bf16, type):
-    """Where sums lie changes no bit of a device's steps."""
+    """The place of sums changes no bit of a device's steps."""
     controls = begin()
     params = {"lr": 1e-2, "eps": 1e-5} if type == "AdamW" else {"lr": 1e-2}
     settings = {"bf16": bf16, "gradient_clipping": 0.01, "optimizer": {"type": type, "params": params}}
@@ -213,7 +213,7 @@ def test_what_cannot_leave_the_device_is_named(settings, error):
 
 
 def refuse_without_a_shard():
-    """Where each rank steps all, and where the caller's own optimizer steps."""
+    """Refuses where each rank steps all, and where the caller's own optimizer steps."""
     begin()
     own = gradients_at(device="50%", cpu="rest")
     for stage, error in (

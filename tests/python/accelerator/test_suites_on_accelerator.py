@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What other files test on a CPU, on a simulated accelerator: gate, divergence, checkpoints, failures, skipped steps.
+"""Runs other files' tests on a simulated accelerator: gate, divergence, checkpoints, failures, skipped steps.
 
 A test of theirs runs in every rank, a process here. What it gives to `run_ranks` runs once in each, with the model on
 the device; results come back on the CPU, where the test compares them with plain torch's, bit for bit: a GPU has other
@@ -127,7 +127,7 @@ def offload_optimizer():
 
 
 def run_ranks(size, function, *args, timeout=None):
-    """As conftest's, but each process is one of the ranks, and every one gets the results of all."""
+    """Runs ranks like conftest's, but each process is one of the ranks, and every one gets the results of all."""
     from deeptide._world import find_world
 
     assert size == dist.get_world_size()

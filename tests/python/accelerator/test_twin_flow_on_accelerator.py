@@ -263,7 +263,7 @@ def test_an_automatic_ratio_is_measured_and_agreed(world, files, tmp_path):
 
 
 def act_between_steps(stage, bf16):
-    """What programs do with states and parameters reaches both parts."""
+    """Programs' acts on states and parameters reach both parts."""
     controls = begin()
     controls.configure("late", guard_pinned=True)
     own = {"drift_interval": 1, "on_skipped": "rewind", "skipped_limit": 1, "rewind_interval": 1}

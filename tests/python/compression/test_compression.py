@@ -448,7 +448,7 @@ def test_misuse_is_named():
 
 
 class Conv1D(nn.Module):
-    """As GPT-2 has it: its weight is (inputs, outputs)."""
+    """GPT-2's layer: its weight is (inputs, outputs)."""
 
     def __init__(self):
         super().__init__()

@@ -196,7 +196,7 @@ def test_curved_blocks_keep_their_bits_longer_and_ranks_agree(stage):
 
     one, other = run_ranks(2, run)
     assert one == other
-    # Of two steps' period: doubled, times 1 + floor(4 * share): 5 for the most curved block, one factor per block.
+    # The period of two steps: doubled, times 1 + floor(4 * share): 5 for the most curved block, one factor per block.
     factors = [period // 4 for _, period in one]
     assert factors[0] == 1 and factors[-1] == 1  # the embedding and the head are in no block
     assert factors[1] == factors[2] and factors[3] == factors[4] and factors[5] == factors[6]

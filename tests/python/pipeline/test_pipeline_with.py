@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What goes with a pipeline: optimizers, files, frozen layers, recomputation, long headers, a rank that is killed."""
+"""Pipelines go with optimizers, files, frozen layers, recomputation, long headers, a rank that is killed."""
 
 import json
 import os
