@@ -22,7 +22,12 @@ from transformers.models.bert.modeling_bert import BertLayer
 import output
 
 
-def milliseconds(function, inputs):
+def milliseconds(function, inputs, forward=False):
+    if forward:
+        with torch.no_grad():
+            begin = time.perf_counter()
+            function()
+            return 1e3 * (time.perf_counter() - begin)
     for x in inputs:
         x.grad = None
     begin = time.perf_counter()
@@ -35,7 +40,7 @@ def first_of(outputs):
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def medians(ways, inputs, runs):
+def medians(ways, inputs, runs, forward=()):
     """By name; None for a way that this machine or length refuses, whose reason is printed below the table."""
     times, refused = {name: [] for name in ways}, {}
     for run in range(runs + 1):
@@ -43,7 +48,7 @@ def medians(ways, inputs, runs):
             if name in refused:
                 continue
             try:
-                spent = milliseconds(function, inputs)
+                spent = milliseconds(function, inputs, name in forward)
             except Exception as error:
                 refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 continue
@@ -81,14 +86,18 @@ def attention(options, record):
             if length <= options.flex_until:
                 # Without a compiler it makes all scores, as dense attention in plain operators does.
                 attend = flex(layout, options.block, options.compile)
-                ways["flex"] = lambda q=q, k=k, v=v, attend=attend: attend(q, k, v)
-            taken, refused = medians(ways, inputs, options.runs)
+                ways["flex"] = lambda q=q, k=k, v=v, attend=attend: attend(q.detach(), k.detach(), v.detach())
+                ways["sparse forward"] = ways["sparse"]
+            # flex_attention has no backward on a CPU: it is compared forward alone.
+            taken, refused = medians(ways, inputs, options.runs, forward=("flex", "sparse forward"))
             share = layout.float().mean().item()
             record["attention"].append({"length": length, "layout": name, "share": share, **taken, "refused": refused})
-            cells = [f"{taken[way]:.1f}" if taken.get(way) else refused.get(way, "-") for way in ("dense", "flex")]
+            named = ("dense", "sparse", "flex", "sparse forward")
+            cells = [f"{taken[way]:.1f}" if taken.get(way) else refused.get(way, "-") for way in named]
             ratio = f"{taken['dense'] / taken['sparse']:.2f}" if taken["dense"] else "-"
-            rows.append([length, name, f"{100 * share:.1f} %", *cells, f"{taken['sparse']:.1f}", ratio])
-    header = ["length", "layout", "blocks", "dense (SDPA), ms", "flex_attention, ms", "sparse, ms", "dense / sparse"]
+            rows.append([length, name, f"{100 * share:.1f} %", *cells[:2], ratio, *cells[2:]])
+    both = ["dense (SDPA), ms", "sparse, ms", "dense / sparse"]
+    header = ["length", "layout", "blocks", *both, "flex_attention forward, ms", "sparse forward, ms"]
     return output.table(header, rows)
 
 

@@ -78,6 +78,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self.is_destroyed = False
         self._may_be_preempted = bool(config.checkpoint.preempt_folder)
         self._less_work = Schedules(config, core.batch_sizes().train, model) or None
+        if self._less_work is not None and self._less_work.compression is not None:
+            self._less_work.compression.share_masks(core.broadcast)
         self._registrations = _changes.count()  # when the core last looked at the model
         owned: Any
         for owned in (optimizer, lr_scheduler):

@@ -25,6 +25,7 @@ class Generator:
         self.tags = []
         self.is_by_hand = False  # the program steps its schedule
         self.wires = random.Random(f"wires {seed}")  # of how gradients travel, likewise
+        self.less = random.Random(f"less {seed}")  # of what the model leaves out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
@@ -72,7 +73,13 @@ class Generator:
             "left_out": [],
             "groups": draw.choice([1, 2]),
             "seed_by_rank": draw.random() < 0.3,
+            "pruning": self._pruning(),
         }
+
+    def _pruning(self):
+        if self.less.random() > 0.2:
+            return None
+        return {"offset": self.less.choice([0, 1, 3]), "share": self.less.choice([0.3, 0.7])}
 
     def _freeze_some(self, spec):
         own = [n for n in self.names if not n.startswith("pair.") and n not in ("head.weight", "head.bias")]

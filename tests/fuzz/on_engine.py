@@ -109,6 +109,7 @@ def config_of(program, phase, setting, folder):
         },
         "bf16": {"enabled": phase["bf16"]},
         "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
+        **subject.compression_of(program["model"]),
         **seen,
         "deeptide": {
             "comm_timeout": _comm_timeout,

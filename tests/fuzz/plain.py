@@ -179,6 +179,7 @@ class Life:
         if is_low(phase):
             for model in models:
                 cast(model, self.dtype)
+        self.prunings = [schedule for model in models if (schedule := subject.schedule_of(spec, model))]
         self.ranks = [PlainRank(rank, model, phase["gas"], self) for rank, model in enumerate(models)]
         self.trained = [
             Trained(name, g, self.ranks) for g, group in enumerate(names) for name in group if name != TRANSPOSE
@@ -335,6 +336,8 @@ class Life:
             self._round_moments(trained)
             trained.master.grad = None
             trained.publish()
+        for pruning in self.prunings:
+            pruning.step()
         if self.rates.spec is not None and not self.rates.is_by_hand:
             self.rates.advance([rank.hyper for rank in self.ranks])
         return {"result": "applied", "norm": norm}
@@ -428,6 +431,7 @@ class Life:
             "counters": (self.global_steps, self.skipped_steps, self.micro_steps),
             "loss_scale": self.loss_scale if self.phase.get("fp16") else None,
             "rates": self.rates.steps,
+            "pruning": [pruning.state_dict() for pruning in self.prunings[:1]],
             "data": first.loader and first.loader.position(),
         }
 
@@ -463,6 +467,8 @@ class Life:
             rank.hyper = [dict(group) for group in saved["hyper"]]
             if rank.loader:
                 rank.loader.go_to(*saved["data"])
+        for pruning in self.prunings:
+            pruning.load_state_dict(saved["pruning"][0])
         if not self.rates.is_by_hand:
             self.rates.steps = saved["rates"]
         self.global_steps, self.skipped_steps, micro_steps = saved["counters"]

@@ -5,6 +5,7 @@
 program = {
   "seed": number,
   "model": {"width", "blocks", "norm": layer | batch, "tie": none | head | transposed, "extras": […], "frozen": [names],
+            "pruning": None or {"offset": steps until it begins, "share" of the weights of "up" that stays},
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
   "optimizer": a ds_config section, and "by": config | instance; "restored": whether a given one got its groups from
                another's state dict,

@@ -19,6 +19,7 @@ SIMPLE_MODEL = {
     "left_out": [],
     "groups": 1,
     "seed_by_rank": False,
+    "pruning": None,
 }
 SIMPLE_PHASE = {
     "bf16": False,

@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from deeptide.compression import CompressionSchedule, init_compression
+
 VOCAB = 7
 ROWS = 4
 
@@ -74,6 +76,26 @@ class Subject(nn.Module):
         return self.head(self.norm(x))
 
 
+def compression_of(spec):
+    """The sections of a configuration that prune single weights, where the model's spec asks for it."""
+    pruning = spec.get("pruning")
+    if not pruning:
+        return {}
+    shared = {"enabled": True, "method": "l1", "schedule_offset": pruning["offset"]}
+    group = {"params": {"dense_ratio": pruning["share"]}, "modules": ["up"]}
+    return {
+        "compression_training": {
+            "sparse_pruning": {"shared_parameters": shared, "different_groups": {"up": group}},
+        }
+    }
+
+
+def schedule_of(spec, model):
+    """When the model's pruning begins; None: it has none."""
+    sections = compression_of(spec)
+    return CompressionSchedule(model, {"train_batch_size": ROWS, **sections}) if sections else None
+
+
 def make(spec, seed):
     """The same weights for the same seed; what `spec` freezes does not require grad."""
     torch.manual_seed(seed)
@@ -81,6 +103,8 @@ def make(spec, seed):
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in spec["frozen"]:
             parameter.requires_grad_(False)
+    if spec.get("pruning"):
+        init_compression(model, {"train_batch_size": ROWS, **compression_of(spec)})
     return model
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deeptide._C import ConfigError
@@ -120,7 +121,7 @@ class CompressionSchedule:
         config = load_config(compression_config)
         section = read_section(config)
         shared = section["weight_quantization"]["shared_parameters"]
-        layers = compressed_layers(model)
+        layers = self._layers = compressed_layers(model)
         weights = [layer._compression.weight for layer in layers]
         falling = [weight for weight in weights if weight is not None and not weight.in_forward]
         self._falling = FallingBits(falling, shared) if falling else None
@@ -134,6 +135,13 @@ class CompressionSchedule:
         ]
         self.training_steps = 0
         self._begin()
+
+    def share_masks(self, broadcast: Callable[[Tensor, int], None]) -> None:
+        """Collective. All ranks prune what the first one does: their models may have begun with other weights."""
+        for layer in self._layers:
+            for pruning in layer._compression.pruning:
+                if not pruning.scored:
+                    broadcast(pruning.mask(layer).view(torch.uint8), 0)
 
     def _begin(self) -> None:
         if self._falling is not None and self._offset == 0:

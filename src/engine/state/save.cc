@@ -21,6 +21,7 @@
 #include "engine/state/pieces.h"
 #include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
+#include "sharding/gate.h"
 
 namespace deeptide {
 
@@ -188,6 +189,10 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
     const auto role = checkpoint::Role::buffer(engine::buffer_coordinates_of(channels.mesh(), world.rank));
     snapshot.pieces.push_back(engine::buffer_piece(tensor, role, engine::readable(tensor.tensor).reshape({-1})));
   }
+  const auto is_gathered = [](const NamedTensor& now) { return sharding::has_gate_key(now.tensor); };
+  unbound.insert(unbound.end(), loose.replaced.begin(), loose.replaced.end());
+  // A gathered value may have left a round of wishes under way, which ends before ranks vote.
+  if (std::any_of(unbound.begin(), unbound.end(), is_gathered)) enter_alike(Call::save_checkpoint, [] {});
   return snapshot;
 }
 

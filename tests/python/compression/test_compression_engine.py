@@ -174,6 +174,22 @@ def test_a_trained_model_is_cleaned_from_a_snapshot_while_training_goes_on(stage
     train(engine, 3, 4)
 
 
+@pytest.mark.both_ways
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_began_with_other_weights_prune_what_the_first_one_does(stage):
+    def masks(world):
+        config = models.config(stage, world=2, compression_training={"sparse_pruning": SPARSE})
+        model = init_compression(models.make_model(seed=world.rank), config)
+        own = {name: value.clone() for name, value in model.named_buffers()}
+        deeptide.initialize(model=model, config=config, world=world)
+        return own, dict(model.named_buffers())
+
+    (own, first), (theirs, second) = run_ranks(2, masks)
+    assert any(not torch.equal(own[name], theirs[name]) for name in own)
+    models.assert_same(first, own)
+    models.assert_same(second, own)
+
+
 def test_models_without_memory_get_the_same_masks():
     plain, _ = start(SECTIONS["static"], 3)
     deferred, _ = start(SECTIONS["static"], 3, deferred=True)
