@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.letters import tensors_in
 
 _CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
 
@@ -86,6 +87,7 @@ class Passage:
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
         self._guard: _NoDraws | None = None
+        self._trains = False  # with gradients
         self._has_ended = False  # at a block of the next stage
 
     # -- a forward ----------------------------------------------------------------------------------------------------
@@ -107,6 +109,7 @@ class Passage:
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
         modes = module.training, torch.is_grad_enabled()
+        self._trains = torch.is_grad_enabled()
         self._signature = (*modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
         self._has_ended = False
         if self._here > 0 and self._signature not in self._known:
@@ -201,6 +204,11 @@ class Passage:
             raise PipelineError(
                 f"{self._where()}: {self._name(block.number)} is called with other arguments than on stage "
                 f"{self._here - 1}: the stages' programs differ, as by random numbers of Python or by their batches"
+            )
+        if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
+            raise ElsewhereError(
+                f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
+                "reentrant checkpoint around the call: give that use_reentrant=False"
             )
         for tensor in elsewhere_in(handed):
             tensor.received = self._received  # type: ignore[attr-defined] # for a recomputation
