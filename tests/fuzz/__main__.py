@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import campaign
+import pipelines
 from programs import SETTINGS
 
 
@@ -27,11 +28,16 @@ def main():
         "--shrink", type=float, help="seconds to shrink a failing program; default: 60, and 0 with --program"
     )
     parser.add_argument("--all", action="store_true", help="print each failing program, not one of each kind")
+    parser.add_argument("--pipelines", action="store_true", help="only programs of pipelines")
     parser.add_argument("--program", type=Path, help="run this program at all settings")
     options = parser.parse_args()
     if not options.program:
         sys.exit(0 if campaign.Campaign(options).run() else 1)
     campaign.start(options.patience)
+    if options.pipelines:
+        mismatch = pipelines.try_program(campaign._runner, json.loads(options.program.read_text()))
+        print(mismatch[1] if mismatch else "as the uncut model")
+        sys.exit(1 if mismatch else 0)
     mismatch = campaign.try_program(json.loads(options.program.read_text()), SETTINGS, options.shrink or 0, avoid=False)
     print(mismatch[1] if mismatch else "as plain torch")
     sys.exit(1 if mismatch else 0)

@@ -10,12 +10,14 @@ import random
 import time
 
 import generate
+import pipelines
 import programs
 import torch
 from oracle import OPEN
 from runner import Runner
 from shrink import Shrinker, judged
 
+PIPELINES = 5  # of so many seeds, the last one's program is a pipeline
 _runner = None
 
 
@@ -34,6 +36,14 @@ def try_seed(seed, count, seconds_to_shrink, end):
     acts = len(settings) * sum(len(phase["acts"]) for phase in program["phases"])
     found = try_program(program, settings, seconds_to_shrink, end)
     return seed, len(settings), acts, time.monotonic() - started, found
+
+
+def try_pipeline(seed):
+    """As try_seed, of the pipeline program of that number."""
+    started = time.monotonic()
+    program = pipelines.program_of(seed)
+    acts = sum(len(phase["acts"]) for phase in program["phases"])
+    return seed, 1, acts, time.monotonic() - started, pipelines.try_program(_runner, program)
 
 
 def try_program(program, settings, seconds_to_shrink, end=float("inf"), avoid=True):
@@ -63,6 +73,7 @@ class Campaign:
         self.options = options
         self.end = time.monotonic() + options.seconds
         self.longest = 0.0  # seconds that a program took
+        self.drawn = 0
         self.seeds = iter(range(options.seed, options.seed + options.programs))
         self.counts, self.found = collections.Counter(), collections.Counter()
 
@@ -89,6 +100,9 @@ class Campaign:
         seed = next(self.seeds, None) if time.monotonic() + self.longest < self.end else None
         if seed is None:
             return None
+        self.drawn += 1
+        if self.options.pipelines or self.drawn % PIPELINES == 0:
+            return pool.submit(try_pipeline, seed)
         shrink = 60 if self.options.shrink is None else self.options.shrink
         return pool.submit(try_seed, seed, self.options.settings, shrink, self.end)
 

@@ -64,22 +64,42 @@ class Runner:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def run_ranks(self, code, program, size, limit):
+        """Calls code with (program, rank, port, folder, limit); returns each rank's output, and what it left."""
+        limit *= self._patience
+        folder = tempfile.mkdtemp(prefix="deeptide-fuzz-")
+        try:
+            calls = [[program, number, self._store.port, folder, limit] for number in range(size)]
+            _, logs = self._processes(code, calls, limit)
+            return logs, [_unpickled(os.path.join(folder, f"rank-{number}")) for number in range(size)]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _run(self, program, settings, folder, limit):
         size = most_ranks(program)
         for setting in settings:
             os.mkdir(os.path.join(folder, f"{setting}-checkpoints"))
+        calls = [
+            [json.dumps(program), list(map(str, settings)), number, self._store.port, folder, limit]
+            + [self._patience * SLOW]
+            for number in range(size)
+        ]
+        hung, logs = self._processes(_CALL, calls, limit * _MOST_STUCK)  # ranks end by themselves well before
+        return Run({s: [_read(folder, s, r) for r in range(size)] for s in settings}, hung, logs)
+
+    def _processes(self, code, calls, most):
+        """(ranks that did not end well, output of each). most: seconds."""
+        size = len(calls)
         ranks, logs = [], [None] * size
-        for number in range(size):
-            call = [json.dumps(program), list(map(str, settings)), number, self._store.port, folder]
-            call += [limit, self._patience * SLOW]
-            ranks.append(self._zygotes[number % 2].start([_CALL, json.dumps(call)], self._environment))
+        for number, call in enumerate(calls):
+            ranks.append(self._zygotes[number % 2].start([code, json.dumps(call)], self._environment))
         readers = [
             threading.Thread(target=lambda r=r: logs.__setitem__(r, ranks[r].communicate()), daemon=True)
             for r in range(size)
         ]
         for reader in readers:
             reader.start()
-        deadline = time.monotonic() + limit * _MOST_STUCK + 10  # ranks end by themselves well before
+        deadline = time.monotonic() + most + 10
         for reader in readers:
             reader.join(max(0.0, deadline - time.monotonic()))
         late = [r for r in range(size) if ranks[r].poll() is None]
@@ -87,13 +107,16 @@ class Runner:
             ranks[r].kill()
         for reader in readers:
             reader.join(10)
-        hung = sorted({*late, *(r for r in range(size) if ranks[r].returncode != 0)})
-        return Run({s: [_read(folder, s, r) for r in range(size)] for s in settings}, hung, logs)
+        return sorted({*late, *(r for r in range(size) if ranks[r].returncode != 0)}), logs
 
 
 def _read(folder, setting, number):
+    return _unpickled(os.path.join(folder, f"{setting}-{number}"))
+
+
+def _unpickled(path):
     try:
-        with open(os.path.join(folder, f"{setting}-{number}"), "rb") as file:
+        with open(path, "rb") as file:
             return pickle.load(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, EOFError):
         return None

@@ -41,6 +41,10 @@ class Elsewhere(torch.Tensor):
         made.origin = origin
         return made
 
+    def again(self) -> Elsewhere:
+        """Another one like it."""
+        return Elsewhere(self, self.origin)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment, unused-ignore]
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override, unused-ignore]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.letters import tensors_in
 
 _CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
 
@@ -86,6 +87,7 @@ class Passage:
         self._known: set[Any] = set()  # signatures of forwards that were looked at
         self._signature: Any = None
         self._guard: _NoDraws | None = None
+        self._trains = False  # with gradients
         self._has_ended = False  # at a block of the next stage
 
     # -- a forward ----------------------------------------------------------------------------------------------------
@@ -107,6 +109,7 @@ class Passage:
     def compute(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
         modes = module.training, torch.is_grad_enabled()
+        self._trains = torch.is_grad_enabled()
         self._signature = (*modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
         self._has_ended = False
         if self._here > 0 and self._signature not in self._known:
@@ -202,6 +205,11 @@ class Passage:
                 f"{self._where()}: {self._name(block.number)} is called with other arguments than on stage "
                 f"{self._here - 1}: the stages' programs differ, as by random numbers of Python or by their batches"
             )
+        if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
+            raise ElsewhereError(
+                f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
+                "reentrant checkpoint around the call: give that use_reentrant=False"
+            )
         for tensor in elsewhere_in(handed):
             tensor.received = self._received  # type: ignore[attr-defined] # for a recomputation
         return block.put_in(self._received, args, kwargs)
@@ -226,13 +234,13 @@ class Passage:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(handed)]
         key = (self._signature, *map(str, shapes))
         if key in block.outputs and self._signature in self._known and not block.is_observed():
-            return block.outputs[key]
+            return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # `received` is of one micro-batch
         origin = self._name(block.number)
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)
         with torch.no_grad():
-            block.outputs[key] = call(*args, **kwargs)
-        return block.outputs[key]
+            output = block.outputs[key] = call(*args, **kwargs)
+        return tree_map_only(Elsewhere, Elsewhere.again, output)
 
 
 def _kind(value: Any) -> Any:

@@ -176,8 +176,9 @@ def test_blocks_are_recomputed(use_reentrant):
     compare(*both("llama", 2, 1, 3, edit=recomputing(use_reentrant)), exact=True)
 
 
-def test_a_checkpoint_around_a_blocks_call_finds_what_it_was_handed():
-    compare(*both("plain", 3, 1, edit=CheckpointsCalls), exact=False)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_checkpoint_around_a_blocks_call_finds_what_it_was_handed(schedule):
+    compare(*both("plain", 3, 1, edit=CheckpointsCalls, parallel={"schedule": schedule}), exact=False)
 
 
 def without_memory(world, deferred):

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times a GPT at two pipeline stages, here and under torch.distributed.pipelining, by turns; prints Markdown."""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import mean, median
+
+import output
+from axes_worker import CONTENDERS
+from jobs import run_ranks
+from memory import JobMemory
+from settings import SIZES, WORLD
+
+WORKER = Path(__file__).with_name("axes_worker.py")
+LEGEND = """\
+Two ranks of one thread, a stage each; the same cut and the same weights, AdamW, fp32. Every turn steps each contender
+once, every other turn in reverse order; a step begins at a barrier, has all micro-batches and an optimizer step, and
+ends on the slower rank. "busy" is the same work of each rank's stage with nobody to wait for, both ranks at once.
+Idle: the share of ranks' time in the median step that is not busy; it holds the bubble, messages, and what the stages'
+work differs by. By formula, for equal stages and free messages: (stages - 1) / (micro-batches + stages - 1). Losses of all
+contenders are compared.
+"""
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=("46m", "319m"), default="46m")
+    parser.add_argument("--micro-batches", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=10, help="of each contender, timed")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for each number of micro-batches")
+    output.add_arguments(parser, "bench-axes")
+    return parser.parse_args()
+
+
+def slower(ranks, name):
+    return [max(turn) for turn in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+
+
+def differ(ranks):
+    """The largest relative difference between contenders' losses of a step."""
+    losses = [ranks[-1]["losses"][name] for name in CONTENDERS]
+    return max((max(step) - min(step)) / max(step) for step in zip(*losses, strict=True))
+
+
+def rows(count, outcome):
+    if "ranks" not in outcome:
+        return [[count, outcome.get("error", "?"), "", "", "", ""]]
+    ranks, found = outcome["ranks"], []
+    busy = mean(median(rank["seconds"]["busy"]) for rank in ranks)
+    for name in CONTENDERS:
+        took = slower(ranks, name)
+        idle = 100 * (1 - busy / median(took))
+        cells = [f"{1e3 * min(took):.0f}", f"{1e3 * median(took):.0f}", f"{idle:.1f} %"]
+        found.append([count, name, *cells, f"{100 * (WORLD - 1) / (count + WORLD - 1):.1f} %"])
+    found.append([count, "busy", "", f"{1e3 * busy:.0f}", f"losses differ by {differ(ranks):.1e}", ""])
+    return found
+
+
+def main():
+    options = parse_arguments()
+    record, lines = output.new_record() | {"micro_batches": {}}, []
+    for count in options.micro_batches:
+        command = [
+            sys.executable, WORKER, "--model", options.model, "--micro-batches", str(count),
+            *("--warmup", str(options.warmup), "--steps", str(options.steps)),
+        ]  # fmt: skip
+        outcome = record["micro_batches"][count] = run_ranks(command, WORLD, options.timeout, JobMemory())
+        lines += rows(count, outcome)
+        print(*lines[-len(CONTENDERS) - 1 :], sep="\n", file=sys.stderr)
+    title = f"Axes: {options.model} at {WORLD} stages, {SIZES[options.model].batch} sequences a micro-batch"
+    header = ["micro-batches", "schedule", "best (ms)", "median (ms)", "idle", "by formula"]
+    output.write(options, output.head(title, record, LEGEND) + output.table(header, lines), record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random pipelines: a model cut into stages does what the uncut one does, which the other programs compare with torch.
+
+program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "frozen": [parts of names], "recompute",
+           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
+           "phases": [{"stages", "data", "zero", "schedule", "bf16", "gas", "acts": […]}]}
+Acts: ["train", steps], ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
+uncut]. Each phase begins with a new model, in another mesh; both sides run it, and have the same losses and states.
+"""
+
+import datetime
+import faulthandler
+import itertools
+import json
+import os
+import pickle
+import random
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional as F
+
+import deeptide
+from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+
+VOCABULARY, ROWS = 11, 2
+CALL = "import sys, json, pipelines; pipelines.main(*json.loads(sys.argv[1]))"
+
+
+class Block(nn.Module):
+    """Changes its input and counts in a buffer; hands on one tensor."""
+
+    def __init__(self, width, recompute=False):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden, mask=None):
+        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+        change = self.down(F.gelu(self.up(self.norm(hidden))))
+        return hidden + (change if mask is None else change * mask)
+
+
+class Embedding(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, width))
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
+
+class Head(Embedding):
+    def forward(self, hidden):
+        return F.linear(hidden, self.weight)
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def logits_of(embedding, hidden):
+    return F.linear(hidden, embedding.weight)
+
+
+class Blocks(nn.Module):
+    """A plain model, which `parallel.pipeline` cuts."""
+
+    def __init__(self, program):
+        super().__init__()
+        width = program["width"]
+        self.embed = Embedding(width)
+        if program["lent"]:
+            self.places, self.scale = nn.Parameter(torch.empty(8, width)), nn.Parameter(torch.empty(width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
+        self.norm, self.head = nn.LayerNorm(width), Head(width)
+        if program["tie"]:
+            self.head.weight = self.embed.weight
+        self.lends, self.recomputes = program["lent"], program["recompute"]
+
+    def forward(self, tokens, labels=None):
+        hidden = self.embed(tokens)
+        mask = (tokens > 1).unsqueeze(-1)
+        if self.lends:
+            hidden = hidden + self.places[: tokens.shape[1]]
+        for block in self.blocks:
+            if self.recomputes and self.training:
+                hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, use_reentrant=False)
+            else:
+                hidden = block(hidden, mask=mask)
+        hidden = self.norm(hidden)
+        logits = self.head(hidden * self.scale if self.lends else hidden)
+        return logits if labels is None else (loss_of(logits, labels), logits)
+
+
+class UncutLayers(nn.Module):
+    """The layers of a PipelineModule under its names."""
+
+    def __init__(self, program):
+        super().__init__()
+        for number in range(program["blocks"]):
+            self.add_module(str(number + 1), Block(program["width"]))
+        if program["tie"]:
+            self.tied_modules = nn.ModuleDict({"embed": Embedding(program["width"])})
+        else:
+            self.add_module("0", Embedding(program["width"]))
+            self.add_module(str(program["blocks"] + 1), Head(program["width"]))
+        self.program = program
+
+    def forward(self, tokens):
+        embed = self.tied_modules["embed"] if self.program["tie"] else getattr(self, "0")
+        hidden = embed(tokens)
+        for number in range(self.program["blocks"]):
+            hidden = getattr(self, str(number + 1))(hidden)
+        return (
+            logits_of(embed, hidden) if self.program["tie"] else getattr(self, str(self.program["blocks"] + 1))(hidden)
+        )
+
+
+def layers_of(program, stages, world):
+    width, middle = program["width"], [LayerSpec(Block, program["width"]) for _ in range(program["blocks"])]
+    first, last = LayerSpec(Embedding, width), LayerSpec(Head, width)
+    if program["tie"]:
+        first = TiedLayerSpec("embed", Embedding, width)
+        last = TiedLayerSpec("embed", Embedding, width, forward_fn=logits_of)
+    interval = {"activation_checkpoint_interval": 2 if program["recompute"] else 0}
+    return PipelineModule([first, *middle, last], num_stages=stages, loss_fn=loss_of, world=world, **interval)
+
+
+def make(program, stages, world, seed):
+    """The same values for every cut: a parameter's name draws them."""
+    if program["form"] == "layers":
+        model = layers_of(program, stages, world) if stages else UncutLayers(program)
+    else:
+        model = Blocks(program)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draws = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
+            parameter.copy_(torch.randn(parameter.shape, generator=draws) / 3)
+            parameter.requires_grad_(not any(part in name for part in program["frozen"]))
+    return model
+
+
+def program_of(seed):
+    draw = random.Random(f"pipeline {seed}")
+    form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
+    phases, tags = [], []
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        stages = draw.choice([2, 2, 2, 3, 4])
+        data = draw.choice([1, 2]) if stages == 2 else 1
+        acts = [["load", draw.choice(tags), draw.choice(["cut", "uncut"])]] if tags and draw.random() < 0.9 else []
+        for _ in range(draw.randint(1, 6)):
+            kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load"])
+            if kind == "save":
+                tags.append(draw.choice(["a", "b"]))
+                acts.append(["save", tags[-1]])
+            elif kind == "load" and tags:
+                acts.append(["load", draw.choice(tags), draw.choice(["cut", "uncut"])])
+            elif kind == "poison":
+                acts.append(["poison", draw.randrange(stages), draw.randrange(data)])
+            elif kind != "load":
+                acts.append([kind, draw.randint(1, 3)])
+        phases.append({
+            "stages": stages, "data": data, "zero": draw.randrange(4), "schedule": draw.choice(["1f1b", "gpipe"]),
+            "bf16": draw.random() < 0.25, "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
+        })  # fmt: skip
+    optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
+    if tie and optimizer == "Lion":  # a sign shows the last bit
+        optimizer = "AdamW"
+    frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
+    return {
+        "seed": seed, "form": form, "blocks": draw.randint(4, 6), "width": draw.choice([4, 6]), "tie": tie,
+        "lent": form == "blocks" and draw.random() < 0.4, "frozen": [] if tie else frozen,
+        "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
+        "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
+        "phases": phases,
+    }  # fmt: skip
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """An engine of one phase, cut or not, on one rank."""
+
+    def __init__(self, program, number, world, stages, folder):
+        phase = program["phases"][number]
+        self.program, self.phase, self.folder, self.is_cut = program, phase, folder, bool(stages)
+        parallel = {"schedule": phase["schedule"]}
+        if stages and program["form"] == "blocks":
+            parallel["pipeline"] = stages
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": phase["gas"],
+            "gradient_clipping": program["clipping"],
+            "zero_optimization": {"stage": phase["zero"], "stage3_param_persistence_threshold": 0},
+            "bf16": {"enabled": phase["bf16"]},
+            "optimizer": program["optimizer"],
+            "parallel": parallel if stages else {},
+            "deeptide": {"comm_timeout": 30},
+        }
+        model = make(program, stages, world, program["seed"] + number)
+        self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
+        self.draws = random.Random(f"{program['seed']} {number}")
+
+    def batches(self, count):
+        """This rank's, and those of the others drawn past."""
+        for _ in range(count):
+            length = self.draws.choice([3, 4, 5])
+            for rank in range(self.phase["data"]):
+                draws = torch.Generator().manual_seed(self.draws.randrange(10**6))
+                tokens = torch.randint(0, VOCABULARY, (ROWS, length), generator=draws)
+                if rank == self.engine.data_parallel_rank:
+                    yield self._as_batch(tokens, tokens.roll(1, 1))
+
+    def _as_batch(self, tokens, labels):
+        if self.program["form"] == "blocks" and self.program["batch"] == "dict":
+            return {"tokens": tokens, "labels": labels}
+        return tokens, labels
+
+    def _loss_fn(self):
+        by_hand = self.program["form"] == "blocks" and self.program["batch"] == "loss_fn"
+        uncut = self.program["form"] == "layers" and not self.is_cut
+        return {"loss_fn": loss_of} if by_hand or uncut else {}
+
+    def perform(self, act):
+        kind, *arguments = act
+        engine, gas = self.engine, self.phase["gas"]
+        if kind == "train":
+            given = self.batches(arguments[0] * gas)
+            found = [engine.train_batch(given, **self._loss_fn()).item() for _ in range(arguments[0])]
+        elif kind == "eval":
+            given = self.batches(arguments[0])
+            found = engine.eval_batch(given, num_micro_batches=arguments[0], **self._loss_fn()).item()
+        elif kind == "poison":
+            found = self._poison(*arguments)
+        elif kind == "save":
+            found = bool(engine.save_checkpoint(f"{self.folder}/{'cut' if self.is_cut else 'uncut'}", tag=arguments[0]))
+        else:
+            found = engine.load_checkpoint(f"{self.folder}/{arguments[1]}", tag=arguments[0])[0] is not None
+        return [found, engine.global_steps, engine.skipped_steps]
+
+    def _poison(self, stage, rank):
+        """A gradient that is not finite, on one stage's rank: all skip the step."""
+        here = getattr(self.engine, "stage_id", stage) == stage and self.engine.data_parallel_rank == rank
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        hook = trained[-1].register_hook(lambda gradient: gradient * float("nan")) if here else None
+        loss = self.engine.train_batch(self.batches(self.phase["gas"]), **self._loss_fn()).item()
+        if hook is not None:
+            hook.remove()
+        return [loss, self.engine.was_step_skipped()]
+
+    def states(self):
+        found = {}
+        for name, _ in self.engine.module.named_parameters():
+            for role in ("master", *self.engine.optimizer.info.state_roles()):
+                value = self.engine._core.full_state(name, role)
+                if value is not None:
+                    found[f"{name}/{role}"] = value
+        return found
+
+
+def run(program, rank, size, port, folder):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
+    results = []
+    for number, phase in enumerate(program["phases"]):
+        ranks = phase["stages"] * phase["data"]
+        prefix = f"{folder} {number}"
+        everybody = dist.PrefixStore(prefix, store)
+        sides = []
+        for stages, world_size in ((phase["stages"], ranks), (0, phase["data"])):
+            if rank < world_size:
+                at = dist.PrefixStore(f"{prefix} {stages}", store)
+                sides.append(Side(program, number, deeptide.make_world(at, rank, world_size), stages, folder))
+        acts = []
+        for index, act in enumerate(phase["acts"]):
+            acts.append([side.perform(act) for side in sides])
+            if act[0] in ("save", "load"):  # the other side may read it
+                everybody.set(f"{index} {rank}", "done")
+                everybody.wait([f"{index} {other}" for other in range(size)])
+        results.append((acts, [side.states() for side in sides]))
+        for side in sides:
+            side.engine.destroy()
+    return results
+
+
+def main(program, rank, port, folder, limit):
+    faulthandler.dump_traceback_later(limit, exit=True)
+    torch.set_num_threads(1)
+    program = json.loads(program)
+    size = most_ranks(program)
+    with open(os.path.join(folder, f"rank-{rank}"), "wb") as file:
+        try:
+            pickle.dump(("ok", run(program, rank, size, port, folder)), file)
+        except BaseException as error:
+            pickle.dump(("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2500:]}"), file)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def most_ranks(program):
+    return max(phase["stages"] * phase["data"] for phase in program["phases"])
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def is_exact(program):
+    """Tied and lent weights' gradients, and norms, are added in another order."""
+    return not (program["tie"] or program["lent"] or program["clipping"])
+
+
+def _close(a, b, tolerance):
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) or (a != a and b != b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(itertools.starmap(lambda x, y: _close(x, y, tolerance), zip(a, b, strict=True)))
+    return a == b
+
+
+def _differs(program, results):
+    """The first difference between the sides, or an empty text."""
+    exact, low = is_exact(program), False
+    for number, phase in enumerate(program["phases"]):
+        low = low or phase["bf16"]
+        tolerance = 0.0 if exact else 0.05 if low else 1e-3
+        ranks = phase["stages"] * phase["data"]
+        for index, act in enumerate(phase["acts"]):
+            wanted = results[0][number][0][index][1]
+            for rank in range(ranks):
+                got = results[rank][number][0][index][0]
+                if not _close(got, wanted, tolerance):
+                    return f"phase {number}, act {index} {act}, rank {rank}: got {got}, the uncut model {wanted}"
+        found = {}
+        for rank in range(ranks):
+            found |= results[rank][number][1][0]
+        wanted = results[0][number][1][1]
+        if found.keys() != wanted.keys():
+            return f"phase {number}: names differ: {sorted(found.keys() ^ wanted.keys())}"
+        for name, value in wanted.items():
+            size = value.abs().max().item() if value.numel() else 0.0
+            worst = (found[name] - value).abs().max().item() if value.numel() else 0.0
+            if not worst <= tolerance * size + (0 if exact else 2e-2 if low else 1e-3):
+                return f"phase {number}: {name} is off by {worst:.3g} of {size:.3g}"
+    return ""
+
+
+def try_program(runner, program):
+    """None, or what was found as (signature, text)."""
+    logs, results = runner.run_ranks(CALL, json.dumps(program), most_ranks(program), limit=90)
+    told = json.dumps(program)
+    missing = [rank for rank, result in enumerate(results) if result is None]
+    if missing:
+        return ("hang", "pipeline"), f"ranks {missing} did not end: {[log and log[1][-1500:] for log in logs]}\n{told}"
+    raised = [f"rank {rank}: {result[1]}" for rank, result in enumerate(results) if result[0] == "raised"]
+    if raised:
+        return ("error", "pipeline"), "\n".join(raised) + f"\n{told}"
+    text = _differs(program, [result[1] for result in results])
+    return (("value", "pipeline"), f"{text}\n{told}") if text else None
