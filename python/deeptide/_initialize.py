@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.utils.data
 
 from deeptide import _C, _compiled, _tensor_methods
-from deeptide._C import Config, ConfigError, World
+from deeptide._C import CommError, Config, ConfigError, World
 from deeptide._groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, describer, device_of, parameter_names
-from deeptide._world import find_world
+from deeptide._world import abort_groups, find_world
 from deeptide.config import ConfigSource, load_config
 from deeptide.data import DataLoader
 from deeptide.engine import Engine
@@ -198,7 +198,8 @@ def make_engine(
     """`initialize` with another class of engine, for interfaces under other names; `plan`: what is optimized."""
     if lr_scheduler is not None and config.scheduler.type:
         config = config.without_scheduler()
-    world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port)
+    timeout_s = config.runtime.comm_timeout_s
+    world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port, timeout_s)
     stages = _stages(config, model)
     team = _tensor_team(config, model, world, stages, mpu)
     if tuning_run is not None and plan is not None:
@@ -225,8 +226,10 @@ def make_engine(
         engine = kind(core, model, config, ours, scheduler, loader, process_groups)
         engine.tensor_team = team
         return engine, ours, loader, scheduler
-    except BaseException:
+    except BaseException as error:
         # Now and not when the traceback goes: the caller may catch this and use his model.
+        if isinstance(error, CommError):
+            abort_groups(process_groups)
         if core is not None:
             core.close()
         for group in process_groups:

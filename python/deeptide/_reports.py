@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from deeptide._C import CommError
 from deeptide._preemption import Preempted
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def told(method: _Method) -> _Method:
         except Preempted:
             raise
         except BaseException as error:
+            engine._has_lost_peers |= isinstance(error, CommError)
             with contextlib.suppress(Exception):
                 engine._has_told = True
                 engine._core.report_error(f"raised {type(error).__name__} in {method.__name__}", str(error))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -14,6 +15,10 @@ import torch.distributed as dist
 from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.config import ConfigSource, load_config
+
+# Seconds that NCCL waits for a collective beyond "comm_timeout", before it ends the process: the engine's own wait is
+# to end first, in an error that names the ranks.
+_WATCHDOG_GRACE_S = 30.0
 
 # All ranks create their engines in the same order, so the same number means the same engine everywhere.
 _engine_numbers = itertools.count()
@@ -83,10 +88,11 @@ def init_distributed(
     )
 
 
-def _device_groups(world: _C.World, device: torch.device) -> tuple[dist.ProcessGroup, ...]:
+def _device_groups(world: _C.World, device: torch.device, timeout_s: float | None) -> tuple[dist.ProcessGroup, ...]:
     """Makes the groups that carry device tensors: parameters and gradients each in one of their own.
 
-    Ranks that take different branches may issue a gather and a reduction in different orders.
+    Ranks that take different branches may issue a gather and a reduction in different orders. `timeout_s`: of a
+    collective; None: torch's.
     """
     if device.type in ("cpu", "meta") or world.size == 1:  # the core refuses tensors without memory
         return ()
@@ -97,20 +103,31 @@ def _device_groups(world: _C.World, device: torch.device) -> tuple[dist.ProcessG
             "import the package that registers one (dist.Backend.register_backend), or pass a world"
         )
     groups = []
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s + _WATCHDOG_GRACE_S)
     for channel in ("gathers", "reductions"):
-        groups.append(dist.new_group(backend=backend))
+        # With the device, NCCL connects the ranks here, where all of them come, and not in a first collective.
+        groups.append(dist.new_group(backend=backend, timeout=timeout, device_id=device))
         world.use_group(groups[-1].group_name, device, channel)
     return tuple(groups)
 
 
-def _from_torch_distributed(device: torch.device) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
+def abort_groups(groups: tuple[dist.ProcessGroup, ...]) -> None:
+    """Ends what they have under way, which would never end without the peer that was lost. For a device's groups."""
+    for group in groups:
+        with contextlib.suppress(Exception):  # it may have failed, or have ended
+            group.abort()
+
+
+def _from_torch_distributed(
+    device: torch.device, timeout_s: float | None
+) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
     """Returns the world of the default group's ranks, and the groups that were made for its device tensors."""
     number = next(_engine_numbers)
     store = dist.PrefixStore(f"deeptide/{number}", dist.distributed_c10d._get_default_store())
     world = _C.make_world(store, dist.get_rank(), dist.get_world_size())
     world.local_rank = int(os.environ.get("LOCAL_RANK", device.index or 0))
     world.source = "torch.distributed"
-    return world, _device_groups(world, device)
+    return world, _device_groups(world, device, timeout_s)
 
 
 def find_world(
@@ -118,8 +135,12 @@ def find_world(
     device: torch.device,
     dist_init_required: bool | None = None,
     distributed_port: int = _C.DEFAULT_PORT,
+    timeout_s: float | None = None,
 ) -> tuple[_C.World, tuple[dist.ProcessGroup, ...]]:
-    """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and groups to destroy."""
+    """Returns `world`, else torch.distributed's, else the launcher's, else a world of one; and groups to destroy.
+
+    timeout_s: of a collective on a device; None: torch's.
+    """
     if world is not None:
         if not isinstance(world, _C.World):
             raise ConfigError(f"world: got {type(world).__name__}, expected a deeptide.World (deeptide.make_world)")
@@ -131,5 +152,5 @@ def find_world(
             _backend_for(device.type), distributed_port=distributed_port, dist_init_required=dist_init_required
         )
     if dist.is_initialized():
-        return _from_torch_distributed(device)
+        return _from_torch_distributed(device, timeout_s)
     return _C.init_distributed(), ()

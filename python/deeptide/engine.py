@@ -29,6 +29,7 @@ from deeptide._preemption import leave_evaluation_if_preempted, leave_if_preempt
 from deeptide._rebuild import rebuild
 from deeptide._reports import told
 from deeptide._snapshot import copy_of
+from deeptide._world import abort_groups
 from deeptide.zero import number_parameters
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     client_state_on_preempt: Callable[[], dict[str, Any]] | None = None
     """Returns the client_state of the checkpoint that "on_preempt" saves."""
     _has_told = False  # the other ranks of an error, since which no method was called
+    _has_lost_peers = False  # a method has ended in a CommError
 
     def __init__(
         self,
@@ -445,6 +447,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
 
     def destroy(self) -> None:
         """Returns every byte now, whoever else still holds this object; it is of no use afterwards."""
+        if self._has_lost_peers:
+            abort_groups(self._process_groups)  # first: the device's work then ends, and with it what waits for that
         self.destroy_core()
         for group in self._process_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)

@@ -3,8 +3,10 @@
 // Declares one function per area, each filling the module `deeptide._C`.
 #pragma once
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
 
 namespace deeptide {
@@ -26,8 +28,24 @@ struct DeleteWithoutGil {
   void operator()(T* pointer) const { torch::impl::destroy_without_gil(pointer); }
 };
 
+/// While it lives, torch keeps its warnings of this thread and of backward passes that it runs; at the end they become
+/// Python's, as from torch's own functions. Without it they would go to stderr, past filters and records of warnings.
+class PythonWarnings {
+ public:
+  PythonWarnings() = default;
+  PythonWarnings(const PythonWarnings&) = delete;
+  /// Errors: the warning's, where a filter makes it one. Takes the GIL if there were warnings.
+  ~PythonWarnings() noexcept(false) {
+    if (std::uncaught_exceptions() > exceptions_) handler_.set_in_exception();
+  }
+
+ private:
+  const int exceptions_ = std::uncaught_exceptions();
+  torch::PyWarningHandler handler_;
+};
+
 /// For functions that may block or compute: another thread of this process may need the GIL meanwhile.
-using NoGil = py::call_guard<py::gil_scoped_release>;
+using NoGil = py::call_guard<PythonWarnings, py::gil_scoped_release>;
 
 void bind_errors(py::module_& module);
 void bind_config(py::module_& module);

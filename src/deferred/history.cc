@@ -37,7 +37,10 @@ device::PageHeap& heap() {
   return *heap;
 }
 
-Storage allocate(size_t nbytes) {
+Storage allocate(size_t nbytes, c10::Device device) {
+  if (!device.is_cpu()) {
+    return at::empty({static_cast<int64_t>(nbytes)}, at::TensorOptions(at::kByte).device(device)).storage();
+  }
   const auto wanted = static_cast<int64_t>(std::max<size_t>(nbytes, 1));
   void* data = nullptr;
   device::take_before_idle([&] { return (data = heap().allocate(wanted)) != nullptr; });
@@ -47,15 +50,20 @@ Storage allocate(size_t nbytes) {
                  /*resizable=*/false);
 }
 
-Storage copy_of(const Storage& storage) {
-  Storage copy = allocate(storage.nbytes());
-  std::memcpy(copy.mutable_data(), storage.data(), storage.nbytes());
-  return copy;
+Tensor tensor_in(const Storage& storage, const Geometry& geometry) {
+  return at::empty({0}, at::TensorOptions(geometry.dtype).device(geometry.device))
+      .set_(storage, geometry.offset, geometry.sizes, geometry.strides);
 }
 
-Tensor tensor_in(const Storage& storage, const Geometry& geometry) {
-  return at::empty({0}, at::TensorOptions(geometry.dtype))
-      .set_(storage, geometry.offset, geometry.sizes, geometry.strides);
+Storage copy_of(const Storage& storage) {
+  Storage copy = allocate(storage.nbytes(), storage.device());
+  if (storage.device().is_cpu()) {
+    std::memcpy(copy.mutable_data(), storage.data(), storage.nbytes());
+    return copy;
+  }
+  const Geometry bytes{at::kByte, {static_cast<int64_t>(storage.nbytes())}, {1}, 0, storage.nbytes(), storage.device()};
+  tensor_in(copy, bytes).copy_(tensor_in(storage, bytes));
+  return copy;
 }
 
 /// Sets a generator to a state for as long as it lives.
@@ -142,7 +150,8 @@ Storage storage_of(const Tensor& tensor, const Geometry& geometry) {
                            tensor.scalar_type() == geometry.dtype && tensor.storage_offset() == 0 &&
                            tensor.storage().nbytes() >= geometry.nbytes;
   if (as_recorded) return tensor.storage();
-  Tensor ordered = at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions(geometry.dtype));
+  Tensor ordered =
+      at::empty_strided(geometry.sizes, geometry.strides, at::TensorOptions(geometry.dtype).device(geometry.device));
   ordered.copy_(tensor);
   return ordered.storage();
 }
@@ -191,7 +200,7 @@ class Replay {
     for (const Absent& absent : operation.absent) {
       const void* key = absent.before ? static_cast<const void*>(absent.before.get()) : &absent;
       auto [it, fresh] = chosen.try_emplace(key);
-      if (fresh && !absent.before) it->second = allocate(absent.geometry.nbytes);
+      if (fresh && !absent.before) it->second = allocate(absent.geometry.nbytes, absent.geometry.device);
       if (fresh && absent.before) {
         const Live& live = live_.at(absent.before.get());
         const bool wanted_later = live.uses > own_uses[key];
@@ -253,14 +262,14 @@ Version::~Version() {
 Tensor tensor_of(Geometry geometry) {
   geometry.nbytes = at::detail::computeStorageNbytes(geometry.sizes, geometry.strides, c10::elementSize(geometry.dtype),
                                                      geometry.offset);
-  return tensor_in(allocate(geometry.nbytes), geometry);
+  return tensor_in(allocate(geometry.nbytes, geometry.device), geometry);
 }
 
 void release_idle_memory() { heap().release_idle(); }
 
 Geometry geometry_of(const Tensor& tensor) {
-  return {tensor.scalar_type(), tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
-          tensor.storage().nbytes()};
+  return {tensor.scalar_type(),    tensor.sizes().vec(),      tensor.strides().vec(),
+          tensor.storage_offset(), tensor.storage().nbytes(), tensor.device()};
 }
 
 std::vector<Storage> replay(const std::vector<std::shared_ptr<Version>>& versions) {
@@ -281,7 +290,8 @@ void draw(const Operation& operation) {
     // How much is drawn depends on shapes, not on what the written tensor held.
     const bool read = absent.before && !absent.written;
     tensors.push_back(
-        tensor_in(read ? replay({absent.before}).front() : allocate(absent.geometry.nbytes), absent.geometry));
+        tensor_in(read ? replay({absent.before}).front() : allocate(absent.geometry.nbytes, absent.geometry.device),
+                  absent.geometry));
   }
   auto stack = complete(operation, tensors);
   const device::KeptArguments kept(stack);

@@ -32,6 +32,7 @@ struct Geometry {
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
   size_t nbytes = 0;  // of the memory
+  c10::Device device = at::kCPU;
 };
 
 Geometry geometry_of(const at::Tensor& tensor);

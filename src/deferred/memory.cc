@@ -58,10 +58,10 @@ int64_t num_memories() { return count.load(std::memory_order_relaxed); }
 Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version) {
   auto storage = c10::make_intrusive<StorageImpl>(
       StorageImpl::use_byte_size_t(), geometry.nbytes,
-      DataPtr(nullptr, new Memory(std::move(version)), &delete_memory, at::kCPU), nullptr, /*resizable=*/false);
+      DataPtr(nullptr, new Memory(std::move(version)), &delete_memory, geometry.device), nullptr, /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(kDirectAccess);
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
-  Tensor tensor = at::empty({0}, at::TensorOptions(geometry.dtype));
+  Tensor tensor = at::empty({0}, at::TensorOptions(geometry.dtype).device(geometry.device));
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(c10::Storage(std::move(storage)));
   impl->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
@@ -102,7 +102,7 @@ std::vector<Tensor> values_of(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> values;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
-    values.push_back(at::empty({0}, at::TensorOptions(tensor.scalar_type()))
+    values.push_back(at::empty({0}, at::TensorOptions(tensor.scalar_type()).device(tensor.device()))
                          .set_(storages[i], tensor.storage_offset(), tensor.sizes(), tensor.strides()));
   }
   return values;
@@ -112,7 +112,7 @@ Tensor values_as(const Tensor& tensor, c10::ScalarType dtype) {
   Tensor values = values_of({tensor}).front();
   if (values.scalar_type() == dtype) return values;
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
-  return tensor_of({dtype, tensor.sizes().vec(), tensor.strides().vec(), 0, 0}).copy_(values);
+  return tensor_of({dtype, tensor.sizes().vec(), tensor.strides().vec(), 0, 0, tensor.device()}).copy_(values);
 }
 
 }  // namespace deeptide::deferred

@@ -27,7 +27,7 @@ struct Memory {
 /// Number of deferred storages in this process.
 int64_t num_memories();
 
-/// Makes a CPU tensor with a deferred storage.
+/// Makes a tensor with a deferred storage, on the geometry's device.
 at::Tensor make_tensor(const Geometry& geometry, std::shared_ptr<Version> version);
 
 /// Null if the tensor has its values.

@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -152,15 +153,26 @@ bool is_deferrable(const Stack& results, int64_t& bytes) {
   return deferrable;
 }
 
-bool is_made_on_cpu(const Call& call) {
+/// Where the operator makes its results: where it is told, else where its tensors are.
+c10::Device device_of_results(const Call& call) {
   if (call.traits.device >= 0 && !call.arguments[call.traits.device].isNone()) {
-    return call.arguments[call.traits.device].toDevice().is_cpu();
+    const c10::Device device = call.arguments[call.traits.device].toDevice();
+    const bool is_current = !device.is_cpu() && !device.is_meta() && !device.has_index();
+    return is_current ? c10::impl::VirtualGuardImpl(device.type()).getDevice() : device;
   }
-  bool on_cpu = true;
+  c10::Device device = at::kCPU;
   for (const IValue& argument : call.arguments) {
-    for_each_tensor(argument, [&](int, const Tensor& tensor) { on_cpu = on_cpu && tensor.device().is_cpu(); });
+    for_each_tensor(argument, [&](int, const Tensor& tensor) {
+      if (!tensor.device().is_cpu()) device = tensor.device();
+    });
   }
-  return on_cpu;
+  return device;
+}
+
+/// What is made on a CPU, and copies of what is deferred wherever they go: a model that is moved to a device would be
+/// whole there.
+bool is_deferrable_on(c10::Device device, const Call& call) {
+  return device.is_cpu() || (call.traits.copies && !call.deferred.empty() && !device.is_meta());
 }
 
 bool covers_its_memory(const Tensor& tensor) {
@@ -188,13 +200,15 @@ void keep_arguments(Operation& operation) {
   }
 }
 
-/// The state of the generator that the call will draw from. Undefined if it is not the CPU's.
+/// The state of the generator that the call will draw from. Undefined if it is not the CPU's, as for a device's
+/// tensors.
 Tensor generator_state(const Call& call) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   if (call.traits.generator >= 0 && call.arguments[call.traits.generator].isGenerator()) {
     generator = call.arguments[call.traits.generator].toGenerator();
   }
-  if (generator.device() != at::kCPU) return {};
+  const auto on_cpu = [](const Tensor& tensor) { return tensor.is_cpu(); };
+  if (generator.device() != at::kCPU || !std::all_of(call.deferred.begin(), call.deferred.end(), on_cpu)) return {};
   const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
   std::lock_guard lock(generator.mutex());
   return generator.get_state();
@@ -247,7 +261,7 @@ void record_in_place(const Call& call) {
   return_arguments(call);
 }
 
-void record_new(const Call& call, const Stack& shapes) {
+void record_new(const Call& call, const Stack& shapes, c10::Device device) {
   auto operation = begin_operation(call);
   const int dtype = call.traits.dtype;
   if (dtype >= 0 && operation->arguments[dtype].isNone() && call.deferred.empty() && shapes.front().isTensor()) {
@@ -255,7 +269,8 @@ void record_new(const Call& call, const Stack& shapes) {
   }
   finish_operation(call, *operation);
   const auto make = [&](const Tensor& shape, int place, int item) {
-    const Geometry geometry = geometry_of(shape);
+    Geometry geometry = geometry_of(shape);
+    geometry.device = device;
     auto version = std::make_shared<Version>(operation, geometry.nbytes);
     operation->results.push_back({version, -1, place, item, geometry});
     return make_tensor(geometry, std::move(version));
@@ -307,14 +322,15 @@ void check_no_gradient(const Call& call) {
 
 bool make_new(Call& call, c10::DispatchKeySet below) {
   if (!in_scope()) check_no_gradient(call);
-  const bool may_defer = (in_scope() || call.traits.copies) && is_made_on_cpu(call) && !call.foreign_key &&
+  const c10::Device device = device_of_results(call);
+  const bool may_defer = (in_scope() || call.traits.copies) && is_deferrable_on(device, call) && !call.foreign_key &&
                          call.traits.makes_tensors && !(call.traits.random && !generator_state(call).defined());
   if (!may_defer) return run_now(call, below);
   Stack shapes;
   int64_t bytes = 0;
   const int64_t least = in_scope() ? min_bytes : kMinBytes;
   if (!infer(call, shapes) || !is_deferrable(shapes, bytes) || bytes < least) return run_now(call, below);
-  record_new(call, shapes);
+  record_new(call, shapes, device);
   return true;
 }
 

@@ -16,7 +16,8 @@ namespace deeptide::deferred {
 /// Results that take fewer bytes are made at once: they cost less than their record, and models read them.
 inline constexpr int64_t kMinBytes = 64 << 10;
 
-/// While it lives, what this thread's operators make on the CPU in floating types is deferred. Scopes nest.
+/// While it lives, what this thread's operators make on the CPU in floating types is deferred. Scopes nest. Copies of
+/// what is deferred are too, on any device and after the scope.
 class Scope {
  public:
   explicit Scope(int64_t min_bytes = kMinBytes);

@@ -160,7 +160,8 @@ Tensor allocate_flat(const std::shared_ptr<Ledger>& ledger, Role role, int64_t n
     Tensor owner = allocate_on_device(*ledger, role, numel, options);
     ledger->add(role, bytes);
     return at::from_blob(
-        owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options);
+        owner.mutable_data_ptr(), {numel}, [owner, ledger, role, bytes](void*) { ledger->add(role, -bytes); }, options,
+        device);  // or torch asks the driver whose address it is
   }
   const Mapping mapping = map_pages(*ledger, role, bytes);
   ledger->add(role, bytes);

@@ -11,6 +11,7 @@
 #include "data/sections.h"
 #include "deeptide/allocator.h"
 #include "deeptide/errors.h"
+#include "device/cached_memory.h"
 #include "device/parallel.h"
 #include "engine/bind/agreement.h"
 #include "engine/bind/offload_ratio.h"
@@ -38,6 +39,7 @@ engine::ModelFacts agreed(const ModelDescription& model, const Config& config, c
 /// Collective. Returns the design once the channels that it needs are open.
 const engine::Design& opened(engine::Channels& channels, const engine::Design& design) {
   channels.open(design.channels());
+  channels.connect(design.model.device);
   return design;
 }
 
@@ -84,6 +86,8 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       links(channels),
       reporter(config, reporting()) {
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
+  // Of the parameters as they came, block by block, which fit nothing that the engine and its steps allocate.
+  device::release_cached_memory(model.device());
   auto limits = design.residency;
   // One block stays free for the shard that is being gathered.
   if (model.offloaded() && model.offloaded()->uses_files())

@@ -52,9 +52,10 @@ void FiniteCheck::note_overwritten(int unit, const Sum& sum) {
   name(unit, numerics::find_non_finite({whole}, whole), TeamIndex::none);
 }
 
-double FiniteCheck::total(const std::vector<bool>& units) {
+double FiniteCheck::total(const std::vector<bool>& units, const Read& read) {
   const Tensor squares = squares_.unsqueeze(1);
-  seen_ = maxima_.defined() ? at::cat({squares, maxima_.to(at::kDouble)}, 1).cpu() : squares.cpu();
+  const Tensor figures = maxima_.defined() ? at::cat({squares, maxima_.to(at::kDouble)}, 1) : squares;
+  seen_ = read ? read(figures) : figures.cpu();
   double total = 0.0;
   for (size_t i = 0; i < units.size(); ++i) {
     if (units[i] && units_[i]->is_first_holder()) total += seen(static_cast<int>(i))[0];

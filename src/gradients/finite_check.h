@@ -42,9 +42,11 @@ class FiniteCheck {
   void note_element(int unit, int64_t element, world::TeamIndex row);
   /// After a unit's sum was overwritten and its squares taken anew: no rank contributed what is bad there.
   void note_overwritten(int unit, const Sum& sum);
+  using Read = std::function<at::Tensor(const at::Tensor&)>;  // to the host; may wait
+
   /// The sum of the squares of these units, by position, of which this rank is the first holder; non-finite if any
-  /// element is. Reads the device once.
-  double total(const std::vector<bool>& units);
+  /// element is. Reads the device once, by `read`; absent: at once.
+  double total(const std::vector<bool>& units, const Read& read = {});
   /// After `total` was not finite: finds what `note` left open. `sum_of(unit)`: the unit's accumulated sum, fp32.
   template <typename SumOf>
   void find(const std::vector<bool>& units, SumOf sum_of) {

@@ -107,7 +107,8 @@ std::vector<int64_t> buckets_of_shared_memory(const std::vector<int64_t>& sizes,
 /// Forecasts a Reducer where nothing is reserved: on a device, whose order of calls says which buffers are in use.
 class QueueForecast {
  public:
-  QueueForecast(const ReducerOptions& options, const RouteForecast& way) : options_(options), way_(way) {}
+  QueueForecast(const ReducerOptions& options, const RouteForecast& way)
+      : options_(options), way_(way), stay_(buckets_stay(options, way)) {}
 
   /// Returns the most bytes of a backward pass. The second finds the first one's buffers.
   int64_t peak(const std::vector<const sharding::UnitLayout*>& units) {
@@ -121,6 +122,7 @@ class QueueForecast {
       if (sums) play_backward(units, {}, open, ignore);  // all but the last micro-batch stay
       play_backward(units, {}, sums ? std::function<void(size_t)>(ignore) : open, send);
       while (!queue_.empty()) retire_front();
+      for (const int64_t bucket : std::exchange(kept_, {})) buckets_.put(bucket);  // after the step
     }
     return buckets_.peak() + arrivals_.peak();
   }
@@ -143,13 +145,19 @@ class QueueForecast {
     queue_.push_back(next);
   }
   void retire_front() {
-    buckets_.put(queue_.front().bucket);
+    if (stay_) {
+      kept_.push_back(queue_.front().bucket);
+    } else {
+      buckets_.put(queue_.front().bucket);
+    }
     if (way_.arriving > 0) arrivals_.put(queue_.front().arriving);
     queue_.pop_front();
   }
 
   const ReducerOptions& options_;
   const RouteForecast& way_;
+  const bool stay_;
+  std::vector<int64_t> kept_;  // until the step
   device::PoolForecast buckets_{kMaxBucketWaste}, arrivals_{kMaxBucketWaste};
   std::deque<UnderWay> queue_;
 };
@@ -220,7 +228,7 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   ReducerForecast bytes;
   bytes.gradients = stay ? total(buffers.buckets) : options.keep_rows ? total(buffers.received) : sums;
   bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
-  if (!options.reserve) bytes.communication = QueueForecast(options, way).peak(units);
+  if (!options.reserve) (stay ? bytes.gradients : bytes.communication) = QueueForecast(options, way).peak(units);
   bytes.gradients_in_files = split.bytes_in_files();
   const auto leaving = CpuSums::forecast(cuts, options.accumulate_dtype);
   bytes.gradients += leaving.on_device;

@@ -92,8 +92,9 @@ class Reducer {
   bool is_mostly_zero(int unit) const { return options_.is_mostly_zero(static_cast<size_t>(unit)); }
   /// Memory on this rank.
   ReducerForecast predicted() const;
-  /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`.
-  double sum_of_squares() { return sums_->sum_of_squares(); }
+  /// Sum of squares of all shards of this rank; non-finite if any gradient is. Valid after `finish`. `read`: how what a
+  /// device has counted comes to the host; absent: by a wait.
+  double sum_of_squares(const FiniteCheck::Read& read = {}) { return sums_->sum_of_squares(read); }
   const std::optional<BadGradient>& bad() const { return local_bad_ ? local_bad_ : sums_->bad(); }
   /// Whether backward gave gradients that are not in the accumulators yet.
   bool has_pending() const;

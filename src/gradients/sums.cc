@@ -132,8 +132,8 @@ Contributions Sums::contributions(const Shipment& shipment) const {
   return {shipment.route->rows(shipment), options_.scale_of(shipment.unit)};
 }
 
-double Sums::sum_of_squares() {
-  const double total = check_.total(has_);
+double Sums::sum_of_squares(const FiniteCheck::Read& read) {
+  const double total = check_.total(has_, read);
   if (!std::isfinite(total)) check_.find(has_, [this](int unit) { return gradient(unit).sum(); });
   return total;
 }

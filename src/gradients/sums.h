@@ -40,7 +40,7 @@ class Sums {
   const tiers::Offload* files() const { return files_ ? &*files_ : nullptr; }
   /// Whether some elements of sums are in the host's memory, which is not the device's.
   bool leave() const { return cpu_sums_ != nullptr; }
-  double sum_of_squares();
+  double sum_of_squares(const FiniteCheck::Read& read = {});
   const std::optional<BadGradient>& bad() const { return check_.bad(); }
   bool has_any() const;
   /// Overwrites elements [begin, begin + values) of the unit's sum; whatever was kept as rows is summed first.

@@ -12,10 +12,13 @@
 
 #define DEEPTIDE_ON_DEVICE 1
 #define DEEPTIDE_HOST_DEVICE __host__ __device__ __forceinline__
+/// Before a loop of known length: an array that it indexes then lies in registers.
+#define DEEPTIDE_UNROLLED _Pragma("unroll")
 /// The namespace of a file's kernels: both forms of the file may be in one program.
 #define DEEPTIDE_KERNELS device_kernels
 #else
 #define DEEPTIDE_HOST_DEVICE inline
+#define DEEPTIDE_UNROLLED
 #define DEEPTIDE_KERNELS host_kernels
 #endif
 

@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/device_read.h"
+
 namespace deeptide::zero {
 
 using at::Tensor;
@@ -38,7 +40,7 @@ void ParameterNorms::exchange(comm::Group& group, at::Device device) {
   Tensor all = at::empty({squares_.numel()}, own.options());
   auto pending = group.all_gather(all, own);
   group.wait(pending, {"step", "gathering the norms of all parameters"});
-  squares_ = all.cpu().view(squares_.sizes());
+  squares_ = read_on_host(group, all, {"step", "reading the norms of all parameters"}).view(squares_.sizes());
 }
 
 optim::NormSquares ParameterNorms::whole(int unit, int parameter) const {

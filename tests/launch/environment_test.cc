@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 
 #include "launch/launched.h"
 #include "launch/system/held_port.h"
@@ -23,6 +24,21 @@ TEST(Environment, TellsEachRankItsPlace) {
   expect_in("[rank 0] 0 0 2 2 2 0 1 127.0.0.1 1 1\n", result.output);
   expect_in("[rank 1] 1 1 2 2 2 0 1 127.0.0.1 1 1\n", result.output);
   EXPECT_EQ(result.errors, "");
+}
+
+TEST(Environment, LeavesARankThirtyTwoQueuesOfAGpuUnlessTheUserDecided) {
+  const std::vector<std::string> command = {"--num_ranks", "1", "sh", "-c", "echo queues=$CUDA_DEVICE_MAX_CONNECTIONS"};
+  expect_in("queues=32\n", launch(command).output);
+  expect_in("queues=1\n", launch(command, {{"CUDA_DEVICE_MAX_CONNECTIONS", "1"}}).output);
+}
+
+TEST(Environment, KeepsDevicesHiddenThatTheUserHides) {
+  const TempFolder folder;
+  const std::string hosts = folder.path("hosts");
+  std::ofstream(hosts) << "localhost slots=2\n";
+  const std::vector<std::string> command = {"--hostfile", hosts, "sh", "-c", "echo visible=$CUDA_VISIBLE_DEVICES."};
+  expect_in("visible=0,1.\n", launch(command).output);
+  expect_in("visible=.\n", launch(command, {{"CUDA_VISIBLE_DEVICES", ""}}).output);
 }
 
 TEST(Environment, GivesAllRanksTheSamePort) {

@@ -108,6 +108,23 @@ TEST_P(StepKernel, EqualsTheCpusVectorsBitForBit) {
   });
 }
 
+/// Eight elements at a time where memory is aligned, and what is left over one by one: the same bits.
+TEST_P(StepKernel, GivesTheSameBitsInPacketsOfEight) {
+  SKIP_UNLESS_VECTORS_FUSE();
+  at::manual_seed(7);
+  each_variant([](const Rule& rule, const Hyperparameters& hyper) {
+    for (int64_t numel : {0, 1, 7, 8, 9, 2047, 2048, 6161}) {
+      for (at::ScalarType param : {at::kFloat, at::kBFloat16, at::kHalf}) {
+        for (at::ScalarType gradient : {at::kFloat, at::kBFloat16, at::kHalf}) {
+          Segment segment = make_segment(rule, hyper, numel, param);
+          segment.gradient = {{at::randn({numel}).to(gradient)}, 0.25};
+          compare(rule, segment, hyper, {3, 0.37});
+        }
+      }
+    }
+  });
+}
+
 TEST_P(StepKernel, SumsTheRowsOfRanksOnTheWay) {
   SKIP_UNLESS_VECTORS_FUSE();
   at::manual_seed(2);

@@ -72,6 +72,13 @@ def begin():
     return _on_gpu() if ON_GPU else controls
 
 
+def warm_up(engine, train):
+    """Trains and ends an engine before bytes are counted: libraries' workspaces are then there, for each thread."""
+    train(engine, DEVICE)
+    torch.accelerator.synchronize()
+    engine.destroy()
+
+
 def assert_bytes_as_planned(engine, model, config, why=None, but=()):
     """Measured bytes of every role are the forecast, to 2 %, and what is planned for such a model. Returns the plan.
 

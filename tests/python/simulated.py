@@ -46,13 +46,32 @@ def configure(
     to_device=0.0,
     to_host=0.0,
     link=0.0,
+    workspace=0,
+    warns_of_waits=False,
+    stuck="never",
 ):
     """Sets all at once.
 
-    `schedule`: when tasks run. `cap`: bytes. The last four: simulated bandwidths in bytes per second, 0: unlimited;
-    `compute`: of the memory that operators read and write; `link`: between ranks.
+    `schedule`: when tasks run. `cap`: bytes. `compute` to `link`: simulated bandwidths in bytes per second, 0:
+    unlimited; `compute`: of the memory that operators read and write; `link`: between ranks. `workspace`: bytes that
+    matrix products keep for each thread and stream. `warns_of_waits`: by torch's warnings, as CUDA's debug mode.
+    `stuck`: which collectives stay on the device until their group is aborted: "never", "without a peer", "always".
     """
-    _ops.configure(schedule, max_delay_us, seed, cap, check, guard_pinned, compute, to_device, to_host, link)
+    _ops.configure(
+        schedule,
+        max_delay_us,
+        seed,
+        cap,
+        check,
+        guard_pinned,
+        compute,
+        to_device,
+        to_host,
+        link,
+        workspace,
+        warns_of_waits,
+        stuck,
+    )
 
 
 def host_access(tensor, write):
@@ -61,6 +80,7 @@ def host_access(tensor, write):
 
 
 _numbers = itertools.count()
+timeouts = []  # of the groups that were made
 
 
 def _make_backend(store, rank, size, timeout):
@@ -68,6 +88,7 @@ def _make_backend(store, rank, size, timeout):
     group = dist.ProcessGroup(store, rank, size)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    timeouts.append(timeout)
     name = f"simulated {next(_numbers)}"
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)

@@ -24,7 +24,7 @@ using c10::DeviceIndex;
 using c10::Stream;
 
 thread_local int stream_of_thread = 0;
-std::atomic<int64_t> live_events = 0;
+std::atomic<int64_t> live_events = 0, address_questions = 0;
 
 Machine& machine() { return Machine::instance(); }
 Stream as_stream(int index) { return Stream(Stream::UNSAFE, simulated_device(), index); }
@@ -58,17 +58,18 @@ class SimulatedAllocator final : public c10::DeviceAllocator {
     TORCH_CHECK(false, "simulated device: the host cannot copy device memory");
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override { machine().empty_cache(); }
   void recordStream(const c10::DataPtr& data, Stream stream) override {
     if (const auto block = machine().find(data.get())) machine().record_stream(block, index_of(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats all;
     const Stats stats = machine().stats();
-    for (auto* kind : {&all.allocated_bytes, &all.reserved_bytes, &all.active_bytes}) {
+    for (auto* kind : {&all.allocated_bytes, &all.active_bytes}) {
       (*kind)[0].current = static_cast<int64_t>(stats.used_bytes);
       (*kind)[0].peak = static_cast<int64_t>(stats.peak_bytes);
     }
+    all.reserved_bytes[0].current = static_cast<int64_t>(stats.reserved_bytes);
     return all;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
@@ -161,6 +162,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* address) const override { return is_ours(address, Kind::pinned); }
   Device getDeviceFromPtr(void* address) const override {
+    ++address_questions;
     TORCH_CHECK(is_ours(address, Kind::device), "not memory of the simulated device");
     return simulated_device();
   }
@@ -182,6 +184,7 @@ const bool registered = [] {
 
 int current_stream() { return stream_of_thread; }
 int64_t num_events() { return live_events; }
+int64_t num_address_questions() { return address_questions; }
 
 c10::Allocator& device_allocator() { return simulated_allocator; }
 

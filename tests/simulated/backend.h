@@ -22,6 +22,8 @@ inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && ten
 int current_stream();
 /// Events that exist.
 int64_t num_events();
+/// How often torch has asked the driver whose memory lies at an address.
+int64_t num_address_questions();
 c10::Allocator& device_allocator();
 const at::Generator& default_generator();
 /// Whether the storage is pinned host memory of ours.

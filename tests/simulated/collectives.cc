@@ -3,6 +3,8 @@
 // Runs the host's collectives on the pages of device tensors.
 #include "simulated/collectives.h"
 
+#include <condition_variable>
+#include <mutex>
 #include <utility>
 
 #include "simulated/operands.h"
@@ -29,6 +31,25 @@ class StreamWork : public c10d::Work {
   Event done_;
 };
 
+/// Where stuck collectives stay.
+class Abortable {
+ public:
+  void abort() {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return aborted_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool aborted_ = false;
+};
+
 class Collectives : public c10d::Backend {
  public:
   explicit Collectives(c10::intrusive_ptr<c10d::Backend> host)
@@ -38,6 +59,18 @@ class Collectives : public c10d::Backend {
   Collectives(const Collectives&) = delete;
 
   const std::string getBackendName() const override { return "simulated"; }
+
+  void abort() override { stuck_->abort(); }
+
+  /// The host waits for it, as for NCCL's.
+  HostWork barrier(const c10d::BarrierOptions&) override {
+    meet("barrier");
+    Event done;
+    Operands nothing;
+    nothing.run_on(stream_, "barrier", endless([host = host_] { return host->barrier(); }), HostWait::ordered, {});
+    Machine::instance().record(done, stream_);
+    return c10::make_intrusive<StreamWork>(std::move(done));
+  }
 
   HostWork _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return run("all-gather", output, input,
@@ -68,14 +101,35 @@ class Collectives : public c10d::Backend {
  private:
   using Collective = std::function<HostWork(Tensor& output, Tensor& input)>;
 
+  /// The ranks connect, once.
+  void meet(const char* name) {
+    if (std::exchange(has_met_, true)) return;
+    host_->barrier()->wait();
+    Machine::instance().note_host_wait(std::string("first collective, ") + name);
+  }
+
+  /// A task that runs the collective to its end.
+  std::function<void()> endless(std::function<HostWork()> start) const {
+    return [start = std::move(start), stuck = stuck_] {
+      if (Machine::instance().stuck_collectives() == Stuck::always) return stuck->wait();
+      try {
+        start()->wait();
+      } catch (const std::exception&) {
+        if (Machine::instance().stuck_collectives() == Stuck::never) throw;
+        stuck->wait();
+      }
+    };
+  }
+
   HostWork run(const char* name, const Tensor& output, const Tensor& input, const Collective& collective) {
+    meet(name);
     Machine& machine = Machine::instance();
     Event issued, done;
     machine.record(issued, current_stream());
     machine.wait(issued, stream_);
     Operands operands;
     Tensor from = operands.cpu(input, false), to = operands.cpu(output, true);
-    const auto task = [collective, from, to]() mutable { collective(to, from)->wait(); };
+    const auto task = endless([collective, from, to]() mutable { return collective(to, from); });
     const Cost cost{Engine::link, std::max(input.nbytes(), output.nbytes()), 0};
     operands.run_on(stream_, name, task, HostWait::no, cost);
     machine.record(done, stream_);
@@ -85,6 +139,8 @@ class Collectives : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> host_;
   int stream_;
+  bool has_met_ = false;
+  std::shared_ptr<Abortable> stuck_ = std::make_shared<Abortable>();
 };
 
 }  // namespace

@@ -20,8 +20,17 @@ Schedule schedule_of(const std::string& name) {
   TORCH_CHECK(false, "simulated.configure: no schedule '", name, "'");
 }
 
+Stuck stuck_of(const std::string& name) {
+  static constexpr const char* kNames[] = {"never", "without a peer", "always"};
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    if (name == kNames[i]) return static_cast<Stuck>(i);
+  }
+  TORCH_CHECK(false, "simulated.configure: collectives are not stuck '", name, "'");
+}
+
 void configure(const std::string& schedule, int64_t max_delay_us, int64_t seed, int64_t cap_bytes, bool check,
-               bool guard_pinned, double compute, double to_device, double to_host, double link) {
+               bool guard_pinned, double compute, double to_device, double to_host, double link,
+               int64_t workspace_bytes, bool warns_of_waits, const std::string& stuck) {
   Settings settings;
   settings.schedule = schedule_of(schedule);
   settings.max_delay_us = static_cast<unsigned>(max_delay_us);
@@ -30,6 +39,9 @@ void configure(const std::string& schedule, int64_t max_delay_us, int64_t seed, 
   settings.check = check;
   settings.guard_pinned = guard_pinned;
   settings.bandwidths = {compute, to_device, to_host, link};
+  settings.workspace_bytes = static_cast<size_t>(workspace_bytes);
+  settings.warns_of_waits = warns_of_waits;
+  settings.collectives = stuck_of(stuck);
   Machine::instance().configure(settings);
 }
 

@@ -6,6 +6,8 @@
 #include <ATen/ops/as_strided_native.h>
 #include <torch/library.h>
 
+#include <set>
+
 #include "device/torch_versions.h"
 #include "simulated/call.h"
 
@@ -111,8 +113,17 @@ IValue make_result(const Call& call, const Shapes& shapes, size_t i, bool& compu
   return aliased != nullptr && call.writes_result(i) ? *aliased : fresh_like(shapes.results[i]);
 }
 
+/// As a library for matrix products does, whose handles belong to threads and whose workspaces belong to streams.
+void take_workspace(const Call& call) {
+  static const std::set<std::string> kProducts{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+  if (kProducts.contains(call.name().substr(0, call.name().find('.')))) {
+    with_torch_errors([] { Machine::instance().take_workspace(current_stream()); });
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const Call call(op, *stack);
+  take_workspace(call);
   const Shapes shapes = shapes_of(call);
   if (!shapes.known) return run_and_wait(call, *stack);
   resize_written(call, shapes);

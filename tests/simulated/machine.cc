@@ -14,11 +14,15 @@ Machine& Machine::instance() {
 }
 
 void Machine::configure(const Settings& settings) {
+  std::map<std::pair<std::thread::id, int>, BlockRef> unwanted;
   Lock lock(mutex_);
+  if (settings.workspace_bytes == 0) unwanted = std::exchange(workspaces_, {});
   settings_ = settings;
   random_.seed(settings.seed);
   timeline_.set_bandwidths(settings.bandwidths);
   changed_.notify_all();
+  lock.unlock();
+  for (auto& [owner, block] : unwanted) release(std::move(block));
 }
 
 std::string Machine::settle() {
@@ -44,6 +48,40 @@ Stats Machine::stats() {
   stats_.cap_bytes = settings_.cap_bytes;
   stats_.streams = streams_.size() - free_streams_.size();
   return stats_;
+}
+
+void Machine::empty_cache() {
+  Lock lock(mutex_);
+  cached_.clear();
+  stats_.reserved_bytes = stats_.used_bytes;
+}
+
+void Machine::note_host_wait(const std::string& call) {
+  Lock lock(mutex_);
+  host_waits_.push_back(call);
+}
+
+bool Machine::warns_of_waits() {
+  Lock lock(mutex_);
+  return settings_.warns_of_waits;
+}
+
+Stuck Machine::stuck_collectives() {
+  Lock lock(mutex_);
+  return settings_.collectives;
+}
+
+void Machine::take_workspace(int index) {
+  const auto owner = std::pair(std::this_thread::get_id(), index);
+  size_t bytes = 0;
+  {
+    Lock lock(mutex_);
+    if (settings_.workspace_bytes == 0 || workspaces_.contains(owner)) return;
+    bytes = settings_.workspace_bytes;
+  }
+  BlockRef block = allocate(Kind::device, bytes, index);
+  Lock lock(mutex_);
+  workspaces_[owner] = std::move(block);
 }
 
 void Machine::reset_peak() {
@@ -78,12 +116,30 @@ BlockRef Machine::allocate(Kind kind, size_t bytes, int index) {
   sweep(/*all=*/false);
   auto block = std::make_shared<Block>(kind, bytes, index);
   make_room(lock, block->room, bytes);
-  stats_.used_bytes += block->room;
-  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.used_bytes);
+  take_bytes(block->room);
   // The addresses may have belonged to earlier work of the home stream, so other streams must come after it.
   if (home.issued > 0) block->accesses.push_back({0, bytes, true, index, home.issued, "allocation"});
   blocks_[block->shown] = block;
   return block;
+}
+
+/// Out of the smallest piece that has room for it, or out of new memory.
+void Machine::take_bytes(size_t room) {
+  stats_.used_bytes += room;
+  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.used_bytes);
+  const auto piece = cached_.lower_bound(room);
+  if (piece == cached_.end()) {
+    stats_.reserved_bytes += room;
+    return;
+  }
+  const size_t rest = *piece - room;
+  cached_.erase(piece);
+  if (rest > 0) cached_.insert(rest);
+}
+
+void Machine::give_bytes(size_t room) {
+  stats_.used_bytes -= room;
+  cached_.insert(room);
 }
 
 /// Makes room like a caching allocator: waits for what is freed, then fails.
@@ -108,7 +164,7 @@ void Machine::release(BlockRef block) noexcept {
   if (pending) {
     deferred_.push_back(std::move(block));
   } else {
-    stats_.used_bytes -= block->room;
+    give_bytes(block->room);
   }
 }
 
@@ -117,7 +173,7 @@ void Machine::sweep(bool all) {
   std::erase_if(deferred_, [&](const BlockRef& block) {
     bool pending = false;
     if (!all) free_conflict(*block, streams_[static_cast<size_t>(block->home)].clock, host_, pending);
-    if (!pending) stats_.used_bytes -= block->room;
+    if (!pending) give_bytes(block->room);
     return !pending;
   });
 }

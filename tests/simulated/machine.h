@@ -11,7 +11,10 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "simulated/memory.h"
@@ -29,6 +32,10 @@ enum class Schedule : uint8_t {
   late_others,   // late on all streams but stream 0
 };
 
+/// Which collectives stay on the device until their backend is aborted: those that have lost a peer, which end in an
+/// error otherwise, or all.
+enum class Stuck : uint8_t { never, without_peer, always };
+
 struct Settings {
   Schedule schedule = Schedule::random;
   unsigned max_delay_us = 0;
@@ -37,10 +44,14 @@ struct Settings {
   bool check = true;
   bool guard_pinned = false;
   Bandwidths bandwidths{};
+  size_t workspace_bytes = 0;   // of matrix products, for each thread and stream; kept until it is 0 again
+  bool warns_of_waits = false;  // torch's own warning for each wait of the host, as CUDA's debug mode gives it
+  Stuck collectives = Stuck::never;
 };
 
 struct Stats {
   size_t used_bytes = 0, peak_bytes = 0, cap_bytes = 0;
+  size_t reserved_bytes = 0;  // in use, and freed but kept
   uint64_t tasks = 0, checked = 0;
   size_t streams = 0;  // that somebody has, or that the pool holds
 };
@@ -79,8 +90,14 @@ class Machine {
   std::string settle();
   Stats stats();
   void reset_peak();
+  /// A caching allocator keeps what tensors free, until this.
+  void empty_cache();
   /// The tasks and calls for which the host has waited, since the last call of this.
   std::vector<std::string> host_waits();
+  /// The host has waited elsewhere than for a task, in `call`.
+  void note_host_wait(const std::string& call);
+  bool warns_of_waits();
+  Stuck stuck_collectives();
   double host_time_s();
   /// The host computes for so long: what it issues later begins later.
   void host_works(double seconds);
@@ -91,6 +108,8 @@ class Machine {
   /// Returns the block with this address, if any.
   BlockRef find(const void* address);
   void record_stream(const BlockRef& block, int stream);
+  /// Takes the stream's workspace for this thread, if there is none yet and Settings ask for one.
+  void take_workspace(int stream);
   /// Declares that the host accesses pinned memory by a plain pointer. Errors: OrderError.
   void host_access(const void* address, size_t bytes, bool write, const std::string& who);
 
@@ -141,6 +160,8 @@ class Machine {
   void throw_pending(Stream* stream = nullptr);
   void sweep(bool all);
   void make_room(Lock& lock, size_t room, size_t bytes);
+  void take_bytes(size_t room);
+  void give_bytes(size_t room);
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -156,6 +177,8 @@ class Machine {
   std::string finding_;             // the first; silences the checker
   bool thrown_ = false;             // the finding
   std::vector<std::string> host_waits_;
+  std::map<std::pair<std::thread::id, int>, BlockRef> workspaces_;
+  std::multiset<size_t> cached_;  // what was freed, in the pieces in which it was taken; pieces do not grow together
   Stats stats_;
 };
 

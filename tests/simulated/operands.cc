@@ -75,6 +75,9 @@ void Operands::run_on(int stream, const std::string& name, std::function<void()>
   if (cost.engine == Engine::compute) {  // bound by the memory that it reads and writes
     for (const Use& use : uses_) actual.bytes += use.end - use.begin;
   }
+  if (wait == HostWait::ordered && Machine::instance().warns_of_waits()) {
+    TORCH_WARN("called a synchronizing simulated operation: ", name);
+  }
   with_torch_errors([&] {
     Machine::instance().enqueue(stream, {name, std::move(uses_), std::move(task), actual}, wait);
   });

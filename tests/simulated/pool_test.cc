@@ -38,6 +38,13 @@ class Pools : public EverySchedule {
   std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
 };
 
+TEST_P(Pools, AskNoDriverWhoseMemoryTheyHave) {
+  const int64_t before = num_address_questions();
+  const Tensor flat = device::allocate_flat(ledger_, Role::gathered, kNumel, at::kFloat, simulated_device());
+  EXPECT_EQ(num_address_questions(), before);
+  EXPECT_EQ(flat.device(), simulated_device());
+}
+
 TEST_P(Pools, RefillABufferAfterItsLastUse) {
   BufferPool pool(ledger_, Role::gathered, simulated_device(), /*max_waste=*/1, {}, arrivals_);
   std::vector<Tensor> sums;

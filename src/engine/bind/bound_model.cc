@@ -54,8 +54,10 @@ void make_values(Parameter& p, at::ScalarType dtype, bool counts) {
     if (!deferred::is_deferred(t)) continue;
     const bool packed = counts && t.is_same(p.tensors.front());
     // The others never touch what they are given here.
-    t.set_data(packed ? deferred::values_as(t, dtype)
-                      : at::empty_strided(t.sizes(), t.strides(), t.options().dtype(dtype)));
+    const Tensor values =
+        packed ? deferred::values_as(t, dtype) : at::empty_strided(t.sizes(), t.strides(), t.options().dtype(dtype));
+    deferred::set_key(t, false);  // torch changes a device's tensors for others of the same keys only
+    t.set_data(values);
   }
 }
 

@@ -3,6 +3,10 @@
 // Counts channel names per store, so that engines of one process do not mix.
 #include "engine/bind/channels.h"
 
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include "comm/device_read.h"
 #include "engine/design/choices.h"
 
 namespace deeptide::engine {
@@ -77,6 +81,27 @@ void Channels::open(const std::vector<ChannelRow>& rows) {
 std::unique_ptr<comm::Group> Channels::open_letters() {
   return std::make_unique<comm::Group>(world_, data_, next_channel_name(world_, "letters"),
                                        on_network(options(/*on_device=*/false), comm::PeerTraffic::yes));
+}
+
+void Channels::connect(at::Device device) {
+  if (device.is_cpu()) return;
+  const comm::Site site{"start", "connecting the ranks' devices"};
+  const auto meet = [&](comm::Group& group) {
+    if (group.size() == 1) return;
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+    const at::Tensor own = at::zeros({1}, options), row = at::zeros({group.size()}, options);
+    const at::Tensor rows = at::empty_like(row);
+    for (const bool gathers : {true, false}) {  // between other pairs of ranks, which NCCL connects one by one
+      auto pending = gathers ? group.all_gather(rows, own) : group.all_to_all(rows, row);
+      group.wait(pending, site);
+      comm::read_on_host(group, rows, site);
+    }
+  };
+  meet(gathers_);
+  meet(reductions_);
+  for (const auto& groups : of_parts_) {
+    for (const auto& group : groups) meet(*group);
+  }
 }
 
 comm::TeamGroups Channels::all(Purpose purpose) {

@@ -34,6 +34,10 @@ class Channels {
   const Topology& topology() const { return topology_; }
   /// Collective. Opens the channels of a design that are not there yet.
   void open(const std::vector<ChannelRow>& rows);
+  /// Collective. Runs the channels' first collectives on the model's device. NCCL connects a group's ranks in its first
+  /// ones, on the host, which waits for all ranks: in backward they could be waiting for this one.
+  /// Errors: CommError.
+  void connect(at::Device device);
   /// Carries parameters, or gradients, over this team. It is open.
   comm::Group& of(const comm::Team& team, Purpose purpose) { return all(purpose).of(team); }
   /// Those of every team.

@@ -80,7 +80,7 @@ class Designer {
   void place_gradients();
   std::optional<double> share_of_gradients_off_device(int64_t numel) const;
   std::optional<tiers::OffloadOptions> gradients_in_files() const;
-  bool keeps_rows() const;
+  bool keeps_rows(double share_off_device) const;
   std::vector<bool> mostly_zero() const;
   void choose_routes();
   std::vector<int64_t> stepped_numels() const;
@@ -291,9 +291,11 @@ std::optional<tiers::OffloadOptions> Designer::gradients_in_files() const {
 
 /// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
 /// most its shard, and all rows of a shard take at most the memory of their sum.
-bool Designer::keeps_rows() const {
+bool Designer::keeps_rows(double share_off_device) const {
   const auto& how = made_.reductions;
-  if (!made_.on_cpu() || config_.runtime().keep_grad || how.offload || !how.ordered || how.bits > 0) return false;
+  if (config_.runtime().keep_grad || how.offload || !how.ordered || how.bits > 0) return false;
+  // On a device those of a single rank, which are its gradients themselves; not where the host steps some.
+  if (!made_.on_cpu() && (made_.num_ranks() > 1 || share_off_device > 0.0)) return false;
   const bool one_micro_batch = config_.batch_sizes(made_.topology.num_batches()).accumulation == 1;
   const bool fit = made_.num_ranks() * item_bytes(how.reduce_dtype) <= item_bytes(how.accumulate_dtype);
   return one_micro_batch && fit && made_.steps_shard() && made_.trained().size() <= host::Exchange::kMaxOffers / 4;
@@ -352,7 +354,7 @@ void Designer::place_gradients() {
   how.reserve = made_.on_cpu();
   if (!made_.on_cpu()) how.finite_check = gradients::FiniteCheckTime::each_step;
   how.offload = gradients_in_files();
-  how.keep_rows = keeps_rows();
+  how.keep_rows = keeps_rows(std::max(share, states_share_));
   how.mostly_zero = mostly_zero();
   if (share > 0.0) how.stays = zero::split_for_host(numels, share);
 }

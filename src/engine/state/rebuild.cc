@@ -164,7 +164,7 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   for (const auto& unit : model.units()) {
     if (unit->memory() == sharding::UnitMemory::sharded) keep_whole(*unit, gathered(*unit), carried);
   }
-  channels.gathers().barrier({"start", "waiting for all ranks to have what they carry over"});
+  channels.control().barrier({"start", "waiting for all ranks to have what they carry over"});
   return carried;
 }
 

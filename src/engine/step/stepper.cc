@@ -19,6 +19,7 @@
 
 #include "base/interrupt.h"
 #include "base/log.h"
+#include "comm/device_read.h"
 #include "engine/bind/agreement.h"
 #include "engine/step/across_stages.h"
 #include "optim/compressed_rule.h"
@@ -260,9 +261,12 @@ int64_t Stepper::bytes_sent_for_steps() {
 std::vector<Verdict> Stepper::judge() {
   if (auto* custom = parts_.optimizer->custom()) custom->optimizer().read_groups(parts_.progress.hyperparameters);
   Verdict verdict;
+  const auto read = [this](const at::Tensor& figures) {
+    return comm::read_on_host(parts_.channels.reductions(), figures, {"step", "reading the norm of the gradients"});
+  };
   // Nobody knows the norm of the mean where gradients stay with their ranks: the root of their mean square bounds it.
   verdict.squares =
-      signs_ ? parts_.reducer->local_squares() / parts_.channels.data().size() : parts_.reducer->sum_of_squares();
+      signs_ ? parts_.reducer->local_squares() / parts_.channels.data().size() : parts_.reducer->sum_of_squares(read);
   const auto seen = parts_.reducer->seen();
   verdict.has_seen_all = std::find(seen.begin(), seen.end(), 0) == seen.end();
   verdict.hyperparameters = digest_of(parts_.progress.hyperparameters);

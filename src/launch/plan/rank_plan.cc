@@ -79,8 +79,14 @@ const char* visible_devices_name() {
   return fs::exists("/dev/kfd") && !fs::exists("/dev/nvidiactl") ? "HIP_VISIBLE_DEVICES" : "CUDA_VISIBLE_DEVICES";
 }
 
+/// Whether all devices of this host are hidden from the job, by an empty list: it runs on CPUs, and slots are ranks.
+bool hides_devices() {
+  const char* const visible = std::getenv(visible_devices_name());
+  return visible != nullptr && *visible == '\0';
+}
+
 void check_devices(const HostPlace& place) {
-  const int present = count_devices("/dev", nullptr);
+  const int present = hides_devices() ? 0 : count_devices("/dev", nullptr);
   if (present == 0 || place.devices.empty() || place.devices.back() < present) return;
   throw UsageError("slot " + std::to_string(place.devices.back()) + " is used, but there are " +
                    std::to_string(present) + " GPUs; correct slots=N in the hostfile");
@@ -97,12 +103,16 @@ Environment shared_environment(const RankOptions& options, const HostPlace& plac
   shared["MASTER_PORT"] = std::to_string(place.master_port);
   shared["DEEPTIDE_LAUNCHER"] = "1";
   if (options.as_deepspeed) shared["DEEPTIDE_AS_DEEPSPEED"] = "1";
-  if (!place.devices.empty()) shared[visible_devices_name()] = join_numbers(place.devices);
+  if (!place.devices.empty() && !(here && hides_devices()))
+    shared[visible_devices_name()] = join_numbers(place.devices);
   const auto set_default = [&](const char* name, const std::string& value) {
     if (!std::getenv(name) && !shared.count(name)) shared[name] = value;
   };
   if (here) set_default("OMP_NUM_THREADS", std::to_string(std::max<size_t>(1, num_cores / place.num_ranks)));
   set_default("PYTHONUNBUFFERED", "1");
+  // Streams share so many of a GPU's queues. On 8, the default, a collective could stand behind one of another channel
+  // that waits for this rank's work.
+  set_default("CUDA_DEVICE_MAX_CONNECTIONS", "32");
   // Gloo announces the address of the machine's name to its peers, and many systems map that name to loopback.
   if (here && place.num_nodes > 1 && own_name_is_local()) {
     const std::string interface = interface_towards(place.master_addr);

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """offload_param on an accelerator: shards lie on the host and come to the device to be gathered, with the same bits."""
 
+import gc
 import re
 
 import models
@@ -9,7 +10,7 @@ import pytest
 import test_on_accelerator
 import torch
 import torch.distributed as dist
-from accelerated import DEVICE, ON_GPU, assert_bytes_as_planned, begin, simulated_only
+from accelerated import DEVICE, ON_GPU, assert_bytes_as_planned, begin, simulated_only, warm_up
 from test_offload_on_accelerator import OPTIMIZERS, TO_HOST, Model, batch, make_engine, pass_on, results_of, train
 from test_on_accelerator import check_order, far, on_host, run, unequal
 
@@ -206,8 +207,9 @@ def rewind_and_rebuild():
     dist.destroy_process_group()
 
 
-def test_an_engine_rewinds_and_is_rebuilt():
-    run(1, rewind_and_rebuild)  # the simulated accelerator has no barrier between ranks
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_rewinds_and_is_rebuilt(world):
+    run(world, rewind_and_rebuild)
 
 
 def infer(folder):
@@ -237,9 +239,11 @@ def test_inference_needs_no_optimizer(tmp_path):
 def compare_memory(bf16, folder):
     """The device has less by the bytes of the shards, as planned; the host's memory is forecast as well."""
     controls = begin()
-    controls.configure("random")
+    controls.configure("random", workspace=1 << 20)
+    warm_up(make_engine(DEVICE, 3, bf16=bf16, zero={**FEW, **TO_HOST}, kind=Deep), train)
     peaks, kept, forecasts = {}, {}, {}
     for name, zero in {"device": {**FEW, **TO_HOST}, **placements(folder)}.items():
+        gc.collect()
         torch.accelerator.empty_cache()
         held = torch.accelerator.memory_allocated()
         engine = make_engine(DEVICE, 3, bf16=bf16, zero=zero, kind=Deep)

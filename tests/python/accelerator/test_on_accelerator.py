@@ -121,7 +121,10 @@ def test_all_stages_give_the_same_bits_with_adam():
 
 
 def count_waits(stage):
-    """None in forward and backward; one per step, for the verdict, whatever the step does."""
+    """None in forward and backward; one per step, for the verdict, whatever the step does.
+
+    Between ranks that one is no call that waits: a device that has lost a peer would never let it return.
+    """
     controls = begin()
     controls.configure("late")
     fp16 = {"enabled": True, "initial_scale_power": 4}
@@ -138,17 +141,18 @@ def count_waits(stage):
                 outcome = engine.step()
                 waits += controls.host_waits()
             assert outcome.applied
-            assert len(waits) == 1, (settings, waits)  # for the squares, which tell whether all is finite
-            assert ON_GPU or waits == ["copy_ device to host"], (settings, waits)
+            alone = dist.get_world_size() == 1
+            assert len(waits) == alone, (settings, waits)  # for the squares, which tell whether all is finite
+            assert ON_GPU or not alone or waits == ["copy_ device to host"], (settings, waits)
         engine.destroy()
     check_order(controls)
     dist.destroy_process_group()
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_host_waits_once_a_step(stage):
-    run(2, count_waits, stage)
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_the_host_waits_once_a_step(world, stage):
+    run(world, count_waits, stage)
 
 
 def count_waits_of_a_skipped_step(stage):
