@@ -79,11 +79,8 @@ class Runner:
         size = most_ranks(program)
         for setting in settings:
             os.mkdir(os.path.join(folder, f"{setting}-checkpoints"))
-        calls = [
-            [json.dumps(program), list(map(str, settings)), number, self._store.port, folder, limit]
-            + [self._patience * SLOW]
-            for number in range(size)
-        ]
+        what, timeout = (json.dumps(program), list(map(str, settings))), self._patience * SLOW
+        calls = [[*what, number, self._store.port, folder, limit, timeout] for number in range(size)]
         hung, logs = self._processes(_CALL, calls, limit * _MOST_STUCK)  # ranks end by themselves well before
         return Run({s: [_read(folder, s, r) for r in range(size)] for s in settings}, hung, logs)
 
