@@ -138,7 +138,7 @@ TEST(NodeLocalCheckpoint, ARunThatDiedBetweenTwoHostsCommitsGoesOnFromTheSaveBef
   });
 }
 
-TEST(NodeLocalCheckpoint, EveryRankNamesAFileThatNoHostHasOrThatIsDamaged) {
+TEST(NodeLocalCheckpoint, AFileThatNoHostHasOrThatIsDamagedIsNamed) {
   const Scratch scratch;
   save_on_two_hosts(scratch, 1);
   const auto errors_on = [&](const std::vector<int>& hosts) {
@@ -155,9 +155,9 @@ TEST(NodeLocalCheckpoint, EveryRankNamesAFileThatNoHostHasOrThatIsDamaged) {
   file.seekp(-1, std::ios::end);
   file.put('\x7f');
   file.close();
-  for (const std::string& error : errors_on({0, 1})) {
-    EXPECT_NE(error.find("rank_00003.safetensors"), std::string::npos) << error;
-  }
+  const auto errors = errors_on({0, 1});
+  EXPECT_NE(errors[1].find("rank_00003.safetensors"), std::string::npos) << errors[1];
+  EXPECT_NE(errors[0].find("failed on rank 1"), std::string::npos) << errors[0];
 }
 
 TEST(NodeLocalCheckpoint, ASharedFolderIsSavedOnce) {
