@@ -12,6 +12,8 @@
 #include <optional>
 #include <thread>
 
+#include "base/start_thread.h"
+
 namespace deeptide {
 
 /// The longest that a wait goes without `check_interrupts`.
@@ -37,7 +39,7 @@ Result run_beside(std::function<Result()> work, const std::function<void()>& mea
     bool done = false;
   };
   auto state = std::make_shared<State>();
-  std::thread([state, work = std::move(work)]() mutable {
+  std::thread beside = start_thread([state, work]() mutable {
     try {
       Result result = work();
       const std::lock_guard lock(state->mutex);
@@ -50,7 +52,10 @@ Result run_beside(std::function<Result()> work, const std::function<void()>& mea
     const std::lock_guard lock(state->mutex);
     state->done = true;
     state->ended.notify_all();
-  }).detach();
+  });
+  if (!beside.joinable()) return work();  // nothing can be done meanwhile
+  beside.detach();
+  work = nullptr;
   std::unique_lock lock(state->mutex);
   while (!state->ended.wait_for(lock, kInterruptPeriod, [&] { return state->done; })) {
     lock.unlock();

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "base/start_thread.h"
 #include "comm/transport/awaited_operation.h"
 
 namespace deeptide::comm {
@@ -32,8 +33,12 @@ class BackgroundGathers::Gather : public AwaitedOperation {
   Tensor output_, input_;
 };
 
+BackgroundGathers::BackgroundGathers(Group& group, int64_t most_bytes)
+    : group_(group),
+      most_bytes_(most_bytes),
+      thread_(start_needed_thread("gathers beside training", [this] { run(); })) {}
+
 BackgroundGathers::~BackgroundGathers() {
-  if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -43,7 +48,6 @@ BackgroundGathers::~BackgroundGathers() {
 }
 
 OperationPtr BackgroundGathers::add(Tensor output, Tensor input) {
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   auto gather = std::make_shared<Gather>(std::move(output), std::move(input));
   const std::lock_guard lock(mutex_);
   added_.push_back(gather);

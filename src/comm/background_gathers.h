@@ -21,7 +21,8 @@ namespace deeptide::comm {
 class BackgroundGathers {
  public:
   /// `most_bytes`: of outputs under way; no more are started then, but the next that is due always is.
-  BackgroundGathers(Group& group, int64_t most_bytes) : group_(group), most_bytes_(most_bytes) {}
+  /// Errors: as start_needed_thread.
+  BackgroundGathers(Group& group, int64_t most_bytes);
   /// Gives up what is under way.
   ~BackgroundGathers();
   BackgroundGathers(const BackgroundGathers&) = delete;

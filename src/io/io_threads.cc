@@ -29,7 +29,11 @@ void transfer_share(const Pass& pass, size_t buffer) {
 void transfer_by_threads(const Pass& pass) {
   std::vector<std::future<void>> threads;
   for (size_t buffer = 0; buffer < pass.blocks.size(); ++buffer) {
-    threads.push_back(std::async(std::launch::async, transfer_share, std::cref(pass), buffer));
+    try {
+      threads.push_back(std::async(std::launch::async, transfer_share, std::cref(pass), buffer));
+    } catch (const std::system_error&) {  // the system has no more threads to give: this one does their work
+      threads.push_back(std::async(std::launch::deferred, transfer_share, std::cref(pass), buffer));
+    }
   }
   for (auto& thread : threads) thread.wait();
   for (auto& thread : threads) thread.get();

@@ -33,6 +33,10 @@ uint64_t scattered(uint64_t number) {
 
 }  // namespace
 
+PairExchange::PairExchange(Network network) : network_(std::move(network)) {
+  if (network_.backend->getBackendName() == "gloo") line_.start();
+}
+
 class PairExchange::Exchange : public WaitingLine::Transfer {
  public:
   Exchange(const PairExchange& parent, const std::vector<Tensor>& to, const std::vector<Tensor>& from)

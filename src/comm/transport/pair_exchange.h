@@ -18,7 +18,8 @@ namespace deeptide::comm {
 /// Used by one thread. Exchanges end in the order in which they began.
 class PairExchange {
  public:
-  explicit PairExchange(Network network) : network_(std::move(network)) {}
+  /// Errors: as start_needed_thread, if the backend's memory is the CPU's; others need no thread.
+  explicit PairExchange(Network network);
   /// Sends to[r] to rank r, which receives it as from[own rank]; all ranks call it in one order. Rows that two ranks
   /// exchange have equal sizes on both; empty ones do not travel.
   /// Shapes: contiguous, as many of each as ranks; to[own rank] and from[own rank] may be the same memory.

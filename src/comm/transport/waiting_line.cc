@@ -3,6 +3,8 @@
 // Takes transfers from a queue.
 #include "comm/transport/waiting_line.h"
 
+#include "base/start_thread.h"
+
 namespace deeptide::comm {
 
 WaitingLine::~WaitingLine() {
@@ -16,8 +18,12 @@ WaitingLine::~WaitingLine() {
   thread_.join();
 }
 
+void WaitingLine::start() {
+  if (!thread_.joinable()) thread_ = start_needed_thread("exchanges between ranks", [this] { run(); });
+}
+
 void WaitingLine::add(std::shared_ptr<Transfer> transfer) {
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });  // not before: a device's backend needs none
+  start();
   const std::lock_guard lock(mutex_);
   queue_.push_back(std::move(transfer));
   changed_.notify_all();

@@ -15,8 +15,8 @@ namespace deeptide::comm {
 
 /// Transfers that end in the order in which they were started. A wait of Gloo's that ends early breaks its connection,
 /// a second one may never return, and Gloo tells in no other way whether bytes have arrived: so one thread waits, once
-/// for each, without a limit. It starts with the first transfer. A forked child, which lacks it, neither uses nor
-/// destroys the line. Used by one thread.
+/// for each, without a limit. It starts with `start` or the first transfer. A forked child, which lacks it, neither
+/// uses nor destroys the line. Used by one thread.
 class WaitingLine {
  public:
   class Transfer : public AwaitedOperation {
@@ -33,6 +33,8 @@ class WaitingLine {
   WaitingLine(const WaitingLine&) = delete;
   WaitingLine& operator=(const WaitingLine&) = delete;
 
+  /// Starts the thread, if it does not run yet. Errors: as start_needed_thread.
+  void start();
   void add(std::shared_ptr<Transfer> transfer);
 
  private:
