@@ -119,7 +119,7 @@ def test_saves_beside_training_are_whole_too(tmp_path):
         states = whole_states(engine)
         engine.save_checkpoint(str(tmp_path), client_state={"note": 7}, blocking=False)
         cut.steps(engine, AFTER, begin=BEFORE)
-        assert engine.wait_for_save() is not None
+        engine.wait_for_save()
         return states
 
     before = run_ranks(4, run)
