@@ -84,8 +84,8 @@ std::vector<TensorSlice> slices() {
 
 Config config_at(int stage) { return config_of(stage, kMicro, 1, false, Ranks::apart); }
 
-struct Training {
-  Training(const World& world, int stage, int size)
+struct MeshTraining {
+  MeshTraining(const World& world, int stage, int size)
       : model(make_seeded([] { return Shared(); })), team(std::make_shared<TensorTeam>(world, size, 60.0)) {
     InitOptions options;
     options.world = world;
@@ -127,16 +127,16 @@ void expect_near(const std::vector<double>& one, const std::vector<double>& othe
 TEST(TensorTeams, TrainAsTheWholeModel) {
   for (const int stage : {0, 1, 2, 3}) {
     SCOPED_TRACE("stage " + std::to_string(stage));
-    std::vector<std::unique_ptr<Training>> whole(kData);
+    std::vector<std::unique_ptr<MeshTraining>> whole(kData);
     std::vector<std::map<std::string, Tensor>> expected(kData);
     run_ranks(kData, [&](const World& world) {
-      whole[world.rank] = std::make_unique<Training>(world, stage, 1);
+      whole[world.rank] = std::make_unique<MeshTraining>(world, stage, 1);
       whole[world.rank]->train();
       expected[world.rank] = whole[world.rank]->weights();
       whole[world.rank]->engine.reset();
     });
     run_ranks(kData * kTeam, [&](const World& world) {
-      Training run(world, stage, kTeam);
+      MeshTraining run(world, stage, kTeam);
       run.train();
       expect_near(run.losses, whole[run.team->data_rank()]->losses);
       expect_near(run.norms, whole[0]->norms);
@@ -150,8 +150,8 @@ TEST(TensorTeams, TrainAsTheWholeModel) {
 
 TEST(TensorTeams, RefuseImpossibleMeshesWithTheNearest) {
   const auto refusal = [](const MeshSizes& sizes, int ranks) { return error_of([&] { check_mesh(sizes, ranks); }); };
-  EXPECT_EQ(refusal({.pipeline = 2, .tensor = 2}, 8), "");
-  EXPECT_EQ(refusal({.tensor = 2, .data = 4}, 8), "");
+  EXPECT_EQ(refusal({.pipeline = 2, .tensor = 2}, 8), "none");
+  EXPECT_EQ(refusal({.tensor = 2, .data = 4}, 8), "none");
   EXPECT_NE(refusal({.pipeline = 3}, 8).find("take parallel.pipeline 2 or 4"), std::string::npos);
   EXPECT_NE(refusal({.pipeline = 2, .tensor = 3}, 8)
                 .find("4 ranks of each stage do not divide into teams of 3; take "
