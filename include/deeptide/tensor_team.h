@@ -44,13 +44,15 @@ class DEEPTIDE_API TensorTeam {
 
   /// The sum over the ranks, by pairs in fp32, rounded once to the tensor's type. `phase`: "forward", "backward".
   at::Tensor all_reduce(const at::Tensor& tensor, const std::string& phase);
+  /// Row r of that sum on rank r. Shapes: (size, *) -> (*).
+  at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& phase);
   /// Every rank's tensor, in the team's order. Shapes: (size, *tensor's).
   at::Tensor all_gather(const at::Tensor& tensor, const std::string& phase);
   /// Overwrites the tensor, contiguous, with the first rank's.
   void broadcast(const at::Tensor& tensor, const std::string& phase);
 
-  /// `meanwhile` runs now and then while a rank waits here; nothing: nothing does. For engines, whose other ranks may
-  /// need what this one has to say before its peers of this team come.
+  /// `meanwhile` runs now and then while a rank waits in forward or backward; nothing: nothing does. For engines, whose
+  /// other ranks may need what this one has to say before its peers of this team come.
   void serve(std::function<void()> meanwhile);
 
  private:

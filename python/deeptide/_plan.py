@@ -103,6 +103,12 @@ def _described(
 ) -> tuple[_C.ModelDescription, _C.InitOptions]:
     """The core's description of the model and of its optimizer."""
     model = check_model(model)
+    shared = json.loads(_C.config_section(config, "parallel"))["tensor"]
+    if shared > 1:
+        raise _C.ConfigError(
+            f"plan: parallel.tensor is {shared}, which plans do not know yet; leave it out to plan the whole model, "
+            "of whose layers each rank has a share"
+        )
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     groups = chosen.core_groups(config) if chosen is not None else []
     kind = chosen.override if chosen is not None else ""

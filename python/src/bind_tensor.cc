@@ -50,6 +50,7 @@ void bind_tensor(py::module_& module) {
       .def_property_readonly("data_rank", &TensorTeam::data_rank)
       .def_property_readonly("data_size", &TensorTeam::data_size)
       .def("all_reduce", &TensorTeam::all_reduce, py::arg("tensor"), py::arg("phase"), NoGil())
+      .def("reduce_scatter", &TensorTeam::reduce_scatter, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("all_gather", &TensorTeam::all_gather, py::arg("tensor"), py::arg("phase"), NoGil())
       .def("broadcast", &TensorTeam::broadcast, py::arg("tensor"), py::arg("phase"), NoGil());
   module.def(

@@ -112,15 +112,20 @@ struct TensorTeam::Impl {
     return all.view({group.size(), own.numel()});
   }
 
+  /// Shapes: sent (W * N,) -> (N,).
+  Tensor sum_of_own_rows(const Tensor& sent, const std::string& phase, const char* what) {
+    Tensor rows = at::empty_like(sent);
+    auto pending = group.all_to_all(rows, sent);
+    wait(pending, phase, what);
+    return sum_of(rows.view({group.size(), -1}));
+  }
+
   /// Each rank sums one slice of all rows. Shapes: own (N,) -> (N,).
   Tensor summed_in_slices(const Tensor& own, const std::string& phase, const char* what) {
     const int64_t slice = (own.numel() + group.size() - 1) / group.size();
     Tensor sent = at::zeros({slice * group.size()}, own.options());
     sent.narrow(0, 0, own.numel()).copy_(own);
-    Tensor rows = at::empty_like(sent);
-    auto pending = group.all_to_all(rows, sent);
-    wait(pending, phase, what);
-    const Tensor sum = sum_of(rows.view({group.size(), slice}));
+    const Tensor sum = sum_of_own_rows(sent, phase, what);
     return gathered(sum, phase, what).view({-1}).narrow(0, 0, own.numel());
   }
 
@@ -161,6 +166,16 @@ Tensor TensorTeam::all_reduce(const Tensor& tensor, const std::string& phase) {
   const bool whole = size() == 2 || static_cast<int64_t>(own.nbytes()) <= kWholeRowsBytes;
   const Tensor sum = whole ? sum_of(impl_->gathered(own, phase, kWhat)) : impl_->summed_in_slices(own, phase, kWhat);
   return sum.view(tensor.sizes());
+}
+
+Tensor TensorTeam::reduce_scatter(const Tensor& tensor, const std::string& phase) {
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(tensor.dim() > 0 && tensor.size(0) == size(), "reduce_scatter: got a tensor of shape ",
+                    tensor.sizes(), ", expected ", size(), " rows, one for each rank that shares a layer");
+  const Tensor own = flat_of(tensor);
+  const at::IntArrayRef shape = tensor.sizes().slice(1);
+  if (size() == 1 || own.numel() == 0) return own.clone().view(shape);
+  return impl_->sum_of_own_rows(own, phase, "adding up a part over the ranks that share a layer").view(shape);
 }
 
 Tensor TensorTeam::all_gather(const Tensor& tensor, const std::string& phase) {

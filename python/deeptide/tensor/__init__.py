@@ -8,6 +8,7 @@ from deeptide.tensor.layers import (
     VocabParallelEmbedding,
 )
 from deeptide.tensor.losses import vocab_parallel_cross_entropy
+from deeptide.tensor.sequence import cut_sequence, joined_sequence, sequence_parallel
 from deeptide.tensor.split import split_model
 from deeptide.tensor.team import Team, make_team, team_of
 
@@ -16,7 +17,10 @@ __all__ = [
     "RowParallelLinear",
     "Team",
     "VocabParallelEmbedding",
+    "cut_sequence",
+    "joined_sequence",
     "make_team",
+    "sequence_parallel",
     "split_model",
     "team_of",
     "vocab_parallel_cross_entropy",

@@ -13,8 +13,20 @@ from torch.nn import functional as F
 
 from deeptide._C import ConfigError
 from deeptide.tensor.functions import cut, joined, summed, to_team
-from deeptide.tensor.slices import Slice, cut_parameter
+from deeptide.tensor.sequence import cut_sequence, joined_sequence
+from deeptide.tensor.slices import Slice, as_adding, cut_parameter
 from deeptide.tensor.team import Team
+
+
+def _into_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """What all ranks have alike, or each a part of its positions, on its way into a layer that they share."""
+    return (
+        joined_sequence(x, layer.tensor_team, adds_up=True) if layer.tensor_sequence else to_team(x, layer.tensor_team)
+    )
+
+
+def _out_of_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return cut_sequence(x, layer.tensor_team, adds_up=True) if layer.tensor_sequence else summed(x, layer.tensor_team)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -22,11 +34,13 @@ class ColumnParallelLinear(nn.Linear):
 
     gather_output: every rank returns all of them, (..., out). blocks: sizes of what is fused in the outputs and cut by
     itself, such as queries, keys and values; default: all in one. Odd sizes are padded with zeros, which stay zero.
+    sequence_parallel: the input is this rank's positions, (batch, length / ranks, in); all are gathered here.
     """
 
     tensor_team: Team
     tensor_output: Slice
     tensor_gathers: bool
+    tensor_sequence: bool
 
     def __init__(
         self,
@@ -37,26 +51,29 @@ class ColumnParallelLinear(nn.Linear):
         team: Team,
         gather_output: bool = False,
         blocks: Sequence[int] | None = None,
+        sequence_parallel: bool = False,
         **factory: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **factory)
-        as_column(self, team, gather_output, blocks)
+        as_column(self, team, gather_output, blocks, sequence_parallel)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output, or all of them."""
-        output = F.linear(to_team(input, self.tensor_team), self.weight, self.bias)
+        output = F.linear(_into_shared(self, input), self.weight, self.bias)
         return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
 
 
 class RowParallelLinear(nn.Linear):
     """A linear layer of whose inputs each rank has a part: (..., in / ranks) -> (..., out), summed over the ranks.
 
-    split_input: every rank is given all inputs, (..., in). The bias is whole on each rank.
+    split_input: every rank is given all inputs, (..., in). The bias is whole on each rank. sequence_parallel: each rank
+    returns its positions, (batch, length / ranks, out).
     """
 
     tensor_team: Team
     tensor_input: Slice
     tensor_cuts: bool
+    tensor_sequence: bool
 
     def __init__(
         self,
@@ -67,15 +84,16 @@ class RowParallelLinear(nn.Linear):
         team: Team,
         split_input: bool = False,
         blocks: Sequence[int] | None = None,
+        sequence_parallel: bool = False,
         **factory: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **factory)
-        as_row(self, team, split_input, blocks)
+        as_row(self, team, split_input, blocks, sequence_parallel)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """All features of the output."""
         x = cut(input, self.tensor_input, self.tensor_team) if self.tensor_cuts else input
-        output = summed(F.linear(x, self.weight), self.tensor_team)
+        output = _out_of_shared(self, F.linear(x, self.weight))
         return output if self.bias is None else output + self.bias
 
 
@@ -110,10 +128,11 @@ class ColumnParallelConv1D(nn.Module):
     tensor_team: Team
     tensor_output: Slice
     tensor_gathers: bool
+    tensor_sequence: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's features of the output, or all of them."""
-        output = F.linear(to_team(x, self.tensor_team), self.weight.t(), self.bias)
+        output = F.linear(_into_shared(self, x), self.weight.t(), self.bias)
         return joined(output, self.tensor_output, self.tensor_team) if self.tensor_gathers else output
 
 
@@ -125,11 +144,12 @@ class RowParallelConv1D(nn.Module):
     tensor_team: Team
     tensor_input: Slice
     tensor_cuts: bool
+    tensor_sequence: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """All features of the output."""
         x = cut(x, self.tensor_input, self.tensor_team) if self.tensor_cuts else x
-        return summed(F.linear(x, self.weight.t()), self.tensor_team) + self.bias
+        return _out_of_shared(self, F.linear(x, self.weight.t())) + self.bias
 
 
 _OF_CONV1D = {"column": ColumnParallelConv1D, "row": RowParallelConv1D}
@@ -166,23 +186,39 @@ def _blocks(blocks: Sequence[int] | None, features: int) -> tuple[int, ...]:
     return chosen
 
 
-def as_column(module: nn.Module, team: Team, gathers: bool = False, blocks: Sequence[int] | None = None) -> None:
+def as_column(
+    module: nn.Module,
+    team: Team,
+    gathers: bool = False,
+    blocks: Sequence[int] | None = None,
+    sequence: bool = False,
+) -> None:
     """Makes a linear layer or Conv1D, whole and equal on all ranks, a column-parallel one."""
     transposed = is_conv1d(module)
     sizes = _blocks(blocks, features_of(module)[1])
     module.tensor_team, module.tensor_gathers = team, gathers  # type: ignore[assignment]
     module.tensor_output = Slice(-1, sizes)  # type: ignore[assignment]
+    module.tensor_sequence = sequence  # type: ignore[assignment]
     cut_parameter(module, "weight", Slice(1 if transposed else 0, sizes), team)
     cut_parameter(module, "bias", Slice(0, sizes), team)
     _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "column")  # type: ignore[arg-type]
 
 
-def as_row(module: nn.Module, team: Team, cuts: bool = False, blocks: Sequence[int] | None = None) -> None:
+def as_row(
+    module: nn.Module,
+    team: Team,
+    cuts: bool = False,
+    blocks: Sequence[int] | None = None,
+    sequence: bool = False,
+) -> None:
     """Makes a linear layer or Conv1D, whole and equal on all ranks, a row-parallel one."""
     transposed = is_conv1d(module)
     sizes = _blocks(blocks, features_of(module)[0])
     module.tensor_team, module.tensor_cuts = team, cuts  # type: ignore[assignment]
     module.tensor_input = Slice(-1, sizes)  # type: ignore[assignment]
+    module.tensor_sequence = sequence  # type: ignore[assignment]
+    if sequence:
+        as_adding(module, team)  # the bias, which is added to a part of the positions
     cut_parameter(module, "weight", Slice(0 if transposed else 1, sizes), team)
     _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "row")  # type: ignore[arg-type]
 
@@ -195,9 +231,3 @@ def as_vocabulary(module: nn.Embedding, team: Team) -> None:
     module.tensor_team = team  # type: ignore[assignment]
     cut_parameter(module, "weight", Slice(0, (module.num_embeddings,)), team)
     module.__class__ = VocabParallelEmbedding
-
-
-def as_adding(module: nn.Module, team: Team) -> None:
-    """Marks a layer between a column- and a row-parallel one, whose parameters see this rank's features alone."""
-    module.tensor_team = team  # type: ignore[assignment]
-    module.tensor_adds_up = True  # type: ignore[assignment]

@@ -63,7 +63,8 @@ def adding_names(module: torch.nn.Module) -> Iterator[str]:
     for path, child in module.named_modules(remove_duplicate=False):
         if child.__dict__.get("tensor_adds_up"):
             for name, _ in child.named_parameters(recurse=False):
-                yield f"{path}.{name}" if path else name
+                if name not in child.__dict__.get("tensor_slices", {}):
+                    yield f"{path}.{name}" if path else name
 
 
 def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team) -> None:
@@ -82,3 +83,9 @@ def cut_parameter(module: torch.nn.Module, name: str, slice_: Slice, team: Team)
             _C.materialize(parameter)
             team.core.broadcast(parameter.data, "start")
         parameter.data = slice_.cut(parameter.data, team)
+
+
+def as_adding(module: torch.nn.Module, team: Team) -> None:
+    """Marks a layer that sees a part of the features or positions: what of it is whole gets gradients that add up."""
+    module.tensor_team = team  # type: ignore[assignment]
+    module.tensor_adds_up = True  # type: ignore[assignment]

@@ -12,9 +12,10 @@ from torch import nn
 from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.tensor import check as checks
-from deeptide.tensor.layers import as_adding, as_column, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.layers import as_column, as_row, as_vocabulary, features_of, is_linear
 from deeptide.tensor.plans import ADDING, COLUMN, ROW, VOCABULARY, Plan, own_plan, plan_of_specs
 from deeptide.tensor.rule import adapt_sizes, rule_plan
+from deeptide.tensor.slices import as_adding
 from deeptide.tensor.team import Team, team_of
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head")
