@@ -20,8 +20,8 @@ Two ranks of one thread, a stage each; the same cut and the same weights, AdamW,
 once, every other turn in reverse order; a step begins at a barrier, has all micro-batches and an optimizer step, and
 ends on the slower rank. "busy" is the same work of each rank's stage with nobody to wait for, both ranks at once.
 Idle: the share of ranks' time in the median step that is not busy; it holds the bubble, messages, and what the stages'
-work differs by. By formula, for equal stages and free messages: (stages - 1) / (micro-batches + stages - 1). The losses
-of all contenders are compared.
+work differs by. By formula, for equal stages and free messages: (stages - 1) / (micro-batches + stages - 1). Losses of
+all contenders are compared.
 """
 
 

@@ -74,7 +74,8 @@ def _lookup(module: str, names: dict[str, Any]) -> Callable[[str], Any]:
                 f"{module}.{name} is not in Deeptide's interface of deepspeed {INTERFACE_VERSION}; "
                 "docs/from-deepspeed.md lists what is, and what to use instead"
             )
-        names[name] = value
+        if name != "mpu":  # which is another one after another initialize
+            names[name] = value
         return value
 
     return look

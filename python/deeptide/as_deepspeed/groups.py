@@ -1,45 +1,73 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""deepspeed.utils.groups: every rank takes different data, and no two share a model, a sequence or an expert."""
+"""deepspeed.utils.groups: every rank takes different data, unless an engine has a pipeline: `mpu` is its grid then."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from deeptide.comm import get_all_ranks_from_group, get_world_group
 
+if TYPE_CHECKING:
+    from deeptide.as_deepspeed.pipe_topology import PipelineParallelGrid
+
+mpu: PipelineParallelGrid | None = None  # of the last engine with a pipeline that was made, until its end
+mesh_device = None  # as in DeepSpeed before anything sets it
+
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """All ranks."""
-    return get_world_group()
+    """The ranks that take different data: all, or those of this rank's stage."""
+    return get_world_group() if mpu is None else mpu.get_data_parallel_group()
 
 
 def get_data_parallel_world_size() -> int:
     """How many they are; 1 without a process group."""
+    if mpu is not None:
+        return mpu.get_data_parallel_world_size()
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's number."""
+    """This rank's number among them."""
+    if mpu is not None:
+        return mpu.get_data_parallel_rank()
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return get_all_ranks_from_group()
+    return get_all_ranks_from_group() if mpu is None else mpu.get_data_parallel_group_ranks()
 
 
 def get_model_parallel_world_size() -> int:
-    """1: each rank has a model."""
-    return 1
+    """How many ranks share one copy of the model: the stages of a pipeline, else 1."""
+    return 1 if mpu is None else mpu.get_model_parallel_world_size()
 
 
 def get_model_parallel_rank() -> int:
+    """This rank's number among them."""
+    return 0 if mpu is None else mpu.get_model_parallel_rank()
+
+
+def get_model_parallel_group() -> dist.ProcessGroup | None:
+    """Their group; None without a pipeline: there is no such group, as in DeepSpeed."""
+    return None if mpu is None else mpu.get_model_parallel_group()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """1: no two ranks share a layer."""
+    return 1
+
+
+def get_tensor_model_parallel_rank() -> int:
     """0."""
     return 0
 
 
-def get_model_parallel_group() -> None:
-    """None: there is no such group, as in DeepSpeed without one."""
+def get_tensor_model_parallel_group() -> None:
+    """None: there is no such group."""
+    return
 
 
 def _zero_param_parallel_is_initialized() -> bool:
@@ -52,14 +80,17 @@ def _get_broadcast_src_rank() -> int:
     return 0
 
 
-mpu = mesh_device = None  # as in DeepSpeed before anything sets them
-_get_zero_param_intra_parallel_group = get_model_parallel_group
-_clone_world_group = _get_data_parallel_group = get_data_parallel_group
-_get_sequence_data_parallel_group = get_data_parallel_group
+_get_zero_param_intra_parallel_group = get_tensor_model_parallel_group
+_clone_world_group = get_world_group
+_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
 _get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
-get_tensor_model_parallel_world_size = get_model_parallel_world_size
-_get_model_parallel_world_size = _get_sequence_parallel_world_size = get_model_parallel_world_size
-get_tensor_model_parallel_rank = _get_sequence_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_group = _get_sequence_parallel_group = get_model_parallel_group
-get_tensor_model_parallel_src_rank = get_data_parallel_rank
+_get_model_parallel_world_size = get_model_parallel_world_size
+_get_sequence_parallel_world_size = get_tensor_model_parallel_world_size
+_get_sequence_parallel_rank = get_tensor_model_parallel_rank
+_get_sequence_parallel_group = get_tensor_model_parallel_group
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """This rank's number: its values are its own."""
+    return dist.get_rank() if dist.is_initialized() else 0

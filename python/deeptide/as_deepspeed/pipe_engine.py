@@ -4,15 +4,29 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import deeptide.pipeline.engine
+from deeptide.as_deepspeed import groups
 from deeptide.as_deepspeed.engine import DeepSpeedEngine
+from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology, PipelineParallelGrid
 from deeptide.pipeline.errors import PipelineError
 
 
 class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine):  # type: ignore[misc, unused-ignore]
-    """The engine of deepspeed.initialize for a PipelineModule."""
+    """The engine of deepspeed.initialize for a PipelineModule, or for a model that "parallel" cuts into stages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.grid = PipelineParallelGrid(PipeDataParallelTopology(self.num_stages, self.data_parallel_size))
+        self._process_groups = (*self._process_groups, *self.grid.process_groups())
+        groups.mpu = self.grid
+
+    def destroy(self) -> None:
+        """Returns every byte now."""
+        if groups.mpu is self.grid:
+            groups.mpu = None
+        super().destroy()
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not here yet: the schedule has the configuration's number of micro-batches."""

@@ -175,6 +175,10 @@ class PipelineParallelGrid:
             slices = [[rank] for rank in range(self.world_size)]
         self.slice_group, self.slice_proc_group = self._mine(slices)
 
+    def process_groups(self) -> list[Any]:
+        """Those of this rank."""
+        return [self.ds_model_proc_group, self.dp_proc_group, self.pp_proc_group, self.slice_proc_group]
+
     def _stage_after(self, rank: int) -> int:
         """The same place in the next stage; after the last one, in the first."""
         place = self._topo.get_coord(rank)

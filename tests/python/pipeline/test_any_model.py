@@ -5,6 +5,9 @@
 import copy
 import importlib
 import json
+import os
+import signal
+import time
 import weakref
 
 import families
@@ -256,3 +259,61 @@ def test_dropout_draws_from_the_generator_of_the_stage_that_has_it():
     assert runs[0][0] == runs[0][1] == runs[1][0] and runs[2][0] != runs[0][0]
     whole = run_ranks(1, families.train, "gpt2", families.config(1, GAS), GAS, STEPS, None)[0]
     assert runs[2][0] == pytest.approx(whole[0], rel=1e-5)
+
+
+def slowly(world, slow):
+    engine = deeptide.initialize(model=families.make("plain"), config=families.config(1, GAS, 3), world=world)[0]
+    if world.rank == slow:
+        block = engine.module.blocks[engine._cut.parts[slow]]
+        block.register_forward_pre_hook(lambda module, args: time.sleep(0.05))
+        block.up.weight.register_hook(lambda gradient: time.sleep(0.05))
+    given = families.batches("plain", 0, 1, STEPS, GAS)
+    return [engine.train_batch(given).item() for _ in range(STEPS)], engine.get_global_grad_norm()
+
+
+def test_a_slow_stage_does_no_harm():
+    expected = run_ranks(3, slowly, None)
+    assert run_ranks(3, slowly, 0) == run_ranks(3, slowly, 1) == run_ranks(3, slowly, 2) == expected
+
+
+def lose_a_rank(victim):
+    engine = deeptide.initialize(model=families.make("plain"), config=families.config(1, GAS, 2))[0]
+    given = families.batches("plain", engine.data_parallel_rank, 2, 3, GAS)
+    engine.train_batch(given)
+    if engine.global_rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        engine.train_batch(given)
+    except deeptide.CommError as error:
+        print(json.dumps(str(error)), flush=True)
+        os._exit(3)
+
+
+def test_all_stages_hear_of_a_rank_that_was_killed():
+    done = run_processes(4, lose_a_rank, 0, check=False)
+    assert [process.returncode for process in done] == [-9, 3, 3, 3]
+    assert any("rank 0" in json.loads(process.stdout.splitlines()[-1]) for process in done[1:])
+
+
+def not_finite(world, bad_stage):
+    engine = deeptide.initialize(model=families.make("llama"), config=families.config(2, GAS, 2), world=world)[0]
+    given = families.batches("llama", engine.data_parallel_rank, 2, STEPS, GAS)
+    engine.train_batch(given)
+    before = families.states_of(engine)
+    name, parameter = next((n, p) for n, p in engine.module.named_parameters() if "down_proj" in n)
+    is_bad = engine.stage_id == bad_stage and engine.data_parallel_rank == 1
+    hook = parameter.register_hook(lambda gradient: gradient * float("inf")) if is_bad else None
+    engine.train_batch(given)
+    outcome = engine._outcome
+    if hook is not None:
+        hook.remove()
+    assert engine.skipped_steps == 1
+    assert all(torch.equal(value, before[key]) for key, value in families.states_of(engine).items())
+    assert engine.train_batch(given).isfinite()
+    return name, outcome.parameter, outcome.rank
+
+
+@pytest.mark.parametrize("bad_stage", [0, 1])
+def test_all_stages_skip_and_name_layer_and_rank(bad_stage):
+    results = run_ranks(4, not_finite, bad_stage)
+    assert {result[1:] for result in results} == {(results[2 * bad_stage][0], 2 * bad_stage + 1)}

@@ -142,6 +142,12 @@ def train_process(num_stages, stage, folder):
     )
     assert engine.num_stages == num_stages and engine.get_data_parallel_rank() == rank % data_size
     assert engine.dp_world_size == data_size and engine.train_batch_size() == stages.MICRO * GAS * data_size
+    groups = importlib.import_module("deepspeed.utils.groups")
+    assert groups.mpu is engine.grid and engine.grid.get_stage_id() == engine.stage_id
+    assert groups.get_data_parallel_rank() == rank % data_size and groups.get_data_parallel_world_size() == data_size
+    assert torch.distributed.get_world_size(groups.get_data_parallel_group()) == data_size
+    assert groups.get_model_parallel_world_size() == num_stages and groups.get_model_parallel_rank() == engine.stage_id
+    assert groups.get_tensor_model_parallel_world_size() == 1
     with pytest.raises(RuntimeError, match="set_train_batch_size: not supported yet with a pipeline"):
         engine.set_train_batch_size(64)
     given = stages.batches(rank % data_size, data_size, BEFORE + AFTER, GAS)
@@ -149,6 +155,8 @@ def train_process(num_stages, stage, folder):
     engine.save_checkpoint(folder)
     losses += [engine.train_batch(data_iter=given).item() for _ in range(AFTER)]
     print(json.dumps([losses, engine.get_global_grad_norm(), engine.is_first_stage()]))
+    engine.destroy()
+    assert groups.mpu is None and groups.get_data_parallel_world_size() == num_stages * data_size
 
 
 @pytest.mark.parametrize(("num_stages", "data_size", "stage"), [(2, 1, 0), (4, 1, 1), (2, 2, 3)])

@@ -8,6 +8,7 @@ import torch
 from conftest import run_ranks
 from torch.nn import Linear, ReLU
 
+import deeptide
 from deeptide import ConfigError
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from deeptide.pipeline.partition import balanced, bounds_of, uniform
@@ -143,3 +144,27 @@ def test_layers_are_recomputed_in_groups(pair):
     with torch.no_grad():
         grouped(x)
     assert len(runs) == 2
+
+
+def by_topology(world):
+    from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+    model = PipelineModule(
+        stages.layers(), topology=PipeDataParallelTopology(2, 2), loss_fn=stages.loss_of, world=world
+    )
+    assert model.num_stages == 2 and model.topology().get_dim("data") == 2
+    with pytest.raises(ConfigError, match=r"topology: got the axes \{'pipe': 2, 'data': 1, 'model': 2\}"):
+        PipelineModule(stages.layers(), topology=PipeModelDataParallelTopology(2, 2, 1), world=world)
+    with pytest.raises(ConfigError, match="has 2 ranks, the job 4"):
+        PipelineModule(stages.layers(), topology=PipeDataParallelTopology(2, 1), world=world)
+    with pytest.raises(ConfigError, match="num_stages is 4, and the topology has 2 stages"):
+        PipelineModule(stages.layers(), num_stages=4, topology=PipeDataParallelTopology(2, 2), world=world)
+    engine = deeptide.initialize(model=model, config=stages.config(1, 2), world=world)[0]
+    given = stages.batches(engine.data_parallel_rank, 2, 2, 2)
+    return [engine.train_batch(given).item() for _ in range(2)]
+
+
+def test_a_topology_says_the_stages():
+    found = run_ranks(4, by_topology)
+    uncut = run_ranks(2, stages.train_uncut, stages.config(1, 2), 2, 2, {})
+    assert all(losses == uncut[0][0] for losses in found)
