@@ -102,6 +102,8 @@ def _device_groups(world: _C.World, device: torch.device, timeout_s: float | Non
             f"the model is on {device}, but torch.distributed has no backend for the device type '{device.type}'; "
             "import the package that registers one (dist.Backend.register_backend), or pass a world"
         )
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     groups = []
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s + _WATCHDOG_GRACE_S)
     for channel in ("gathers", "reductions"):

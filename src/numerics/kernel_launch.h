@@ -4,6 +4,7 @@
 // the host in the same geometry, so that tests run the bodies without a GPU.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
@@ -27,6 +28,9 @@ namespace deeptide::numerics::kernel {
 constexpr int kThreads = 256;  // per block
 constexpr int kLanes = 32;     // per group
 constexpr int kGroups = kThreads / kLanes;
+constexpr int kQuarter = 8;  // lanes of a group that one thread takes, so that a group has four threads
+constexpr int kQuarters = kLanes / kQuarter;
+constexpr int kWideGroups = kThreads / kQuarters;
 #ifdef DEEPTIDE_ON_DEVICE
 constexpr int64_t kMostBlocks = 1 << 20;
 #else
@@ -79,6 +83,24 @@ __global__ void __launch_bounds__(kThreads) group_kernel(int64_t count, Body bod
   }
 }
 
+template <typename Body>
+__global__ void __launch_bounds__(kThreads) quarter_kernel(int64_t count, Body body) {
+  __shared__ double lanes[kWideGroups][kLanes + 1];  // rows begin in different banks
+  const Place place = own_place();
+  const int row = place.thread / kQuarters, quarter = place.thread % kQuarters;
+  for (int64_t first = place.block * kWideGroups; first < count; first += place.blocks * kWideGroups) {
+    const int64_t group = first + row;
+    if (group < count) {
+      double own[kQuarter];
+      body.quarter(group, quarter, own);
+      DEEPTIDE_UNROLLED for (int k = 0; k < kQuarter; ++k) lanes[row][quarter * kQuarter + k] = own[k];
+    }
+    __syncthreads();
+    if (group < count && quarter == 0) body.fold(group, lanes[row]);
+    __syncthreads();
+  }
+}
+
 /// Errors: std::runtime_error when the launch before was refused.
 inline void check_launch() {
   const cudaError_t error = cudaGetLastError();
@@ -114,6 +136,15 @@ void launch_groups(void* stream, int64_t count, const Body& body) {
   check_launch();
 }
 
+/// The same, by four threads a group: body.quarter(group, q, lanes) gives the eight lanes from 8 q on.
+template <typename Body>
+void launch_quarters(void* stream, int64_t count, const Body& body) {
+  if (count == 0) return;
+  const auto blocks = static_cast<unsigned>(num_blocks(count, kWideGroups));
+  quarter_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(count, body);
+  check_launch();
+}
+
 #else
 
 template <typename Body>
@@ -141,6 +172,17 @@ void launch_groups(void* /*stream*/, int64_t count, const Body& body) {
         body.fold(group, lanes);
       }
     }
+  }
+}
+
+template <typename Body>
+void launch_quarters(void* /*stream*/, int64_t count, const Body& body) {
+  for (int64_t group = count - 1; group >= 0; --group) {
+    double lanes[kLanes];
+    for (int quarter = kQuarters - 1; quarter >= 0; --quarter) {
+      body.quarter(group, quarter, lanes + static_cast<ptrdiff_t>(quarter) * kQuarter);
+    }
+    body.fold(group, lanes);
   }
 }
 

@@ -90,6 +90,33 @@ TEST_P(SumKernel, EqualsTheCpusVectorsBitForBit) {
   }
 }
 
+/// Rows that begin at 16 bytes are taken eight elements at a time, in the same order.
+TEST_P(SumKernel, GivesTheSameBitsInAccessesOf16Bytes) {
+  at::manual_seed(5);
+  for (at::ScalarType dtype : kDtypes) {
+    for (int64_t world : {1, 2, 4, 8}) {
+      for (int64_t numel : {0, 1, 7, 8, 31, 32, 33, 250, 4095, 4096, 4097, 9001, 65536 + 24}) {
+        const Tensor rows = at::randn({world, (numel + 7) / 8 * 8}).to(dtype), start = at::randn({numel});
+        std::vector<Tensor> list = there(rows).narrow(1, 0, numel).unbind(0), host = rows.narrow(1, 0, numel).unbind(0);
+        for (int mode = 0; mode < 3; ++mode) {  // over, onto, nowhere
+          const bool overwrite = mode != 1;
+          const Tensor got = mode == 2 ? Tensor() : there(start.clone()), want = start.clone();
+          const Tensor got_squares = there(at::full({1}, 0.5, at::kDouble)), squares = at::full({1}, 0.5, at::kDouble);
+          if (on_gpu()) {
+            detail::ordered_sum_kernel(list, 0.25f, overwrite, got, got_squares);
+          } else {
+            const Tensor scratch = at::empty({kernel::SumArguments::num_scratch(numel)}, at::kDouble);
+            host_kernels::sum(detail::sum_arguments(list, 0.25f, overwrite, got, scratch, got_squares), nullptr);
+          }
+          detail::ordered_sum_cpu(host, 0.25f, overwrite, want, squares);
+          ASSERT_TRUE(mode == 2 || same_numbers(here(got), want)) << dtype << " " << world << " " << numel;
+          ASSERT_EQ(here(got_squares).item<double>(), squares.item<double>()) << dtype << " " << world << " " << numel;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(SumKernel, RoundsOnceIntoAnAccumulatorOf16Bits) {
   at::manual_seed(2);
   for (at::ScalarType sums : {at::kBFloat16, at::kHalf}) {

@@ -19,6 +19,7 @@ from conftest import run_processes
 from torch import nn
 
 import deeptide
+from deeptide._world import find_world
 
 WIDTH = 256
 
@@ -64,6 +65,8 @@ def look_at_groups():
     assert [group.bound_device_id for group in engine._process_groups] == [torch.device(DEVICE, 0)] * 2
     assert controls.timeouts == [datetime.timedelta(seconds=37)] * 2  # the engine's own wait ends before
     engine.destroy()
+    _, groups = find_world(None, torch.device(DEVICE))  # as the command that times collectives does
+    assert [group.bound_device_id for group in groups] == [torch.device(DEVICE, 0)] * 2
     dist.destroy_process_group()
 
 
@@ -107,6 +110,7 @@ def lose_a_peer():
         engine.backward(engine(*second))
         engine.step()
     engine.destroy()
+    torch.accelerator.synchronize()  # what was stuck there has been aborted
     assert time.monotonic() - begun < 20
     print("went on")
 
