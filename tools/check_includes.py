@@ -27,6 +27,7 @@ CPP_TOKEN = re.compile(
     r"|R\"(?P<mark>\w*)\(.*?\)(?P=mark)\"|\"(?:\\.|[^\"\\])*\"|(?<!\w)'(?:\\.|[^'\\])+'|[{};]",
     re.DOTALL | re.MULTILINE,
 )
+LEANING = re.compile(r'(?:^|\s)(?://[/!]?<?|#|""")\s*(Of|What|Where|As)\b')
 COMMENT = {".py": "#", ".pyi": "#"}
 # Headers that still declare in `deeptide` itself instead of their layer's namespace.
 IN_PUBLIC_NAMESPACE = ("src/base/", "src/device/parallel.h", "src/engine/engine_impl.h")
@@ -142,6 +143,15 @@ def check_opening(path: Path, text: str) -> list[str]:
     return problems
 
 
+def check_words(path: Path, text: str) -> list[str]:
+    """A comment begins with a verb or its subject (CONTRIBUTING.md)."""
+    return [
+        f"{path}:{number}: a comment begins with '{found[1]}'; name its subject or begin with a verb"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := LEANING.search(line))
+    ]
+
+
 def check_length(path: Path, text: str) -> list[str]:
     count = text.count("\n")
     return [f"{path}: {count} lines, at most {MAX_LINES}; split it by subject"] if count > MAX_LINES else []
@@ -222,7 +232,7 @@ def check_all(texts: dict[Path, str]) -> list[str]:
     for path, text in sorted(texts.items()):
         if path.name == "__init__.py" and not text.strip():
             continue
-        for check in (check_layers, check_namespace, check_opening, check_length, check_functions):
+        for check in (check_layers, check_namespace, check_opening, check_words, check_length, check_functions):
             problems += check(path, text)
     return problems
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import check_includes  # noqa: E402
 
-OPENING = "".join(f"// {line}\n" for line in (*check_includes.SPDX, "What this is for."))
+OPENING = "".join(f"// {line}\n" for line in (*check_includes.SPDX, "Says what this is for."))
 
 
 def problems(files: dict[str, str]) -> str:
@@ -92,12 +92,21 @@ class CheckIncludes(unittest.TestCase):
     def test_wants_the_opening_lines(self):
         self.assertIn("expected '// SPDX-FileCopyrightText", problems({"src/base/a.cc": "int x;\n"}))
         self.assertIn(
-            "one sentence", problems({"src/base/a.cc": OPENING.replace("// What this is for.\n", "") + "int x;\n"})
+            "one sentence", problems({"src/base/a.cc": OPENING.replace("// Says what this is for.\n", "") + "int x;\n"})
         )
         self.assertIn("without #pragma once", problems({"src/base/a.h": OPENING}))
         python = OPENING.replace("//", "#")
         self.assertEqual(problems({"tools/a.py": "#!/usr/bin/env python3\n" + python}), "")
-        self.assertEqual(problems({"tools/a.py": python.replace("# What this is for.", '"""What this is for."""')}), "")
+        self.assertEqual(
+            problems({"tools/a.py": python.replace("# Says what this is for.", '"""Says what this is for."""')}), ""
+        )
+
+    def test_refuses_comments_that_lean_on_what_follows(self):
+        for words in ("Of a unit.", "Where it lies.", "As above."):
+            for begin in ("///", "int x;  //"):
+                found = problems({"src/base/a.cc": f"{OPENING}{begin} {words}\n"})
+                self.assertIn(f"src/base/a.cc:4: a comment begins with '{words.split()[0]}'", found)
+        self.assertEqual(problems({"src/base/a.cc": OPENING + "// Offers what it has.\n"}), "")
 
     def test_refuses_long_files(self):
         self.assertIn("501 lines, at most 500", problems({"src/base/a.cc": OPENING + "\n" * 498}))
