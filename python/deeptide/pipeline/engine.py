@@ -189,6 +189,22 @@ class PipelineEngine(Engine):
         """Not here."""
         raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
+    def snapshot(self) -> torch.nn.Module:
+        """Of a PipelineModule's stage; not of a model that is cut, whose program needs the other stages."""
+        self._check_whole("snapshot")
+        return super().snapshot()
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
+        """Likewise."""
+        self._check_whole("compile")
+        super().compile(backend, compile_kwargs)
+
+    def _check_whole(self, method: str) -> None:
+        if isinstance(self._cut, BlockCut):
+            raise PipelineError(
+                f"{method}: not supported yet with a model that is cut into stages as it is; a PipelineModule has it"
+            )
+
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not here yet."""
         raise PipelineError("save_16bit_model: not supported yet with a pipeline; save a checkpoint and export that")
