@@ -17,6 +17,7 @@
 #include "deeptide/indexed_dataset.h"
 #include "deeptide/length_batches.h"
 #include "deeptide/ops.h"
+#include "deeptide/packing.h"
 #include "deeptide/pipeline_schedule.h"
 #include "deeptide/profiler.h"
 #include "deeptide/reports.h"

@@ -27,6 +27,7 @@ from ._C_curriculum import LayerDropSchedule as LayerDropSchedule
 from ._C_curriculum import RandomLtdSchedule as RandomLtdSchedule
 from ._C_curriculum import batches_by_length as batches_by_length
 from ._C_curriculum import config_section as config_section
+from ._C_curriculum import pack_lengths as pack_lengths
 from ._C_curriculum import scaled_rate as scaled_rate
 from ._C_curriculum import smallest_row_type as smallest_row_type
 from ._C_memory import CpuAllocatorStats as CpuAllocatorStats

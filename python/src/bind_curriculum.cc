@@ -9,6 +9,7 @@
 #include "deeptide/curriculum_sampler.h"
 #include "deeptide/indexed_dataset.h"
 #include "deeptide/length_batches.h"
+#include "deeptide/packing.h"
 
 namespace deeptide::python {
 namespace {
@@ -132,6 +133,10 @@ RateScaling scaling_of(const std::string& name) {
 }
 
 void bind_batches(py::module_& module) {
+  module.def(
+      "pack_lengths",
+      [](const std::vector<int64_t>& lengths, int64_t row_length) { return pack_lengths(lengths, row_length); },
+      py::arg("lengths"), py::arg("row_length"));
   module.def(
       "batches_by_length",
       [](const std::vector<int64_t>& lengths, const std::vector<int64_t>& order, int64_t max_tokens,

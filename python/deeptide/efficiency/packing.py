@@ -7,8 +7,6 @@ Shapes: R rows of L tokens; a row holds several sequences one after another, the
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from deeptide import _C
 from deeptide._C import ConfigError
 
 IGNORED = -100  # the label of a token that no loss counts
@@ -26,32 +25,7 @@ def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
 
     The same for the same lengths. Errors: ConfigError for a length that no row holds.
     """
-    rows: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # heaps of rows
-    rooms: list[int] = []  # ascending, those of by_room
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = int(lengths[index])
-        if not 0 < length <= row_length:
-            raise ConfigError(
-                f"pack_lengths: sequence {index} has {length} tokens, expected 1 to row_length, {row_length}; cut it"
-            )
-        place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
-            room, row = row_length, len(rows)
-            rows.append([])
-        else:
-            room = rooms[place]
-            row = heapq.heappop(by_room[room])
-            if not by_room[room]:
-                del by_room[room], rooms[place]
-        rows[row].append(index)
-        room -= length
-        if room > 0:
-            if room not in by_room:
-                by_room[room] = []
-                bisect.insort(rooms, room)
-            heapq.heappush(by_room[room], row)
-    return sorted(sorted(row) for row in rows)
+    return _C.pack_lengths([int(length) for length in lengths], row_length)
 
 
 def block_diagonal_mask(sequence_ids: Tensor, causal: bool = False, dtype: torch.dtype = torch.bool) -> Tensor:
