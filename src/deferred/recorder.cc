@@ -153,7 +153,7 @@ bool is_deferrable(const Stack& results, int64_t& bytes) {
   return deferrable;
 }
 
-/// Where the operator makes its results: where it is told, else where its tensors are.
+/// The device of the operator's results: as it is told, else its tensors'.
 c10::Device device_of_results(const Call& call) {
   if (call.traits.device >= 0 && !call.arguments[call.traits.device].isNone()) {
     const c10::Device device = call.arguments[call.traits.device].toDevice();
@@ -169,8 +169,8 @@ c10::Device device_of_results(const Call& call) {
   return device;
 }
 
-/// What is made on a CPU, and copies of what is deferred wherever they go: a model that is moved to a device would be
-/// whole there.
+/// Records what is made on a CPU, and copies of what is deferred wherever they go: a model that moves to a device would
+/// be whole there.
 bool is_deferrable_on(c10::Device device, const Call& call) {
   return device.is_cpu() || (call.traits.copies && !call.deferred.empty() && !device.is_meta());
 }

@@ -1,6 +1,6 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// What torch's allocator keeps of a device's memory after tensors have freed it.
+// Asks for what torch's allocator keeps of a device's memory after tensors have freed it.
 #pragma once
 
 #include <c10/core/Device.h>

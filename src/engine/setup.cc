@@ -86,7 +86,7 @@ Engine::Impl::Impl(const ModelDescription& description, const Config& given, con
       links(channels),
       reporter(config, reporting()) {
   if (config.runtime().tune_allocator && model.device().is_cpu()) install_cpu_allocator();
-  // Of the parameters as they came, block by block, which fit nothing that the engine and its steps allocate.
+  // Frees the parameters as they came, block by block, which fit nothing that the engine and its steps allocate.
   device::release_cached_memory(model.device());
   auto limits = design.residency;
   // One block stays free for the shard that is being gathered.

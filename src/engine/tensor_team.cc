@@ -33,7 +33,7 @@ std::string next_team_name(const World& world) {
   return "deeptide/tensor_team/" + std::to_string(number);
 }
 
-/// As the flight log keeps them: for ever.
+/// A text that lasts for ever, as the flight log keeps them.
 const char* lasting(const std::string& phase) {
   for (const char* known : {"forward", "backward", "checkpoint"}) {
     if (phase == known) return known;

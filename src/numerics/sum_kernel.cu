@@ -80,7 +80,7 @@ struct PieceBody {
   SumArguments all;
 };
 
-/// Where sums go.
+/// The place of sums.
 enum class Into : uint8_t { nowhere, over, onto };  // only squares are wanted; overwriting; adding, in fp32
 
 /// Sums a piece as PieceBody does: `kCount` rows, a power of two, of which each thread takes eight elements at a time.

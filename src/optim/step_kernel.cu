@@ -146,7 +146,7 @@ struct Launch {
     kernel::launch_each(stream, (all.count + kernel::kPacket - 1) / kernel::kPacket, body);
   }
 
-  /// Of those that takes_packets() lets through.
+  /// For those that takes_packets() lets through.
   template <int kStates, typename Update>
   void run_packets(const Update& update) const {
     constexpr auto fp32 = NumberType::fp32, bf16 = NumberType::bf16, fp16 = NumberType::fp16;

@@ -39,7 +39,7 @@ def try_seed(seed, count, seconds_to_shrink, end):
 
 
 def try_pipeline(seed):
-    """As try_seed, of the pipeline program of that number."""
+    """Tries the pipeline program of that number, like try_seed."""
     started = time.monotonic()
     program = pipelines.program_of(seed)
     acts = sum(len(phase["acts"]) for phase in program["phases"])

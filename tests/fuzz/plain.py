@@ -21,7 +21,7 @@ EPSILON = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
 }  # of gradients that are summed and rounded again
-# Of the largest element that a rank sends. Noise is normal and counts many times, this is a bound: an eighth of it.
+# A share of the largest element that a rank sends. Noise is normal and counts often, this is a bound: an eighth of it.
 OF_QUANTIZED = {"int8": 0.5 / 127 / 8, "int4": 0.5 / 7 / 8}
 OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
 # With 16 bits enough for some elements to round elsewhere.

@@ -31,7 +31,7 @@ class StreamWork : public c10d::Work {
   Event done_;
 };
 
-/// Where stuck collectives stay.
+/// The place where stuck collectives stay.
 class Abortable {
  public:
   void abort() {

@@ -113,7 +113,7 @@ IValue make_result(const Call& call, const Shapes& shapes, size_t i, bool& compu
   return aliased != nullptr && call.writes_result(i) ? *aliased : fresh_like(shapes.results[i]);
 }
 
-/// As a library for matrix products does, whose handles belong to threads and whose workspaces belong to streams.
+/// Acts like a library for matrix products, whose handles belong to threads and whose workspaces belong to streams.
 void take_workspace(const Call& call) {
   static const std::set<std::string> kProducts{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
   if (kProducts.contains(call.name().substr(0, call.name().find('.')))) {

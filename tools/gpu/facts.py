@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine is, and what it can do at most: bytes copied and products multiplied per second."""
+"""Tells what this machine is, and what it can do at most: bytes copied and products multiplied per second."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ def facts():
 
 
 def _best_seconds(work, device, repeats=5):
-    """Of several runs, each waited for."""
+    """The best of several runs, each waited for."""
     seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()

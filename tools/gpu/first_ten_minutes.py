@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the first ten minutes on a GPU are for, in one command: facts, build, kernels, smoke, speed, tests.
+"""Does what the first ten minutes on a GPU are for, in one command: facts, build, kernels, smoke, speed, tests.
 
 Needs a Python with torch, and for the build a compiler, CMake, Ninja and nvcc; no network. Each part is a process group
 that ends by its own limit, writes its log into the output folder and gives one line; what fails stops nothing. Where

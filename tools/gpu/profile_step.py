@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes on the GPU: kernels by their time, the engine's own apart, and gaps between them."""
+"""Shows where a step's time goes on the GPU: kernels by their time, the engine's own apart, and gaps between them."""
 
 import argparse
 import json

@@ -78,7 +78,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 
 def _model_parallel_rank() -> int:
-    """Of the mpu that configure() was given, else 0."""
+    """The rank in the mpu that configure() was given, else 0."""
     for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model has its blocks, and which stage each parameter of the uncut model belongs to."""
+"""Finds a model's blocks, and the stage of each parameter of the uncut model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Places:
         self._chain, self._stages = chain, stages
 
     def side(self, path: str, model: torch.nn.Module) -> str:
-        """Where a module lies: "before" or "after" the blocks, as modules were registered, "block" or "around" them."""
+        """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them."""
         chain = self._chain.path
         if path == chain or path == "" or chain.startswith(path + "."):
             return "around"

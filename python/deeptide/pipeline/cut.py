@@ -24,7 +24,7 @@ _ATTRIBUTE = "_deeptide_cut"  # of the model
 
 
 class _Taken:
-    """What a module held before its parameters and buffers of other stages were taken out."""
+    """A module's contents before its parameters and buffers of other stages were taken out."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._parameters, self._buffers = module, dict(module._parameters), dict(module._buffers)
@@ -99,7 +99,7 @@ class BlockCut:
                 )
 
     def _ties(self) -> list[Tie]:
-        """Of the parameters that several stages use: one for each set of stages."""
+        """The ties of parameters that several stages use: one for each set of stages."""
         stages_of = self._stages_of()
         found: dict[tuple[int, ...], dict[int, list[Place]]] = {}
         names: dict[tuple[int, ...], str] = {}

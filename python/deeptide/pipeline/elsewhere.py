@@ -34,7 +34,7 @@ class Elsewhere(torch.Tensor):
     origin: str
 
     def __new__(cls: type[Elsewhere], like: torch.Tensor, origin: str, device: torch.device | None = None) -> Elsewhere:
-        """Of the shape and type of `like`, which may lie on the meta device."""
+        """Has the shape and type of `like`, which may lie on the meta device."""
         made: Elsewhere = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )

@@ -190,7 +190,7 @@ class PipelineEngine(Engine):
         raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def snapshot(self) -> torch.nn.Module:
-        """Of a PipelineModule's stage; not of a model that is cut, whose program needs the other stages."""
+        """The a PipelineModule's stage; not of a model that is cut, whose program needs the other stages."""
         self._check_whole("snapshot")
         return super().snapshot()
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline refuses."""
+"""Errors of pipelines."""
 
 
 class PipelineError(RuntimeError):

@@ -50,7 +50,7 @@ def _in_backward() -> bool:
 
 
 class _Block:
-    """What a passage knows of one block."""
+    """One block, as a passage knows it."""
 
     def __init__(self, number: int, module: torch.nn.Module) -> None:
         self.number = number
@@ -244,7 +244,7 @@ class Passage:
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument may change a model's program."""
+    """The kind of an argument, as far as it may change a model's program."""
     return value if value is None or isinstance(value, (bool, int, str)) else type(value).__name__
 
 

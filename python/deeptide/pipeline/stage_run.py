@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class StageModel(Protocol):
-    """What a step needs to know of a model on one stage: of a PipelineModule, or of a model cut by blocks."""
+    """A model on one stage, as a step needs it: a PipelineModule, or of a model cut by blocks."""
 
     stage_id: int
     num_stages: int
     ties: Ties
 
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
-        """What is handed on, or the last stage's output. `forward`: the engine's; `inputs`: None where not read."""
+        """Returns what is handed on, or the last output. `forward`: the engine's; `inputs`: None where not read."""
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The scalar loss of the last stage's output."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where a module holds a parameter."""
+    """The place of a parameter in a module."""
 
     module: torch.nn.Module
     attribute: str
@@ -37,7 +37,7 @@ class Tie(NamedTuple):
 
 
 def _places(layer: torch.nn.Module) -> list[list[Place]]:
-    """Of each parameter, in the order of all stages."""
+    """The places of each parameter, in the order of all stages."""
     found: dict[int, list[Place]] = {}
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -151,7 +151,7 @@ class Ties:
 
 
 def ties_of_layers(model: PipelineModule) -> Ties:
-    """Of a model's TiedLayerSpecs; takes out the parameters that this stage borrows."""
+    """The ties of a model's TiedLayerSpecs; takes out the parameters that this stage borrows."""
     ties = []
     here = model.stage_id
     for key, stages in model.stages_of_ties().items():

@@ -68,7 +68,7 @@ def _draw_alike(team: Team) -> None:
 
 
 def options_of(model: torch.nn.Module, team: Team | None) -> dict[str, Any]:
-    """What the core's InitOptions takes of it."""
+    """The part of it that the core's InitOptions takes."""
     if team is None:
         return {}
     slices = [(name, slice_.dim, list(slice_.blocks)) for name, slice_ in slices_of(model)]

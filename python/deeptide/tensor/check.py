@@ -61,7 +61,7 @@ def compare(whole: list[torch.Tensor], cut: list[torch.Tensor], dtype: torch.dty
 
 
 def tell_unchecked(model: nn.Module) -> None:
-    """Where no input is known."""
+    """Says that no input is known."""
     say(
         f"tensor: {type(model).__name__} is not compared with the whole model, since its inputs are not known: give "
         "split_model an example before initialize"

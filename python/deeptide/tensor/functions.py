@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks that share layers exchange in forward and backward. All ranks of a team call each in one order."""
+"""Exchanges between ranks that share layers, in forward and backward. All ranks of a team call each in one order."""
 
 from __future__ import annotations
 

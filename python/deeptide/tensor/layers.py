@@ -19,7 +19,7 @@ from deeptide.tensor.team import Team
 
 
 def _into_shared(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """What all ranks have alike, or each a part of its positions, on its way into a layer that they share."""
+    """Passes what all ranks have alike, or each a part of its positions, into a layer that they share."""
     return (
         joined_sequence(x, layer.tensor_team, adds_up=True) if layer.tensor_sequence else to_team(x, layer.tensor_team)
     )

@@ -14,7 +14,7 @@ from deeptide.tensor.team import Team
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, size: int, team: Team) -> torch.Tensor:
-        """Of each row, in fp32: (N, V / ranks), (N,) -> (N,). `size`: V; what is beyond is padding."""
+        """The loss of each row, in fp32: (N, V / ranks), (N,) -> (N,). `size`: V; what is beyond is padding."""
         part = logits.shape[1]
         begin = team.index * part
         x = logits.float()
@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """As torch's cross_entropy, of a column-parallel head's own logits: no rank ever has those of all words.
+    """Computes torch's cross_entropy from a column-parallel head's own logits: no rank ever has those of all words.
 
     Shapes: logits (..., V / ranks), labels (...). vocabulary: V, where it does not divide among the ranks. Computes in
     fp32. reduction: "mean", over labels other than ignore_index, "sum" or "none".

@@ -14,7 +14,7 @@ from deeptide.tensor.team import Team, make_team
 
 
 def _ask(mpu: object, what: str) -> Any:
-    """Of an older or newer object: get_model_parallel_rank() or get_tensor_model_parallel_rank()."""
+    """Asks an older or newer object: get_model_parallel_rank() or get_tensor_model_parallel_rank()."""
     for name in (f"get_tensor_model_parallel_{what}", f"get_model_parallel_{what}"):
         if hasattr(mpu, name):
             return getattr(mpu, name)()

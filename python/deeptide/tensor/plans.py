@@ -19,7 +19,7 @@ COLUMN, ROW, VOCABULARY, ADDING, WHOLE = "column", "row", "vocabulary", "adding"
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What becomes of one layer. `meets_whole`: gathers its outputs, or takes whole inputs."""
+    """The cut of one layer. `meets_whole`: gathers its outputs, or takes whole inputs."""
 
     kind: str
     meets_whole: bool = False
@@ -94,7 +94,7 @@ def _check_spec(number: int, spec: Any) -> None:
 
 
 def _blocks_of(shape: Any, features: int, where: str) -> tuple[int, ...] | None:
-    """Of a "shape" such as [3, -1] or [[64, 16, 16], -1], in rows of the weight."""
+    """The blocks of a "shape" such as [3, -1] or [[64, 16, 16], -1], in rows of the weight."""
     if shape is None:
         return None
     first = shape[0] if isinstance(shape, (list, tuple)) and len(shape) == 2 else None

@@ -21,7 +21,7 @@ _ROWS = {
     *("o_proj", "out_proj", "out_lin", "wo", "to_out", "o", "down_proj", "fc2", "fc_out", "c_proj", "w2", "lin2"),
     *("linear2", "dense_4h_to_h", "output.dense", "attention.dense", "self_attention.dense"),
 }
-# What an attention module says of its own sizes, in whole heads or features of all heads.
+# Attributes by which an attention module tells its sizes, in whole heads or features of all heads.
 _SIZES = (
     *("num_heads", "n_head", "n_heads", "nhead", "num_attention_heads", "num_key_value_heads", "n_kv_heads"),
     *("num_kv_heads", "split_size", "all_head_size", "inner_dim"),

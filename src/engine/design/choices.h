@@ -27,7 +27,7 @@ bool steps_elements(const optim::Rule& rule);
 at::ScalarType scalar_type(DataType type);
 /// The data type in which gradients travel.
 at::ScalarType reduce_type(const Config& config);
-/// Of an element of a gradient that travels; 0: it has the type above.
+/// Bits of an element of a gradient that travels; 0: it has the type above.
 int quantized_bits(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);

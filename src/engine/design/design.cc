@@ -113,7 +113,7 @@ std::vector<int> Designer::shards_by_kind() const {
   return shards;
 }
 
-/// What each rank along the tensor axis has alike, a sum over that axis counts as often as it has ranks.
+/// If each rank along the tensor axis has a gradient alike, a sum over that axis counts as often as it has ranks.
 int64_t Designer::divisor_of(const UnitRow& row, const Tenancy* tenancy) const {
   const int tensor = made_.topology.mesh.size(world::Axis::tensor);
   const bool copies = tensor > 1 && row.place.reduce_over == made_.data && !(tenancy && tenancy->adds_up);

@@ -57,7 +57,7 @@ class Deliveries {
     }
   }
 
-  /// What this rank has, and what it wants.
+  /// Tells what this rank has, and what it wants.
   std::string text(const std::vector<PartElsewhere>& missing) const {
     json parts = json::array();
     for (const PartElsewhere& part : missing) {

@@ -24,7 +24,7 @@ int64_t product(at::IntArrayRef factors) {
   return std::accumulate(factors.begin(), factors.end(), int64_t{1}, std::multiplies<>());
 }
 
-/// What one rank has of one block, within a row. Units: elements.
+/// One rank's part of one block, within a row. Units: elements.
 struct Band {
   int64_t here = 0;   // where it begins in the slice's row
   int64_t there = 0;  // and in the whole parameter's
@@ -65,7 +65,7 @@ PieceData narrowed(const PieceData& data, int64_t begin, int64_t count) {
   return {data.dtype(), [data, begin](int64_t at, const Tensor& block) { data.transfer()(begin + at, block); }};
 }
 
-/// Of rows of `length`, from element `begin` on, the first `width` elements each.
+/// The stripes of rows of `length`: from element `begin` on, the first `width` elements each.
 PieceData striped(const PieceData& data, Extent extent, int64_t begin, int64_t length, int64_t width) {
   return {data.dtype(), [=](int64_t at, const Tensor& block) {
             for (int64_t done = 0; done < block.numel();) {

@@ -22,7 +22,7 @@ checkpoint::Shape whole_shape(const TensorSlice& slice, at::IntArrayRef local);
 /// `extent`: held: the pieces are to be filled.
 void place_slices(const Topology& topology, Extent extent, std::vector<checkpoint::Piece>& pieces);
 
-/// As live_pieces, with slices placed.
+/// Returns live_pieces, with slices placed.
 std::vector<checkpoint::Piece> whole_pieces(const Topology& topology, const BoundModel& model,
                                             const zero::ShardedOptimizer* optimizer, bool moments, Extent extent);
 

@@ -111,7 +111,7 @@ class Route {
   virtual world::TeamIndex sender(int row) const { return world::TeamIndex(row); }
   /// Elements that were not finite where this rank summed for others, since the last call.
   virtual std::vector<BadElement> take_bad() { return {}; }
-  /// What rounding took from what this rank sent, since the last call. Not beside `start`.
+  /// The loss by rounding of what this rank sent, since the last call. Not beside `start`.
   virtual numerics::QuantizationLoss take_lost() { return {}; }
   /// The rows have been used.
   virtual void end(Shipment& shipment);

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs and NCCL have and a CPU has not: kept memory, warnings, collectives that meet first or never end."""
+"""GPUs and NCCL have what a CPU has not: kept memory, warnings, collectives that meet first or never end."""
 
 import datetime
 import gc
@@ -183,7 +183,7 @@ NUMEL = 8 * WIDTH * WIDTH
 
 
 def hold_gradients(bf16, expected):
-    """Of a single rank: gradients themselves lie in the units' buckets until the step, and nothing beside them."""
+    """A single rank's gradients: they themselves lie in the units' buckets until the step, and nothing beside them."""
     begin()
     for stage in (0, 2, 3):
         config = models.config(stage, bf16=bf16)

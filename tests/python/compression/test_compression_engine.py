@@ -70,7 +70,7 @@ def train(engine, first, last, rank=0, ranks=1):
 
 
 def techniques_of(engine):
-    """What each layer does now: which techniques have begun, with how many bits."""
+    """Tells what each layer does now: which techniques have begun, with how many bits."""
     return [list(layer._compression.all()) for layer in compressed_layers(engine.module)]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from deeptide import _C
 
-# Where the stub states more than pybind11 knows (pointers that may be null, tuples and dicts built by hand): what
+# The stub states more here than pybind11 knows (pointers that may be null, tuples and dicts built by hand): what
 # pybind11 knows.
 _STUB_IS_MORE_EXACT = {
     "Engine.full_state": "Tensor",

@@ -207,7 +207,7 @@ def test_an_argument_is_set(before, after):
 
 
 def recomputing(facts, speed, activations, gib=8):
-    """As `search`, over `speed(batch, recomputes)`; activations are a tenth where they are recomputed."""
+    """Searches like `search`, over `speed(batch, recomputes)`; activations are a tenth where they are recomputed."""
     runs = []
 
     def measure(attempt):

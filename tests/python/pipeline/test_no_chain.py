@@ -63,7 +63,7 @@ class AddsTheFirst(Model):
 
 
 class Collects(Model):
-    """What a router's loss does: something of each block goes into the loss."""
+    """Does like a router's loss: something of each block goes into the loss."""
 
     def through(self, hidden):
         self.kept = []

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What nvcc makes of the kernels of step and sum: accesses of 16 bytes, no stack. Needs nvcc alone; nothing runs."""
+"""nvcc makes accesses of 16 bytes and no stack of the kernels of step and sum. Needs nvcc alone; nothing runs."""
 
 import os
 import re
@@ -15,7 +15,7 @@ SOURCES = {"step": ROOT / "src/optim/step_kernel.cu", "sum": ROOT / "src/numeric
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
 NVCC, PTXAS = (shutil.which(name) or shutil.which(str(CUDA / name)) for name in ("nvcc", "ptxas"))
 FLAGS = ("-O3", "-std=c++20", "--fmad=false", "-arch=sm_90", f"-I{ROOT / 'src'}")
-# Of a packet of eight: fp32 takes two accesses, 16 bits take one. The types' numbers are NumberType's: 0 is fp32.
+# Accesses of a packet of eight: two in fp32, one in 16 bits. The types' numbers are NumberType's: 0 is fp32.
 STEP = re.compile(r"PacketBodyILi(?P<states>\d).*?NumberTypeE(?P<gradient>\d)ELS\w*?_(?P<param>\d)E")
 # `into` is Into's number: 0 has no sums, 1 overwrites, 2 adds.
 SUM = re.compile(r"QuarterBodyILN\w*?NumberTypeE(?P<row>\d)ELi(?P<count>\d)ELN\w*?IntoE(?P<into>\d)E")
@@ -28,7 +28,7 @@ def said(*words):
 
 
 def compiled(name, folder):
-    """Of each kernel by its name: the PTX, and what ptxas says of it."""
+    """By each kernel's name: the PTX, and what ptxas says of it."""
     ptx, code = folder / f"{name}.ptx", folder / f"{name}.cubin"
     said(NVCC, *FLAGS, "-ptx", "-o", ptx, SOURCES[name])
     reports = re.split(r"Compiling entry function '", said(PTXAS, "-arch=sm_90", "-v", "-o", code, ptx))[1:]
