@@ -190,7 +190,7 @@ class PipelineEngine(Engine):
         raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
 
     def snapshot(self) -> torch.nn.Module:
-        """The a PipelineModule's stage; not of a model that is cut, whose program needs the other stages."""
+        """A snapshot of a PipelineModule's stage. A model that is cut has none: its program needs the other stages."""
         self._check_whole("snapshot")
         return super().snapshot()
 
