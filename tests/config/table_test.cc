@@ -145,7 +145,7 @@ TEST(Table, RefusesEveryKeyThatCannotBeHadWithItsReason) {
     }
     ++checked;
   }
-  EXPECT_GT(checked, 100);
+  EXPECT_GT(checked, 80);
 }
 
 TEST(Table, AcceptsEveryKeyWithoutEffectAndTellsItsName) {
@@ -192,7 +192,7 @@ TEST(Table, LetsAPlannedSectionThatIsOffHoldAnything) {
       ++checked;
     }
   }
-  EXPECT_GT(checked, 250);
+  EXPECT_GT(checked, 200);
 }
 
 TEST(Table, TakesKeysThatAreComments) {
