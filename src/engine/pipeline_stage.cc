@@ -8,32 +8,18 @@
 #include <span>
 
 #include "engine/bind/stages.h"
+#include "engine/design/nearest_divisors.h"
 #include "engine/design/topology.h"
 #include "engine/engine_impl.h"
 
 namespace deeptide {
-
-namespace {
-
-/// The divisors of `ranks` next to `stages`: "2 or 4".
-std::string nearest_stages(int stages, int ranks) {
-  int below = 1, above = ranks;
-  for (int each = 1; each <= ranks; ++each) {
-    if (ranks % each != 0) continue;
-    if (each < stages) below = each;
-    if (each > stages && each < above) above = each;
-  }
-  return stages > ranks || below == above ? std::to_string(ranks) : fmt::format("{} or {}", below, above);
-}
-
-}  // namespace
 
 std::shared_ptr<const engine::Axes> pipeline_axes(int stages, int ranks) {
   if (stages < 1 || ranks < 1 || ranks % stages != 0) {
     throw ConfigError(
         fmt::format("a pipeline of {} stages over {} ranks: got a number of ranks that is no multiple of "
                     "the stages; with {} ranks take {} stages",
-                    stages, ranks, ranks, nearest_stages(stages, ranks)));
+                    stages, ranks, ranks, engine::nearest_divisors(stages, ranks)));
   }
   engine::Axes axes;
   axes.sizes[static_cast<size_t>(world::Axis::pipe)] = stages;

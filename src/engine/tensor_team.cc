@@ -13,6 +13,7 @@
 
 #include "base/log.h"
 #include "comm/group.h"
+#include "engine/design/nearest_divisors.h"
 #include "engine/design/topology.h"
 #include "host/host.h"
 #include "numerics/ordered_sum.h"
@@ -39,17 +40,6 @@ const char* lasting(const std::string& phase) {
     if (phase == known) return known;
   }
   return "start";
-}
-
-/// The numbers next to `wanted` that divide `ranks`: "2 or 4".
-std::string nearest_divisors(int wanted, int ranks) {
-  int below = 1, above = ranks;
-  for (int each = 1; each <= ranks; ++each) {
-    if (ranks % each != 0) continue;
-    if (each < wanted) below = each;
-    if (each > wanted && each < above) above = each;
-  }
-  return wanted >= ranks || below == above ? std::to_string(ranks) : fmt::format("{} or {}", below, above);
 }
 
 bool is_summed_in_fp32(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
@@ -202,12 +192,12 @@ void check_mesh(const MeshSizes& sizes, int ranks) {
                                        sizes.tensor, sizes.data ? fmt::format(" data={}", *sizes.data) : "", ranks);
   if (sizes.pipeline < 1 || ranks % sizes.pipeline != 0) {
     throw ConfigError(mesh + fmt::format("{} ranks do not divide into {} stages; take parallel.pipeline {}", ranks,
-                                         sizes.pipeline, nearest_divisors(sizes.pipeline, ranks)));
+                                         sizes.pipeline, engine::nearest_divisors(sizes.pipeline, ranks)));
   }
   if (sizes.tensor < 1 || rest % sizes.tensor != 0) {
     throw ConfigError(mesh + fmt::format("{} ranks{} do not divide into teams of {}; take parallel.tensor {}", rest,
                                          sizes.pipeline > 1 ? " of each stage" : "", sizes.tensor,
-                                         nearest_divisors(sizes.tensor, rest)));
+                                         engine::nearest_divisors(sizes.tensor, rest)));
   }
   const int left = rest / sizes.tensor;
   if (!sizes.data || *sizes.data == left) return;
