@@ -9,6 +9,9 @@ three runs in a row each takes another third. What a change touched runs whole, 
 turn    prints 0, 1 or 2
 tests   prints the test files of tests/python that changed
 layers  prints the layers whose tests the sanitizers run
+
+Fixtures, CI's own script and this one belong to all tests, as much of the product does; a third of everything meets a
+change of them at once, and the rest within two runs.
 """
 
 import sys
@@ -17,8 +20,7 @@ from collections.abc import Sequence
 import tidy
 
 TURNS = 3
-# A change of these may change what any test does.
-OF_ALL = (".ci/", "CMakeLists.txt", "cmake/", "tests/python/conftest.py", "tools/turns.py")
+OF_ALL_LAYERS = ("CMakeLists.txt", "cmake/")  # flags, by which any layer is built
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,18 +39,16 @@ def turn() -> int:
 
 
 def changed_tests() -> list[str]:
-    """Returns the changed test files of tests/python, or that folder itself if all of them are to run whole."""
-    changed = tidy.changed_files(("tests/python/", *OF_ALL))
-    if any(name.startswith(OF_ALL) for name in changed):
-        return ["tests/python/"]
+    """Returns the changed test files of tests/python."""
+    changed = tidy.changed_files(("tests/python/",))
     return sorted(name for name in changed if name.rpartition("/")[2].startswith("test_"))
 
 
 def layers_of_turn() -> list[str]:
     """Returns the layers with tests whose turn it is, and those that changed."""
-    changed = tidy.changed_files(("src/", "tests/", *OF_ALL))
+    changed = tidy.changed_files(("src/", "tests/", *OF_ALL_LAYERS))
     layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
-    if any(name.startswith(OF_ALL) for name in changed):
+    if any(name.startswith(OF_ALL_LAYERS) for name in changed):
         return layers
     touched = {name.split("/")[1] for name in changed}
     return [layer for number, layer in enumerate(layers) if number % TURNS == turn() or layer in touched]

@@ -42,7 +42,9 @@ bool Rounds::ready() const {
 void Rounds::post(Word word) {
   const std::lock_guard lock(mutex_);
   DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
-  if (auto* wishes = std::get_if<Wishes>(&word)) wishes->rounds = static_cast<int32_t>(announced_.exchange(0));
+  // Told or not, it holds until this word: a rank that closes waits for no reduction, and the next pass counts anew.
+  const int64_t announced = announced_.exchange(0);
+  if (auto* wishes = std::get_if<Wishes>(&word)) wishes->rounds = static_cast<int32_t>(announced);
   std::visit([&](auto& message) { message.launched = launched_; }, word);
   std::memcpy(in_.mutable_data_ptr(), &word, sizeof(Word));
   pending_ = control_.all_gather(out_, in_);

@@ -246,6 +246,7 @@ int64_t Reducer::rounds_wanted() const {
 void Reducer::keep_up(int64_t rounds) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
+  if (local_ && begun() == 0) return;  // what accumulates here waits for the boundary, whatever others have begun
   while (rounds_done_ < rounds && has_next() && !comes(order_[next_]) && queue_.has_room()) issue_next();
   queue_.retire_ready();
 }

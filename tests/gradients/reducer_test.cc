@@ -163,6 +163,18 @@ TEST_P(Sums, StayHereInFp32UntilTheBoundary) {
   });
 }
 
+TEST_P(Sums, KeepWhatAccumulatesHereWhateverOthersHaveBegun) {
+  run([&](const World& w) {
+    Training training(w, options());
+    training.reducer->set_local(true);
+    training.backwards([&](int u, int p, int64_t n) { training.reducer->add(u, p, at::ones({n})); });
+    training.reducer->keep_up(1);
+    EXPECT_EQ(training.reducer->rounds_begun(), 0);
+    training.finish();
+    EXPECT_FALSE(training.reducer->has_gradient());
+  });
+}
+
 TEST_P(Sums, CompleteARoundThatBeganBeforeTheBoundaryMovedAway) {
   run([&](const World& w) {
     Training training(w, options(), 5000);

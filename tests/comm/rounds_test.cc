@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Words in which ranks say how far they are.
+#include "comm/rounds.h"
+
+#include <gtest/gtest.h>
+
+#include "on_hosts.h"
+
+namespace deeptide::comm {
+namespace {
+
+const Site kCollecting{"step", "collecting a round"};
+
+void go_round(Rounds& rounds, const Word& word) {
+  rounds.post(word);
+  rounds.collect(kCollecting);
+}
+
+// A pass that began before a close must not learn of reductions after it: those that wait would send half a sum.
+TEST(Rounds, ForgetAtACloseWhatWasAnnounced) {
+  run_ranks(2, [](const World& world) {
+    Group control(world, Team::whole(world), "control", {.timeout = kLong, .board = board_of(world)});
+    Rounds rounds(control);
+    if (world.rank == 0) rounds.announce(1);
+    go_round(rounds, Wishes{});
+    EXPECT_EQ(rounds.most_announced(), 1);
+
+    if (world.rank == 0) rounds.announce(2);
+    go_round(rounds, Close{});
+    EXPECT_EQ(rounds.most_announced(), 0);
+    go_round(rounds, Wishes{});
+    EXPECT_EQ(rounds.most_announced(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace deeptide::comm
