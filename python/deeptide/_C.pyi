@@ -41,6 +41,7 @@ from ._C_memory import PlanPhase as PlanPhase
 from ._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from ._C_memory import install_cpu_allocator as install_cpu_allocator
 from ._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
+from ._C_memory import plan as plan
 from ._C_parallel import InitOptions as InitOptions
 from ._C_parallel import PipelineSchedule as PipelineSchedule
 from ._C_parallel import PipelineStage as PipelineStage
@@ -403,9 +404,6 @@ def load_weights(
 ) -> tuple[list[str], list[str]]: ...
 def import_checkpoint(source: str, directory: str, source_tag: str = "", tag: str = "") -> str: ...
 def describe_torch_file(path: str) -> str: ...
-def plan(
-    model: ModelDescription, config: Config, options: InitOptions, world_size: int, ranks_per_host: int
-) -> MemoryPlan: ...
 def plan_choices(
     model: ModelDescription,
     config: Config,

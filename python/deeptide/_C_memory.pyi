@@ -3,7 +3,7 @@
 # A part of _C.pyi: what memory is taken, and what it is planned to be. No module of its own.
 from collections.abc import Sequence
 
-from ._C import _Bound
+from ._C import Config, InitOptions, ModelDescription, _Bound
 
 class MemoryLine(_Bound):
     @property
@@ -58,6 +58,16 @@ class MemoryPlan(_Bound):
     def lines(self) -> list[PlanLine]: ...
     @property
     def phases(self) -> list[PlanPhase]: ...
+
+def plan(
+    model: ModelDescription,
+    config: Config,
+    options: InitOptions,
+    world_size: int,
+    ranks_per_host: int,
+    tensor: int = 1,
+    slices: Sequence[tuple[str, int, Sequence[int]]] = [],
+) -> MemoryPlan: ...
 
 class FolderSpace(_Bound):
     def __init__(self, folder: str, free_bytes: int, device: int = 0) -> None: ...

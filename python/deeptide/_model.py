@@ -37,9 +37,17 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def describe(model: torch.nn.Module) -> _C.ModelDescription:
-    """The model's parameters, buffers and modules by name, every name of a shared one."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
+def describe(
+    model: torch.nn.Module, held: Callable[[str, torch.Tensor], torch.Tensor | None] | None = None
+) -> _C.ModelDescription:
+    """The model's parameters, buffers and modules by name, every name of a shared one.
+
+    held(name, parameter): what a rank has in its place; None: nothing.
+    """
+    parameters: list[tuple[str, torch.Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    if held is not None:
+        mine = [(name, held(name, parameter)) for name, parameter in parameters]
+        parameters = [(name, parameter) for name, parameter in mine if parameter is not None]
     modules: list[tuple[str, str]] = []
     buffers: list[tuple[str, torch.Tensor]] = []
     transient: list[tuple[str, torch.Tensor]] = []

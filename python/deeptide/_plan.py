@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from deeptide import _C
 from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, parameter_names
+from deeptide._plan_mesh import Mesh, mesh_of, plans_of_stages
 from deeptide.config import ConfigSource, load_config
 
 _GIB = 2**30
@@ -73,6 +75,57 @@ class MemoryPlan:
         return "\n".join(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshPlan(MemoryPlan):
+    """The plan of a mesh: `core` is that of the stage whose ranks take the most."""
+
+    mesh: Mesh
+    stages: list[MemoryPlan]  # of one rank of each
+    lent: list[int]  # elements that each stage uses and another one owns
+    ranks_per_host: int
+
+    def _on_fullest_host(self, bytes_of: Callable[[MemoryPlan], int]) -> int:
+        each = [bytes_of(stage) for stage in self.stages]
+        hosts = self.mesh.stages_on_hosts(self.ranks_per_host)
+        return max(sum(each[stage] * ranks for stage, ranks in host.items()) for host in hosts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the fullest host's memory, with all its ranks and their devices."""
+        return self._on_fullest_host(
+            lambda stage: stage.peak_bytes + sum(line.off_device_bytes for line in stage.core.lines)
+        )
+
+    @property
+    def host_file_bytes(self) -> int:
+        """On the disks of the fullest host."""
+        return self._on_fullest_host(lambda stage: sum(line.file_bytes for line in stage.core.lines))
+
+    def __str__(self) -> str:
+        core = self.core
+        head = (
+            f"ZeRO stage {core.stage}, {self.mesh.num_ranks} ranks: {self.mesh}, {self.ranks_per_host} per host",
+            "",
+            f"{'per rank of a':<16}{'elements':>12}" + "".join(f"{role:>18}" for role in self.lines) + f"{'peak':>12}",
+        )
+        rows = []
+        for number, stage in enumerate(self.stages):
+            name = f"stage {number}" if len(self.stages) > 1 else "tensor team"
+            sizes = "".join(f"{_size(line.memory_bytes):>18}" for line in stage.lines.values())
+            rows.append(f"{name:<16}{stage.core.num_parameters:>12}{sizes}{_size(stage.peak_bytes):>12}")
+        rows += [
+            f"stage {stage} also holds {count} elements that other stages lend it, and their gradients"
+            for stage, count in enumerate(self.lent)
+            if count
+        ]
+        rows += [
+            "",
+            f"{'fullest host':<20}{_size(self.host_bytes):>12}{_size(self.host_file_bytes):>12} in files",
+            "Activations and what the program itself allocates come on top.",
+        ]
+        return "\n".join([*head, *rows])
+
+
 def _size(count: int) -> str:
     return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / 2**20:.1f} MiB"
 
@@ -87,12 +140,20 @@ def plan(
 ) -> MemoryPlan:
     """The memory that `initialize` with these arguments would take on each of `world_size` ranks; nothing is allocated.
 
-    model: as for initialize; built under zero.Init it takes no memory itself. ranks_per_host: all, unless given.
+    model: as for initialize; built under zero.Init it takes no memory itself. ranks_per_host: all, unless given. With
+    parallel.pipeline or parallel.tensor, a MeshPlan, which has a plan for each stage.
     Errors: ConfigError, as initialize raises where it follows from model and configuration.
     """
     config = load_config(config)
-    description, options = _described(model, config, optimizer, model_parameters)
-    return MemoryPlan(_C.plan(description, config, options, world_size, ranks_per_host or 0))
+    mesh = mesh_of(config, world_size)
+    if mesh.pipeline == mesh.tensor == 1:
+        description, options = _described(model, config, optimizer, model_parameters)
+        return MemoryPlan(_C.plan(description, config, options, world_size, ranks_per_host or 0))
+    on_host = ranks_per_host or world_size
+    stages, lent = plans_of_stages(model, config, mesh, on_host, optimizer, model_parameters)
+    plans = [MemoryPlan(stage) for stage in stages]
+    largest = max(plans, key=lambda each: each.peak_bytes)
+    return MeshPlan(largest.core, mesh, plans, lent, on_host)
 
 
 def _described(
@@ -103,12 +164,6 @@ def _described(
 ) -> tuple[_C.ModelDescription, _C.InitOptions]:
     """The core's description of the model and of its optimizer."""
     model = check_model(model)
-    shared = json.loads(_C.config_section(config, "parallel"))["tensor"]
-    if shared > 1:
-        raise _C.ConfigError(
-            f"plan: parallel.tensor is {shared}, which plans do not know yet; leave it out to plan the whole model, "
-            "of whose layers each rank has a share"
-        )
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
     groups = chosen.core_groups(config) if chosen is not None else []
     kind = chosen.override if chosen is not None else ""

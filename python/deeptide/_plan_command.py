@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import ConfigError
-from deeptide._plan import Choice, choices, plan
+from deeptide._plan import Choice, MemoryPlan, MeshPlan, choices, plan
 from deeptide.config import load_config
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -118,7 +119,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
     made = plan(model, options.config, options.num_ranks, options.ranks_per_host)
-    lines = {
+    every: dict[str, Any] = {
+        "per_rank": _lines(made),
+        "phases": made.phases,
+        "host": made.host_bytes,
+        "disk": made.host_file_bytes,
+    }
+    if isinstance(made, MeshPlan):
+        every["mesh"] = dataclasses.asdict(made.mesh)
+        every["stages"] = [{"per_rank": _lines(stage), "phases": stage.phases} for stage in made.stages]
+    return json.dumps(every)
+
+
+def _lines(made: MemoryPlan) -> dict[str, dict[str, int]]:
+    return {
         line.role: {
             "memory": line.memory_bytes,
             "late": line.late_bytes,
@@ -127,7 +141,6 @@ def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
         }
         for line in made.core.lines
     }
-    return json.dumps({"per_rank": lines, "phases": made.phases, "host": made.host_bytes, "disk": made.host_file_bytes})
 
 
 def _machine(machine: _C.MachineLimits) -> list[str]:
@@ -169,7 +182,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             print(_as_json(options, model))
             return 0
-        print(plan(model, options.config, options.num_ranks, options.ranks_per_host))
+        made = plan(model, options.config, options.num_ranks, options.ranks_per_host)
+        print(made)
+        if isinstance(made, MeshPlan):
+            return 0  # which stages and placements fit is searched for data alone
         folders = options.nvme_path or _C.offload_folders(load_config(options.config))
         machine = _C.machine_limits(folders)
         print(

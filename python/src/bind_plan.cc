@@ -1,16 +1,27 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Binds the plan of an engine, and the limits of this machine's control groups.
+#include <pybind11/stl.h>
+
 #include "bindings.h"
 #include "deeptide/plan.h"
+#include "deeptide/tensor_team.h"
 
 namespace deeptide::python {
 namespace {
 
+/// `tensor`: so many neighbouring ranks share each of `slices`, by name, dimension and blocks.
 MemoryPlan make_plan(const ModelDescription& model, const Config& config, const InitOptions& options, int world_size,
-                     int ranks_per_host) {
+                     int ranks_per_host, int tensor,
+                     const std::vector<std::tuple<std::string, int64_t, std::vector<int64_t>>>& slices) {
   const py::gil_scoped_release no_gil;
-  return plan(model, config, options, {.size = world_size, .ranks_per_host = ranks_per_host});
+  InitOptions meshed = options;
+  if (tensor > 1) {
+    std::vector<TensorSlice> cut;
+    for (const auto& [name, dim, blocks] : slices) cut.push_back({name, dim, blocks});
+    meshed.axes = tensor_axes({.tensor = tensor}, world_size, std::move(cut), {}, nullptr);
+  }
+  return plan(model, config, meshed, {.size = world_size, .ranks_per_host = ranks_per_host});
 }
 
 /// Folders that the configuration names for files.
@@ -76,7 +87,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("lines", &MemoryPlan::lines)
       .def_readonly("phases", &MemoryPlan::phases);
   module.def("plan", &make_plan, py::arg("model"), py::arg("config"), py::arg("options"), py::arg("world_size"),
-             py::arg("ranks_per_host"));
+             py::arg("ranks_per_host"), py::arg("tensor") = 1, py::arg("slices") = py::list());
   module.def("offload_folders", &offload_folders, py::arg("config"));
   bind_machine(module);
 }

@@ -3,11 +3,16 @@
 // Relates counted operators to the measured machine.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "deeptide/profiler.h"
 
 namespace deeptide::report {
+
+/// The rate of the largest product of squares, from `least` doubled to `most`, that is not expected to last longer.
+/// `rate_at`: operations per second at a side. Units: seconds.
+double rate_of_largest(int64_t least, int64_t most, double longest_s, const std::function<double(int64_t)>& rate_at);
 
 struct Roofline {
   int64_t macs = 0;

@@ -20,6 +20,23 @@ Totals macs(const OperatorCounter& counter) {
   return totals;
 }
 
+// A CPU without a type's instructions multiplies a thousand times slower: a step's report does not wait for a large one.
+TEST(MachinePeak, IsMeasuredOnTheLargestProductThatEndsSoon) {
+  std::vector<int64_t> sides;
+  const auto at = [&](double rate) {
+    sides.clear();
+    return rate_of_largest(128, 1024, 0.1, [&](int64_t side) {
+      sides.push_back(side);
+      return rate + static_cast<double>(side);
+    });
+  };
+  EXPECT_EQ(at(1e11), 1e11 + 1024);
+  EXPECT_EQ(sides, (std::vector<int64_t>{128, 256, 512, 1024}));
+  EXPECT_EQ(at(1e9), 1e9 + 256);  // 0.27 s for the next
+  EXPECT_EQ(at(1e8), 1e8 + 128);
+  EXPECT_EQ(sides, std::vector<int64_t>{128});
+}
+
 TEST(OperatorCounter, CountsALinearLayerBothWays) {
   torch::nn::Linear layer(10, 6);
   const auto x = torch::randn({4, 10}, torch::requires_grad());

@@ -39,7 +39,7 @@ def split_model(
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
     plan, is_own = plan_for(model, layer_specs, use_rule)
-    _check(model, plan, team.size)
+    check_plan(model, plan, team.size)
     deferred = _share_values(model, team)
     inputs = (example or checks.example_of(model)) if check and not deferred else None
     whole = checks.outputs_of(model, inputs) if inputs is not None else None
@@ -100,7 +100,7 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
     return plan
 
 
-def _check(model: nn.Module, plan: Plan, size: int) -> None:
+def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     """Everything that can be known before a parameter changes."""
     config = getattr(model, "config", None)
     config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
@@ -142,4 +142,4 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_adding(module, team)
 
 
-__all__ = ["plan_for", "split_model"]
+__all__ = ["check_plan", "plan_for", "split_model"]

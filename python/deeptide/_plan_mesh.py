@@ -1,0 +1,191 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a job with more axes than data: one plan per pipeline stage, of what a rank of it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deeptide import _C, zero
+from deeptide._C import Config, ConfigError
+from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
+from deeptide._model import check_model, describe, parameter_names
+from deeptide.pipeline.blocks import Places, bounds_of_blocks, find_blocks
+from deeptide.tensor.axis import size_of
+from deeptide.tensor.layers import features_of, is_conv1d
+from deeptide.tensor.plans import COLUMN, ROW, VOCABULARY, Cut
+from deeptide.tensor.slices import Slice
+from deeptide.tensor.split import check_plan, plan_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How many ranks each axis has. Rank = (stage * data + data rank) * tensor + tensor rank."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the whole job."""
+        return self.pipeline * self.data * self.tensor
+
+    def stages_on_hosts(self, ranks_per_host: int) -> Iterator[dict[int, int]]:
+        """For each host {stage: its ranks there}."""
+        of_stage = self.data * self.tensor
+        for first in range(0, self.num_ranks, ranks_per_host):
+            ranks = range(first, first + ranks_per_host)
+            yield {stage: len(list(own)) for stage, own in itertools.groupby(ranks, lambda rank: rank // of_stage)}
+
+    def of_stage_per_host(self, ranks_per_host: int) -> int:
+        """The ranks of one stage that are on one host."""
+        return min(self.data * self.tensor, ranks_per_host)
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+
+
+def mesh_of(config: Config, world_size: int) -> Mesh:
+    """The mesh that `initialize` makes of a configuration. Errors: ConfigError if the ranks do not divide."""
+    section: dict[str, Any] = json.loads(_C.config_section(config, "parallel"))
+    stages, tensor = section["pipeline"] or 1, size_of(config)
+    _C.check_mesh(world_size, stages, tensor, section["data"])
+    return Mesh(stages, world_size // (stages * tensor), tensor)
+
+
+def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Slice]:
+    """{id of a parameter: how it is cut among `size` ranks}; nothing is cut. Errors: ConfigError, as the start's."""
+    if size == 1:
+        return {}
+    specs = json.loads(_C.config_section(config, "tensor_parallel"))["partition_config"]
+    cuts, _ = plan_for(model, specs["layer_specs"], specs["use_default_specs"])
+    check_plan(model, cuts, size)
+    modules = dict(model.named_modules())
+    found: dict[int, Slice] = {}
+    for path, cut in cuts.items():
+        for name, slice_ in _slices_of_layer(modules[path], cut):
+            parameter = getattr(modules[path], name, None)
+            if parameter is not None:
+                found[id(parameter)] = slice_
+    return found
+
+
+def _slices_of_layer(module: nn.Module, cut: Cut) -> Iterator[tuple[str, Slice]]:
+    if cut.kind == VOCABULARY:
+        assert isinstance(module, nn.Embedding)
+        yield "weight", Slice(0, (module.num_embeddings,))
+    elif cut.kind == COLUMN:
+        blocks = cut.blocks or (features_of(module)[1],)
+        yield "weight", Slice(1 if is_conv1d(module) else 0, blocks)
+        yield "bias", Slice(0, blocks)
+    elif cut.kind == ROW:
+        yield "weight", Slice(0 if is_conv1d(module) else 1, cut.blocks or (features_of(module)[0],))
+
+
+def owners_of(model: nn.Module, num_stages: int) -> dict[int, list[int]]:
+    """{id of a parameter: the stages that use it}; the first owns it, and lends it to the others."""
+    if num_stages == 1:
+        return {id(parameter): [0] for parameter in model.parameters()}
+    chain = find_blocks(model, num_stages)
+    bounds = bounds_of_blocks(model, chain, num_stages)
+    places = Places(chain, [stage for stage, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(b - a)])
+    used: dict[int, set[int]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            used.setdefault(id(parameter), set()).update(places.stages_of(path, model))
+    return {key: sorted(stages) for key, stages in used.items()}
+
+
+class Parts:
+    """What each stage's ranks hold of a model, as the core is told of it."""
+
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._users = owners_of(model, mesh.pipeline)
+        self._slices = slices_of_plan(model, config, mesh.tensor)
+        self._held: dict[int, torch.Tensor] = {}
+
+    def holder(self, stage: int) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
+        """For `describe`: the tensor that a rank of a stage has in the place of the model's; None: none."""
+
+        def held(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+            users = self._users.get(id(tensor))
+            if users is None:
+                return tensor  # a buffer
+            return self._slice(tensor) if users[0] == stage else None
+
+        return held
+
+    def slices_of(self, names: set[str]) -> list[tuple[str, int, list[int]]]:
+        """(name, dimension, blocks in the whole) of those parameters that are slices."""
+        found = []
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            cut = self._slices.get(id(parameter))
+            if cut is not None and name in names:
+                found.append((name, cut.dim, list(cut.blocks)))
+        return found
+
+    def lent_numel(self, stage: int) -> int:
+        """Elements that a stage uses and another one owns."""
+        return sum(
+            self._slice(parameter).numel()
+            for parameter in self._model.parameters()
+            if stage in self._users[id(parameter)][1:]
+        )
+
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter of the size that each rank of a tensor team has, without values. One for all of its names."""
+        cut = self._slices.get(id(tensor))
+        if cut is None:
+            return tensor
+        if id(tensor) not in self._held:
+            shape = list(tensor.shape)
+            shape[cut.dim] = sum(-(-block // self._mesh.tensor) for block in cut.blocks)
+            with zero.Init():
+                part = torch.empty(shape, dtype=tensor.dtype)
+            self._held[id(tensor)] = nn.Parameter(part, tensor.requires_grad)
+        return self._held[id(tensor)]
+
+
+def plans_of_stages(
+    model: nn.Module,
+    config: Config,
+    mesh: Mesh,
+    ranks_per_host: int,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: ParametersSource | None = None,
+) -> tuple[list[_C.MemoryPlan], list[int]]:
+    """(each stage's plan of one of its ranks, elements that other stages lend it).
+
+    Errors: ConfigError, as initialize raises where it follows from model and configuration.
+    """
+    model = check_model(model)
+    chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
+    if chosen is not None and chosen.custom is not None:
+        raise ConfigError("plan: an optimizer of the program's own has no plan under parallel.pipeline or tensor")
+    groups = chosen.core_groups(config) if chosen is not None else []
+    parts = Parts(model, config, mesh)
+    plans = []
+    for stage in range(mesh.pipeline):
+        held = parts.holder(stage)
+        names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if held(name, parameter) is not None}
+        own = [([name for name in group.parameters if name in names], group.hyperparameters) for group in groups]
+        options = _C.InitOptions(
+            None,
+            [_C.ParameterGroup(mine, values) for mine, values in own if mine],
+            chosen.override if chosen is not None else "",
+            None,
+            None,
+        )
+        slices = parts.slices_of(names)
+        ranks, on_host = mesh.data * mesh.tensor, mesh.of_stage_per_host(ranks_per_host)
+        plans.append(_C.plan(describe(model, held), config, options, ranks, on_host, mesh.tensor, slices))
+    return plans, [parts.lent_numel(stage) for stage in range(mesh.pipeline)]
