@@ -20,7 +20,7 @@ Totals macs(const OperatorCounter& counter) {
   return totals;
 }
 
-// A CPU without a type's instructions multiplies a thousand times slower: a step's report does not wait for a large one.
+// A CPU without a type's instructions multiplies a thousand times slower: a report does not wait for a large product.
 TEST(MachinePeak, IsMeasuredOnTheLargestProductThatEndsSoon) {
   std::vector<int64_t> sides;
   const auto at = [&](double rate) {
