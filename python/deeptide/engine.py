@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +70,10 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         self._core = core
+        if "deeptide.tensor" in sys.modules:  # else no layer is shared
+            from deeptide.tensor.team import team_of
+
+            self.tensor_team = team_of(model)
         self._process_groups = process_groups  # our own, to be destroyed with the engine
         self._outcome: StepOutcome | None = None
         self._norm: float | None = None

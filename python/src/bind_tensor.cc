@@ -44,7 +44,8 @@ OptionsPtr make_options(std::optional<World> world, std::vector<ParameterGroup> 
 
 void bind_tensor(py::module_& module) {
   py::class_<TensorTeam, Team>(module, "TensorTeam", "Neighbouring ranks that share layers.")
-      .def(py::init<const World&, int, double>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"), NoGil())
+      .def(py::init<const World&, int, double, int>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"),
+           py::arg("stages") = 1, NoGil())
       .def_property_readonly("size", &TensorTeam::size)
       .def_property_readonly("index", &TensorTeam::index)
       .def_property_readonly("data_rank", &TensorTeam::data_rank)
