@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a pipeline whose ranks share layers, beside data ranks: one mesh, and the numbers of the whole model."""
 
+import importlib
+import json
+
 import cut
 import families
 import meshes
@@ -9,7 +12,8 @@ import models
 import pytest
 import stages
 import torch
-from conftest import run_ranks
+import torch.distributed as dist
+from conftest import run_processes, run_ranks
 
 import deeptide
 from deeptide.pipeline import LayerSpec, PipelineModule
@@ -253,3 +257,58 @@ def test_whole_layers_of_a_pipeline_module_are_not_cut():
             deeptide.initialize(model=model, config=stages.config(0, 3, parallel={"tensor": 2}), world=world)
 
     run_ranks(4, rank)
+
+
+# -- under DeepSpeed's names --------------------------------------------------------------------------------------
+
+
+def grouped(pipeline):
+    importlib.import_module("deeptide.as_deepspeed")
+    deepspeed, groups = (importlib.import_module(name) for name in ("deepspeed", "deepspeed.utils.groups"))
+    deepspeed.init_distributed("gloo")
+    assert groups.get_tensor_model_parallel_world_size() == groups.get_model_parallel_world_size() == 1
+    model = meshes.make("llama")
+    settings = meshes.config("llama", 1, pipeline, 2)
+    engine = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())[0]
+    losses, _ = meshes.steps(engine, "llama", 2)
+
+    def ranks_of(group):
+        return dist.get_process_group_ranks(group)
+
+    places = {
+        "tensor": (
+            groups.get_tensor_model_parallel_rank(),
+            groups.get_tensor_model_parallel_world_size(),
+            ranks_of(groups.get_tensor_model_parallel_group()),
+            groups.get_tensor_model_parallel_src_rank(),
+        ),
+        "model": (
+            groups.get_model_parallel_rank(),
+            groups.get_model_parallel_world_size(),
+            ranks_of(groups.get_model_parallel_group()),
+        ),
+        "data": (
+            groups.get_data_parallel_rank(),
+            groups.get_data_parallel_world_size(),
+            ranks_of(groups.get_data_parallel_group()),
+        ),
+    }
+    engine.destroy()
+    assert groups.mpu is None
+    print(json.dumps([losses, places]))
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_deepspeeds_groups_are_those_of_the_mesh(pipeline):
+    done = run_processes(4, grouped, pipeline)
+    results = [json.loads(process.stdout.splitlines()[-1]) for process in done]
+    for rank, (losses, places) in enumerate(results):
+        assert losses == results[0][0]
+        first = rank - rank % 2
+        assert places["tensor"] == [rank % 2, 2, [first, first + 1], first]
+        if pipeline == 2:
+            assert places["model"] == [rank, 4, [0, 1, 2, 3]]
+            assert places["data"] == [0, 1, [rank]]
+        else:
+            assert places["model"] == [rank % 2, 2, [first, first + 1]]
+            assert places["data"] == [rank // 2, 2, [rank % 2, rank % 2 + 2]]
