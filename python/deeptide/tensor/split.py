@@ -11,9 +11,10 @@ from torch import nn
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._log import say
 from deeptide.tensor import check as checks
 from deeptide.tensor.layers import as_column, as_row, as_vocabulary, features_of, is_linear
-from deeptide.tensor.plans import ADDING, COLUMN, ROW, VOCABULARY, Plan, own_plan, plan_of_specs
+from deeptide.tensor.plans import ADDING, COLUMN, ROW, VOCABULARY, Plan, experts_of, own_plan, plan_of_specs
 from deeptide.tensor.rule import adapt_sizes, rule_plan
 from deeptide.tensor.slices import as_adding
 from deeptide.tensor.team import Team, team_of
@@ -39,6 +40,8 @@ def split_model(
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
     plan, is_own = plan_for(model, layer_specs, use_rule)
+    if is_own and experts_of(model) and team.index == team.data_rank == 0:
+        say(f"tensor: the experts of {type(model).__name__} stay whole; ZeRO shards them over all ranks of a stage")
     _check(model, plan, team.size)
     deferred = _share_values(model, team)
     inputs = (example or checks.example_of(model)) if check and not deferred else None

@@ -31,6 +31,9 @@ KINDS = {
     "bert": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES)
     ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
+    ),
     "vit": families.FAMILIES["vit"],
     "plain": lambda: models.TinyModel(vocab=families.VOCABULARY, layers=5),
 }

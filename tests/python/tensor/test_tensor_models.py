@@ -47,6 +47,12 @@ KINDS = {
     "phi3": ("Phi3", "ForCausalLM", _SIZES),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", {**_BERT, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt2": ("GPT2", "LMHeadModel", {**_GPT2, **_NO_DROPOUT}),
+    "mixtral": ("Mixtral", "ForCausalLM", {**_SIZES, "num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        "ForCausalLM",
+        {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
 
@@ -130,8 +136,8 @@ def test_what_cannot_be_cut_is_refused_by_name():
         "num_key_value_heads is 2, which does not divide among 4 ranks; take parallel.tensor that divides it: 1, 2"
         in (refusal("llama", 4))
     )
-    plan = {"model.layers.*.mlp.up_proj": "moe_tp_experts"}
-    assert "'model.layers.0.mlp.up_proj' in the style \"moe_tp_experts\"" in refusal("llama", 1, {"_tp_plan": plan})
+    plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
+    assert "'model.layers.0.mlp.up_proj' in the style \"packed_colwise\"" in refusal("llama", 1, {"_tp_plan": plan})
     spec = {"patterns": [r"nothing\.weight"], "partition_type": "row"}
     assert "no layer of the model matches" in refusal("llama", 1, specs=[spec])
     spec = {"patterns": [r".*q_proj\.weight"], "partition_type": "diagonal"}
