@@ -14,7 +14,7 @@ from torch import nn
 from deeptide._C import ConfigError
 from deeptide.tensor.layers import features_of, is_linear
 
-COLUMN, ROW, VOCABULARY, ADDING, WHOLE = "column", "row", "vocabulary", "adding", "whole"
+COLUMN, ROW, VOCABULARY, HEADS, ADDING, WHOLE = "column", "row", "vocabulary", "heads", "adding", "whole"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,16 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 _NO_DROPOUT = {"bos_token_id": 1, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 _BERT = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 KINDS = {
     "llama": ("Llama", "ForCausalLM", _SIZES),
@@ -53,6 +63,7 @@ KINDS = {
         "ForCausalLM",
         {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "t5": ("T5", "ForConditionalGeneration", _T5),
     "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
 
