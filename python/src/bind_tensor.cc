@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // TensorTeam, the mesh of a job whose layers are cut, and the engine's options.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <memory>

@@ -217,7 +217,3 @@ class PipelineEngine(Engine):
             raise PipelineError(
                 f"{method}: not supported yet with a model that is cut into stages as it is; a PipelineModule has it"
             )
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here yet."""
-        raise PipelineError("save_16bit_model: not supported yet with a pipeline; save a checkpoint and export that")
