@@ -12,6 +12,7 @@ from ._C_checkpoint import CheckpointReader as CheckpointReader
 from ._C_checkpoint import CheckpointStatistics as CheckpointStatistics
 from ._C_checkpoint import CheckpointSummary as CheckpointSummary
 from ._C_checkpoint import CheckpointTensor as CheckpointTensor
+from ._C_checkpoint import SaveContents as SaveContents
 from ._C_checkpoint import checkpoint_statistics as checkpoint_statistics
 from ._C_checkpoint import compare_checkpoints as compare_checkpoints
 from ._C_checkpoint import export_checkpoint as export_checkpoint
@@ -97,12 +98,6 @@ class DataType(_BoundEnum):
     fp32: ClassVar[DataType]
     fp16: ClassVar[DataType]
     bf16: ClassVar[DataType]
-
-class SaveContents(_BoundEnum):
-    __members__: ClassVar[dict[str, SaveContents]]
-    all: ClassVar[SaveContents]
-    trainable: ClassVar[SaveContents]
-    weights: ClassVar[SaveContents]
 
 class HyperparameterInfo(_Bound):
     @property

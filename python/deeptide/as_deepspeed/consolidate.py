@@ -69,7 +69,9 @@ def whole_weights(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> dict
         state[name] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
     first: dict[int, str] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        if name in state:
+        if exclude_frozen and not parameter.requires_grad:  # also what was frozen since initialize
+            state.pop(name, None)
+        elif name in state:
             known = first.setdefault(id(parameter), name)
             state[name] = state[known]
     return dict(state)
