@@ -235,10 +235,14 @@ class DEEPTIDE_API Engine {
   /// Collective. Returns whole parameters (compute type) and buffers by name, on the CPU: on this rank, or, with
   /// `only_rank`, on that rank, and nothing on the others.
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank = std::nullopt);
-  /// Collective. Writes what module_state_dict returns into one safetensors file, on rank 0, unit by unit: no rank
-  /// holds more than one whole unit besides its own memory. `more`: tensors of rank 0 that the file holds as well.
-  /// Errors: CheckpointError, on all ranks; no file is left then.
-  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more = {});
+  /// Collective, over all stages of a pipeline. Writes the whole model into one safetensors file, on rank 0, unit by
+  /// unit: no rank holds more than one whole unit besides its own memory. `more`: tensors of this rank that the file
+  /// holds as well. `exclude_frozen`: without parameters that are not trained. Errors: CheckpointError, on all ranks;
+  /// no file is left then.
+  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more = {},
+                          bool exclude_frozen = false);
+  /// Collective. Returns on rank 0 what export_safetensors would write, on the CPU, and nothing on the others.
+  std::vector<NamedTensor> whole_model(bool exclude_frozen = false);
   /// Collective. Returns the whole fp32 value of one parameter or optimizer state; role: "master", "gradient", or one
   /// of the optimizer's states, such as "exp_avg". Undefined if the parameter has none.
   at::Tensor full_state(const std::string& parameter, const std::string& role);

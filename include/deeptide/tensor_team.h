@@ -30,9 +30,9 @@ struct TensorSlice {
 /// Errors, of all methods: CommError if a peer is lost or late; ValueError for tensors on devices.
 class DEEPTIDE_API TensorTeam {
  public:
-  /// Collective over `world`. Units: timeout in seconds.
+  /// Collective over `world`. `stages`: of a pipeline, each with teams of its own. Units: timeout in seconds.
   /// Errors: ConfigError if the ranks do not divide among teams of `size`, naming the nearest sizes that do.
-  TensorTeam(const World& world, int size, double timeout_s);
+  TensorTeam(const World& world, int size, double timeout_s, int stages = 1);
   ~TensorTeam();
   TensorTeam(const TensorTeam&) = delete;
 

@@ -12,6 +12,7 @@ from ._C_checkpoint import CheckpointReader as CheckpointReader
 from ._C_checkpoint import CheckpointStatistics as CheckpointStatistics
 from ._C_checkpoint import CheckpointSummary as CheckpointSummary
 from ._C_checkpoint import CheckpointTensor as CheckpointTensor
+from ._C_checkpoint import SaveContents as SaveContents
 from ._C_checkpoint import checkpoint_statistics as checkpoint_statistics
 from ._C_checkpoint import compare_checkpoints as compare_checkpoints
 from ._C_checkpoint import export_checkpoint as export_checkpoint
@@ -98,12 +99,6 @@ class DataType(_BoundEnum):
     fp32: ClassVar[DataType]
     fp16: ClassVar[DataType]
     bf16: ClassVar[DataType]
-
-class SaveContents(_BoundEnum):
-    __members__: ClassVar[dict[str, SaveContents]]
-    all: ClassVar[SaveContents]
-    trainable: ClassVar[SaveContents]
-    weights: ClassVar[SaveContents]
 
 class HyperparameterInfo(_Bound):
     @property
@@ -479,7 +474,10 @@ class Engine(_Bound):
         module_only: bool = False,
     ) -> tuple[str, str] | None: ...
     def module_state_dict(self, only_rank: int | None = None) -> list[tuple[str, torch.Tensor]]: ...
-    def export_safetensors(self, path: str, more: Sequence[tuple[str, torch.Tensor]] = []) -> None: ...
+    def export_safetensors(
+        self, path: str, more: Sequence[tuple[str, torch.Tensor]] = [], exclude_frozen: bool = False
+    ) -> None: ...
+    def whole_model(self, exclude_frozen: bool = False) -> list[tuple[str, torch.Tensor]]: ...
     def full_state(self, parameter: str, role: str) -> torch.Tensor | None: ...
     def set_full_state(self, parameter: str, role: str, value: torch.Tensor) -> None: ...
     def broadcast(self, values: torch.Tensor, source: int) -> None: ...

@@ -2,10 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # A part of _C.pyi: checkpoints as folders. No module of its own.
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
-from ._C import _Bound
+from ._C import _Bound, _BoundEnum
+
+class SaveContents(_BoundEnum):
+    __members__: ClassVar[dict[str, SaveContents]]
+    all: ClassVar[SaveContents]
+    trainable: ClassVar[SaveContents]
+    weights: ClassVar[SaveContents]
 
 class CheckpointTensor(_Bound):
     @property

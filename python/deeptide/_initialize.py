@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -76,12 +77,17 @@ def _data_world(world: World, stages: int, tensor: int) -> World:
     return _C.make_world(world.store, world.rank // tensor % size, size)
 
 
+def _asks_for_teams(config: Config) -> bool:
+    """Whether the configuration lets ranks share layers."""
+    theirs = json.loads(_C.config_section(config, "tensor_parallel"))
+    ours = json.loads(_C.config_section(config, "parallel"))["tensor"]
+    return bool(max(ours, theirs["autotp_size"], theirs["tensor_parallel"]["tp_size"]) > 1)
+
+
 def _tensor_team(config: Config, model: torch.nn.Module, world: World, stages: int, mpu: object) -> Team | None:
     """The ranks that share layers with this one, which are cut now; None where there is no such axis."""
-    parallel = json.loads(_C.config_section(config, "parallel"))
-    theirs = json.loads(_C.config_section(config, "tensor_parallel"))
-    sizes = (parallel["tensor"], theirs["autotp_size"], theirs["tensor_parallel"]["tp_size"])
-    if max(sizes) == 1 and parallel["data"] is None and mpu is None and "deeptide.tensor" not in sys.modules:
+    data = json.loads(_C.config_section(config, "parallel"))["data"]
+    if not _asks_for_teams(config) and data is None and mpu is None and "deeptide.tensor" not in sys.modules:
         return None  # without a look at the package of tensor parallelism
     from deeptide.tensor.axis import prepare
 
@@ -116,14 +122,21 @@ def cut(
 ) -> contextlib.AbstractContextManager[ParametersSource | None]:
     """Around the making of an engine: cuts a plain model into stages where "parallel" asks for some.
 
-    Gives `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were.
+    Where ranks of a stage share layers, those are cut at the same time, while the model is whole. Gives
+    `model_parameters` without those of other stages. An error inside leaves model and optimizer as they were, but for
+    layers that were cut among ranks.
     """
     stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
     if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
         return contextlib.nullcontext(parameters)
     from deeptide.pipeline.cut import cut_by_blocks
 
-    return cut_by_blocks(model, config, stages, optimizer, parameters, world)
+    share = None
+    if _asks_for_teams(config):
+        from deeptide.tensor.axis import share_layers
+
+        share = functools.partial(share_layers, config, model, world, stages)
+    return cut_by_blocks(model, config, stages, optimizer, parameters, world, share)
 
 
 def _kind_for(model: torch.nn.Module) -> type[Engine]:
@@ -224,7 +237,6 @@ def make_engine(
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         engine = kind(core, model, config, ours, scheduler, loader, process_groups)
-        engine.tensor_team = team
         return engine, ours, loader, scheduler
     except BaseException as error:
         # Now and not when the traceback goes: the caller may catch this and use his model.

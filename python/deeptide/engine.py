@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +70,10 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         self._core = core
+        if "deeptide.tensor" in sys.modules:  # else no layer is shared
+            from deeptide.tensor.team import team_of
+
+            self.tensor_team = team_of(model)
         self._process_groups = process_groups  # our own, to be destroyed with the engine
         self._outcome: StepOutcome | None = None
         self._norm: float | None = None
@@ -386,13 +391,12 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     ) -> bool:
         """Writes whole parameters, in the type they train in, to one safetensors file on rank 0. Collective.
 
-        Buffers, and extra states that are tensors, go with them. As with DeepSpeed, stage 3 wants
+        They are those of the unsplit model: of all stages, slices joined. exclude_frozen_parameters leaves out what is
+        not trained. Buffers, and extra states that are tensors, go with them. As with DeepSpeed, stage 3 wants
         "stage3_gather_16bit_weights_on_model_save": true, else nothing is saved. Returns whether it was.
         """
         if not save_dir:
             raise ConfigError(f"save_16bit_model: save_dir is {save_dir!r}, expected a directory")
-        if exclude_frozen_parameters:
-            raise ConfigError("save_16bit_model: exclude_frozen_parameters is not supported yet; leave it out")
         zero = self._config.zero
         if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
             if self.world.rank == 0:
@@ -404,6 +408,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
             return False
         extra = read_extra_states(self.module)  # on every rank: it may use parameters
         tensors = [(name, value.detach()) for name, value in extra.items() if isinstance(value, torch.Tensor)]
+        tensors = [(name, value) for name, value in tensors if type(value) is torch.Tensor]  # of this stage
         for name, value in extra.items():
             if self.world.rank == 0 and not isinstance(value, torch.Tensor):
                 self._say_once(
@@ -411,8 +416,16 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
                     "and safetensors files hold tensors only; save_checkpoint keeps it",
                     "warning",
                 )
-        self._core.export_safetensors(os.path.join(save_dir, save_filename), tensors)
+        self._core.export_safetensors(os.path.join(save_dir, save_filename), tensors, exclude_frozen_parameters)
         return True
+
+    @told
+    def whole_state_dict(self, exclude_frozen_parameters: bool = False) -> OrderedDict[str, torch.Tensor]:
+        """The unsplit model's parameters and buffers, on the CPU of rank 0; empty on the others. Collective.
+
+        Joins shards, slices and the stages of a pipeline, whose `module_state_dict` are their own parts.
+        """
+        return OrderedDict(self._core.whole_model(exclude_frozen_parameters))
 
     @told
     def offload_states(

@@ -84,12 +84,18 @@ Loaded load_checkpoint(EngineHandle& handle, const std::string& directory, const
   return std::make_pair(loaded->path, loaded->client_state_json);
 }
 
-NamedTensors module_state(EngineHandle& handle, std::optional<int> only_rank) {
+NamedTensors pairs_of(std::vector<NamedTensor> tensors) {
   NamedTensors state;
-  for (auto& [name, tensor] : handle.get()->module_state_dict(only_rank)) {
-    state.emplace_back(name, std::move(tensor));
-  }
+  for (auto& [name, tensor] : tensors) state.emplace_back(name, std::move(tensor));
   return state;
+}
+
+NamedTensors module_state(EngineHandle& handle, std::optional<int> only_rank) {
+  return pairs_of(handle.get()->module_state_dict(only_rank));
+}
+
+NamedTensors whole_model(EngineHandle& handle, bool exclude_frozen) {
+  return pairs_of(handle.get()->whole_model(exclude_frozen));
 }
 
 void rebuild(EngineHandle& handle, const ModelDescription& model, const InitOptions& options) {
@@ -109,10 +115,10 @@ std::optional<std::pair<int64_t, at::Tensor>> local_state(EngineHandle& handle, 
   return std::pair(state->begin, std::move(state->values));
 }
 
-void export_safetensors(EngineHandle& handle, const std::string& path, const NamedTensors& more) {
+void export_safetensors(EngineHandle& handle, const std::string& path, const NamedTensors& more, bool exclude_frozen) {
   std::vector<NamedTensor> tensors;
   for (const auto& [name, tensor] : more) tensors.push_back({name, tensor});
-  handle.get()->export_safetensors(path, tensors);
+  handle.get()->export_safetensors(path, tensors, exclude_frozen);
 }
 
 void offload_states(EngineHandle& handle, bool masters, bool moments, bool gradients, bool to_files,
@@ -182,7 +188,9 @@ void bind_state(EngineClass& engine) {
            py::arg("strict") = true, py::arg("optimizer_states") = true, py::arg("lr_scheduler_states") = true,
            py::arg("module_only") = false, NoGil())
       .def("module_state_dict", &module_state, py::arg("only_rank") = std::nullopt, NoGil())
-      .def("export_safetensors", &export_safetensors, py::arg("path"), py::arg("more") = NamedTensors(), NoGil())
+      .def("export_safetensors", &export_safetensors, py::arg("path"), py::arg("more") = NamedTensors(),
+           py::arg("exclude_frozen") = false, NoGil())
+      .def("whole_model", &whole_model, py::arg("exclude_frozen") = false, NoGil())
       .def("full_state", forward_to(&Engine::full_state), py::arg("parameter"), py::arg("role"), NoGil())
       .def("set_full_state", forward_to(&Engine::set_full_state), py::arg("parameter"), py::arg("role"),
            py::arg("value"), NoGil())

@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // TensorTeam, the mesh of a job whose layers are cut, and the engine's options.
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -44,7 +45,8 @@ OptionsPtr make_options(std::optional<World> world, std::vector<ParameterGroup> 
 
 void bind_tensor(py::module_& module) {
   py::class_<TensorTeam, Team>(module, "TensorTeam", "Neighbouring ranks that share layers.")
-      .def(py::init<const World&, int, double>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"), NoGil())
+      .def(py::init<const World&, int, double, int>(), py::arg("world"), py::arg("size"), py::arg("timeout_s"),
+           py::arg("stages") = 1, NoGil())
       .def_property_readonly("size", &TensorTeam::size)
       .def_property_readonly("index", &TensorTeam::index)
       .def_property_readonly("data_rank", &TensorTeam::data_rank)

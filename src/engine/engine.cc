@@ -136,8 +136,11 @@ std::optional<LoadedCheckpoint> Engine::load_checkpoint(const std::string& direc
 std::vector<NamedTensor> Engine::module_state_dict(std::optional<int> only_rank) {
   return impl_->told("module_state_dict", [&] { return impl_->module_state_dict(only_rank); });
 }
-void Engine::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more) {
-  impl_->told("export_safetensors", [&] { impl_->export_safetensors(path, more); });
+void Engine::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more, bool exclude_frozen) {
+  impl_->told("export_safetensors", [&] { impl_->export_safetensors(path, more, exclude_frozen); });
+}
+std::vector<NamedTensor> Engine::whole_model(bool exclude_frozen) {
+  return impl_->told("whole_model", [&] { return impl_->whole_model(exclude_frozen); });
 }
 at::Tensor Engine::full_state(const std::string& parameter, const std::string& role) {
   return impl_->told("full_state", [&] { return impl_->full_state(parameter, role); });

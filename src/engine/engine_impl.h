@@ -42,6 +42,8 @@ namespace deeptide {
 namespace engine {
 class Absent;
 struct CarriedState;
+struct Listed;
+struct ModelTaker;
 }  // namespace engine
 
 /// Builds the parts and forwards each call to its part. Saving, loading and inspecting state involve several parts, so
@@ -50,13 +52,14 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   Impl(const ModelDescription& description, const Config& config, const InitOptions& options);
   ~Impl();
 
-  // --- save.cc, load.cc, inspect.cc, export.cc, parameter_state.cc
+  // --- save.cc, load.cc, inspect.cc, whole_model.cc, export.cc, parameter_state.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               const SaveOptions& options);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
-  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more);
+  void export_safetensors(const std::string& path, const std::vector<NamedTensor>& more, bool exclude_frozen);
+  std::vector<NamedTensor> whole_model(bool exclude_frozen);
   at::Tensor full_state(const std::string& name, const std::string& role);
   void set_full_state(const std::string& name, const std::string& role, const at::Tensor& value);
   void broadcast(const at::Tensor& values, int source);
@@ -153,7 +156,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
-  void check_save_of_stages(bool blocking, bool exclude_frozen) const;
+  void check_save_of_stages(bool blocking) const;
   std::set<std::string> names_of_other_stages(const std::vector<NamedTensor>& loose);
   checkpoint::SaveTarget name_save(const std::string& directory, std::string tag, const SaveOptions& options,
                                    bool blocking);
@@ -163,6 +166,8 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::pair<std::vector<comm::Close>, engine::LooseTensors> enter_alike(comm::Call call,
                                                                         const std::function<void()>& check);
   engine::LooseTensors enter_to_inspect();
+  std::vector<engine::Listed> listed(const sharding::Unit& unit, const engine::LiveNames& names) const;
+  void visit_model(const std::vector<NamedTensor>& more, bool exclude_frozen, const engine::ModelTaker& taker);
   at::Tensor gathered(const sharding::Unit& unit);
   at::Tensor whole_parameter(const sharding::Parameter& p, const at::Tensor& unit, int tensor = 0);
   std::string agree_on_tag(const std::string& directory, const std::string& given, const LoadOptions& options);

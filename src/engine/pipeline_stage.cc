@@ -34,8 +34,10 @@ PipelineStage::PipelineStage(Engine& engine) : engine_(*engine.impl_) {
 
 int PipelineStage::index() const { return engine_.channels.stages()->index(); }
 int PipelineStage::num_stages() const { return engine_.channels.stages()->size(); }
-int PipelineStage::data_rank() const { return engine_.channels.data().index(); }
-int PipelineStage::data_size() const { return engine_.channels.data().size(); }
+int PipelineStage::data_rank() const {
+  return engine_.channels.data().index() / engine_.channels.mesh().size(world::Axis::tensor);
+}
+int PipelineStage::data_size() const { return engine_.channels.topology().num_batches(); }
 
 void PipelineStage::send(const at::Tensor& tensor, int stage) {
   engine_.told("send", [&] { engine_.channels.stages()->mail().send_known(tensor, stage); });
@@ -47,7 +49,7 @@ int64_t PipelineStage::expect(const at::Tensor& tensor, int stage) {
 
 at::Tensor PipelineStage::receive(int64_t letter) {
   return engine_.told("receive", [&] {
-    const bool has_others = data_size() > 1;
+    const bool has_others = engine_.channels.data().size() > 1;
     const auto serve = [this] {
       engine_.residency->attend();
       if (engine_.reducer) engine_.reducer->go_on();

@@ -57,10 +57,11 @@ Tensor sum_of(const Tensor& rows) {
   return sum;
 }
 
-world::Mesh mesh_of(const World& world, int size) {
-  check_mesh({.tensor = size}, world.size);
+world::Mesh mesh_of(const World& world, int size, int stages) {
+  check_mesh({.pipeline = stages, .tensor = size}, world.size);
   world::Mesh::Sizes sizes{1, 1, 1, 1, 1};
-  sizes[static_cast<size_t>(Axis::data)] = world.size / size;
+  sizes[static_cast<size_t>(Axis::pipe)] = stages;
+  sizes[static_cast<size_t>(Axis::data)] = world.size / stages / size;
   sizes[static_cast<size_t>(Axis::tensor)] = size;
   return {world.size, sizes};
 }
@@ -68,8 +69,8 @@ world::Mesh mesh_of(const World& world, int size) {
 }  // namespace
 
 struct TensorTeam::Impl {
-  Impl(const World& world, int size, std::chrono::milliseconds timeout)
-      : mesh(mesh_of(world, size)),
+  Impl(const World& world, int size, int stages, std::chrono::milliseconds timeout)
+      : mesh(mesh_of(world, size, stages)),
         team(comm::Team::along(mesh, world.rank, {Axis::tensor})),
         data(comm::Team::along(mesh, world.rank, {Axis::data})),
         name(next_team_name(world)),
@@ -129,8 +130,9 @@ struct TensorTeam::Impl {
   std::function<void()> meanwhile;
 };
 
-TensorTeam::TensorTeam(const World& world, int size, double timeout_s)
-    : impl_(std::make_unique<Impl>(world, size, std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)))) {}
+TensorTeam::TensorTeam(const World& world, int size, double timeout_s, int stages)
+    : impl_(std::make_unique<Impl>(world, size, stages,
+                                   std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)))) {}
 TensorTeam::~TensorTeam() = default;
 
 int TensorTeam::size() const { return impl_->team.size(); }

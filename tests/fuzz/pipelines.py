@@ -1,10 +1,12 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Random pipelines: a model cut into stages does what the uncut one does, which the other programs compare with torch.
+"""Random meshes: a model cut into stages, and its layers among ranks, does what the uncut one does.
 
-program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "frozen": [parts of names], "recompute",
-           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
-           "phases": [{"stages", "data", "zero", "schedule", "bf16", "gas", "acts": […]}]}
+The other programs compare that with torch.
+
+program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "words": torch's embedding and head,
+           "frozen": [parts of names], "recompute", "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
+           "phases": [{"stages", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
 Acts: ["train", steps], ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
 uncut]. Each phase begins with a new model, in another mesh; both sides run it, and have the same losses and states.
 """
@@ -27,8 +29,15 @@ from torch.nn import functional as F
 
 import deeptide
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from deeptide.tensor import team_of
+from deeptide.tensor.slices import slices_of
 
 VOCABULARY, ROWS = 11, 2
+SPECS = [
+    {"patterns": [r".*\.up\.weight"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight"], "partition_type": "row"},
+    {"patterns": [r"head\.weight"], "partition_type": "column", "gather_output": True},
+]
 CALL = "import sys, json, pipelines; pipelines.main(*json.loads(sys.argv[1]))"
 
 
@@ -80,6 +89,8 @@ class Blocks(nn.Module):
             self.places, self.scale = nn.Parameter(torch.empty(8, width)), nn.Parameter(torch.empty(width))
         self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
         self.norm, self.head = nn.LayerNorm(width), Head(width)
+        if program["words"]:
+            self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
         if program["tie"]:
             self.head.weight = self.embed.weight
         self.lends, self.recomputes = program["lent"], program["recompute"]
@@ -152,8 +163,9 @@ def program_of(seed):
     form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
     phases, tags = [], []
     for _ in range(draw.choice([1, 1, 2, 3])):
-        stages = draw.choice([2, 2, 2, 3, 4])
-        data = draw.choice([1, 2]) if stages == 2 else 1
+        tensor = draw.choice([1, 1, 2]) if form == "blocks" else 1
+        stages = draw.choice([1, 2, 2]) if tensor == 2 else draw.choice([2, 2, 2, 3, 4])
+        data = draw.choice([1, 2]) if stages * tensor <= 2 or draw.random() < 0.1 else 1
         acts = [["load", draw.choice(tags), draw.choice(["cut", "uncut"])]] if tags and draw.random() < 0.9 else []
         for _ in range(draw.randint(1, 6)):
             kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load"])
@@ -167,16 +179,19 @@ def program_of(seed):
             elif kind != "load":
                 acts.append([kind, draw.randint(1, 3)])
         phases.append({
-            "stages": stages, "data": data, "zero": draw.randrange(4), "schedule": draw.choice(["1f1b", "gpipe"]),
-            "bf16": draw.random() < 0.25, "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
+            "stages": stages, "data": data, "tensor": tensor, "zero": draw.randrange(4),
+            "schedule": draw.choice(["1f1b", "gpipe"]), "bf16": draw.random() < 0.25,
+            "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
-    if tie and optimizer == "Lion":  # a sign shows the last bit
+    shares = any(phase["tensor"] > 1 for phase in phases)
+    if (tie or shares) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     return {
         "seed": seed, "form": form, "blocks": draw.randint(4, 6), "width": draw.choice([4, 6]), "tie": tie,
-        "lent": form == "blocks" and draw.random() < 0.4, "frozen": [] if tie else frozen,
+        "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
+        "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
         "phases": phases,
@@ -194,7 +209,7 @@ class Side:
         self.program, self.phase, self.folder, self.is_cut = program, phase, folder, bool(stages)
         parallel = {"schedule": phase["schedule"]}
         if stages and program["form"] == "blocks":
-            parallel["pipeline"] = stages
+            parallel |= {"pipeline": stages, "tensor": phase["tensor"]}
         config = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": phase["gas"],
@@ -205,6 +220,9 @@ class Side:
             "parallel": parallel if stages else {},
             "deeptide": {"comm_timeout": 30},
         }
+        if stages and phase["tensor"] > 1:
+            specs = SPECS[:2] + SPECS[2:] * program["words"]
+            config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
         model = make(program, stages, world, program["seed"] + number)
         self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
         self.draws = random.Random(f"{program['seed']} {number}")
@@ -258,11 +276,15 @@ class Side:
 
     def states(self):
         found = {}
+        team, cuts = team_of(self.engine.module), dict(slices_of(self.engine.module))
         for name, _ in self.engine.module.named_parameters():
             for role in ("master", *self.engine.optimizer.info.state_roles()):
                 value = self.engine._core.full_state(name, role)
-                if value is not None:
-                    found[f"{name}/{role}"] = value
+                if value is None:
+                    continue
+                is_cut = team is not None and name in cuts
+                whole = cuts[name].join(team.core.all_gather(value, "checkpoint")) if is_cut else value
+                found[f"{name}/{role}"] = whole
         return found
 
 
@@ -270,7 +292,7 @@ def run(program, rank, size, port, folder):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
     results = []
     for number, phase in enumerate(program["phases"]):
-        ranks = phase["stages"] * phase["data"]
+        ranks = ranks_of(phase)
         prefix = f"{folder} {number}"
         everybody = dist.PrefixStore(prefix, store)
         sides = []
@@ -304,16 +326,21 @@ def main(program, rank, port, folder, limit):
     os._exit(0)
 
 
+def ranks_of(phase):
+    return phase["stages"] * phase["data"] * phase["tensor"]
+
+
 def most_ranks(program):
-    return max(phase["stages"] * phase["data"] for phase in program["phases"])
+    return max(map(ranks_of, program["phases"]))
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def is_exact(program):
-    """Tied and lent weights' gradients, and norms, are added in another order."""
-    return not (program["tie"] or program["lent"] or program["clipping"])
+    """Tied and lent weights' gradients, norms and what shared layers compute are added in another order."""
+    shares = any(phase["tensor"] > 1 for phase in program["phases"])
+    return not (program["tie"] or program["lent"] or program["clipping"] or shares)
 
 
 def _close(a, b, tolerance):
@@ -330,7 +357,7 @@ def _differs(program, results):
     for number, phase in enumerate(program["phases"]):
         low = low or phase["bf16"]
         tolerance = 0.0 if exact else 0.05 if low else 1e-3
-        ranks = phase["stages"] * phase["data"]
+        ranks = ranks_of(phase)
         for index, act in enumerate(phase["acts"]):
             wanted = results[0][number][0][index][1]
             for rank in range(ranks):

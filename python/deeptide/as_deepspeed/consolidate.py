@@ -13,6 +13,7 @@ import torch
 
 from deeptide import checkpoint
 from deeptide._C import CheckpointReader
+from deeptide._extra_state import read_extra_states
 
 if TYPE_CHECKING:
     from deeptide.as_deepspeed.engine import DeepSpeedEngine
@@ -60,12 +61,15 @@ def write_script(save_dir: Any) -> None:
 
 def whole_weights(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
     """{name: tensor} on the CPU of rank 0, None on the others; the names of a tied parameter share one tensor."""
-    state = engine.whole_state(only_rank=0)
+    state: dict[str, Any] = engine.whole_state_dict(exclude_frozen)
+    extra = read_extra_states(engine.module)  # on every rank: it may use parameters
     if engine.global_rank != 0:
         return None
+    for name, value in extra.items():
+        state[name] = value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
     first: dict[int, str] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        if exclude_frozen and not parameter.requires_grad:
+        if exclude_frozen and not parameter.requires_grad:  # also what was frozen since initialize
             state.pop(name, None)
         elif name in state:
             known = first.setdefault(id(parameter), name)

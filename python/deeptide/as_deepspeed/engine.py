@@ -11,15 +11,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deeptide import _C
 from deeptide._C import Config, ConfigError, StepOutcome
 from deeptide._model import whole_afterwards
-from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate
+from deeptide.as_deepspeed import NotSupportedError, _client_state, consolidate, groups
 from deeptide.as_deepspeed._answers import CONSTANTS, KEYS, ZERO, EngineAnswers, answer
 from deeptide.as_deepspeed.batch_size import BatchSizeMethods
 from deeptide.as_deepspeed.names import ENGINE
 from deeptide.as_deepspeed.parameters import OffloadStandIn, is_zero_param, mark_model
+from deeptide.as_deepspeed.pipe_topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+)
 from deeptide.data import DataLoader
 from deeptide.engine import Engine
 
@@ -28,10 +34,25 @@ class NoSyncError(ConfigError, AssertionError):
     """A misuse of no_sync, for which DeepSpeed raises AssertionError."""
 
 
+def lay_grid(engine: DeepSpeedEngine) -> PipelineParallelGrid:
+    """Makes the process groups of an engine's mesh, which deepspeed.utils.groups knows until its end. Collective."""
+    mesh = engine.mesh
+    tensor = mesh.get("tensor", 1)
+    topology = (
+        PipeModelDataParallelTopology(mesh["pipe"], tensor, mesh["data"])
+        if tensor > 1
+        else PipeDataParallelTopology(mesh["pipe"], mesh["data"])
+    )
+    grid = engine._grid = groups.mpu = PipelineParallelGrid(topology)
+    engine._process_groups = (*engine._process_groups, *grid.process_groups())
+    return grid
+
+
 class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):  # type: ignore[misc, unused-ignore]
     """The engine of deepspeed.initialize: `module` is the model, `config` the dictionary that was given."""
 
     given_config: dict[str, Any]
+    _grid: PipelineParallelGrid | None = None  # of stages and shared layers
 
     def __init__(self, core: Any, model: torch.nn.Module, config: Config, *rest: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -40,6 +61,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
         self.training = model.training
         self._clean = True  # no gradient since the last step, as far as this engine saw
         self.parameter_offload: OffloadStandIn | None = None
+        if self.tensor_team is not None and dist.is_initialized():
+            lay_grid(self)
 
     # nn.Module's, so that hooks on the engine run; Engine's own calls forward.
     __call__ = torch.nn.Module.__call__
@@ -296,6 +319,8 @@ class DeepSpeedEngine(EngineAnswers, BatchSizeMethods, Engine, torch.nn.Module):
 
     def destroy(self) -> None:
         """Returns every byte; the model is whole afterwards, for another initialize. Collective at stage 3."""
+        if groups.mpu is self._grid:
+            groups.mpu = None
         if self._core.closed:
             return
         with whole_afterwards(self.module):

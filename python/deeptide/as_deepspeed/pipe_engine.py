@@ -7,9 +7,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import deeptide.pipeline.engine
-from deeptide.as_deepspeed import groups
-from deeptide.as_deepspeed.engine import DeepSpeedEngine
-from deeptide.as_deepspeed.pipe_topology import PipeDataParallelTopology, PipelineParallelGrid
+from deeptide.as_deepspeed.engine import DeepSpeedEngine, lay_grid
 from deeptide.pipeline.errors import PipelineError
 
 
@@ -18,15 +16,7 @@ class PipelineEngine(deeptide.pipeline.engine.PipelineEngine, DeepSpeedEngine): 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.grid = PipelineParallelGrid(PipeDataParallelTopology(self.num_stages, self.data_parallel_size))
-        self._process_groups = (*self._process_groups, *self.grid.process_groups())
-        groups.mpu = self.grid
-
-    def destroy(self) -> None:
-        """Returns every byte now."""
-        if groups.mpu is self.grid:
-            groups.mpu = None
-        super().destroy()
+        self.grid = self._grid or lay_grid(self)
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not here yet: the schedule has the configuration's number of micro-batches."""

@@ -57,7 +57,15 @@ class BlockCut:
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
 
-    def __init__(self, model: torch.nn.Module, num_stages: int, stage_id: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        num_stages: int,
+        stage_id: int,
+        dtype: torch.dtype | None,
+        share: Callable[[], object] | None = None,
+    ) -> None:
+        """share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along."""
         self.num_stages, self.stage_id = num_stages, stage_id
         chain = find_blocks(model, num_stages)
         self.parts = bounds_of_blocks(model, chain, num_stages)
@@ -66,6 +74,8 @@ class BlockCut:
         self._held: list[_Taken] = []
         self._uses = _uses(model, chain, stages)
         self._check_stages(chain)
+        if share is not None:
+            share()
         self.ties = Ties(self._ties(), stage_id)
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self._take_out(model, chain)
@@ -227,8 +237,11 @@ def cut_by_blocks(
     optimizer: OptimizerSource | None,
     parameters: ParametersSource | None,
     world: _C.World | None,
+    share: Callable[[], object] | None = None,
 ) -> Iterator[ParametersSource | None]:
     """Around the making of an engine: gives this stage's part of `model_parameters`; an error leaves the model whole.
+
+    share: cuts layers among the ranks of a stage first; what it has cut stays so.
 
     Errors: ConfigError if the model has no blocks to be cut along, or the ranks do not divide among the stages.
     """
@@ -243,7 +256,7 @@ def cut_by_blocks(
             )
         yield parameters
         return
-    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config))
+    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share)
     model.__dict__[_ATTRIBUTE] = cut
     try:
         with _reduced(optimizer, cut.taken) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():

@@ -45,10 +45,23 @@ class PipelineEngine(Engine):
         super().__init__(*args, **kwargs)
         self._cut: PipelineModule | BlockCut = cut_of(self.module) or self.module  # type: ignore[assignment]
         self._stage = self._core.stage() if self._cut.num_stages > 1 else None
+        self._check_teams()
         self._schedule = _SCHEDULES[json.loads(_C.config_section(self._config, "parallel"))["schedule"]]
         self._batch_fn: Callable[[Any], Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
+
+    def _check_teams(self) -> None:
+        """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
+        if self._stage is None:
+            return
+        own = self.tensor_team.size if self.tensor_team else 1
+        sizes = [int(size) for size in self._stage.exchange([float(own)])]
+        if len(set(sizes)) > 1:
+            raise ConfigError(
+                f"the stages' layers are shared by {', '.join(map(str, sizes))} ranks, expected one number: give a "
+                "stage without shared layers the team too, by model.tensor_team = team"
+            )
 
     # -- where this rank is ---------------------------------------------------------------------------------------
 
@@ -204,7 +217,3 @@ class PipelineEngine(Engine):
             raise PipelineError(
                 f"{method}: not supported yet with a model that is cut into stages as it is; a PipelineModule has it"
             )
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here yet."""
-        raise PipelineError("save_16bit_model: not supported yet with a pipeline; save a checkpoint and export that")

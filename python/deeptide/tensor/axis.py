@@ -40,22 +40,44 @@ def prepare(config: Config, model: torch.nn.Module, world: World, stages: int, m
     """The team that shares the model's layers, which are cut now if they are not yet. Collective; None without one."""
     size = size_of(config)
     team = team_of(model) or (adopt(model, mpu, world, config.runtime.comm_timeout_s) if mpu is not None else None)
-    parallel = _section(config, "parallel")
-    if stages == 1 or size > 1:
-        _C.check_mesh(world.size, stages, team.size if team else size, parallel["data"])
-    if stages > 1 and (size > 1 or team is not None):
-        raise ConfigError("parallel.pipeline and parallel.tensor together are not supported yet; leave one out")
+    _C.check_mesh(world.size, stages, team.size if team else size, _section(config, "parallel")["data"])
     if team is not None:
-        if size not in (1, team.size):
-            raise ConfigError(
-                f"parallel.tensor is {size}, and the model's layers are shared by {team.size} ranks; leave the key out"
-            )
+        _check_team(team, size, world.size, stages)
         return team
     if size == 1:
         return None
-    team = make_team(size, world, config.runtime.comm_timeout_s)
+    if stages > 1:  # a plain model's layers were cut before its stages were
+        raise ConfigError(
+            f"parallel.tensor is {size}, and the {type(model).__name__}'s layers are whole: build them of "
+            f"deeptide.tensor's layers with deeptide.tensor.make_team({size}, stages={stages}), or give a plain model "
+            "and parallel.pipeline"
+        )
+    return share_layers(config, model, world)
+
+
+def _check_team(team: Team, size: int, ranks: int, stages: int) -> None:
+    if size not in (1, team.size):
+        raise ConfigError(
+            f"parallel.tensor is {size}, and the model's layers are shared by {team.size} ranks; leave the key out"
+        )
+    if team.data_size * team.size * stages != ranks:
+        raise ConfigError(
+            f"the team that shares the model's layers was made for {ranks // team.size // team.data_size} stages, and "
+            f"the model has {stages}: deeptide.tensor.make_team({team.size}, stages={stages})"
+        )
+
+
+def share_layers(config: Config, model: torch.nn.Module, world: World | None, stages: int = 1) -> Team:
+    """Cuts the layers of a whole model among the ranks of a team of this rank's stage. Collective.
+
+    Errors: ConfigError, before anything is changed but where the check fails.
+    """
+    team = make_team(size_of(config), world, config.runtime.comm_timeout_s, stages)
+    ranks = stages * team.data_size * team.size
+    _C.check_mesh(ranks, stages, team.size, _section(config, "parallel")["data"])
     specs = _section(config, "tensor_parallel")["partition_config"]
-    split_model(model, team, specs["layer_specs"], specs["use_default_specs"], parallel["tensor_check"])
+    check = _section(config, "parallel")["tensor_check"]
+    split_model(model, team, specs["layer_specs"], specs["use_default_specs"], check)
     _draw_alike(team)
     return team
 

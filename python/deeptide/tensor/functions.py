@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between ranks that share layers, in forward and backward. All ranks of a team call each in one order."""
+"""Exchanges between ranks that share layers, in forward and backward. All ranks of a team call each in one order.
+
+Tensors of other stages of a pipeline have no bytes to exchange, on all ranks of a team alike.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deeptide.pipeline.elsewhere import Elsewhere
 from deeptide.tensor.slices import Slice
 from deeptide.tensor.team import Team
 
@@ -57,19 +61,27 @@ class _Cut(torch.autograd.Function):
 
 def to_team(x: torch.Tensor, team: Team) -> torch.Tensor:
     """x, whose gradient is the sum of the ranks' gradients: what all ranks have alike enters layers that they share."""
+    if isinstance(x, Elsewhere):
+        return x
     return _ToTeam.apply(x, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(x: torch.Tensor, team: Team) -> torch.Tensor:
     """The sum of the ranks' x, whose gradient is each rank's: what they share becomes what all have alike."""
+    if isinstance(x, Elsewhere):
+        return x
     return _Summed.apply(x, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def joined(x: torch.Tensor, blocks: Slice, team: Team) -> torch.Tensor:
     """All ranks' features. Shapes: (..., local) -> (..., whole), as `blocks` along the last dimension say."""
+    if isinstance(x, Elsewhere):
+        return blocks.join(torch.stack([x] * team.size))
     return _Joined.apply(x, blocks, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cut(x: torch.Tensor, blocks: Slice, team: Team) -> torch.Tensor:
     """This rank's features. Shapes: (..., whole) -> (..., local)."""
+    if isinstance(x, Elsewhere):
+        return blocks.cut(x, team)
     return _Cut.apply(x, blocks, team)  # type: ignore[no-any-return, no-untyped-call]

@@ -223,6 +223,12 @@ def as_row(
     _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "row")  # type: ignore[arg-type]
 
 
+def as_heads(module: nn.Embedding, team: Team) -> None:
+    """Leaves this rank's heads in a table, whole and equal on all ranks, of a number for each, as T5 adds to scores."""
+    module.tensor_team = team  # type: ignore[assignment]
+    cut_parameter(module, "weight", Slice(1, (module.embedding_dim,)), team)
+
+
 def as_vocabulary(module: nn.Embedding, team: Team) -> None:
     """Makes an embedding, whole and equal on all ranks, a vocabulary-parallel one. Errors: ConfigError for options."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -14,7 +14,7 @@ from torch import nn
 from deeptide._C import ConfigError
 from deeptide.tensor.layers import features_of, is_linear
 
-COLUMN, ROW, VOCABULARY, ADDING, WHOLE = "column", "row", "vocabulary", "adding", "whole"
+COLUMN, ROW, VOCABULARY, HEADS, ADDING, WHOLE = "column", "row", "vocabulary", "heads", "adding", "whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ _STYLES = {
     "replicated_with_grad_allreduce": Cut(ADDING),
     "replicate": Cut(WHOLE),
 }
+_EXPERTS = "moe_tp_experts"
 
 
 def _expand(model: nn.Module, patterns: Mapping[str, str]) -> Iterable[tuple[str, str]]:
@@ -54,14 +55,24 @@ def _expand(model: nn.Module, patterns: Mapping[str, str]) -> Iterable[tuple[str
                 yield name, style
 
 
+def _own_styles(model: nn.Module) -> list[tuple[str, str]]:
+    patterns = getattr(model, "_tp_plan", None)
+    return list(_expand(model, patterns)) if isinstance(patterns, Mapping) else []
+
+
+def experts_of(model: nn.Module) -> list[str]:
+    """The mixtures of experts that a model's own plan names: all ranks have them whole, and compute them alike."""
+    return [path for path, style in _own_styles(model) if style == _EXPERTS]
+
+
 def own_plan(model: nn.Module) -> Plan:
     """The plan that a model of Transformers brings; empty if it has none. Errors: ConfigError naming unknown styles."""
-    patterns = getattr(model, "_tp_plan", None)
-    if not isinstance(patterns, Mapping) or not patterns:
-        return {}
     modules = dict(model.named_modules())
+    experts = experts_of(model)
     plan: Plan = {}
-    for path, style in _expand(model, patterns):
+    for path, style in _own_styles(model):
+        if any(path == whole or path.startswith(f"{whole}.") for whole in experts):
+            continue
         cut = _STYLES.get(style)
         module = modules.get(path)
         if cut is None or module is None:

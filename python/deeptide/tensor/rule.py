@@ -8,7 +8,7 @@ from torch import nn
 
 from deeptide._C import ConfigError
 from deeptide.tensor.layers import features_of, is_linear
-from deeptide.tensor.plans import COLUMN, ROW, VOCABULARY, Cut, Plan
+from deeptide.tensor.plans import COLUMN, HEADS, ROW, VOCABULARY, Cut, Plan
 
 # The last one or two words of a layer's path. Transformers' models and those of many tutorials use these.
 _COLUMNS = {
@@ -39,6 +39,11 @@ def _kind(path: str, module: nn.Module) -> tuple[str, bool] | None:
         if name in _COLUMNS:
             return COLUMN, False
     return None
+
+
+def _is_of_heads(path: str, module: nn.Module) -> bool:
+    """Whether it is a table with a number for each head, as T5 has one of relative positions."""
+    return isinstance(module, nn.Embedding) and path.rpartition(".")[2] == "relative_attention_bias"
 
 
 def _block_of(path: str) -> str:
@@ -72,6 +77,7 @@ def rule_plan(model: nn.Module) -> Plan:
             "of its layers has a known name such as q_proj or fc1. Name its layers in "
             "tensor_parallel.partition_config.layer_specs"
         )
+    plan.update({path: Cut(HEADS) for path, module in model.named_modules() if _is_of_heads(path, module)})
     plan.update(_words(model))
     return plan
 

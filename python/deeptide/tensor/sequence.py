@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deeptide.pipeline.elsewhere import Elsewhere
 from deeptide.tensor.slices import as_adding
 from deeptide.tensor.team import Team
 
@@ -54,6 +55,8 @@ def cut_sequence(x: torch.Tensor, team: Team, dim: int = 1, adds_up: bool = Fals
     Shapes: (batch, length, …) -> (batch, length / ranks, …). Collective in backward. Errors: ValueError if the length
     does not divide among the ranks.
     """
+    if isinstance(x, Elsewhere):
+        return _rows(x, team, dim)[team.index]
     return _Cut.apply(x, team, dim, adds_up)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -62,6 +65,8 @@ def joined_sequence(x: torch.Tensor, team: Team, dim: int = 1, adds_up: bool = F
 
     Shapes: (batch, length / ranks, …) -> (batch, length, …).
     """
+    if isinstance(x, Elsewhere):
+        return torch.cat([x] * team.size, dim)
     return _Joined.apply(x, team, dim, adds_up)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from deeptide import _C
 from deeptide._C import ConfigError
+from deeptide._log import say
 from deeptide.tensor import check as checks
-from deeptide.tensor.layers import as_column, as_row, as_vocabulary, features_of, is_linear
-from deeptide.tensor.plans import ADDING, COLUMN, ROW, VOCABULARY, Plan, own_plan, plan_of_specs
+from deeptide.tensor.layers import as_column, as_heads, as_row, as_vocabulary, features_of, is_linear
+from deeptide.tensor.plans import ADDING, COLUMN, HEADS, ROW, VOCABULARY, Plan, experts_of, own_plan, plan_of_specs
 from deeptide.tensor.rule import adapt_sizes, rule_plan
 from deeptide.tensor.slices import as_adding
 from deeptide.tensor.team import Team, team_of
@@ -39,6 +40,8 @@ def split_model(
     if team_of(model) is not None:
         raise ConfigError("split_model: layers of the model are cut already")
     plan, is_own = plan_for(model, layer_specs, use_rule)
+    if is_own and experts_of(model) and team.index == team.data_rank == 0:
+        say(f"tensor: the experts of {type(model).__name__} stay whole; ZeRO shards them over all ranks of a stage")
     check_plan(model, plan, team.size)
     deferred = _share_values(model, team)
     inputs = (example or checks.example_of(model)) if check and not deferred else None
@@ -88,7 +91,7 @@ def _with_ties(model: nn.Module, plan: Plan) -> Plan:
             continue
         for path in set(paths) - set(cut):
             module = modules[path]
-            if isinstance(module, nn.Embedding) and plan[cut[0]].kind == COLUMN:
+            if isinstance(module, nn.Embedding) and plan[cut[0]].kind in (COLUMN, VOCABULARY):
                 plan[path] = type(plan[cut[0]])(VOCABULARY)
             elif is_linear(module) and plan[cut[0]].kind == VOCABULARY:
                 plan[path] = type(plan[cut[0]])(COLUMN, True)
@@ -114,6 +117,11 @@ def check_plan(model: nn.Module, plan: Plan, size: int) -> None:
     modules = dict(model.named_modules())
     for path, cut in plan.items():
         module = modules[path]
+        if isinstance(module, nn.Embedding) and cut.kind == HEADS and module.embedding_dim % size:
+            raise ConfigError(
+                f"'{path}' has a number for each of {module.embedding_dim} heads, which do not divide among {size} "
+                "ranks; take parallel.tensor that divides them"
+            )
         if cut.kind in (COLUMN, ROW) and not is_linear(module):
             raise ConfigError(f"'{path}' is to be cut, and is a {type(module).__name__}; expected a linear layer")
         if cut.kind in (COLUMN, ROW) and not cut.meets_whole:
@@ -135,6 +143,9 @@ def _apply(model: nn.Module, plan: Plan, team: Team) -> None:
             as_column(module, team, cut.meets_whole, cut.blocks)
         elif cut.kind == ROW:
             as_row(module, team, cut.meets_whole, cut.blocks)
+        elif cut.kind == HEADS:
+            assert isinstance(module, nn.Embedding)
+            as_heads(module, team)
         elif cut.kind == VOCABULARY:
             assert isinstance(module, nn.Embedding)
             as_vocabulary(module, team)

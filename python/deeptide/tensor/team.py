@@ -52,17 +52,17 @@ class Team:
         return f"Team(size={self.size}, index={self.index})"
 
 
-def make_team(size: int, world: World | None = None, timeout_s: float = 600.0) -> Team:
+def make_team(size: int, world: World | None = None, timeout_s: float = 600.0, stages: int = 1) -> Team:
     """The team of this rank among neighbours: of four ranks and size 2, ranks 0 and 1, and ranks 2 and 3. Collective.
 
-    world: a deeptide.World; else torch.distributed's, else the launcher's. Errors: ConfigError if the ranks do not
-    divide among such teams; CommError.
+    world: a deeptide.World; else torch.distributed's, else the launcher's. stages: of the pipeline that the model is
+    cut into. Errors: ConfigError if the ranks do not divide among such teams; CommError.
     """
     if world is None:
         from deeptide._world import find_world
 
         world = find_world(None, torch.device("cpu"))[0]
-    return Team(_C.TensorTeam(world, size, timeout_s))
+    return Team(_C.TensorTeam(world, size, timeout_s, stages))
 
 
 def team_of(model: torch.nn.Module) -> Team | None:

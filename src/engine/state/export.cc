@@ -1,22 +1,17 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Exports the model as one safetensors file, unit by unit.
-#include <ATen/core/grad_mode.h>
-
+// Exports the model as one safetensors file, tensor by tensor.
 #include <algorithm>
-#include <map>
 #include <optional>
 
 #include "checkpoint/file_io.h"
 #include "checkpoint/safetensors.h"
 #include "engine/engine_impl.h"
-#include "engine/state/pieces.h"
-#include "engine/state/slices.h"
+#include "engine/state/whole_model.h"
 
 namespace deeptide {
 
 using at::Tensor;
-using sharding::Parameter;
 
 namespace {
 
@@ -60,75 +55,45 @@ class ExportFile {
   bool kept_ = false;
 };
 
-/// The names under which a unit's tensors are exported, in the unit's order.
-template <typename Visit>
-void for_each_name(const sharding::Unit& unit, const engine::LiveNames& names, Visit visit) {
-  for (const Parameter& p : unit.parameters()) {
-    for (const auto& [name, tensor] : names.of(p)) visit(p, name, tensor);
-  }
-}
-
 /// Wide types first: the format forbids gaps, and so all tensors stay aligned.
-checkpoint::Entries lay_out(const engine::BoundModel& model, const engine::LiveNames& names,
-                            const std::map<std::string, Tensor>& loose, const engine::Topology& topology) {
-  std::vector<std::pair<std::string, checkpoint::Entry>> tensors;
-  for (const auto& unit : model.units()) {
-    for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
-      const at::IntArrayRef shape = p.tensors[tensor].sizes();
-      const auto slice = topology.slices.find(p.name);
-      tensors.push_back({name,
-                         {unit->layout().dtype,
-                          slice == topology.slices.end() ? shape.vec() : engine::whole_shape(slice->second, shape)}});
-    });
-  }
-  for (const auto& [name, tensor] : loose) tensors.push_back({name, {tensor.scalar_type(), tensor.sizes().vec()}});
-  const auto width = [](const auto& tensor) { return c10::elementSize(tensor.second.dtype); };
-  std::stable_sort(tensors.begin(), tensors.end(),
-                   [&](const auto& one, const auto& other) { return width(one) > width(other); });
+checkpoint::Entries lay_out(std::vector<engine::Listed> tensors) {
+  std::stable_sort(tensors.begin(), tensors.end(), [](const engine::Listed& one, const engine::Listed& other) {
+    return c10::elementSize(one.dtype) > c10::elementSize(other.dtype);
+  });
   checkpoint::Entries entries;
   int64_t end = 0;
-  for (auto& [name, entry] : tensors) {
-    entry.begin = end;
-    end += checkpoint::numel_of(entry.shape, "'" + name + "'") * static_cast<int64_t>(c10::elementSize(entry.dtype));
-    entry.end = end;
-    entries.emplace(name, entry);
+  for (const engine::Listed& each : tensors) {
+    const int64_t numel = checkpoint::numel_of(each.shape, "'" + each.name + "'");
+    const int64_t begin = end;
+    end += numel * static_cast<int64_t>(c10::elementSize(each.dtype));
+    entries.emplace(each.name, checkpoint::Entry{each.dtype, each.shape, begin, end});
   }
   return entries;
 }
 
 }  // namespace
 
-void Engine::Impl::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more) {
-  at::NoGradGuard no_grad;
-  std::map<std::string, Tensor> loose;
-  for (const NamedTensor& tensor : more) loose[tensor.name] = tensor.tensor;
-  const engine::LooseTensors now = enter_to_inspect();
-  const engine::LiveNames names(now);
-  for (const NamedTensor& tensor : now.all()) loose[tensor.name] = tensor.tensor;
+void Engine::Impl::export_safetensors(const std::string& path, const std::vector<NamedTensor>& more,
+                                      bool exclude_frozen) {
   std::optional<ExportFile> file;
-  boundary->together("starting the export", [&] {
-    TORCH_CHECK_VALUE(!path.empty(), "export_safetensors: the path is empty");
-    if (channels.is_first()) file.emplace(path, lay_out(model, names, loose, design.topology));
-  });
   // Rank 0 gathers on after it failed: the other ranks take part in every gather.
   std::exception_ptr failure;
-  for (const auto& unit : model.units()) {
-    const Tensor whole = gathered(*unit);
-    for_each_name(*unit, names, [&](const Parameter& p, const std::string& name, int tensor) {
-      const Tensor values = whole_parameter(p, whole, tensor);
-      if (!file || failure) return;
-      try {
-        file->write(name, values);
-      } catch (...) {
-        failure = std::current_exception();
-      }
-    });
-  }
-  boundary->together("writing the export", [&] {
+  const auto begin = [&](const std::vector<engine::Listed>& tensors) {
+    TORCH_CHECK_VALUE(!path.empty(), "export_safetensors: the path is empty");
+    file.emplace(path, lay_out(tensors));
+  };
+  const auto take = [&](const std::string& name, const Tensor& values) {
+    if (failure) return;
+    try {
+      file->write(name, values);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  };
+  visit_model(more, exclude_frozen, {begin, take});
+  boundary->together_on_all_stages("writing the export", [&] {
     if (failure) std::rethrow_exception(failure);
-    if (!file) return;
-    for (const auto& [name, tensor] : loose) file->write(name, engine::readable(tensor));
-    file->keep();
+    if (file) file->keep();
   });
 }
 

@@ -18,7 +18,6 @@ using checkpoint::TensorId;
 
 namespace {
 
-constexpr const char* kLeftOut = "frozen_left_out";
 constexpr size_t kMostListed = 20;
 
 std::string listed(const std::vector<std::string>& lines) {

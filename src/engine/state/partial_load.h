@@ -17,6 +17,8 @@ namespace deeptide::engine {
 
 /// Whether a save left out the optimizer's states: a key of its `state`.
 inline constexpr const char* kWeightsOnly = "weights_only";
+/// The key of frozen parameters' names that a save left out.
+inline constexpr const char* kLeftOut = "frozen_left_out";
 
 std::set<std::string> frozen_names(const BoundModel& model);
 

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
 #include "checkpoint/background_save.h"
 #include "checkpoint/frozen_files.h"
@@ -29,7 +28,8 @@ using comm::Call;
 
 namespace {
 
-/// A parameter that the program replaced is saved with the value that the model has now, whole, by the first rank.
+/// A parameter that the program replaced is saved with the value that the model has now, whole, by the first rank
+/// that has it.
 void substitute(const std::vector<NamedTensor>& replaced, bool is_first, std::vector<checkpoint::Piece>& pieces) {
   for (const NamedTensor& now : replaced) {
     for (checkpoint::Piece& piece : pieces) {
@@ -58,27 +58,18 @@ void set_apart(const std::set<std::string>& frozen, std::vector<checkpoint::Piec
 /// Collective. Adds what the other stages know of their parameters by name.
 void merge_stages(engine::Stages& stages, nlohmann::json& state) {
   nlohmann::json own = nlohmann::json::object();
-  for (const char* key : {"parameter_steps", "parameter_numbers"}) {
+  for (const char* key : {"parameter_steps", "parameter_numbers", engine::kLeftOut}) {
     if (state.contains(key)) own[key] = state[key];
   }
+  std::set<std::string> left_out;
   for (const std::string& text : engine::texts_of_stages(stages, own.dump(), "collecting what stages save")) {
     const auto theirs = nlohmann::json::parse(text);
-    for (const auto& [key, entries] : theirs.items()) state[key].update(entries);
+    for (const auto& [key, entries] : theirs.items()) {
+      if (entries.is_object()) state[key].update(entries);
+    }
+    for (const std::string& name : theirs.value(engine::kLeftOut, std::set<std::string>())) left_out.insert(name);
   }
-}
-
-/// Collective over the mesh. Leaves out the buffers that a later stage has too, as it has those of modules without
-/// parameters: it runs more of the program, and saves them.
-void leave_to_later_stages(engine::Stages& stages, std::vector<NamedTensor>& buffers) {
-  std::string own;
-  for (const NamedTensor& buffer : buffers) own += buffer.name + "\n";
-  const auto texts = engine::texts_of_stages(stages, own, "comparing buffers with the other stages");
-  std::set<std::string> later;
-  for (auto stage = static_cast<size_t>(stages.index()) + 1; stage < texts.size(); ++stage) {
-    std::istringstream lines(texts[stage]);
-    for (std::string name; std::getline(lines, name);) later.insert(name);
-  }
-  std::erase_if(buffers, [&](const NamedTensor& buffer) { return later.count(buffer.name) != 0; });
+  if (state.contains(engine::kLeftOut)) state[engine::kLeftOut] = left_out;
 }
 
 /// Rounds moments where "bf16_moments" asks for it.
@@ -128,13 +119,11 @@ void Engine::Impl::check_saving(const std::string& directory) const {
   check_between_steps("save_checkpoint");
 }
 
-/// Refuses saves on which all stages would have to agree, but whose facts each knows for its own parameters alone.
-void Engine::Impl::check_save_of_stages(bool blocking, bool exclude_frozen) const {
-  const char* const what = !blocking        ? "beside training (blocking=False, checkpoint.async)"
-                           : exclude_frozen ? "without frozen parameters (exclude_frozen_parameters, \"trainable\")"
-                                            : nullptr;
-  TORCH_CHECK_VALUE(what == nullptr, "save_checkpoint of a pipeline: saving ", what,
-                    " is not supported yet; leave it out");
+/// Refuses saves whose outcome all stages would have to follow in their later steps.
+void Engine::Impl::check_save_of_stages(bool blocking) const {
+  TORCH_CHECK_VALUE(blocking,
+                    "save_checkpoint of a pipeline: saving beside training (blocking=False, checkpoint.async) is not "
+                    "supported yet; leave it out");
 }
 
 /// Agrees on what all ranks must know alike before they save: one nonce, and that they were asked for the same.
@@ -180,12 +169,12 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
     TORCH_CHECK_VALUE(!design.topology.slices.contains(now.name), "save_checkpoint: '", now.name,
                       "' was replaced, and is a slice of a parameter; copy into it instead, under no_grad");
   }
-  substitute(loose.replaced, channels.is_first(), snapshot.pieces);
-  // Ranks that share layers have the same buffers.
-  if (auto* const team = channels.tensor_team(); team && team->index() > 0) return snapshot;
+  substitute(loose.replaced, channels.data().index() == 0, snapshot.pieces);
   auto unbound = loose.buffers;
   unbound.insert(unbound.end(), loose.added.begin(), loose.added.end());
-  for (const NamedTensor& tensor : unbound) {
+  const auto* const team = channels.tensor_team();
+  const bool has_buffers = team == nullptr || team->index() == 0;  // ranks that share layers have the same ones
+  for (const NamedTensor& tensor : has_buffers ? unbound : std::vector<NamedTensor>()) {
     const auto role = checkpoint::Role::buffer(engine::buffer_coordinates_of(channels.mesh(), world.rank));
     snapshot.pieces.push_back(engine::buffer_piece(tensor, role, engine::readable(tensor.tensor).reshape({-1})));
   }
@@ -217,11 +206,11 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   const SaveContents contents = contents_of(options, config);
   const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
   if (auto* const stages = channels.stages()) {
-    check_save_of_stages(blocking, exclude_frozen);
-    leave_to_later_stages(*stages, loose.buffers);
-    merge_stages(*stages, state);
+    check_save_of_stages(blocking);
+    engine::leave_to_later_stages(*stages, loose.buffers);
   }
   checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};
+  if (auto* const stages = channels.stages()) merge_stages(*stages, state);
   if (contents == SaveContents::weights) {
     std::erase_if(plan.snapshot.pieces, [](const checkpoint::Piece& piece) { return piece.role.is_moment(); });
     state[engine::kWeightsOnly] = true;

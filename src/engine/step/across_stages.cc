@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <set>
+#include <sstream>
 
 #include "comm/texts.h"
 
@@ -50,6 +52,18 @@ bool any_stage(Stages& stages, bool failed, const char* what) {
 
 std::vector<std::string> texts_of_stages(Stages& stages, const std::string& own, const char* what) {
   return comm::exchange_texts(stages, own, {"checkpoint", what});
+}
+
+void leave_to_later_stages(Stages& stages, std::vector<NamedTensor>& buffers) {
+  std::string own;
+  for (const NamedTensor& buffer : buffers) own += buffer.name + "\n";
+  const auto texts = texts_of_stages(stages, own, "comparing buffers with the other stages");
+  std::set<std::string> later;
+  for (auto stage = static_cast<size_t>(stages.index()) + 1; stage < texts.size(); ++stage) {
+    std::istringstream lines(texts[stage]);
+    for (std::string name; std::getline(lines, name);) later.insert(name);
+  }
+  std::erase_if(buffers, [&](const NamedTensor& buffer) { return later.count(buffer.name) != 0; });
 }
 
 }  // namespace deeptide::engine

@@ -25,4 +25,8 @@ bool any_stage(Stages& stages, bool failed, const char* what);
 /// Collective over the mesh. Every stage's text, of any length, in the stages' order.
 std::vector<std::string> texts_of_stages(Stages& stages, const std::string& own, const char* what);
 
+/// Collective over the mesh. Leaves out the buffers that a later stage has too, as it has those of modules without
+/// parameters: it runs more of the program, and saves them.
+void leave_to_later_stages(Stages& stages, std::vector<NamedTensor>& buffers);
+
 }  // namespace deeptide::engine

@@ -28,6 +28,9 @@ FAMILIES = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GROUPED)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(tie_word_embeddings=True, **_GROUPED)),
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=4, **_GROUPED)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
+    ),
     "bert": lambda: transformers.BertForMaskedLM(
         transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_SIZES, **_TOKENS)
     ),

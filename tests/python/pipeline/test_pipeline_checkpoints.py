@@ -114,9 +114,8 @@ def save_untied(world, folder):
     model = PipelineModule(stages.layers(), 2, loss_fn=stages.loss_of, world=world)
     engine = deeptide.initialize(model=model, config=stages.config(1, GAS), world=world)[0]
     engine.train_batch(stages.batches(0, 1, 1, GAS))
-    for more, text in (({"blocking": False}, "beside training"), ({"contents": "trainable"}, "without frozen")):
-        with pytest.raises(ValueError, match=text):
-            engine.save_checkpoint(folder, tag="refused", **more)
+    with pytest.raises(ValueError, match="beside training"):
+        engine.save_checkpoint(folder, tag="refused", blocking=False)
     engine.save_checkpoint(folder)
 
 

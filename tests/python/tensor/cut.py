@@ -71,6 +71,8 @@ def whole(engine, role):
     states = {}
     for name, _ in engine.module.named_parameters():
         value = engine._core.full_state(name, role)
+        if value is None:  # it is frozen
+            continue
         states[name] = cuts[name].join(team.core.all_gather(value, "checkpoint")) if name in cuts else value
     return states
 

@@ -38,6 +38,16 @@ _GPT2 = {
     "eos_token_id": 2,
 }
 _NO_DROPOUT = {"bos_token_id": 1, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 _BERT = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 KINDS = {
     "llama": ("Llama", "ForCausalLM", _SIZES),
@@ -47,6 +57,13 @@ KINDS = {
     "phi3": ("Phi3", "ForCausalLM", _SIZES),
     "gpt_neox": ("GPTNeoX", "ForCausalLM", {**_BERT, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt2": ("GPT2", "LMHeadModel", {**_GPT2, **_NO_DROPOUT}),
+    "mixtral": ("Mixtral", "ForCausalLM", {**_SIZES, "num_local_experts": 4}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        "ForCausalLM",
+        {**_SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "t5": ("T5", "ForConditionalGeneration", _T5),
     "bert": ("Bert", "ForMaskedLM", {**_BERT, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}),
 }
 
@@ -130,8 +147,8 @@ def test_what_cannot_be_cut_is_refused_by_name():
         "num_key_value_heads is 2, which does not divide among 4 ranks; take parallel.tensor that divides it: 1, 2"
         in (refusal("llama", 4))
     )
-    plan = {"model.layers.*.mlp.up_proj": "moe_tp_experts"}
-    assert "'model.layers.0.mlp.up_proj' in the style \"moe_tp_experts\"" in refusal("llama", 1, {"_tp_plan": plan})
+    plan = {"model.layers.*.mlp.up_proj": "packed_colwise"}
+    assert "'model.layers.0.mlp.up_proj' in the style \"packed_colwise\"" in refusal("llama", 1, {"_tp_plan": plan})
     spec = {"patterns": [r"nothing\.weight"], "partition_type": "row"}
     assert "no layer of the model matches" in refusal("llama", 1, specs=[spec])
     spec = {"patterns": [r".*q_proj\.weight"], "partition_type": "diagonal"}

@@ -14,8 +14,17 @@ from conftest import run_processes, run_ranks
 import deeptide
 
 
-def compare(shared, whole, tensor, share, gas=1):
-    """`share`: of the largest, by which sums in parts and in bf16 may differ."""
+def few_turn_back(one, other, name):
+    """Adam moves an element by its gradient's sign, nearly: rounded in bf16, about one in a hundred has the other one.
+
+    Such an element ends at the other side of where it began, by as much; of small parameters one may.
+    """
+    turned = max(1, other.numel() // 100)
+    assert (one - other).norm() <= 2 * (turned / other.numel()) ** 0.5 * other.norm(), name
+
+
+def compare(shared, whole, tensor, share, bf16=False):
+    """`share`: of the largest, by which sums in parts, and in bf16, may differ."""
     before = cut.whole_states()
     for rank, (losses, norms, weights) in enumerate(shared):
         expected = whole[rank // tensor]
@@ -25,7 +34,8 @@ def compare(shared, whole, tensor, share, gas=1):
         assert weights.keys() == expected[2].keys()
         for name in weights:
             assert torch.equal(weights[name], shared[0][2][name]), name
-            cut.near(cut.moved(name, before, weights), cut.moved(name, before, expected[2]), 40 * share, name)
+            moves = cut.moved(name, before, weights), cut.moved(name, before, expected[2])
+            few_turn_back(*moves, name) if bf16 else cut.near(*moves, 40 * share, name)
 
 
 def both(tensor, data, stage, gas=1, **more):
@@ -38,7 +48,29 @@ def both(tensor, data, stage, gas=1, **more):
 @pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_shared_model_trains_as_the_whole_one(mesh, stage, gas, bf16):
-    compare(*both(*mesh, stage, gas, bf16=bf16), mesh[0], 2e-2 if bf16 else 1e-5)
+    compare(*both(*mesh, stage, gas, bf16=bf16), mesh[0], 5e-3 if bf16 else 1e-5, bf16)
+
+
+def gradients(world, settings):
+    model = models.make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    engine.backward(engine(*models.batches(1, cut.MICRO)[0]))
+    return cut.whole(engine, "gradient")
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_sums_in_parts_lose_nothing_in_bf16(tensor):
+    """The gradient of a model that is cut is as near to that in fp32 as the whole model's is."""
+    exact = run_ranks(1, gradients, cut.config(0, 1))[0]
+
+    def error(ranks):
+        found = run_ranks(ranks, gradients, cut.config(0, ranks, bf16=True))[0]
+        return sum((found[name] - value).square().sum().item() for name, value in exact.items()) ** 0.5
+
+    assert 0 < error(tensor) <= 1.15 * error(1)  # one bit less in each sum: 1.23 and 1.26
 
 
 @pytest.mark.parametrize("stage", [0, 3])
