@@ -105,7 +105,7 @@ def write_directly(path, num_bytes):
 
 
 def read_directly(path):
-    """As write_directly."""
+    """Two threads, as write_directly has."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(file).st_size
 
@@ -188,7 +188,7 @@ def rounds_of(trainer, state, options, rank):
 
 
 def reads_of(trainer, state, options, rank):
-    """Of what the last round has left."""
+    """Reads what the last round of saves has left."""
     folder = options.folder
     for _ in range(options.rounds):
         for name, read in (
