@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
-.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz bench lint tidy format docs
+.PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz fuzz-files bench lint tidy format docs
 .PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
@@ -118,6 +118,11 @@ MOST ?= 5
 test-deepspeed-units: build  ## DeepSpeed's own unit tests on Deeptide under its name (DIR=…, PYTHON=…, FILES="…", MOST=cases per test)
 	@PYTHONPATH=$(abspath $(BUILD))/python PATH=$(abspath $(BUILD))/bin:$$PATH MOST=$(MOST) $(PYTHON) \
 	  tests/deepspeed/run_units.py $(DIR) $(FILES)
+
+READER_SECONDS ?= 60
+fuzz-files: sanitize-asan  ## Fuzz the readers of safetensors, manifests and pickles (READER_SECONDS=60 each)
+	@$(CMAKE) --preset asan -DDEEPTIDE_FUZZ_SECONDS=$(READER_SECONDS) >/dev/null
+	@$(CTEST) --test-dir build-asan --output-on-failure -L fuzz
 
 # Programs of user actions on the engine and on plain torch: docs/testing.md. ARGS: --seed 7, --program file.json, …
 FUZZ_SECONDS ?= 3600

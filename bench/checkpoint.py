@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times saves of a sharded model's state beside a plain direct write, torch.save and torch's DCP; prints Markdown."""
+"""Times saves, loads and exports of a sharded model's state beside plain direct transfers, torch and DCP: Markdown."""
 
 import argparse
 import logging
@@ -27,7 +27,10 @@ LEGEND = """\
 2 ranks, bf16, AdamW, stage 2: each rank's masters and moments. GB/s: of both ranks' bytes, from the call until all is
 durable. Stall: training stands still in the call, in ms per GB of both ranks' bytes. Step: the steps beside a save, as
 a multiple of those without one. Medians over the rounds, whose entries follow one another. The direct write has the
-same files and block size, two blocks under way per rank. torch.save ends with fsync, as DCP does."""
+same files and block size, two blocks under way per rank. torch.save ends with fsync, as DCP does. Memory: the peak of
+a rank's resident memory in the call beyond what it had before, in percent of its state. Reads begin with no page of the
+files in memory; a load of Deeptide compares every block with its hash first. An export is of weights in fp32, from
+masters, by rank 0 alone, its bytes counted once; so is its direct write."""
 BLOCK = 8 << 20
 
 
@@ -72,12 +75,14 @@ class Trainer:
 
 
 def timed(work):
+    """(seconds until all ranks are done, seconds of the call, None, this rank's peak of memory in bytes)."""
     dist.barrier()
     start = time.perf_counter()
-    work()
+    with Peak() as peak:
+        work()
     call = time.perf_counter() - start
     dist.barrier()
-    return time.perf_counter() - start, call
+    return time.perf_counter() - start, call, None, peak.bytes
 
 
 def write_directly(path, num_bytes):
@@ -99,6 +104,50 @@ def write_directly(path, num_bytes):
     os.close(file)
 
 
+def read_directly(path):
+    """Two threads, as write_directly has."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    size = os.fstat(file).st_size
+
+    def read(first):
+        block = mmap.mmap(-1, BLOCK)
+        for at in range(first * BLOCK, size, 2 * BLOCK):
+            os.preadv(file, [block], at)
+
+    threads = [threading.Thread(target=read, args=(first,)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(file)
+
+
+def forget_pages(folder):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def resident_bytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
+
+
+class Peak:
+    """The peak of this process's memory beyond what it had, in bytes."""
+
+    def __enter__(self):
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = resident_bytes("VmRSS:")
+        return self
+
+    def __exit__(self, *ignored):
+        self.bytes = resident_bytes("VmHWM:") - self.before
+
+
 def save_by_torch(state, path):
     with path.open("wb") as file:
         torch.save(state, file)
@@ -107,7 +156,7 @@ def save_by_torch(state, path):
 
 
 def beside(trainer, begin, is_over, alone):
-    """(seconds until it is over, seconds of the call, steps' mean as a multiple of `alone`)."""
+    """(seconds until it is over, seconds of the call, steps' mean as a multiple of `alone`, None)."""
     dist.barrier()
     start = time.perf_counter()
     begin()
@@ -119,7 +168,7 @@ def beside(trainer, begin, is_over, alone):
         over = torch.tensor(int(saved or is_over()))
         dist.all_reduce(over, dist.ReduceOp.MIN)
         if over:
-            return time.perf_counter() - start, call, sum(steps) / len(steps) / alone
+            return time.perf_counter() - start, call, sum(steps) / len(steps) / alone, None
 
 
 def rounds_of(trainer, state, options, rank):
@@ -127,15 +176,80 @@ def rounds_of(trainer, state, options, rank):
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     for _ in range(options.rounds):
         alone = median(trainer.step()[0] for _ in range(3))
-        yield "direct write", *timed(lambda: write_directly(folder / f"direct.{rank}", num_bytes)), None
-        yield "Deeptide", *timed(lambda: trainer.engine.save_checkpoint(folder, "ours", blocking=True)), None
+        yield "direct write", *timed(lambda: write_directly(folder / f"direct.{rank}", num_bytes))
+        yield "Deeptide", *timed(lambda: trainer.engine.save_checkpoint(folder, "ours", blocking=True))
         begin = lambda: trainer.engine.save_checkpoint(folder, "ours", blocking=False)  # noqa: E731
         yield "Deeptide, beside", *beside(trainer, begin, lambda: False, alone)
-        yield "torch.save", *timed(lambda: save_by_torch(state, folder / f"torch.{rank}")), None
-        yield "DCP", *timed(lambda: dcp.save(state, checkpoint_id=str(folder / "dcp"))), None
+        yield "torch.save", *timed(lambda: save_by_torch(state, folder / f"torch.{rank}"))
+        yield "DCP", *timed(lambda: dcp.save(state, checkpoint_id=str(folder / "dcp")))
         futures = []
         begin = lambda: futures.append(dcp.async_save(state, checkpoint_id=str(folder / "dcp")))  # noqa: B023, E731
         yield "DCP, async", *beside(trainer, begin, lambda: futures[0].done(), alone)  # noqa: B023
+
+
+def reads_of(trainer, state, options, rank):
+    """Reads what the last round of saves has left."""
+    folder = options.folder
+    for _ in range(options.rounds):
+        for name, read in (
+            ("direct read", lambda: read_directly(folder / f"direct.{rank}")),
+            ("Deeptide, load", lambda: trainer.engine.load_checkpoint(folder, "ours")),
+            ("torch.load", lambda: torch.load(folder / f"torch.{rank}")),
+            ("DCP, load", lambda: dcp.load(state, checkpoint_id=str(folder / "dcp"))),
+        ):
+            forget_pages(folder)
+            yield name, *timed(read)
+
+
+def exports_of(trainer, options, rank):
+    """By one process, as `deeptide checkpoint export` runs: of weights alone."""
+    num_bytes = 4 * sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    for _ in range(options.rounds if rank == 0 else 0):
+        forget_pages(options.folder)
+        start = time.perf_counter()
+        with Peak() as peak:
+            deeptide.checkpoint.export(options.folder / "ours", options.folder / "export", dtype="fp32")
+            forget_pages(options.folder / "export")  # durable
+        yield "export", num_bytes, time.perf_counter() - start, peak.bytes
+        start = time.perf_counter()
+        write_directly(options.folder / "direct.export", num_bytes)
+        yield "direct write", num_bytes, time.perf_counter() - start, 0
+    dist.barrier()
+
+
+def print_reads(found, gigabytes, state_bytes):
+    print("\n| | GB/s | of the direct read | memory |\n|---|---|---|---|")
+    base = median(gigabytes / total for total, *_ in found["direct read"])
+    for name, figures in found.items():
+        speed = median(gigabytes / total for total, *_ in figures)
+        memory = 100 * median(peak for *_, peak in figures) / state_bytes
+        print(f"| {name} | {speed:.2f} | {100 * speed / base:.0f} % | {memory:.0f} % |")
+
+
+def print_exports(found):
+    print("\n| | GB/s | memory, MiB |\n|---|---|---|")
+    for name, figures in found.items():
+        speed = median(num_bytes / 1e9 / seconds for num_bytes, seconds, _ in figures)
+        print(f"| {name} | {speed:.2f} | {median(peak for *_, peak in figures) / 2**20:.0f} |")
+
+
+def collected(rows):
+    found = {}
+    for name, *figures in rows:
+        found.setdefault(name, []).append(figures)
+    return found
+
+
+def print_saves(found, gigabytes, state_bytes):
+    print(f"{LEGEND}\n\n{gigabytes:.2f} GB\n")
+    print("| | GB/s | of the direct write | stall, ms per GB | step | memory |\n|---|---|---|---|---|---|")
+    base = median(gigabytes / total for total, *_ in found["direct write"])
+    for name, figures in found.items():
+        speed = median(gigabytes / total for total, *_ in figures)
+        stall = 1000 * median(call for _, call, *_ in figures) / gigabytes
+        step = "" if figures[0][2] is None else f"{median(step for _, _, step, _ in figures):.2f}"
+        memory = "" if figures[0][3] is None else f"{100 * median(peak for *_, peak in figures) / state_bytes:.0f} %"
+        print(f"| {name} | {speed:.2f} | {100 * speed / base:.0f} % | {stall:.0f} | {step} | {memory} |")
 
 
 def run_rank(options):
@@ -148,20 +262,14 @@ def run_rank(options):
     trainer.step()
     numel = sum(parameter.numel() for parameter in trainer.engine.module.parameters()) // 2
     state = {f"{name}.{rank}": torch.randn(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
-    gigabytes = 2 * sum(tensor.nbytes for tensor in state.values()) / 1e9
-    found = {}
-    for name, *figures in rounds_of(trainer, state, options, rank):
-        found.setdefault(name, []).append(figures)
-    if rank != 0:
-        return
-    print(f"{LEGEND}\n\n{gigabytes:.2f} GB\n")
-    print("| | GB/s | of the direct write | stall, ms per GB | step |\n|---|---|---|---|---|")
-    base = median(gigabytes / total for total, _, _ in found["direct write"])
-    for name, figures in found.items():
-        speed = median(gigabytes / total for total, _, _ in figures)
-        stall = 1000 * median(call for _, call, _ in figures) / gigabytes
-        step = "" if figures[0][2] is None else f"{median(step for *_, step in figures):.2f}"
-        print(f"| {name} | {speed:.2f} | {100 * speed / base:.0f} % | {stall:.0f} | {step} |")
+    state_bytes = sum(tensor.nbytes for tensor in state.values())
+    saves = collected(rounds_of(trainer, state, options, rank))
+    reads = collected(reads_of(trainer, state, options, rank))
+    exports = collected(exports_of(trainer, options, rank))
+    if rank == 0:
+        print_saves(saves, 2 * state_bytes / 1e9, state_bytes)
+        print_reads(reads, 2 * state_bytes / 1e9, state_bytes)
+        print_exports(exports)
 
 
 def main():

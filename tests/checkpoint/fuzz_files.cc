@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // A libFuzzer target: whatever a manifest, a rank's table or a shard's header says, reading it ends in a value or in a
-// CheckpointError. Built with clang's sanitizers alone; ctest runs it for half a minute.
+// CheckpointError. Built with clang's sanitizers alone; ctest runs it for some seconds.
 #include <sys/mman.h>
 #include <unistd.h>
 
