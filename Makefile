@@ -178,7 +178,9 @@ bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipe
 bench-less: build  ## Less work: sparse attention and output, the transformer layer, schedules to a held-out loss (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_operators.py $(ARGS)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/sparse_output.py
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_training.py
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/sparse_bert.py
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_step.py
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_training.py --seeds 5 --steps 150 --every 25 --width 128 --context 128
 
 bench-startup: build  ## Import, and initialize of a 319 M model (ARGS=…)
 	@PYTHON=$(abspath $(PYTHON)) bench/run.sh startup.py --deeptide $(abspath $(BUILD))/python $(ARGS)

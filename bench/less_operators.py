@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention beside dense, and the transformer layer beside Transformers' BERT layer, forward and backward.
 
-Ways alternate in one process, and the median counts. --only names one of the two parts.
+Ways alternate in one process, and the median counts. Memory is what a forward and backward adds to the process at most.
+--only names one of the parts: attention over lengths, over densities at one length, or the layer.
 """
 
 import argparse
@@ -19,7 +20,19 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.models.bert.modeling_bert import BertLayer
 
+import memory
 import output
+
+
+def mebibytes(function, inputs, forward=False):
+    """The most that one pass adds to the process's memory."""
+    for x in inputs:
+        x.grad = None
+    _C.release_idle_cpu_memory()
+    memory.reset_peak_rss()
+    before = memory.peak_rss()
+    milliseconds(function, inputs, forward)
+    return (memory.peak_rss() - before) / 2**20
 
 
 def milliseconds(function, inputs, forward=False):
@@ -91,14 +104,42 @@ def attention(options, record):
             # flex_attention has no backward on a CPU: it is compared forward alone.
             taken, refused = medians(ways, inputs, options.runs, forward=("flex", "sparse forward"))
             share = layout.float().mean().item()
+            held = {way: mebibytes(ways[way], inputs) for way in ("dense", "sparse") if way not in refused}
+            taken |= {f"{way} MiB": size for way, size in held.items()}
             record["attention"].append({"length": length, "layout": name, "share": share, **taken, "refused": refused})
             named = ("dense", "sparse", "flex", "sparse forward")
             cells = [f"{taken[way]:.1f}" if taken.get(way) else refused.get(way, "-") for way in named]
             ratio = f"{taken['dense'] / taken['sparse']:.2f}" if taken["dense"] else "-"
-            rows.append([length, name, f"{100 * share:.1f} %", *cells[:2], ratio, *cells[2:]])
-    both = ["dense (SDPA), ms", "sparse, ms", "dense / sparse"]
+            sizes = [f"{held[way]:.0f}" if way in held else "-" for way in ("dense", "sparse")]
+            rows.append([length, name, f"{100 * share:.1f} %", *cells[:2], ratio, *sizes, *cells[2:]])
+    both = ["dense (SDPA), ms", "sparse, ms", "dense / sparse", "dense, MiB", "sparse, MiB"]
     header = ["length", "layout", "blocks", *both, "flex_attention forward, ms", "sparse forward, ms"]
     return output.table(header, rows)
+
+
+def densities(options, record):
+    """Layouts of random blocks at one length: the density below which sparse attention takes less time."""
+    length, rows = options.density_length, []
+    blocks = length // options.block
+    shape = (1, options.heads, length, options.head_width)
+    q, k, v = inputs = [torch.randn(shape).to(options.dtype).requires_grad_() for _ in range(3)]
+    for share in options.densities:
+        generator = torch.Generator().manual_seed(0)
+        layout = (torch.rand(options.heads, blocks, blocks, generator=generator) < share).long()
+        layout.diagonal(dim1=1, dim2=2).fill_(1)  # no row is empty
+        ways = {
+            "dense": lambda: F.scaled_dot_product_attention(q, k, v),
+            "sparse": lambda layout=layout: sparse_attention(q, k, v, layout, options.block),
+        }
+        taken, _ = medians(ways, inputs, options.runs)
+        density, ratio = layout.float().mean().item(), taken["dense"] / taken["sparse"]
+        record["densities"].append({"length": length, "density": density, **taken})
+        rows.append([f"{100 * density:.1f} %", f"{taken['dense']:.1f}", f"{taken['sparse']:.1f}", f"{ratio:.2f}"])
+    wins = [row[0] for row in rows if float(row[3]) > 1]
+    best = (
+        f"At length {length} sparse attention takes less time up to a density of {wins[-1] if wins else 'none tried'}."
+    )
+    return output.table(["density", "dense (SDPA), ms", "sparse, ms", "dense / sparse"], rows) + best + "\n"
 
 
 def layers(options, hidden, dropout):
@@ -143,8 +184,10 @@ def transformer(options, record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=["attention", "layer"])
+    parser.add_argument("--only", choices=["attention", "densities", "layer"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--density-length", type=int, default=4096)
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0])
     parser.add_argument("--flex-until", type=int, default=4096, help="uncompiled it keeps all scores")
     parser.add_argument("--compile", action="store_true", help="flex_attention by torch.compile")
     parser.add_argument("--heads", type=int, default=8)
@@ -158,11 +201,11 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     output.add_arguments(parser, "less-operators")
     options = parser.parse_args()
-    record = {**output.new_record(), "attention": [], "layer": []}
+    record = {**output.new_record(), "attention": [], "densities": [], "layer": []}
     options.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.set_num_threads(options.threads)
     _C.install_cpu_allocator()  # for all alike
-    parts = {"attention": attention, "layer": transformer}
+    parts = {"attention": attention, "densities": densities, "layer": transformer}
     text = output.head("Operators that do less", record, "Forward and backward, the median of interleaved runs.")
     for name, part in parts.items():
         if options.only in (None, name):

@@ -3,12 +3,15 @@
 """How long a GPT trains until a held-out loss, with all of the work and with less: a Markdown table.
 
 Each way trains anew from the same weights over the same batches of a text, in turns; the time of evaluations does not
-count. --text: a file; by default the sources of torch that are installed.
+count. The text is the demo's, Python's standard library; --text names another file. --seeds: so many runs of each way,
+whose target is what all of the work reaches with the same seed; the table has medians, and how many met the target.
 """
 
 import argparse
 import dataclasses
 import math
+import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -32,22 +35,24 @@ class Cut(model.GPT):
 def text_of(path):
     if path is not None:
         return path.read_bytes()
-    files = sorted(Path(torch.__file__).parent.glob("nn/**/*.py"))
-    return b"\n".join(file.read_bytes() for file in files)
+    sys.path.insert(0, str(output.ROOT / "examples" / "gpt"))
+    from corpus import read_text, standard_library
+
+    return read_text(standard_library())
 
 
 class Corpus:
     """Bytes as tokens; the last tenth is held out."""
 
     def __init__(self, options):
-        data = torch.tensor(list(text_of(options.text)), dtype=torch.long)
+        data = torch.frombuffer(bytearray(text_of(options.text)), dtype=torch.uint8)
         cut = len(data) - len(data) // 10
         self.seen, self.held_out, self.options = data[:cut], data[cut:], options
 
     def batch(self, data, seed):
         length, generator = self.options.context, torch.Generator().manual_seed(seed)
         begins = torch.randint(0, len(data) - length - 1, (self.options.batch,), generator=generator)
-        rows = torch.stack([data[b : b + length + 1] for b in begins])
+        rows = torch.stack([data[b : b + length + 1] for b in begins]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -85,8 +90,8 @@ def sections(options):
     }
 
 
-def start(options, section):
-    torch.manual_seed(1)
+def start(options, section, seed):
+    torch.manual_seed(1 + seed)
     size = dataclasses.replace(
         SIZES["46m"], vocabulary=256, context=options.context, width=options.width, layers=options.layers, heads=4
     )
@@ -109,11 +114,11 @@ def held_out_loss(engine, corpus, options):
     return sum(losses) / len(losses)
 
 
-def train(options, corpus, section):
+def train(options, corpus, section, seed):
     """[(step, seconds, held-out loss)]."""
-    engine, spent, curve = start(options, section), 0.0, []
+    engine, spent, curve = start(options, section, seed), 0.0, []
     for step in range(options.steps):
-        batch = corpus.batch(corpus.seen, step)
+        batch = corpus.batch(corpus.seen, 1_000_000 * seed + step)
         begin = time.perf_counter()
         engine.backward(engine(*batch))
         engine.step()
@@ -122,6 +127,22 @@ def train(options, corpus, section):
             curve.append((step + 1, spent, held_out_loss(engine, corpus, options)))
     engine.destroy()
     return curve
+
+
+def reached(curve, target):
+    """(step, seconds) at which a run met the target; None: it did not."""
+    return next(((step, s) for step, s, loss in curve if loss <= target and math.isfinite(loss)), None)
+
+
+def row_of(name, curves, targets):
+    """One way's line: medians over its seeds."""
+    met = [point for curve, target in zip(curves, targets) if (point := reached(curve, target))]
+    step, seconds = (f"{statistics.median(column):.1f}" for column in zip(*met)) if met else ("-", "-")
+    last = [curve[-1] for curve in curves]
+    losses = [loss for _, _, loss in last]
+    whole = statistics.median(seconds for _, seconds, _ in last)
+    spread = f"{statistics.median(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
+    return [name, f"{len(met)} of {len(curves)}", step, seconds, f"{whole:.1f}", spread]
 
 
 def main():
@@ -136,23 +157,21 @@ def main():
     parser.add_argument("--every", type=int, default=50, help="steps between two evaluations")
     parser.add_argument("--evaluations", type=int, default=8, help="batches of one")
     parser.add_argument("--target", type=float, help="held-out loss; by default what all of the work reaches at last")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each way, in turns")
     parser.add_argument("--threads", type=int, default=1)
     output.add_arguments(parser, "less-training")
     options = parser.parse_args()
     record = output.new_record()
     torch.set_num_threads(options.threads)
     corpus = Corpus(options)
-    curves = {name: train(options, corpus, section) for name, section in sections(options).items()}
-    target = options.target if options.target is not None else curves["all of it"][-1][2]
-    record.update(target=target, curves=curves)
-    rows = []
-    for name, curve in curves.items():
-        reached = next(((step, s) for step, s, loss in curve if loss <= target and math.isfinite(loss)), None)
-        step, seconds = reached if reached else ("not reached", None)
-        rows.append(
-            [name, step, "-" if seconds is None else f"{seconds:.1f}", f"{curve[-1][1]:.1f}", f"{curve[-1][2]:.4f}"]
-        )
-    header = ["way", f"steps to {target:.4f}", "seconds to it", "seconds for all steps", "last held-out loss"]
+    curves = {name: [] for name in sections(options)}
+    for seed in range(options.seeds):
+        for name, section in sections(options).items():
+            curves[name].append(train(options, corpus, section, seed))
+    targets = [options.target or curve[-1][2] for curve in curves["all of it"]]
+    record.update(targets=targets, curves=curves)
+    rows = [row_of(name, runs, targets) for name, runs in curves.items()]
+    header = ["way", "target met", "steps to it", "seconds to it", "seconds for all steps", "last held-out loss"]
     text = output.head("Training with less work", record, "Seconds of steps alone, evaluations left out.")
     output.write(options, text + "\n" + output.table(header, rows), record)
 

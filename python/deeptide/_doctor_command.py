@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,6 +25,7 @@ from deeptide._run_record import Run
 
 _STEPS = 3  # of every rank, whose mean counts
 _LIMIT_S = 120.0
+_OF_HOSTS = ("--ssh_port", "--launcher_args", "--venv_script")  # by which the launcher reaches them
 _FAR = 2.0  # times as long as the machine needs: then something else limits
 
 
@@ -144,7 +145,14 @@ def _seconds(value: float) -> str:
     return f"{value:.4f} s" if value else "-"
 
 
-def table(step: Step, machine: Machine) -> str:
+def ranks_of(hostfile: str) -> tuple[int, int]:
+    """(ranks, hosts) of a job on a hostfile's hosts; the launcher checks the file."""
+    lines = [line.split("#")[0].strip() for line in Path(hostfile).read_text().splitlines()]
+    slots = [int(found[1]) if (found := re.search(r"slots\s*=\s*(\d+)", line)) else 1 for line in lines if line]
+    return sum(slots), len(slots)
+
+
+def table(step: Step, machine: Machine, hosts: int = 1) -> str:
     """One line for each part of the machine."""
     needs_link = step.sent_bytes / machine.link_bytes if machine.link_bytes else 0.0
     drive = f"{_amount(machine.write_bytes, 'B/s')} / {_amount(machine.read_bytes, 'B/s')}"
@@ -166,7 +174,7 @@ def table(step: Step, machine: Machine) -> str:
             f"and {_seconds(step.optimizer)} in the optimizer",
         ),
         (
-            f"link between {step.ranks} ranks here",
+            f"link between {step.ranks} ranks " + ("here" if hosts == 1 else f"on {hosts} hosts"),
             _amount(machine.link_bytes, "B/s"),
             _amount(step.sent_bytes, "B"),
             _seconds(needs_link),
@@ -231,16 +239,27 @@ def main() -> int:
     parser.add_argument("--launcher", required=True, help="the deeptide command")
     parser.add_argument("--folder", default=".", help="on the drive to measure")
     parser.add_argument("--pause", action="store_true", help="stop a live job while the machine is measured")
+    parser.add_argument("--hostfile", help="of the job: its hosts are measured together")
+    for name in _OF_HOSTS:
+        parser.add_argument(name, help="as of the job, with --hostfile")
     given = parser.parse_args()
     is_live = not Path(given.job).exists()
     try:
         step = watch(given.launcher, given.job) if is_live else step_of_record(Run(given.job))
+        where, hosts = ["--num_ranks", str(step.ranks)], 1
+        if given.hostfile:
+            where = ["--hostfile", given.hostfile]
+            ranks, hosts = ranks_of(given.hostfile)
+            step = replace(step, ranks=ranks)
+        for name in _OF_HOSTS:
+            value = vars(given)[name.removeprefix("--")]
+            where += [f"{name}={value}"] if value else []
         with paused(given.job if is_live and given.pause else None):
-            machine = measure(given.launcher, step.ranks, step.dtype, given.folder)
+            machine = measure(given.launcher, where, step.dtype, given.folder)
     except (OSError, ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(table(step, machine))
+    print(table(step, machine, hosts))
     if is_live and not given.pause:
         print("The machine was measured beside the job, which took its share; --pause stops the job meanwhile.")
     print(verdict(step, machine))

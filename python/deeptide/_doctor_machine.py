@@ -34,9 +34,12 @@ class Machine:
     read_bytes: float
 
 
-def measure(launcher: str, ranks: int, dtype: str, folder: str) -> Machine:
-    """Starts a job of `ranks` on this machine. Errors: RuntimeError with what a measurement printed."""
-    words = ["-q", "--num_ranks", str(ranks), "--python", sys.executable, "--module", "deeptide._doctor_machine", dtype]
+def measure(launcher: str, where: list[str], dtype: str, folder: str) -> Machine:
+    """Starts a job; the drive is this machine's. Errors: RuntimeError with what a measurement printed.
+
+    where: the launcher's options that say how many ranks it has, and on which hosts.
+    """
+    words = ["-q", *where, "--python", sys.executable, "--module", "deeptide._doctor_machine", dtype]
     lines = [json.loads(line[line.index("{") :]) for line in _run(launcher, *words).splitlines() if "{" in line]
     drive = [_run(launcher, "bench", "io", "--folder", folder, *_DRIVE, *way) for way in ((), ("--read",))]
     write, read = (float(re.findall(r": ([\d.]+) GB/s", text)[0]) * 1e9 for text in drive)

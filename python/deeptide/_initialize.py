@@ -139,6 +139,13 @@ def cut(
     return cut_by_blocks(model, config, stages, optimizer, parameters, world, share)
 
 
+def tuned(config: Config, optimizer: Any) -> Config:
+    """The configuration of this run, where `deeptide tune` runs the script and this engine trains."""
+    if tuning_run is None or (optimizer is None and config.optimizer.defaults.optimizer is None):
+        return config
+    return tuning_run.configure(config)
+
+
 def _kind_for(model: torch.nn.Module) -> type[Engine]:
     if not is_pipeline(model):
         return Engine
@@ -177,7 +184,7 @@ def initialize(
     model = check_model(model)
     if mesh_param is not None:
         raise ConfigError("mesh_param is not supported yet; give the axes as parallel.tensor and parallel.pipeline")
-    config = load_config(config, args, config_params)
+    config = tuned(load_config(config, args, config_params), optimizer)
     with cut(model, config, optimizer, model_parameters, world) as own:
         plan = plan_optimizer(model, parameter_names(model), config, optimizer, own)
         return make_engine(
@@ -216,7 +223,7 @@ def make_engine(
     stages = _stages(config, model)
     team = _tensor_team(config, model, world, stages, mpu)
     if tuning_run is not None and plan is not None:
-        kind, config = tuning_run.begin(kind, model, config, plan, world)
+        kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
     loader = _loader(training_data, collate_fn, config, _data_world(world, stages, team.size if team else 1))
     if plan is not None:
         placed = {id(p) for group in plan.param_groups for p in group["params"]}

@@ -37,21 +37,30 @@ class TuningRun:
         self.wanted = wanted
         self.finished = False
 
+    def configure(self, config: Config) -> Config:
+        """The configuration of this run. Before the model is cut, as the run's mesh may ask."""
+        return config if self.wanted["mode"] == "survey" else config.merged(json.dumps(self.wanted["patch"]))
+
     def begin(
-        self, kind: type[Engine], model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: World
-    ) -> tuple[type[Engine], Config]:
-        """The engine's class and its configuration; a survey ends the script here."""
+        self,
+        kind: type[Engine],
+        model: torch.nn.Module,
+        config: Config,
+        plan: OptimizerPlan,
+        world: World,
+        shared: int,
+    ) -> type[Engine]:
+        """The engine's class; a survey ends the script here. `shared`: ranks that have one replica together."""
         _initialize.tuning_run = None
         if self.wanted["mode"] == "survey":
-            self.end(world, _survey(model, config, plan, world))
-        config = config.merged(json.dumps(self.wanted["patch"]))
+            self.end(world, _survey(model, config, plan, world, shared))
         if "recomputes" in self.wanted:
             set_recomputation(model, self.wanted["recomputes"])
         if self.wanted["mode"] == "train":
             self.finished = True
-            return kind, config
-        clock = _StepClock(self, world, config, device_of(model))
-        return type(kind.__name__, (_Timed, kind), {"_step_clock": clock}), config
+            return kind
+        clock = _StepClock(self, world, config, device_of(model), shared)
+        return type(kind.__name__, (_Timed, kind), {"_step_clock": clock})
 
     def end(self, world: World, result: dict[str, Any]) -> NoReturn:
         """Writes the result on rank 0, and ends the script on all ranks. Collective."""
@@ -63,17 +72,18 @@ class TuningRun:
         raise SystemExit(0)
 
 
-def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: World) -> dict[str, Any]:
+def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: World, shared: int) -> dict[str, Any]:
     """The configuration, the batch and what each setting would take. Nothing is allocated."""
     if json.loads(_C.config_section(config, "elasticity"))["enabled"]:
         raise ConfigError('deeptide tune: "elasticity" decides the batch sizes; take that section out')
-    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    ranks_per_host, num_batches = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), world.size // shared
     options = _C.InitOptions(None, plan.core_groups(config), plan.override, None, plan.custom)
     described = describe(model)
     machine = _C.MachineLimits(_MOST_BYTES, "nothing", folders=_C.machine_limits(_C.offload_folders(config)).folders)
-    found = _C.plan_choices(described, config, options, world.size, ranks_per_host, machine)
-    own = _C.plan(described, config, options, world.size, ranks_per_host)
-    batch = config.batch_sizes(world.size)
+    on_host = max(ranks_per_host // shared, 1)
+    found = _C.plan_choices(described, config, options, num_batches, on_host, machine)
+    own = _C.plan(described, config, options, num_batches, on_host)
+    batch = config.batch_sizes(num_batches)
     given = json.loads(config.merged("{}").text)
     mappings = given.get("autotuning", {}).get("arg_mappings", {})
     return {
@@ -81,6 +91,7 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
         "origin": config.origin,
         "autotuning": json.loads(_C.config_section(config, "autotuning")) | {"arg_mappings": mappings},
         "world": world.size,
+        "shared": shared,
         "ranks_per_host": ranks_per_host,
         "device": device_of(model).type,
         "device_bytes": _device_bytes(device_of(model)),
@@ -89,6 +100,7 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
         "recomputes": recomputes(model),
         "stage": config.zero.stage,
         "bytes": _bytes(own),
+        "meshes": _meshes(model, world) if shared == 1 else [],
         "choices": [
             {
                 "name": each.name,
@@ -99,6 +111,27 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
             for each in found
         ],
     }
+
+
+def _meshes(model: torch.nn.Module, world: World) -> list[dict[str, Any]]:
+    """The meshes that this many ranks can form beside the data axis alone, and what the model has against them."""
+    found: list[dict[str, Any]] = []
+    for size in (size for size in range(2, world.size + 1) if world.size % size == 0):
+        found += [{"axis": "pipeline", "size": size, "why_not": _why_no_pipeline(model, size)}]
+        found += [{"axis": "tensor", "size": size, "why_not": ""}]
+    return found
+
+
+def _why_no_pipeline(model: torch.nn.Module, stages: int) -> str:
+    from deeptide.pipeline.blocks import find_blocks
+
+    if _initialize.is_pipeline(model):
+        return "the program cuts its PipelineModule itself"
+    try:
+        find_blocks(model, stages)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _bytes(core: _C.MemoryPlan) -> dict[str, int]:
@@ -116,9 +149,11 @@ def _device_bytes(device: torch.device) -> int:
 class _StepClock:
     """Times the measured steps, and counts samples and memory on the way."""
 
-    def __init__(self, run: TuningRun, world: World, config: Config, device: torch.device) -> None:
+    def __init__(self, run: TuningRun, world: World, config: Config, device: torch.device, shared: int) -> None:
         self._run, self._world, self._device = run, world, device
-        self._batch = config.batch_sizes(world.size)
+        self._num_batches = world.size // shared
+        self._batch = config.batch_sizes(self._num_batches)
+        self.uses_train_batch = False
         self._ends: list[float] = []
         self._samples = 0  # of this step, as forward sees them
         self._counted: list[int] = []
@@ -145,13 +180,14 @@ class _StepClock:
         times = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)][first - 1 :]
         counted = self._counted[-1]
         expected = self._batch.micro * self._batch.accumulation
-        samples = (counted or expected) * self._world.size
+        samples = (counted or expected) * self._num_batches
         seconds = statistics.median(times)
         return {
             "step_s": seconds,
             "samples_per_s": samples / seconds,
             "samples": samples,
             "follows": counted in (0, expected),
+            "train_batch": self.uses_train_batch,
             "grown_bytes": max(_resident_bytes() - self._resident_before, 0),
             "device_bytes": _device_peak(self._device),
         }
@@ -177,6 +213,10 @@ class _Timed(Engine):
         if self.module.training:
             self._step_clock.see_batch([*args, *kwargs.values()])
         return super().forward(*args, **kwargs)
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._step_clock.uses_train_batch = True
+        return super().train_batch(*args, **kwargs)
 
     def _step(self, take: Any, lr_kwargs: dict[str, Any] | None) -> Any:
         at_boundary = self.is_gradient_accumulation_boundary()

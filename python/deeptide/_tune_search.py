@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search of `deeptide tune`: which configuration is measured next, and why another one is not.
 
-Stages and placements come first, then micro-batches of the fastest, recomputation, and buckets. Each phase starts from
-the fastest so far, and takes what differs from it by one thing.
+Stages and placements come first, then micro-batches of the fastest, recomputation, the mesh, and buckets. Each phase
+starts from the fastest so far, and takes what differs from it by one thing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Setting:
     patch: dict[str, Any]
     bytes: dict[str, int]
     why_not: str = ""  # the plan's: the disks are full
+    shared: int = 1  # ranks that have one replica together, along the axes of pipeline and tensor
 
 
 @dataclasses.dataclass
@@ -68,7 +69,8 @@ class Attempt:
 
     def patch(self, world: int) -> dict[str, Any]:
         """The changes to the script's configuration."""
-        patch: dict[str, Any] = self.batch.patch(world) | json.loads(json.dumps(self.setting.patch))
+        num_batches = max(world // self.setting.shared, 1)
+        patch: dict[str, Any] = self.batch.patch(num_batches) | json.loads(json.dumps(self.setting.patch))
         if self.more:
             patch.setdefault("zero_optimization", {}).update(self.more)
         return patch
@@ -87,7 +89,8 @@ def settings_of(survey: dict[str, Any]) -> tuple[Setting, list[Setting]]:
     placed = any(zero.get(key) for key in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"))
     placed = placed or bool(survey["config"].get("deeptide", {}).get("placement"))
     own_name = f"stage {survey['stage']}" + (", placed as it is" if placed else "")
-    own = Setting(own_name, {}, survey["bytes"])
+    shared = survey.get("shared", 1)
+    own = Setting(own_name, {}, survey["bytes"], shared=shared)
     others = []
     for choice in survey["choices"]:
         if choice["name"] == own_name:
@@ -95,7 +98,7 @@ def settings_of(survey: dict[str, Any]) -> tuple[Setting, list[Setting]]:
         patch = choice["sections"]
         patch["zero_optimization"] = {"offload_optimizer": None, "offload_param": None} | patch["zero_optimization"]
         patch.setdefault("deeptide", {}).setdefault("placement", None)
-        others.append(Setting(choice["name"], patch, choice["bytes"], choice["why_not"]))
+        others.append(Setting(choice["name"], patch, choice["bytes"], choice["why_not"], shared))
     return own, others
 
 
@@ -117,7 +120,8 @@ class Search:
     def run(self) -> Attempt | None:
         """The fastest attempt; None if nothing ran."""
         try:
-            for phase in (self._try_settings, self._try_batches, self._try_recomputation, self._try_buckets):
+            phases = (self._try_settings, self._try_batches, self._try_recomputation, self._try_meshes)
+            for phase in (*phases, self._try_buckets):
                 self._without_gain = 0
                 phase()
         except EnoughError as enough:
@@ -173,6 +177,32 @@ class Search:
             if self._try(self.best.setting, self._beyond, why, self.best.more, True):
                 self._climb(self._larger, "fewer, larger micro-batches")
 
+    def _try_meshes(self) -> None:
+        """The same global batch on fewer replicas, each cut over several ranks; then larger micro-batches."""
+        base = self.best or Attempt(self._own, self._batch, {}, "")
+
+        def bytes_of(size: int) -> dict[str, int]:
+            """A run shows what a cut model takes where nothing fits; else what fits uncut fits."""
+            return base.setting.bytes if self.best else {key: n // size for key, n in base.setting.bytes.items()}
+
+        by_calls = base.result is not None and not base.result.get("train_batch", False)
+        for mesh in self.survey.get("meshes", []):
+            axis, size = mesh["axis"], mesh["size"]
+            why_not = mesh["why_not"]
+            if axis == "pipeline" and by_calls and not why_not:
+                why_not = "a pipeline trains by train_batch(), and the script calls forward, backward and step itself"
+            setting = Setting(
+                f"{base.setting.name}, {axis} {size}",
+                base.setting.patch | {"parallel": {axis: size}},
+                bytes_of(size),
+                why_not,
+                size,
+            )
+            batch = Batch(base.batch.micro, base.batch.accumulation * size)
+            why = "stages in turns" if axis == "pipeline" else "layers cut over ranks"
+            if self._try(setting, batch, why, base.more, base.recomputes):
+                self._climb(self._larger, "fewer, larger micro-batches")
+
     def _try_buckets(self) -> None:
         if self.best is None or self.wanted["fast"] or self.survey["world"] == 1:
             return
@@ -216,7 +246,7 @@ class Search:
             whole = batch.micro * batch.accumulation
             yield from (Batch(m, whole // m) for m in range(1, whole + 1) if whole % m == 0)
             return
-        each = world * batch.accumulation
+        each = max(world // (self.best.setting if self.best else self._own).shared, 1) * batch.accumulation
         first = -(-self.wanted["min_train_batch_size"] // each)
         yield from (Batch(m, batch.accumulation) for m in range(max(first, 1), most // each + 1))
 

@@ -61,18 +61,28 @@ def values_for(parameter, seed):
 def compute(rank, act, batch):
     mode = act.get("mode", "train")
     rank.model.train(mode == "train")
-    tokens, targets = batch
+    tokens, targets, *ids = batch
     guards = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    route, kind = rank.own(act["route"]), act.get("kind", "cross")
+    torch.manual_seed(int(tokens.sum()))  # layers and tokens that are left out
     with guards.get(mode, torch.enable_grad)():
-        logits = rank.call(tokens, rank.own(act["route"]), act.get("recompute"))
-        return subject.loss_of(logits, targets, act.get("kind", "cross"))
+        if ids or kind == "masked":
+            targets = targets if ids else subject.some_ignored(tokens, targets)
+            return rank.call(tokens, route, act.get("recompute"), targets, *ids)
+        return subject.loss_of(rank.call(tokens, route, act.get("recompute")), targets, kind)
+
+
+def _batch_of(act, seed):
+    if act.get("packed"):
+        return subject.packed(seed, act["packed"])
+    return subject.batch(seed, act.get("rows", subject.ROWS))
 
 
 def forward(rank, act):
     seed = rank.own(act["seeds"])
     if seed is None:
         return None
-    loss = compute(rank, act, subject.batch(seed))
+    loss = compute(rank, act, _batch_of(act, seed))
     if act.get("mode", "train") in ("train", "eval"):
         rank.losses[act["slot"]] = loss
     return {"loss": loss.item()}

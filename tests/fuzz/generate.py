@@ -26,6 +26,7 @@ class Generator:
         self.is_by_hand = False  # the program steps its schedule
         self.wires = random.Random(f"wires {seed}")  # of how gradients travel, likewise
         self.less = random.Random(f"less {seed}")  # of what the model leaves out, likewise
+        self.more = random.Random(f"more {seed}")  # of batches, and of layers and tokens that are left out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
@@ -59,6 +60,9 @@ class Generator:
             return None
         made = draw.choice(["function", "before", "by_hand"]) if optimizer["by"] == "instance" else "function"
         self.is_by_hand = made == "by_hand"
+        if made == "function" and self.more.random() < 0.3:
+            sizes = [self.more.choice([2, 4, 9]) for _ in range(3)]
+            return {"kind": "batches", "made": made, "sizes": sizes, "method": self.more.choice(["linear", "sqrt"])}
         return {"kind": draw.choice(["step", "lambda", "onecycle"]), "made": made, "gamma": 0.9}
 
     def _model(self):
@@ -74,12 +78,23 @@ class Generator:
             "groups": draw.choice([1, 2]),
             "seed_by_rank": draw.random() < 0.3,
             "pruning": self._pruning(),
-        }
+        } | self._left_out_of_steps()
 
     def _pruning(self):
         if self.less.random() > 0.2:
             return None
         return {"offset": self.less.choice([0, 1, 3]), "share": self.less.choice([0.3, 0.7])}
+
+    def _left_out_of_steps(self):
+        more = self.more
+        depth = {"theta": more.choice([0.3, 0.6]), "gamma": more.choice([0.2, 1.0])}
+        tokens = {"min": more.choice([1, 2]), "steps": more.choice([2, 5])}
+        self.has_mixer = more.random() < 0.25
+        return {
+            "depth": depth if more.random() < 0.15 else None,
+            "tokens": tokens if more.random() < 0.15 else None,
+            "mixer": self.has_mixer,
+        }
 
     def _freeze_some(self, spec):
         own = [n for n in self.names if not n.startswith("pair.") and n not in ("head.weight", "head.bias")]
@@ -190,6 +205,12 @@ class Generator:
         kind = self.draw.choice(["cross", "square"])
         if self.draw.random() < 0.15:
             more = {"recompute": self.draw.choice(["plain", "reentrant"]), **more}
+        if self.more.random() < 0.2:
+            kind = "masked"
+        if self.more.random() < 0.15:
+            more = {"rows": self.more.choice([2, 3, 7]), **more}
+        elif self.has_mixer and self.more.random() < 0.4:
+            more = {"packed": self.more.choice(["32", "2143", "5", "33"]), **more}
         return {"act": "forward", "slot": slot, "seeds": self._seeds(), "route": self._route(), "kind": kind, **more}
 
     def _backward(self, slot, **more):

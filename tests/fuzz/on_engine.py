@@ -17,6 +17,7 @@ import torch.distributed as dist
 from programs import LOSS_SCALE, STATES, Setting, acts_of, is_packed, most_ranks, pick, placement_of
 
 import deeptide
+from deeptide.efficiency import convert_to_random_ltd, drop_layers
 
 _limit, _comm_timeout = 0.0, 0.0  # seconds: for an act, for a peer
 kept = []  # what a script that simply ends still holds
@@ -110,6 +111,7 @@ def config_of(program, phase, setting, folder):
         "bf16": {"enabled": phase["bf16"]},
         "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
         **subject.compression_of(program["model"]),
+        **subject.less_work_of(program["model"]),
         **seen,
         "deeptide": {
             "comm_timeout": _comm_timeout,
@@ -143,6 +145,10 @@ def start(program, phase, setting, world, folder):
         config["dataloader_drop_last"] = program["data"]["drop_last"]
     started = list(deeptide.initialize(model=model, config=config, world=world, **how))
     started[3] = made or started[3]
+    if spec.get("tokens"):
+        convert_to_random_ltd(started[0], subject.Block)
+    if spec.get("depth"):
+        drop_layers(started[0], model.h)
     return EngineRank(world.rank, model, started, given, program, folder)
 
 

@@ -126,6 +126,7 @@ def _check_defined(life, act, avoid):
         raise UndefinedError("which parameters are small enough to be kept whole")
     if is_packed(life.phase) and act["act"] in ("write", "swap"):
         raise UndefinedError("how much of a packed master a write leaves: tests/python/optim/test_packed_states.py")
+    _check_shares(life, act)
     if life.away and act["act"] not in ("clone", "read_raw") and act.get("mode", "train") == "train":
         raise UndefinedError("what trains while states are away")
     if act["act"] == "swap" and act["way"] == "double":
@@ -133,6 +134,13 @@ def _check_defined(life, act, avoid):
             rank.rehung.add(act["name"])
     if act["act"] in ("model_zero_grad", "set_grad") and any(rank.rehung for rank in life.ranks):
         raise UndefinedError("where the gradient of a parameter is that had another type meanwhile")
+
+
+def _check_shares(life, act):
+    """A step that fails may have begun the layers' next share, or not."""
+    is_forward = act["act"] in ("forward", "draw", "raise", "join", "no_sync") and act.get("mode", "train") == "train"
+    if is_forward and life.shares.depth and life.shares.is_uncertain:
+        raise UndefinedError("which share of the layers runs after a step that failed")
 
 
 def _local(life, rank, act):
@@ -172,6 +180,7 @@ def zero_grad(life, act, saves):
 
 def _micro_batches(life, act, counts, alone):
     """Each rank's forward, backward and step, `counts` times; ranks that are through take part as `alone` says."""
+    _check_shares(life, act)
     rows = []
     for i in range(max(counts)):
         through = [rank.rank for rank in life.ranks if i >= counts[rank.rank]]
@@ -196,6 +205,8 @@ def join(life, act, saves):
     if any(hook["when"] == "pre" for hook in life.hooks):
         raise UndefinedError("whether the round in which all have joined is a step")
     _micro_batches(life, act, counts, alone=True)
+    if life.is_boundary():
+        life.shares.end_step(life.global_steps)
     life.enter(life._check_step)  # the round in which all have joined
     return counters(life, act, saves)
 

@@ -12,6 +12,7 @@ import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from loaders import Loader
+from partly import Shares, cast, make_plain
 from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
@@ -27,17 +28,6 @@ OF_QUANTIZED = {"int8": 0.5 / 127 / 2, "int4": 0.5 / 7 / 2}
 OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
 # With 16 bits enough for some elements to round elsewhere.
 OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}
-
-
-def cast(model, dtype):
-    """A model as 16 bits train it: buffers, and modules with running statistics, stay fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            module.float()
-    if model.pair is not None:  # which torch unties
-        model.pair.decode.weight.data = model.pair.encode.weight.data.t()
 
 
 class Noise:
@@ -81,6 +71,11 @@ class PlainRank(Rank):
 
     def draw(self, act):
         return self.loader and self.loader.draw(act)
+
+    def call(self, *arguments):
+        if self.model.training:
+            self.life.shares.begin_forward(self.life.global_steps)
+        return self.model(*arguments)
 
     def give(self, name, total):
         """Sets the sum over what this rank was given."""
@@ -173,6 +168,12 @@ class Life:
         spec, seed = program["model"], program["seed"]
         models = [subject.make(spec, seed) for _ in range(world)]
         names = subject.optimized_names(models[0], spec)
+        self.shares = Shares(spec)
+        # Then values are rounded to 16 bits after sums of another order, in the middle of a pass.
+        masked = any(act.get("kind") == "masked" for act in phase["acts"])
+        self.has_own_operators = masked or bool(spec.get("mixer"))
+        for model in models:
+            make_plain(model, self.shares)
         self.dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get(
             (phase["bf16"], phase.get("fp16", False)), torch.float32
         )
@@ -262,6 +263,9 @@ class Life:
     def step(self, joined=()):
         """Returns the outcome as every rank sees it; `joined` are the ranks that only take part."""
         at_boundary = self.is_boundary()
+        self.shares.is_uncertain = True
+        if at_boundary:
+            self.shares.end_step(self.global_steps)
         self._run_hooks("pre", at_boundary)
         self.enter(self._check_step)
         for rank in self.ranks:
@@ -278,6 +282,7 @@ class Life:
         for rank in self.ranks:
             rank.added.clear()
             rank.rehung.clear()
+        self.shares.is_uncertain = False
         self.micro_steps += 1
         return outcome
 
@@ -291,7 +296,7 @@ class Life:
         if self.noise is not None and total.numel():
             often = any(rank.counts.get(trained.name, 0) > 1 for rank in self.ranks)
             # In bf16 the gradients of parameters that stay fp32 travel in bf16, too.
-            rounded = often if trained.low else is_low(self.phase)
+            rounded = often or self.has_own_operators if trained.low else is_low(self.phase)
             epsilon = EPSILON[self.dtype if rounded else torch.float32]
             size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
             total = total + (epsilon * size + self._quantized()) * self.noise.like(total)
@@ -433,6 +438,7 @@ class Life:
             "loss_scale": self.loss_scale if self.phase.get("fp16") else None,
             "rates": self.rates.steps,
             "pruning": [pruning.state_dict() for pruning in self.prunings[:1]],
+            "shares": (self.shares.theta, self.shares.kept),
             "data": first.loader and first.loader.position(),
         }
 
@@ -472,6 +478,8 @@ class Life:
             pruning.load_state_dict(saved["pruning"][0])
         if not self.rates.is_by_hand:
             self.rates.steps = saved["rates"]
+        self.shares.theta, self.shares.kept = saved["shares"]
+        self.shares.is_uncertain = False
         self.global_steps, self.skipped_steps, micro_steps = saved["counters"]
         self.micro_steps = micro_steps - micro_steps % self.phase["gas"]
         if self.phase.get("fp16") and saved["loss_scale"]:

@@ -6,6 +6,8 @@ program = {
   "seed": number,
   "model": {"width", "blocks", "norm": layer | batch, "tie": none | head | transposed, "extras": […], "frozen": [names],
             "pruning": None or {"offset": steps until it begins, "share" of the weights of "up" that stays},
+            "depth": None or {"theta", "gamma"} of layers that are dropped, "tokens": None or {"min", "steps"} of those
+            that blocks see, "mixer": attention within sequences,
             "left_out": [names that no optimizer group has], "groups": 1 | 2, "seed_by_rank": whether ranks differ},
   "optimizer": a ds_config section, and "by": config | instance; "restored": whether a given one got its groups from
                another's state dict,
@@ -20,8 +22,10 @@ program = {
 }
 
 A phase is one life of an engine; the next begins with a new model, and may load what earlier ones saved. An act happens
-on all ranks. Values that differ by rank are lists: rank r takes the one at r modulo the list's length, and None means
-"not on this rank". Any acts in any order are a program: an act whose object is missing does nothing.
+on all ranks. A forward's loss is "cross", "square" or "masked": of some rows alone; its batch has "rows" of them, or is
+"packed": the lengths of sequences, a digit each. Values that differ by rank are lists: rank r takes the one at r modulo
+the list's length, and None means "not on this rank". Any acts in any order are a program: an act whose object is
+missing does nothing.
 """
 
 import json

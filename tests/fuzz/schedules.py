@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of torch's, and what each makes of the groups' rates.
 
-A schedule is {"kind": step | lambda | onecycle, "made": function | before | by_hand, "gamma": of step}. It is made by a
+A schedule is {"kind": step | lambda | onecycle | batches, "made": function | before | by_hand, "gamma": of step,
+"sizes" and "method": of batches, by which rates follow the steps' batch sizes}. It is made by a
 function that initialize calls; or before that on the program's own optimizer, and given to initialize or not: then the
 program steps it.
 """
 
+import subject
 import torch
 from torch.optim import lr_scheduler
+
+from deeptide.efficiency.variable_batches import lr_scheduler_for_variable_batch_size
 
 
 def spec_of(program):
@@ -20,6 +24,8 @@ def spec_of(program):
 def make(spec, optimizer):
     if spec["kind"] == "step":
         return lr_scheduler.StepLR(optimizer, 1, spec["gamma"])
+    if spec["kind"] == "batches":
+        return lr_scheduler_for_variable_batch_size(subject.ROWS, spec["sizes"], None, optimizer, spec["method"])
     if spec["kind"] == "lambda":
         return lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + 0.5 * epoch))
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=500, pct_start=0.02, cycle_momentum=False)
@@ -54,6 +60,11 @@ class Rates:
 
     def _write(self, groups):
         if not self.is_closed:
+            return
+        if self.spec["kind"] == "batches":
+            ratio = self.spec["sizes"][self.steps % len(self.spec["sizes"])] / subject.ROWS
+            for group, base in zip(groups, self._bases, strict=True):
+                group["lr"] = base * (ratio if self.spec["method"] == "linear" else ratio**0.5)
             return
         stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": base} for base in self._bases])
         schedule = make(self.spec, stand_in)

@@ -20,6 +20,9 @@ SIMPLE_MODEL = {
     "groups": 1,
     "seed_by_rank": False,
     "pruning": None,
+    "depth": None,
+    "tokens": None,
+    "mixer": False,
 }
 SIMPLE_PHASE = {
     "bf16": False,
@@ -47,6 +50,8 @@ SIMPLE_ACT = {
     "recompute": None,
     "anew": False,
     "repeats": False,
+    "packed": None,
+    "rows": 4,
 }
 
 

@@ -8,9 +8,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deeptide.compression import CompressionSchedule, init_compression
+from deeptide.efficiency import PackedDataset, PackingCollator, block_diagonal_mask
+from deeptide.ops import linear_cross_entropy
 
 VOCAB = 7
 ROWS = 4
+ROW_LENGTH = 5  # of packed sequences
+IGNORED = -100
 
 
 class Block(nn.Module):
@@ -22,6 +26,23 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Mixer(nn.Module):
+    """Attention of each token to those before it in its sequence."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x, ids):
+        q, k, v = (part.view(*ids.shape, -1).float() for part in self.qkv(x).chunk(3, -1))
+        return x + self.attend(q, k, v, ids).reshape(x.shape).to(x.dtype)
+
+    def attend(self, q, k, v, ids):
+        """Shapes: q, k, v (R, L, D), ids (R, L) -> (R, L, D). The oracle has its own."""
+        mask = block_diagonal_mask(ids, causal=True)
+        return F.scaled_dot_product_attention(*(part.unsqueeze(1) for part in (q, k, v)), mask).squeeze(1)
 
 
 class AutoEncoder(nn.Module):
@@ -41,7 +62,8 @@ class Subject(nn.Module):
     """An embedding, blocks that a caller picks and orders, a head; everything smooth, so that rounding stays small.
 
     `forward` rebinds one buffer and writes another in place. spec: see `programs.py`; route: the blocks, in order;
-    recompute: None, reentrant or plain.
+    recompute: None, reentrant or plain; targets: gives the loss over those that are not IGNORED, without logits of
+    others; ids (R, L): the sequences of packed tokens (R * L,).
     """
 
     def __init__(self, spec):
@@ -50,6 +72,8 @@ class Subject(nn.Module):
         self.embed = nn.Embedding(VOCAB, width, sparse="sparse" in spec["extras"])
         self.h = nn.ModuleList(Block(width, spec["norm"]) for _ in range(spec["blocks"]))
         self.pair = AutoEncoder(width) if spec["tie"] == "transposed" else None
+        self.mixer = Mixer(width) if spec.get("mixer") else None
+        self.is_sequence = bool(spec.get("tokens"))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCAB)
         if spec["tie"] == "head":
@@ -61,19 +85,29 @@ class Subject(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, tokens, route, recompute=None):
+    def forward(self, tokens, route, recompute=None, targets=None, ids=None):
         x = self.embed(tokens)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
             self.calls += 1
         if self.scale is not None:
             x = x * self.scale
+        if self.mixer is not None:
+            x = self.mixer(x, torch.zeros(1, len(x), dtype=torch.int64) if ids is None else ids)
+        x = x.unsqueeze(0) if self.is_sequence else x
         for i in route:
             block = self.h[i % len(self.h)]
             x = checkpoint(block, x, use_reentrant=recompute == "reentrant") if recompute else block(x)
+        x = x.squeeze(0) if self.is_sequence else x
         if self.pair is not None:
             x = self.pair(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if targets is None else self.masked_loss(x, targets)
+
+    def masked_loss(self, hidden, targets):
+        """In fp32, so that both ways to it round alike. The oracle has its own."""
+        weight, bias = self.head.weight.float(), self.head.bias.float()
+        return linear_cross_entropy(hidden.float(), weight, targets, IGNORED, bias=bias)
 
 
 def compression_of(spec):
@@ -88,6 +122,28 @@ def compression_of(spec):
             "sparse_pruning": {"shared_parameters": shared, "different_groups": {"up": group}},
         }
     }
+
+
+def less_work_of(spec):
+    """The sections that leave out layers, and tokens within layers, where the model's spec asks for it."""
+    sections = {}
+    if depth := spec.get("depth"):
+        sections["progressive_layer_drop"] = {"enabled": True, **depth}
+    if tokens := spec.get("tokens"):
+        blocks = list(range(spec["blocks"]))
+        growth = {"require_steps": tokens["steps"], "seq_per_step": 1}
+        schedule = {"min_value": tokens["min"], "max_value": ROWS, "schedule_type": "fixed_linear"}
+        section = {
+            "enabled": True,
+            "total_layer_num": len(blocks),
+            "random_ltd_layer_num": len(blocks),
+            "random_ltd_layer_id": blocks,
+            "model_type": "decoder",
+            "hidden_state_order": "batch_seq_dim",
+            "random_ltd_schedule": {**schedule, "schedule_config": growth},
+        }
+        sections["data_efficiency"] = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": section}}
+    return sections
 
 
 def schedule_of(spec, model):
@@ -108,10 +164,29 @@ def make(spec, seed):
     return model
 
 
-def batch(seed):
-    """(tokens, targets), each (ROWS,)."""
+def batch(seed, count=ROWS):
+    """(tokens, targets), each (count,)."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (2, ROWS), generator=generator).unbind()
+    return torch.randint(0, VOCAB, (2, count), generator=generator).unbind()
+
+
+def packed(seed, lengths):
+    """(tokens, targets, ids) of sequences in rows: (R * L,), (R * L,), (R, L). lengths: a string of digits."""
+    lengths = [int(length) for length in lengths]
+    samples = []
+    for number, length in enumerate(lengths):
+        tokens, targets = batch(seed + 1000 * number, length)
+        samples.append({"input_ids": tokens, "labels": targets})
+    rows = PackedDataset(samples, lengths, ROW_LENGTH)
+    together = PackingCollator(ROW_LENGTH, causal=True, mask_dtype=None)([rows[i] for i in range(len(rows))])
+    return together["input_ids"].flatten(), together["labels"].flatten(), together["sequence_ids"]
+
+
+def some_ignored(tokens, targets):
+    """Targets of which all but the first and those of odd tokens are left out."""
+    kept = tokens % 2 == 1
+    kept[0] = True
+    return torch.where(kept, targets, IGNORED)
 
 
 class Samples(torch.utils.data.Dataset):

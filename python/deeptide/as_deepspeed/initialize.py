@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deeptide import _C, _world
 from deeptide._C import ConfigError
 from deeptide._groups import OptimizerPlan, plan_optimizer
-from deeptide._initialize import cut, is_pipeline, make_engine
+from deeptide._initialize import cut, is_pipeline, make_engine, tuned
 from deeptide._model import check_model, parameter_names
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.configuration import read_config
@@ -111,6 +111,7 @@ def initialize(
     if given.get("log_level"):
         set_log_level_from_string(given["log_level"])
     init_distributed(distributed_port=distributed_port)
+    parsed = tuned(parsed, optimizer)
     previous = _idle.pop(id(model), None)
     if previous is not None:
         previous.destroy()

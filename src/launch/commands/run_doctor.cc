@@ -36,6 +36,17 @@ std::vector<Finding> examine_hosts(const Options& options, const std::vector<Hos
   return findings;
 }
 
+/// The options by which a job finds its hosts.
+Arguments words_of_hosts(const Options& options) {
+  if (options.hostfile.empty()) return {};
+  Arguments words{"--hostfile", options.hostfile};
+  if (options.ssh_port != 0) words.insert(words.end(), {"--ssh_port", std::to_string(options.ssh_port)});
+  // One word, as it begins with '-' itself.
+  if (!options.launcher_args.empty()) words.push_back("--launcher_args=" + options.launcher_args);
+  if (!options.venv_script.empty()) words.insert(words.end(), {"--venv_script", options.venv_script});
+  return words;
+}
+
 /// Sets a job's steps against this machine. Returns only if it cannot.
 int examine_job(const std::string& job, const std::string& python, Arguments rest) {
   if (!std::filesystem::exists(job)) find_job(job);  // its error lists the live ones
@@ -58,7 +69,8 @@ int run_doctor(const Arguments& arguments) {
                  "A live job's id from 'deeptide ps', or the folder of a run that deeptide.jsonl_monitor recorded");
   app.add_option("--folder", folder, "With a job: measure the drive of this folder, such as its nvme_path");
   app.add_flag("--pause", pause, "With a live job: stop its ranks while the machine is measured, some ten seconds");
-  app.add_option("-H,--hostfile", options.hostfile, "File with one line 'NAME slots=N' per host");
+  app.add_option("-H,--hostfile", options.hostfile,
+                 "File with one line 'NAME slots=N' per host; with a job: its own, whose hosts are measured together");
   app.add_option("--ssh_port", options.ssh_port, "Port of ssh on the hosts")->check(CLI::Range(1, 65535));
   app.add_option("--launcher_args", options.launcher_args, "Extra arguments for ssh, quoted as one word");
   app.add_option("--venv_script", options.venv_script, "Script that each host's shell sources first");
@@ -68,6 +80,7 @@ int run_doctor(const Arguments& arguments) {
     Arguments rest;
     if (!folder.empty()) rest.insert(rest.end(), {"--folder", folder});
     if (pause) rest.emplace_back("--pause");
+    for (const std::string& word : words_of_hosts(options)) rest.push_back(word);
     return examine_job(job, options.python, rest);
   }
   if (pause || !folder.empty()) throw UsageError("deeptide doctor: --pause and --folder need a job; name one");

@@ -265,3 +265,68 @@ def test_a_script_that_fails_without_memory_is_tried_recomputing():
 
     made = Search(facts, 8 * GIB, measure)
     assert made.run().recomputes is True
+
+
+MESHES = [{"axis": axis, "size": 2, "why_not": ""} for axis in ("pipeline", "tensor")]
+
+
+def search_meshes(facts, speed, train_batch, **more):
+    """A search over `speed(parallel, batch)`; the script trains by train_batch() or by calls of its own."""
+    runs = []
+
+    def measure(attempt):
+        parallel = attempt.setting.patch.get("parallel", {})
+        runs.append((parallel, str(attempt.batch)))
+        rate = speed(parallel, attempt.batch)
+        return {
+            "step_s": 32 / rate,
+            "samples_per_s": rate,
+            "samples": 32,
+            "follows": True,
+            "grown_bytes": 0,
+            "device_bytes": 0,
+            "train_batch": train_batch,
+        }
+
+    made = Search(facts, more.get("gib", 8) * GIB, measure)
+    made.run()
+    return made, runs
+
+
+def test_meshes_are_tried_from_the_fastest_with_the_same_global_batch():
+    facts = survey() | {"meshes": MESHES}
+    made, runs = search_meshes(facts, lambda parallel, batch: 200 if "tensor" in parallel else 100, train_batch=True)
+    assert ({"pipeline": 2}, "2 x 16") in runs and ({"tensor": 2}, "2 x 16") in runs
+    patch = made.best.patch(2)
+    assert patch["parallel"] == {"tensor": 2}
+    assert patch["train_batch_size"] == 32 == patch["gradient_accumulation_steps"] * 2
+    assert ({"tensor": 2}, "4 x 8") in runs, "then larger micro-batches"
+    assert "layers cut over ranks" in table(made)
+
+
+def test_a_pipeline_is_passed_over_where_the_script_steps_itself():
+    facts = survey() | {"meshes": MESHES}
+    made, runs = search_meshes(facts, lambda parallel, batch: 100, train_batch=False)
+    assert {"tensor"} == {axis for parallel, _ in runs for axis in parallel}
+    assert "not run: a pipeline trains by train_batch(), and the script calls forward, backward" in table(made)
+
+
+def test_a_mesh_that_the_model_refuses_is_in_the_table():
+    refused = [{"axis": "pipeline", "size": 2, "why_not": "it has no chain of blocks"}]
+    made, runs = search_meshes(survey() | {"meshes": refused}, lambda parallel, batch: 100, train_batch=True)
+    assert not any(parallel for parallel, _ in runs)
+    assert "not run: it has no chain of blocks" in table(made)
+
+
+def test_a_mesh_is_tried_where_nothing_else_fits():
+    facts = survey() | {"meshes": MESHES, "choices": [choice(1, 6)]}
+    made, runs = search_meshes(facts, lambda parallel, batch: 100 + 50 * batch.micro, train_batch=True, gib=4)
+    assert runs[0] == ({"pipeline": 2}, "2 x 16")
+    assert made.best.setting.shared == 2
+    assert made.best.patch(2)["train_batch_size"] == 32
+
+
+def test_a_script_with_a_mesh_of_its_own_keeps_it():
+    facts = survey((32, 2, 16), config={"parallel": {"tensor": 2}}) | {"shared": 2, "meshes": []}
+    made, _ = search_meshes(facts, lambda parallel, batch: 100 + batch.micro, train_batch=True)
+    assert made.best.patch(2)["train_batch_size"] == 32, "one replica on two ranks"

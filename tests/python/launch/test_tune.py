@@ -4,6 +4,7 @@
 
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -165,3 +166,64 @@ def test_a_script_that_fails_before_its_engine_shows_its_own_error(tmp_path):
     assert done.returncode == 2
     assert "IndexError" in done.stderr
     assert "the script's first run, which tells its model" in done.stderr
+
+
+MESHES = """
+import sys
+import torch
+import deeptide
+
+sys.path.insert(0, sys.argv[1])
+from models import batches, make_model
+
+SPECS = [
+    {"patterns": [r".*\\.up\\.weight"], "partition_type": "column"},
+    {"patterns": [r".*\\.down\\.weight"], "partition_type": "row"},
+]
+config = {
+    "train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "zero_optimization": {"stage": 1},
+    "tensor_parallel": {"partition_config": {"use_default_specs": False, "layer_specs": SPECS}},
+    "autotuning": {"start_profile_step": 1, "end_profile_step": 2, "num_tuning_micro_batch_sizes": 1},
+}
+engine = deeptide.initialize(model=make_model(layers=4, tied=False), config=config)[0]
+
+
+def data():
+    while True:
+        yield from batches(8, int(engine.train_micro_batch_size_per_gpu()))
+
+
+steps = data()
+for _ in range(6):
+    engine.train_batch(steps)
+print("mesh", engine.world_size, "micro-batch", engine.train_micro_batch_size_per_gpu(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_meshes_of_the_ranks_are_tried(tmp_path):
+    """Two stages, and two ranks that share layers: both run the script as it is, with the same global batch."""
+    program = shutil.which("deeptide")
+    if not program:
+        pytest.skip("the deeptide command is not in PATH")
+    (tmp_path / "train.py").write_text(MESHES)
+    package = os.path.dirname(os.path.dirname(deeptide.__file__))
+    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+    models = str(pathlib.Path(__file__).parents[1])
+    done = subprocess.run(
+        [program, "tune", "--num_ranks", "2", "--no_rank_prefix", "--python", sys.executable, "train.py", models],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = (tmp_path / "autotuning_results" / "summary.txt").read_text()
+    for axis in ("pipeline 2", "tensor 2"):
+        rows = [line for line in summary.splitlines() if axis in line]
+        assert rows and all("samples/s" not in row and " s" in row and "failed" not in row for row in rows), summary
+    assert optimal(tmp_path)["train_batch_size"] == 4

@@ -113,10 +113,10 @@ def test_the_machine_is_measured_by_ranks_at_once(tmp_path):
     command = shutil.which("deeptide")
     if not command:
         pytest.skip("the deeptide command is not in PATH")
-    machine = measure(command, 2, "float32", str(tmp_path))
+    machine = measure(command, ["--num_ranks", "2"], "float32", str(tmp_path))
     assert min(dataclasses.astuple(machine)) > 1e6
     assert list(tmp_path.iterdir()) == []
-    alone = measure(command, 1, "bfloat16", str(tmp_path))
+    alone = measure(command, ["--num_ranks", "1"], "bfloat16", str(tmp_path))
     assert alone.link_bytes == 0 and alone.flops > 1e6
 
 

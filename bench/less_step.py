@@ -1,0 +1,153 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A whole training step's products against this machine's rate of torch's matrix products: a Markdown table.
+
+A GPT whose blocks are those of the transformer layer, and the same GPT in plain torch, eager and compiled, train in
+turns in one process, forward, backward and AdamW. A step counts 6 flops per parameter of a product and token, and those
+of attention; the rate of products is measured in the model's own shapes, before and after.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import deeptide
+import torch
+from deeptide import _C
+from deeptide.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+import model
+import output
+from settings import BETAS, EPSILON, SIZES, WEIGHT_DECAY
+
+
+class FusedBlocks(model.GPT):
+    """The GPT with the layer's blocks, which take a causal mask."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        config = DeepSpeedTransformerConfig(
+            hidden_size=size.width,
+            intermediate_size=4 * size.width,
+            heads=size.heads,
+            attn_dropout_ratio=0.0,
+            hidden_dropout_ratio=0.0,
+            num_hidden_layers=size.layers,
+            initializer_range=0.02,
+            pre_layer_norm=True,
+        )
+        self.blocks = torch.nn.ModuleList(DeepSpeedTransformerLayer(config) for _ in range(size.layers))
+        mask = torch.full((1, 1, size.context, size.context), torch.finfo(torch.float32).min).triu(1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x_bt, y_bt):
+        hidden_btd = self.tokens(x_bt) + self.positions(torch.arange(x_bt.shape[1]))
+        mask = self.mask.to(hidden_btd.dtype)
+        for block in self.blocks:
+            hidden_btd = block(hidden_btd, mask)
+        hidden = self.norm(hidden_btd).flatten(0, 1)
+        return deeptide.ops.linear_cross_entropy(hidden, self.head.weight, y_bt.flatten())
+
+
+def engine_step(size, dtype):
+    torch.manual_seed(0)
+    net = FusedBlocks(size)
+    adamw = {"lr": 1e-4, "betas": BETAS, "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
+    config = {"train_batch_size": size.batch, "optimizer": {"type": "AdamW", "params": adamw}}
+    engine = deeptide.initialize(model=net, config={**config, "bf16": {"enabled": dtype == torch.bfloat16}})[0]
+
+    def step(x, y):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def torch_step(size, dtype, compiled):
+    torch.manual_seed(0)
+    net = model.GPT(size).to(dtype)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, BETAS, EPSILON, WEIGHT_DECAY, fused=True)
+    run = torch.compile(net) if compiled else net
+
+    def step(x, y):
+        loss = run(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def flops_of(size):
+    """A step's: products with parameters thrice, forward and twice backward, and attention's, whose mask counts."""
+    tokens = size.batch * size.context
+    weights = size.layers * 12 * size.width**2 + size.width * size.vocabulary
+    return 6.0 * weights * tokens + 12.0 * size.layers * size.width * size.context * tokens
+
+
+def rate_of_products(size, dtype, runs=5):
+    """Flops per second of the block's largest product, the best of some runs."""
+    a = torch.randn(size.batch * size.context, size.width).to(dtype)
+    b = torch.randn(size.width, 4 * size.width).to(dtype)
+    best = float("inf")
+    for _ in range(runs):
+        begin = time.perf_counter()
+        for _ in range(10):
+            torch.mm(a, b)
+        best = min(best, (time.perf_counter() - begin) / 10)
+    return 2.0 * a.numel() * b.size(1) / best
+
+
+def measure(options, name, dtype, record):
+    size = dataclasses.replace(SIZES[name], batch=options.batch)
+    peaks = [rate_of_products(size, dtype)]
+    ways = {"deeptide, layer's blocks": engine_step(size, dtype), "torch, eager": torch_step(size, dtype, False)}
+    if options.compile:
+        ways["torch.compile"] = torch_step(size, dtype, True)
+    times, losses = {way: [] for way in ways}, {}
+    for run in range(options.steps + 1):
+        generator = torch.Generator().manual_seed(run)
+        x, y = torch.randint(0, size.vocabulary, (2, size.batch, size.context), generator=generator)
+        for way, step in ways.items():
+            begin = time.perf_counter()
+            losses[way] = step(x, y)
+            if run > 0:  # the first compiles and fills caches
+                times[way].append(time.perf_counter() - begin)
+    peaks.append(rate_of_products(size, dtype))
+    peak, kind = max(peaks), str(dtype).removeprefix("torch.")
+    for way, seen in times.items():
+        seconds = statistics.median(seen)
+        share = flops_of(size) / seconds / peak
+        record["runs"].append({"model": name, "type": kind, "way": way, "seconds": seconds, "share": share})
+        yield [name, kind, way, f"{seconds:.3f}", f"{peak / 1e9:.1f}", f"{100 * share:.1f} %", f"{losses[way]:.4f}"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", choices=["46m", "319m"], nargs="+", default=["46m", "319m"])
+    parser.add_argument("--types", choices=["fp32", "bf16"], nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--threads", type=int, default=1)
+    output.add_arguments(parser, "less-step")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    _C.install_cpu_allocator()  # for all alike
+    record, rows = {**output.new_record(), "runs": []}, []
+    for name in options.models:
+        for kind in options.types:
+            rows += measure(options, name, {"fp32": torch.float32, "bf16": torch.bfloat16}[kind], record)
+    text = output.head(
+        "The whole step against products", record, "The median step, and its share of the products' rate."
+    )
+    header = ["model", "type", "way", "s per step", "products, Gflop/s", "share", "last loss"]
+    output.write(options, text + "\n" + output.table(header, rows), record)
+
+
+if __name__ == "__main__":
+    main()
