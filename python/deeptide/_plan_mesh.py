@@ -35,7 +35,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """The number of ranks of the whole job."""
         return self.pipeline * self.data * self.tensor
 
     def stages_on_hosts(self, ranks_per_host: int) -> Iterator[dict[int, int]]:
@@ -105,7 +105,7 @@ def owners_of(model: nn.Module, num_stages: int) -> dict[int, list[int]]:
 
 
 class Parts:
-    """What each stage's ranks hold of a model, as the core is told of it."""
+    """The parts of a model that each stage's ranks hold, as the core is told of them."""
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh

@@ -28,7 +28,7 @@ double seconds_of(c10::Device device, const std::function<void()>& work) {
   return static_cast<double>(trace::now_ns() - begin) * 1e-9;
 }
 
-/// Of at most kRounds, and of fewer where they last.
+/// The best of at most kRounds, and of fewer where they last.
 double best_seconds(c10::Device device, const std::function<void()>& work) {
   double best = seconds_of(device, work), all = best;
   for (int round = 1; round < kRounds && all < kLongest_s; ++round) {
