@@ -41,8 +41,8 @@ from ._C_memory import PlanLine as PlanLine
 from ._C_memory import PlanPhase as PlanPhase
 from ._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from ._C_memory import install_cpu_allocator as install_cpu_allocator
-from ._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
 from ._C_memory import plan as plan
+from ._C_memory import release_idle_cpu_memory as release_idle_cpu_memory
 from ._C_parallel import InitOptions as InitOptions
 from ._C_parallel import PipelineSchedule as PipelineSchedule
 from ._C_parallel import PipelineStage as PipelineStage

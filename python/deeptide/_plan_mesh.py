@@ -176,7 +176,8 @@ def plans_of_stages(
     plans = []
     for stage in range(mesh.pipeline):
         held = parts.holder(stage)
-        names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if held(name, parameter) is not None}
+        every = model.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in every if held(name, parameter) is not None}
         own = [([name for name in group.parameters if name in names], group.hyperparameters) for group in groups]
         options = _C.InitOptions(
             None,

@@ -5,8 +5,10 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <map>
 
+#include "checkpoint/scratch.h"
 #include "engine/models.h"
 #include "errors.h"
 #include "ranks.h"
@@ -169,6 +171,40 @@ TEST(PipelineStage, TrainsAsTheUncutModelDoesBitForBit) {
       if (rank % kData == 0) num_weights += cut[rank].weights.size();
     }
     EXPECT_EQ(num_weights, whole[0].weights.size());
+  }
+}
+
+// Ranks divide the blocks of each tensor among those that want it. By world ranks, some fell to other stages' ranks.
+TEST(PipelineStage, LoadsNothingOfADamagedCheckpoint) {
+  constexpr int kThree = 3, kRanks = kStages * kThree;
+  const checkpoint::Scratch scratch;
+  const auto start = [](const World& world, const auto& act) {
+    Whole model = make_whole();
+    Part part(model, world.rank / kThree);
+    Engine engine = engine_of_stage(part, world, config_at(1));
+    act(engine);
+  };
+  run_ranks(kRanks, [&](const World& world) {
+    start(world, [&](Engine& engine) { engine.save_checkpoint(scratch.path(), "t"); });
+  });
+  for (int shard = 0; shard < kRanks; ++shard) {
+    const std::string path = scratch / ("t/rank_0000" + std::to_string(shard) + ".safetensors");
+    const auto flip = [&] {
+      std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+      file.seekg(-1, std::ios::end);
+      const int last = file.get();
+      file.seekp(-1, std::ios::end);
+      file.put(static_cast<char>(last ^ 1));
+    };
+    flip();
+    std::vector<std::string> errors(kRanks);
+    run_ranks(kRanks, [&](const World& world) {
+      start(world,
+            [&](Engine& engine) { errors[world.rank] = error_of([&] { engine.load_checkpoint(scratch.path()); }); });
+    });
+    flip();
+    const auto names_it = [&](const std::string& error) { return error.find(path) != std::string::npos; };
+    EXPECT_TRUE(std::any_of(errors.begin(), errors.end(), names_it)) << path;
   }
 }
 

@@ -250,7 +250,7 @@ class Source {
   checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
   void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
     if (is_local_) return reader.verify(wanted, here_.index, here_.ranks);
-    reader.verify(wanted, channels_.world().rank, channels_.world().size);
+    reader.verify(wanted, channels_.data().index(), channels_.data().size());  // a stage's ranks want the same tensors
   }
   /// Collective. Errors: CheckpointError, on every rank.
   void read(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {

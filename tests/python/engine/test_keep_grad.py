@@ -14,8 +14,9 @@ import deeptide
 pytestmark = pytest.mark.both_ways
 
 STEPS = 4
-# Sums in another order, and Adam's division, as in test_stages.
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+# Sums in another order, and Adam's division: an element whose gradient is hardly more than rounding moves elsewhere, by
+# a hundredth of the rate, 1e-2. How far depends on the processor's matrix products.
+CLOSE = {"rtol": 2e-5, "atol": 1e-4}
 
 
 def start(world, stage, keep=True, gas=1, bf16=False, **extra):
