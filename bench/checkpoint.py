@@ -85,6 +85,14 @@ def timed(work):
     return time.perf_counter() - start, call, None, peak.bytes
 
 
+def on_two_threads(work):
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def write_directly(path, num_bytes):
     """Two threads, each with an aligned block; returns once all is durable."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o666)
@@ -95,11 +103,7 @@ def write_directly(path, num_bytes):
         for at in range(first * BLOCK, num_bytes // BLOCK * BLOCK, 2 * BLOCK):
             os.pwrite(file, block, at)
 
-    threads = [threading.Thread(target=write, args=(first,)) for first in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_two_threads(write)
     os.fsync(file)
     os.close(file)
 
@@ -114,11 +118,7 @@ def read_directly(path):
         for at in range(first * BLOCK, size, 2 * BLOCK):
             os.preadv(file, [block], at)
 
-    threads = [threading.Thread(target=read, args=(first,)) for first in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_two_threads(read)
     os.close(file)
 
 

@@ -13,11 +13,12 @@ import time
 import deeptide
 import torch
 import transformers
-from deeptide import _C, ops
+from deeptide import _C
 from deeptide.ops.sparse_attention import BigBirdSparsityConfig, use_in_transformers
 
 import memory
 import output
+import sparse_output
 
 
 def make(options, length, is_sparse):
@@ -44,14 +45,6 @@ def make(options, length, is_sparse):
     return deeptide.initialize(model=model, config=sections)[0]
 
 
-def loss_of(engine, tokens, labels):
-    """Over labelled rows alone."""
-    model = engine.module
-    hidden, targets = ops.labelled_rows(model.bert(input_ids=tokens).last_hidden_state, labels)
-    head = model.cls.predictions
-    return ops.linear_cross_entropy(head.transform(hidden), head.decoder.weight, targets, bias=head.decoder.bias)
-
-
 def train(options, length, is_sparse):
     """(seconds per step, MiB that training adds at most, first loss, last loss)."""
     _C.release_idle_cpu_memory()
@@ -63,7 +56,7 @@ def train(options, length, is_sparse):
     times, losses = [], []
     for _ in range(options.steps):
         begin = time.perf_counter()
-        loss = loss_of(engine, tokens, labels)
+        loss = sparse_output.sparse(engine.module, tokens, labels)
         engine.backward(loss)
         engine.step()
         times.append(time.perf_counter() - begin)

@@ -34,6 +34,7 @@ def dense(model, tokens, labels):
 
 
 def sparse(model, tokens, labels):
+    """Over labelled rows alone."""
     hidden, targets = ops.labelled_rows(model.bert(input_ids=tokens).last_hidden_state, labels)
     head = model.cls.predictions
     return ops.linear_cross_entropy(head.transform(hidden), head.decoder.weight, targets, bias=head.decoder.bias)

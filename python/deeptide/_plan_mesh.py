@@ -17,10 +17,15 @@ from deeptide import _C, zero
 from deeptide._C import Config, ConfigError
 from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, parameter_names
-from deeptide.pipeline.blocks import Places, bounds_of_blocks, find_blocks
+from deeptide.pipeline.blocks import (
+    bounds_of_blocks,
+    find_blocks,
+    stages_of_blocks,
+    uses_of_modules,
+    uses_of_parameters,
+)
 from deeptide.tensor.axis import size_of
-from deeptide.tensor.layers import features_of, is_conv1d
-from deeptide.tensor.plans import COLUMN, ROW, VOCABULARY, Cut
+from deeptide.tensor.layers import slices_of_layer
 from deeptide.tensor.slices import Slice
 from deeptide.tensor.split import check_plan, plan_for
 
@@ -71,23 +76,11 @@ def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Sli
     modules = dict(model.named_modules())
     found: dict[int, Slice] = {}
     for path, cut in cuts.items():
-        for name, slice_ in _slices_of_layer(modules[path], cut):
+        for name, slice_ in slices_of_layer(modules[path], cut.kind, cut.blocks).items():
             parameter = getattr(modules[path], name, None)
             if parameter is not None:
                 found[id(parameter)] = slice_
     return found
-
-
-def _slices_of_layer(module: nn.Module, cut: Cut) -> Iterator[tuple[str, Slice]]:
-    if cut.kind == VOCABULARY:
-        assert isinstance(module, nn.Embedding)
-        yield "weight", Slice(0, (module.num_embeddings,))
-    elif cut.kind == COLUMN:
-        blocks = cut.blocks or (features_of(module)[1],)
-        yield "weight", Slice(1 if is_conv1d(module) else 0, blocks)
-        yield "bias", Slice(0, blocks)
-    elif cut.kind == ROW:
-        yield "weight", Slice(0 if is_conv1d(module) else 1, cut.blocks or (features_of(module)[0],))
 
 
 def owners_of(model: nn.Module, num_stages: int) -> dict[int, list[int]]:
@@ -95,13 +88,8 @@ def owners_of(model: nn.Module, num_stages: int) -> dict[int, list[int]]:
     if num_stages == 1:
         return {id(parameter): [0] for parameter in model.parameters()}
     chain = find_blocks(model, num_stages)
-    bounds = bounds_of_blocks(model, chain, num_stages)
-    places = Places(chain, [stage for stage, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(b - a)])
-    used: dict[int, set[int]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            used.setdefault(id(parameter), set()).update(places.stages_of(path, model))
-    return {key: sorted(stages) for key, stages in used.items()}
+    stages = stages_of_blocks(bounds_of_blocks(model, chain, num_stages))
+    return uses_of_parameters(model, uses_of_modules(model, chain, stages))
 
 
 class Parts:

@@ -24,6 +24,23 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+# The section random_ltd of TinyModel, whose blocks leave tokens out.
+RANDOM_LTD = {
+    "enabled": True,
+    "total_layer_num": 3,
+    "random_ltd_layer_num": 2,
+    "random_ltd_layer_id": [0, 2],
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 6,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 8, "seq_per_step": 1},
+    },
+}
+
+
 class TinyModel(nn.Module):
     """Embedding, blocks and a head tied to the embedding; odd sizes, so that shards need padding."""
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -134,3 +135,25 @@ class Places:
         number = path[len(self._chain.path) + 1 if self._chain.path else 0 :].split(".")[0]
         keys = [name for name, _ in self._chain.container.named_children()]
         return [self._stages[keys.index(number)]]
+
+
+def stages_of_blocks(bounds: list[int]) -> list[int]:
+    """The stage of each block."""
+    return [stage for stage, (begin, end) in enumerate(itertools.pairwise(bounds)) for _ in range(end - begin)]
+
+
+def uses_of_modules(model: torch.nn.Module, chain: Blocks, stages: list[int]) -> dict[int, list[int]]:
+    """The stages that use a module, by its id, over all of its paths."""
+    places, uses = Places(chain, stages), dict[int, set[int]]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        uses.setdefault(id(module), set()).update(places.stages_of(path, model))
+    return {key: sorted(found) for key, found in uses.items()}
+
+
+def uses_of_parameters(model: torch.nn.Module, uses: dict[int, list[int]]) -> dict[int, list[int]]:
+    """The stages that use a parameter, by its id; the first owns it. `uses`: of the modules."""
+    stages: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            stages.setdefault(id(parameter), set()).update(uses[id(module)])
+    return {key: sorted(found) for key, found in stages.items()}

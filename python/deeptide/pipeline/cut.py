@@ -14,7 +14,14 @@ import torch
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError
 from deeptide._groups import OptimizerSource, ParametersSource, _plain_groups
-from deeptide.pipeline.blocks import Blocks, Places, bounds_of_blocks, find_blocks
+from deeptide.pipeline.blocks import (
+    Blocks,
+    bounds_of_blocks,
+    find_blocks,
+    stages_of_blocks,
+    uses_of_modules,
+    uses_of_parameters,
+)
 from deeptide.pipeline.elsewhere import Elsewhere
 from deeptide.pipeline.passage import Passage, stage_blocks
 from deeptide.pipeline.place import place
@@ -69,10 +76,10 @@ class BlockCut:
         self.num_stages, self.stage_id = num_stages, stage_id
         chain = find_blocks(model, num_stages)
         self.parts = bounds_of_blocks(model, chain, num_stages)
-        stages = [stage for stage, (a, b) in enumerate(itertools.pairwise(self.parts)) for _ in range(b - a)]
+        stages = stages_of_blocks(self.parts)
         self._model, self._dtype = model, dtype
         self._held: list[_Taken] = []
-        self._uses = _uses(model, chain, stages)
+        self._uses = uses_of_modules(model, chain, stages)
         self._check_stages(chain)
         if share is not None:
             share()
@@ -91,11 +98,7 @@ class BlockCut:
                     yield f"{path}.{name}" if path else name, module, name, parameter, self._uses[id(module)]
 
     def _stages_of(self) -> dict[int, list[int]]:
-        """The stages that use a parameter, by its id; the first owns it."""
-        stages: dict[int, set[int]] = {}
-        for _, _, _, parameter, used in self._places():
-            stages.setdefault(id(parameter), set()).update(used)
-        return {key: sorted(found) for key, found in stages.items()}
+        return uses_of_parameters(self._model, self._uses)
 
     def _check_stages(self, chain: Blocks) -> None:
         """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
@@ -210,14 +213,6 @@ def _reduced(optimizer: torch.optim.Optimizer, taken: set[int]) -> Iterator[None
             group["params"] = whole
         optimizer.state.update(states)
         raise
-
-
-def _uses(model: torch.nn.Module, chain: Blocks, stages: list[int]) -> dict[int, list[int]]:
-    """The stages that use a module, by its id, over all of its paths."""
-    places, uses = Places(chain, stages), dict[int, set[int]]()
-    for path, module in model.named_modules(remove_duplicate=False):
-        uses.setdefault(id(module), set()).update(places.stages_of(path, model))
-    return {key: sorted(found) for key, found in uses.items()}
 
 
 def cut_of(model: torch.nn.Module) -> BlockCut | None:

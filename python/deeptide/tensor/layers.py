@@ -186,6 +186,24 @@ def _blocks(blocks: Sequence[int] | None, features: int) -> tuple[int, ...]:
     return chosen
 
 
+def slices_of_layer(module: nn.Module, kind: str, blocks: Sequence[int] | None = None) -> dict[str, Slice]:
+    """The slices of a layer's parameters by name; kind: "column", "row" or "vocabulary", others have none."""
+    if isinstance(module, nn.Embedding):
+        return {"weight": Slice(0, (module.num_embeddings,))} if kind == "vocabulary" else {}
+    transposed = is_conv1d(module)
+    if kind == "column":
+        sizes = _blocks(blocks, features_of(module)[1])
+        return {"weight": Slice(1 if transposed else 0, sizes), "bias": Slice(0, sizes)}
+    if kind == "row":
+        return {"weight": Slice(0 if transposed else 1, _blocks(blocks, features_of(module)[0]))}
+    return {}
+
+
+def _cut(module: nn.Module, slices: dict[str, Slice], team: Team) -> None:
+    for name, slice_ in slices.items():
+        cut_parameter(module, name, slice_, team)
+
+
 def as_column(
     module: nn.Module,
     team: Team,
@@ -194,14 +212,12 @@ def as_column(
     sequence: bool = False,
 ) -> None:
     """Makes a linear layer or Conv1D, whole and equal on all ranks, a column-parallel one."""
-    transposed = is_conv1d(module)
-    sizes = _blocks(blocks, features_of(module)[1])
+    slices = slices_of_layer(module, "column", blocks)
     module.tensor_team, module.tensor_gathers = team, gathers  # type: ignore[assignment]
-    module.tensor_output = Slice(-1, sizes)  # type: ignore[assignment]
+    module.tensor_output = Slice(-1, slices["weight"].blocks)  # type: ignore[assignment]
     module.tensor_sequence = sequence  # type: ignore[assignment]
-    cut_parameter(module, "weight", Slice(1 if transposed else 0, sizes), team)
-    cut_parameter(module, "bias", Slice(0, sizes), team)
-    _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "column")  # type: ignore[arg-type]
+    _cut(module, slices, team)
+    _become(module, _OF_CONV1D if is_conv1d(module) else _OF_LINEAR, "column")  # type: ignore[arg-type]
 
 
 def as_row(
@@ -212,15 +228,14 @@ def as_row(
     sequence: bool = False,
 ) -> None:
     """Makes a linear layer or Conv1D, whole and equal on all ranks, a row-parallel one."""
-    transposed = is_conv1d(module)
-    sizes = _blocks(blocks, features_of(module)[0])
+    slices = slices_of_layer(module, "row", blocks)
     module.tensor_team, module.tensor_cuts = team, cuts  # type: ignore[assignment]
-    module.tensor_input = Slice(-1, sizes)  # type: ignore[assignment]
+    module.tensor_input = Slice(-1, slices["weight"].blocks)  # type: ignore[assignment]
     module.tensor_sequence = sequence  # type: ignore[assignment]
     if sequence:
         as_adding(module, team)  # the bias, which is added to a part of the positions
-    cut_parameter(module, "weight", Slice(0 if transposed else 1, sizes), team)
-    _become(module, _OF_CONV1D if transposed else _OF_LINEAR, "row")  # type: ignore[arg-type]
+    _cut(module, slices, team)
+    _become(module, _OF_CONV1D if is_conv1d(module) else _OF_LINEAR, "row")  # type: ignore[arg-type]
 
 
 def as_heads(module: nn.Embedding, team: Team) -> None:
@@ -235,5 +250,5 @@ def as_vocabulary(module: nn.Embedding, team: Team) -> None:
         if getattr(module, option):
             raise ConfigError(f"an embedding with {option} cannot be cut among ranks; leave {option} out")
     module.tensor_team = team  # type: ignore[assignment]
-    cut_parameter(module, "weight", Slice(0, (module.num_embeddings,)), team)
+    _cut(module, slices_of_layer(module, "vocabulary"), team)
     module.__class__ = VocabParallelEmbedding

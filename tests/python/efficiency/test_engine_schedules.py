@@ -25,20 +25,7 @@ CURRICULUM = {
     "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 2},
 }
 DEPTH = {"enabled": True, "theta": 0.5, "gamma": 0.1}
-LTD = {
-    "enabled": True,
-    "total_layer_num": 3,
-    "random_ltd_layer_num": 2,
-    "random_ltd_layer_id": [0, 2],
-    "model_type": "decoder",
-    "hidden_state_order": "batch_seq_dim",
-    "random_ltd_schedule": {
-        "min_value": 2,
-        "max_value": 6,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": 8, "seq_per_step": 1},
-    },
-}
+LTD = models.RANDOM_LTD
 ROUTING = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": LTD}}}
 
 

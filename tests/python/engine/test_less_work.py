@@ -112,20 +112,6 @@ def group(params, modules, **shared):
 
 
 LENGTHS = {"total_curriculum_step": 5, "difficulty_step": 2}
-TOKENS = {
-    "enabled": True,
-    "total_layer_num": 3,
-    "random_ltd_layer_num": 2,
-    "random_ltd_layer_id": [0, 2],
-    "model_type": "decoder",
-    "hidden_state_order": "batch_seq_dim",
-    "random_ltd_schedule": {
-        "min_value": 2,
-        "max_value": 6,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": 8, "seq_per_step": 1},
-    },
-}
 FALLING = group({"start_bits": 8, "target_bits": 3, "quantization_period": 1}, ["up"], rounding="stochastic")
 ACTIVATION = group({"bits": 8}, ["down"], schedule_offset=2, range_calibration="dynamic")
 PRUNING = group({"dense_ratio": 0.5}, ["up"], schedule_offset=1)
@@ -161,7 +147,7 @@ FEATURES = {
         prepare=lambda engine: drop_layers(engine, engine.module.h),
     ),
     "tokens": Feature(
-        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": TOKENS}}},
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": models.RANDOM_LTD}}},
         prepare=lambda engine: convert_to_random_ltd(engine, models.Block),
     ),
     "batches": Feature(

@@ -64,11 +64,11 @@ print("micro-batch", engine.train_micro_batch_size_per_gpu(), "x", engine.gradie
 """
 
 
-def tune(folder, *script, command=("tune",), ranks=1):
+def tune(folder, *script, command=("tune",), ranks=1, text=SCRIPT):
     program = shutil.which("deeptide")
     if not program:
         pytest.skip("the deeptide command is not in PATH")
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(text)
     package = os.path.dirname(os.path.dirname(deeptide.__file__))
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
     job = ("--num_ranks", str(ranks), "--no_rank_prefix", "--python", sys.executable)
@@ -173,7 +173,7 @@ import sys
 import torch
 import deeptide
 
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv[-1])
 from models import batches, make_model
 
 SPECS = [
@@ -206,21 +206,7 @@ print("mesh", engine.world_size, "micro-batch", engine.train_micro_batch_size_pe
 @pytest.mark.slow
 def test_meshes_of_the_ranks_are_tried(tmp_path):
     """Two stages, and two ranks that share layers: both run the script as it is, with the same global batch."""
-    program = shutil.which("deeptide")
-    if not program:
-        pytest.skip("the deeptide command is not in PATH")
-    (tmp_path / "train.py").write_text(MESHES)
-    package = os.path.dirname(os.path.dirname(deeptide.__file__))
-    path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
-    models = str(pathlib.Path(__file__).parents[1])
-    done = subprocess.run(
-        [program, "tune", "--num_ranks", "2", "--no_rank_prefix", "--python", sys.executable, "train.py", models],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
+    done = tune(tmp_path, str(pathlib.Path(__file__).parents[1]), ranks=2, text=MESHES)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = (tmp_path / "autotuning_results" / "summary.txt").read_text()
     for axis in ("pipeline 2", "tensor 2"):
