@@ -79,6 +79,17 @@ using at::Tensor;
 HWY_EXPORT(muon_direct);
 HWY_EXPORT(muon_apply);
 
+/// Whether products of fp32 matrices, rounded to bf16, are faster than those of bf16 matrices: torch has plain loops for
+/// them on x86 without AVX-512, 30 to 70 times slower. Both add up in fp32.
+bool slow_in_bf16([[maybe_unused]] const Tensor& matrix) {
+#if HWY_ARCH_X86
+  static const bool kPlainLoops = (hwy::SupportedTargets() & HWY_AVX3) == 0;
+  return kPlainLoops && !matrix.is_cuda();
+#else
+  return false;
+#endif
+}
+
 class Muon final : public MatrixRule {
  public:
   explicit Muon(const OptimizerInfo& info)
@@ -94,12 +105,17 @@ class Muon final : public MatrixRule {
     const bool tall = direction.size(0) > direction.size(1);
     Tensor x = tall ? direction.t().contiguous() : direction.clone();
     x.div_(at::norm(x).clamp_min_(hyper[eps_]));  // the spectral norm is at most this one
+    const bool widens = slow_in_bf16(x);
+    const auto rounded = [&](const Tensor& product) {
+      return widens ? product.to(at::kBFloat16).to(at::kFloat) : product;
+    };
+    if (widens) x = x.to(at::kFloat);
     for (int i = 0; i < static_cast<int>(hyper[ns_steps_]); ++i) {
-      const Tensor gram = at::mm(x, x.t());
-      const Tensor polynomial = at::addmm(gram, gram, gram, hyper[second_], hyper[third_]);
-      x = at::addmm(x, polynomial, x, hyper[first_]);
+      const Tensor gram = rounded(at::mm(x, x.t()));
+      const Tensor polynomial = rounded(at::addmm(gram, gram, gram, hyper[second_], hyper[third_]));
+      x = rounded(at::addmm(x, polynomial, x, hyper[first_]));
     }
-    return tall ? x.t().contiguous() : x;
+    return (tall ? x.t() : x).to(at::kBFloat16).contiguous();
   }
 
  private:
