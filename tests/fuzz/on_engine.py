@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+import time
 
 import acts
 import schedules
@@ -381,6 +382,14 @@ def _phase(program, phase, setting, world, folder):
     return results
 
 
+def _sit_out(store, ended):
+    """Waits for the end of a phase that other ranks run. Theirs are the limits; the next phase's begins with this one's."""
+    faulthandler.cancel_dump_traceback_later()
+    while not store.check([ended]):
+        time.sleep(0.05)
+    watch()
+
+
 def run(program, settings, number, size, port, folder):
     """All settings, one after the other; each result is written as soon as it is there."""
     torch.set_num_threads(1)
@@ -389,8 +398,10 @@ def run(program, settings, number, size, port, folder):
         checkpoints = os.path.join(folder, f"{setting}-checkpoints")
         results = []
         for index, phase in enumerate(program["phases"]):
+            ended = f"{os.path.basename(folder)}/{setting}/{index} ended"
             if number >= phase["world"]:
                 results.append(None)
+                _sit_out(store, ended)
                 continue
             prefix = dist.PrefixStore(f"{os.path.basename(folder)}/{setting}/{index}", store)
             world = deeptide.make_world(prefix, number, phase["world"])
@@ -398,6 +409,7 @@ def run(program, settings, number, size, port, folder):
                 results.append(_phase(program, phase, setting.of(phase), world, checkpoints))
             except Exception as error:
                 results.append([("raised", type(error).__name__, f"initialize: {error}", True)])
+            store.set(ended, "")
         with open(os.path.join(folder, f"{setting}-{number}.tmp"), "wb") as file:
             pickle.dump(results, file)
         os.rename(file.name, os.path.join(folder, f"{setting}-{number}"))
