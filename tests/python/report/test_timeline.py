@@ -68,22 +68,24 @@ def rank_that_times_itself(folder):
     for step, (tokens, targets) in enumerate(batches(4, 4)):
         time.sleep(0.2 + 0.1 * step)  # the ranks wait for each other, and steps differ
         engine.backward(engine(tokens, targets))
+        before = time.perf_counter()
         engine.step()
-        ends.append(time.perf_counter())
-    print(json.dumps([after - before for before, after in itertools.pairwise(ends)]))
+        ends.append((before, time.perf_counter()))
+    print(json.dumps(ends))
 
 
 def test_spans_add_up_to_the_steps_that_the_program_times(tmp_path):
-    """Against a clock of the program's own, on every rank."""
+    """Against a clock of the program's own, on every rank. A step ends while the program is in `step()`."""
     done = run_processes(2, rank_that_times_itself, str(tmp_path))
     events = json.loads(join(tmp_path).read_text())["traceEvents"]
     for rank, process in enumerate(done):
-        timed = json.loads(process.stdout.splitlines()[-1])[:2]  # of the steps that are recorded
+        ends = json.loads(process.stdout.splitlines()[-1])[:3]  # of the steps that are recorded
         phases = sorted(spans(events, rank, "phase"), key=lambda e: e["ts"])
-        ends = [i for i, e in enumerate(phases) if e["name"] == "step"]
-        parts = [phases[: ends[0] + 1], phases[ends[0] + 1 : ends[1] + 1]]
-        for seconds, step in zip(timed, parts, strict=True):
-            assert sum(e["dur"] for e in step) * 1e-6 == pytest.approx(seconds, rel=0.02)
+        last = [i for i, e in enumerate(phases) if e["name"] == "step"]
+        parts = [phases[: last[0] + 1], phases[last[0] + 1 : last[1] + 1]]
+        for earlier, later, step in zip(ends, ends[1:], parts, strict=False):
+            shortest, longest = later[0] - earlier[1], later[1] - earlier[0]
+            assert shortest - 1e-3 <= sum(e["dur"] for e in step) * 1e-6 <= longest + 1e-3
 
 
 def test_what_happens_within_a_step_is_there(trace):

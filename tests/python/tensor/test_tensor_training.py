@@ -214,11 +214,6 @@ def test_a_rank_that_is_killed_is_named_by_those_that_share_its_layers(stage):
     assert "adding up over the ranks that share a layer" in survivor.stdout
 
 
-def test_a_plan_of_a_shared_model_is_refused():
-    with pytest.raises(deeptide.ConfigError, match=r"plan: parallel.tensor is 2, which plans do not know yet"):
-        deeptide.plan(models.make_model(), cut.config(0, 2), world_size=4)
-
-
 class Skipping(models.TinyModel):
     """Leaves out a block, as a program may."""
 
