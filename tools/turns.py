@@ -4,7 +4,8 @@
 """Which third of the costly work is this commit's: tools/turns.py turn | tests | layers.
 
 CI runs a third of the costly grids, and the sanitizers over a third of the layers, chosen by the number of commits: of
-three runs in a row each takes another third. What a change touched runs whole, whatever its turn.
+three runs in a row each takes another third. What a change touched runs whole, whatever its turn; of layers, as many
+again at most: those with the most changed files.
 
 turn    prints 0, 1 or 2
 tests   prints the test files of tests/python that changed
@@ -14,6 +15,7 @@ Fixtures, CI's own script and this one belong to all tests, as much of the produ
 change of them at once, and the rest within two runs.
 """
 
+import collections
 import sys
 from collections.abc import Sequence
 
@@ -48,10 +50,13 @@ def layers_of_turn() -> list[str]:
     """Returns the layers with tests whose turn it is, and those that changed."""
     changed = tidy.changed_files(("src/", "tests/", *OF_ALL_LAYERS))
     layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
+    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn()}
     if any(name.startswith(OF_ALL_LAYERS) for name in changed):
-        return layers
-    touched = {name.split("/")[1] for name in changed}
-    return [layer for number, layer in enumerate(layers) if number % TURNS == turn() or layer in touched]
+        touched = collections.Counter(layers)
+    else:
+        touched = collections.Counter(layer for name in changed if (layer := name.split("/")[1]) in layers)
+    most = [layer for layer, _ in touched.most_common() if layer not in due]
+    return sorted(due.union(most[: len(due)]))
 
 
 if __name__ == "__main__":

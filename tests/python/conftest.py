@@ -66,6 +66,9 @@ def _check_expected_errors():
 _check_expected_errors()
 
 
+_DUE = pytest.StashKey()  # when a case of this turn begins at the latest
+
+
 def _combinations(item, thorough):
     """Chooses from a test's grid: each two of its parameters with their values, or each one alone.
 
@@ -115,6 +118,7 @@ def pytest_collection_modifyitems(config, items):
 
     THOROUGH=1: most cases of those grids alone that are large and costly. THOROUGH=2, or a test named by itself: none.
     TURN=0, 1 or 2 with THOROUGH=1: a third of what THOROUGH=0 leaves out, and all of the files and folders in CHANGED.
+    TURN_SECONDS with TURN: none of these begins later in the run than that; they are skipped, and so counted.
     """
     level = os.environ.get("THOROUGH", "0")
     if level == "2" or any("::" in argument for argument in config.args):
@@ -123,8 +127,17 @@ def pytest_collection_modifyitems(config, items):
     if level == "1" and "TURN" in os.environ:
         always, whole = _kept(items, thorough=False), tuple(os.environ.get("CHANGED", "").split())
         kept = {item for item in kept if item in always or _is_due(item, int(os.environ["TURN"]), whole)} | always
+        items.sort(key=lambda item: item not in always)
+        for item in kept - always:
+            item.stash[_DUE] = time.monotonic() + float(os.environ.get("TURN_SECONDS", "inf"))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_runtest_setup(item):
+    """Skips a case of this turn for which no time is left."""
+    if time.monotonic() > item.stash.get(_DUE, float("inf")):
+        pytest.skip("no time left for this turn's cases")
 
 
 def pytest_collection_finish():

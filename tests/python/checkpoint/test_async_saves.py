@@ -269,5 +269,6 @@ def lose_nothing(kills, folder):
     assert len(list(folder.iterdir())) <= 5  # two checkpoints, `latest`, what the last kill cut off and one more
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_no_checkpoint(tmp_path):
     lose_nothing(int(os.environ.get("KILLS", "3")), tmp_path)

@@ -130,6 +130,7 @@ def save_on_a_read_only_mount(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+@pytest.mark.slow
 def test_a_read_only_mount_is_named_and_training_goes_on(tmp_path):
     command = ["unshare", "--mount", sys.executable, "-c", ON_A_READ_ONLY_MOUNT, str(Path(__file__).parent), tmp_path]
     environment = _environment(0, 1, free_ports(1)[0], None)

@@ -33,6 +33,7 @@ def bench(*words):
 
 
 @pytest.mark.parametrize("path", ["shared memory", "c10d"])
+@pytest.mark.slow
 def test_every_collective_is_measured_as_nccl_tests_count(path):
     done = bench("--json", "--num_ranks", "3", "--maxsize", "16K", *(["--c10d"] if path == "c10d" else []))
     assert done.returncode == 0, done.stderr

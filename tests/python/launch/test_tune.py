@@ -86,6 +86,7 @@ def optimal(folder):
     return json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_fastest_configuration_is_written_trains_and_is_found_again(tmp_path):
     done = tune(tmp_path, command=("--autotuning", "run"), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,6 +126,7 @@ def test_a_run_that_fails_is_in_the_table_and_the_search_goes_on(tmp_path):
     assert "failed: MemoryError: no memory for 8 samples" in done.stdout
 
 
+@pytest.mark.slow
 def test_recomputation_is_turned_on_where_memory_ends_the_way(tmp_path):
     done = tune(tmp_path, "most", "switch", command=("--autotuning", "run"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,6 +139,7 @@ def test_recomputation_is_turned_on_where_memory_ends_the_way(tmp_path):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.slow
 def test_a_script_with_its_own_batch_size_is_told_or_gets_it_as_an_argument(tmp_path, mapped):
     done = tune(tmp_path, "--batch", "2", *(["mapped"] if mapped else []))
     assert done.returncode == 0, done.stderr

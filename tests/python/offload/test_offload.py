@@ -58,7 +58,7 @@ def run(world, stage, offload, bf16, steps=STEPS // 2, **extra):
 
 
 def run_long(world, stage, offload, bf16):
-    return run(world, stage, offload, bf16, steps=20, gradient_clipping=0.01)
+    return run(world, stage, offload, bf16, steps=8, gradient_clipping=0.01)
 
 
 @pytest.mark.costly

@@ -117,6 +117,7 @@ def fill_the_disk(folder, section):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.slow
 def test_a_write_that_fails_is_an_error_that_names_the_folder(section, tmp_path):
     (done,) = run_processes(1, fill_the_disk, str(tmp_path), section, fresh=True)
     words = rf"writing a block of {SECTIONS[section]}.* in '{tmp_path}' failed: (File too large|Input/output error)"
@@ -140,6 +141,7 @@ def command(*arguments):
     return {"args": [sys.executable, "-c", call], "env": environment, "stdout": subprocess.PIPE, "text": True}
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_and_the_next_one_is_not_harmed(tmp_path):
     plain = subprocess.run(**command(str(tmp_path), (), 3), check=True).stdout
     both = tuple(SECTIONS)

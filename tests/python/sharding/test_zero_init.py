@@ -271,6 +271,7 @@ def peaks_of_start(deferred):
 
 
 @pytest.mark.apart
+@pytest.mark.slow
 def test_the_peak_is_a_shard_and_a_unit():
     def run(deferred):
         return [json.loads(process.stdout) for process in run_processes(2, peaks_of_start, deferred, fresh=True)]

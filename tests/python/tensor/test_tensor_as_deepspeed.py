@@ -64,6 +64,7 @@ def begin_by_tp_model_init():
     check(engine)
 
 
+@pytest.mark.slow
 def test_tp_model_init_cuts_as_initialize_does():
     run_processes(SIZE, begin_by_tp_model_init, preload=PRELOAD)
 

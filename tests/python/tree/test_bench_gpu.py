@@ -13,6 +13,7 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 pytestmark = pytest.mark.skipif(not BENCH.is_dir(), reason="the benchmarks are not here")
 
 
+@pytest.mark.slow
 def test_torch_with_fp32_masters_trains_as_the_engine_does(tmp_path):
     words = ["--device", "cpu", "--model", "tiny", "--only", "torch-masters", "deeptide-0"]
     lengths = ["--rounds", 1, "--warmup", 2, "--steps", 8]

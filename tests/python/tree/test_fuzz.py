@@ -35,6 +35,7 @@ def mended(name):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_a_program_gives_what_plain_torch_gives(runner, seed):
     program = generate.program_of(seed)
     settings = generate.settings_for(program, generate.random.Random(seed), 2)

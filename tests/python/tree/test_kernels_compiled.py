@@ -52,6 +52,7 @@ needs_nvcc = pytest.mark.skipif(
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_a_step_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
     seen = set()
     for name, (text, report) in compiled("step", tmp_path).items():
@@ -67,6 +68,7 @@ def test_a_step_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_a_sum_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
     seen = set()
     for name, (text, report) in compiled("sum", tmp_path).items():
