@@ -383,7 +383,7 @@ def _phase(program, phase, setting, world, folder):
 
 
 def _sit_out(store, ended):
-    """Waits for the end of a phase that other ranks run. Theirs are the limits; the next phase's begins with this one's."""
+    """Waits until other ranks have run a phase. Theirs are the limits."""
     faulthandler.cancel_dump_traceback_later()
     while not store.check([ended]):
         time.sleep(0.05)
