@@ -102,7 +102,8 @@ def placement_of(phase, setting):
 
 def quantized_in(phase, setting):
     """In how many bits gradients travel: None: whole, or not at all."""
-    return phase.get("quantized") if phase["world"] > 1 and not setting.shared else None
+    is_shared = setting.shared and not (phase["offload"] and setting.stage == 3)  # memory has no parameters of files
+    return phase.get("quantized") if phase["world"] > 1 and not is_shared else None
 
 
 def acts_of(phase):
