@@ -7,7 +7,7 @@ The other programs compare that with torch.
 program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "words": torch's embedding and head,
            "frozen": [parts of names], "recompute", "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
            "phases": [{"stages", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
-Acts: ["train", steps], ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
+Acts: ["train", steps], ["loop", steps]: by forward, backward and step, ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
 uncut]. Each phase begins with a new model, in another mesh; both sides run it, and have the same losses and states.
 """
 
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 import deeptide
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from deeptide.pipeline.elsewhere import Elsewhere
 from deeptide.tensor import team_of
 from deeptide.tensor.slices import slices_of
 
@@ -168,7 +169,7 @@ def program_of(seed):
         data = draw.choice([1, 2]) if stages * tensor <= 2 or draw.random() < 0.1 else 1
         acts = [["load", draw.choice(tags), draw.choice(["cut", "uncut"])]] if tags and draw.random() < 0.9 else []
         for _ in range(draw.randint(1, 6)):
-            kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load"])
+            kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load", "loop"])
             if kind == "save":
                 tags.append(draw.choice(["a", "b"]))
                 acts.append(["save", tags[-1]])
@@ -177,7 +178,7 @@ def program_of(seed):
             elif kind == "poison":
                 acts.append(["poison", draw.randrange(stages), draw.randrange(data)])
             elif kind != "load":
-                acts.append([kind, draw.randint(1, 3)])
+                acts.append(["train" if form == "layers" and kind == "loop" else kind, draw.randint(1, 3)])
         phases.append({
             "stages": stages, "data": data, "tensor": tensor, "zero": draw.randrange(4),
             "schedule": draw.choice(["1f1b", "gpipe"]), "bf16": draw.random() < 0.25,
@@ -253,6 +254,9 @@ class Side:
         if kind == "train":
             given = self.batches(arguments[0] * gas)
             found = [engine.train_batch(given, **self._loss_fn()).item() for _ in range(arguments[0])]
+        elif kind == "loop":
+            given = self.batches(arguments[0] * gas)
+            found = [self._step_by_hand(given) for _ in range(arguments[0])]
         elif kind == "eval":
             given = self.batches(arguments[0])
             found = engine.eval_batch(given, num_micro_batches=arguments[0], **self._loss_fn()).item()
@@ -263,6 +267,21 @@ class Side:
         else:
             found = engine.load_checkpoint(f"{self.folder}/{arguments[1]}", tag=arguments[0])[0] is not None
         return [found, engine.global_steps, engine.skipped_steps]
+
+    def _step_by_hand(self, given):
+        """One step by the program's own loop; returns its mean loss."""
+        engine, losses = self.engine, []
+        engine.module.train()
+        for _ in range(self.phase["gas"]):
+            batch = next(given)
+            if self._loss_fn():
+                loss = loss_of(engine(batch[0]), batch[1])
+            else:
+                loss = (engine(**batch) if isinstance(batch, dict) else engine(*batch))[0]
+            engine.backward(loss)
+            engine.step()
+            losses += [] if isinstance(loss, Elsewhere) else [loss.detach()]
+        return engine._mean_loss(losses).item()
 
     def _poison(self, stage, rank):
         """A gradient that is not finite, on one stage's rank: all skip the step."""

@@ -12,6 +12,7 @@ import torch
 
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
+from deeptide._reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline import batches as micro_batches
@@ -19,6 +20,7 @@ from deeptide.pipeline.cut import BlockCut, cut_of
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
+from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
 from deeptide.pipeline.stage_run import StageRun
 
 _SCHEDULES = {"1f1b": PipelineSchedule.one_f_one_b, "gpipe": PipelineSchedule.gpipe}
@@ -50,6 +52,7 @@ class PipelineEngine(Engine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
+        self._loop = PlainLoop(self, self._stage, self._cut)
 
     def _check_teams(self) -> None:
         """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
@@ -143,6 +146,7 @@ class PipelineEngine(Engine):
         self._set_loss_fn(loss_fn)
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
+        self._loop.forget()
         return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
@@ -178,29 +182,52 @@ class PipelineEngine(Engine):
         """After a micro-batch's backward: reduces, and at a step's last one steps. Collective over the stage."""
         return Engine.step(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`."""
+        return self.forward(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    @told
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch through all stages, without overlap. Collective over the stages, as backward and step are.
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("backward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        Returns the model's output on the last stage, and what has its loss on the others: every rank has the loss. All
+        stages call it with the same batch. Errors: PipelineError for a PipelineModule, which has train_batch alone.
+        """
+        loop = self._loop_of("forward")
+        self._say_once(ADVICE, "warning")
+        return loop.forward(args, kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("step: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    @told
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs backward on all stages, of all forwards since the last one. Errors: PipelineError, as forward's."""
+        loop = self._loop_of("backward")
+        if retain_graph:
+            raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
+        return loop.backward(loss, scale_wrt_gas)
+
+    @told
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
+        """Ends the micro-batch, as of any engine. Errors: PipelineError, as forward's."""
+        self._loop_of("step").close()
+        return super().step(lr_kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated so far. Collective."""
+        super().zero_grad(set_to_none)
+        self._loop.forget()
+
+    def _loop_of(self, method: str) -> PlainLoop:
+        if self._stage is None or isinstance(self._cut, PipelineModule):
+            raise PipelineError(f"{method}: a PipelineModule runs on all stages by train_batch() and eval_batch()")
+        return self._loop
 
     def join(self) -> NoReturn:
         """Not here."""
-        raise PipelineError("join: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        raise PipelineError("join: a pipeline's stages end together with their batches; leave it out")
 
     def rebuild(self) -> NoReturn:
         """Not here."""
-        raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        raise PipelineError("rebuild: not supported yet with a pipeline; make the model and the engine anew")
 
     def snapshot(self) -> torch.nn.Module:
         """A snapshot of a PipelineModule's stage. A model that is cut has none: its program needs the other stages."""

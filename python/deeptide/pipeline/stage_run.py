@@ -92,12 +92,14 @@ class StageRun:
             held.clear()  # of a step that failed
         if self._letters is None:
             return
-        due = self._ties.letters(training)
+        lends = training or not self._ties.is_open  # else what was lent for a step under way stays
+        due = self._ties.letters(training) if lends else {}
         for source, comes in ((self._here - 1, self._here > 0), (self._here + 1, training and self._here < self._last)):
             if comes:
                 due[source] = due.get(source, 0) + count
         self._letters.begin(due)
-        self._ties.exchange_values(self._letters, self._number, training)
+        if lends:
+            self._ties.exchange_values(self._letters, self._number, training)
 
     def _receive(self, kind: str, micro_batch: int, source: int) -> Any:
         assert self._letters is not None
