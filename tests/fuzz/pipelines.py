@@ -6,9 +6,10 @@ The other programs compare that with torch.
 
 program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "words": torch's embedding and head,
            "frozen": [parts of names], "recompute", "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
-           "phases": [{"stages", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
-Acts: ["train", steps], ["loop", steps]: by forward, backward and step, ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
-uncut]. Each phase begins with a new model, in another mesh; both sides run it, and have the same losses and states.
+           "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
+Acts: ["train", steps], ["loop", steps]: by forward, backward and step, ["eval", micro-batches], ["poison", stage, rank of
+it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides run
+it, and have the same losses and states.
 """
 
 import datetime
@@ -135,20 +136,21 @@ class UncutLayers(nn.Module):
         )
 
 
-def layers_of(program, stages, world):
+def layers_of(program, stages, chunks, world):
     width, middle = program["width"], [LayerSpec(Block, program["width"]) for _ in range(program["blocks"])]
     first, last = LayerSpec(Embedding, width), LayerSpec(Head, width)
     if program["tie"]:
         first = TiedLayerSpec("embed", Embedding, width)
         last = TiedLayerSpec("embed", Embedding, width, forward_fn=logits_of)
     interval = {"activation_checkpoint_interval": 2 if program["recompute"] else 0}
-    return PipelineModule([first, *middle, last], num_stages=stages, loss_fn=loss_of, world=world, **interval)
+    layers = [first, *middle, last]
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, chunks=chunks, world=world, **interval)
 
 
-def make(program, stages, world, seed):
+def make(program, stages, chunks, world, seed):
     """The same values for every cut: a parameter's name draws them."""
     if program["form"] == "layers":
-        model = layers_of(program, stages, world) if stages else UncutLayers(program)
+        model = layers_of(program, stages, chunks, world) if stages else UncutLayers(program)
     else:
         model = Blocks(program)
     with torch.no_grad():
@@ -179,9 +181,11 @@ def program_of(seed):
                 acts.append(["poison", draw.randrange(stages), draw.randrange(data)])
             elif kind != "load":
                 acts.append(["train" if form == "layers" and kind == "loop" else kind, draw.randint(1, 3)])
+        schedule = draw.choice(["1f1b", "gpipe"])
+        chunks = draw.choice([1, 2]) if form == "layers" and schedule == "1f1b" and stages < 4 else 1
         phases.append({
-            "stages": stages, "data": data, "tensor": tensor, "zero": draw.randrange(4),
-            "schedule": draw.choice(["1f1b", "gpipe"]), "bf16": draw.random() < 0.25,
+            "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
+            "schedule": schedule, "bf16": draw.random() < 0.25,
             "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
@@ -224,7 +228,7 @@ class Side:
         if stages and phase["tensor"] > 1:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
-        model = make(program, stages, world, program["seed"] + number)
+        model = make(program, stages, phase["chunks"], world, program["seed"] + number)
         self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
         self.draws = random.Random(f"{program['seed']} {number}")
 

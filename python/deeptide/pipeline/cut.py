@@ -65,6 +65,7 @@ class BlockCut:
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
+    num_chunks = 1  # of each stage
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class BlockCut:
         args, kwargs, labels = _batches.arguments_of(batch, self.loss_fn)
         return (args, kwargs), labels
 
-    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage."""
         args, kwargs = inputs
         return self.passage.run(forward, args, kwargs, received)

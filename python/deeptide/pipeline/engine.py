@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -12,15 +13,18 @@ import torch
 
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
+from deeptide._log import say
 from deeptide._reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline import batches as micro_batches
+from deeptide.pipeline.bubble import Bubble, measured_bubble
 from deeptide.pipeline.cut import BlockCut, cut_of
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
+from deeptide.pipeline.schedules import simulate
 from deeptide.pipeline.stage_run import StageRun
 
 _SCHEDULES = {"1f1b": PipelineSchedule.one_f_one_b, "gpipe": PipelineSchedule.gpipe}
@@ -48,7 +52,8 @@ class PipelineEngine(Engine):
         self._cut: PipelineModule | BlockCut = cut_of(self.module) or self.module  # type: ignore[assignment]
         self._stage = self._core.stage() if self._cut.num_stages > 1 else None
         self._check_teams()
-        self._schedule = _SCHEDULES[json.loads(_C.config_section(self._config, "parallel"))["schedule"]]
+        self._schedule = self._chosen_schedule()
+        self._times: list[tuple[float, float]] = []  # of each stage in the last step: seconds, and of them waited
         self._batch_fn: Callable[[Any], Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
@@ -65,6 +70,18 @@ class PipelineEngine(Engine):
                 f"the stages' layers are shared by {', '.join(map(str, sizes))} ranks, expected one number: give a "
                 "stage without shared layers the team too, by model.tensor_team = team"
             )
+
+    def _chosen_schedule(self) -> PipelineSchedule:
+        """The configuration's, or of chunks the interleaved one. Errors: ConfigError where chunks have no such order."""
+        name = json.loads(_C.config_section(self._config, "parallel"))["schedule"]
+        if self._cut.num_chunks == 1:
+            return _SCHEDULES[name]
+        if name != "1f1b":
+            raise ConfigError(
+                f'parallel.schedule is "{name}", and the PipelineModule has {self._cut.num_chunks} chunks on each stage, '
+                'which run by 1f1b, interleaved: leave the key out, or build it with chunks=1'
+            )
+        return PipelineSchedule.interleaved
 
     # -- where this rank is ---------------------------------------------------------------------------------------
 
@@ -175,12 +192,57 @@ class PipelineEngine(Engine):
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = self._core.mean(_batches.mean_of(losses)) if losses else 0.0
         if self._stage is not None:
-            mean = self._stage.exchange([mean])[-1]
+            values = self._stage.exchange([mean, *self._run.times])
+            mean = values[-3]
+            self._times = list(zip(values[1::3], values[2::3], strict=True))
         return torch.tensor(mean, device=self._core.device())
 
-    def close_micro_batch(self) -> StepOutcome:
-        """After a micro-batch's backward: reduces, and at a step's last one steps. Collective over the stage."""
+    def bubble(self) -> Bubble | None:
+        """The last train_batch()'s: the share of the stages' time that passed idle. None before the first."""
+        if all(whole == 0.0 for whole, _ in self._times):
+            return None
+        on_paper = simulate(self._schedule, self.num_stages, self.micro_batches, self._cut.num_chunks)
+        return Bubble(measured_bubble(self._times), on_paper.bubble)
+
+    @told
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
+    ) -> torch.Tensor:
+        """As of any engine, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
+        loss = super().train_batch(data_iter, loss_fn)
+        is_due = self.global_steps % (self.steps_per_print() or 1) == 0
+        if self.wall_clock_breakdown() and is_due and self._times and self.world.rank == 0:
+            say(f"pipeline | {self.bubble()}")
+        return loss
+
+    # -- what a step by the schedule calls ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def closing_pieces(self) -> Iterator[None]:
+        """Inside, each backward of a chunk counts as the core's micro-batch, which gives gradients their usual sums."""
+        if self._cut.num_chunks == 1:
+            yield
+            return
+        self._core.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            if not self._core.closed:
+                self._core.set_gradient_accumulation_boundary(self._boundary)
+
+    def await_the_end(self) -> None:
+        """Before a step's last backward."""
+        if self._cut.num_chunks > 1:
+            self._core.set_gradient_accumulation_boundary(True)
+
+    def close_piece(self) -> StepOutcome:
+        """After each backward: reduces, and after the last one steps. Collective over the stage."""
         return Engine.step(self)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self._core.micro_steps() // self._cut.num_chunks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`."""

@@ -199,7 +199,7 @@ class Passage:
         sent = _floats_in((args, kwargs)) if self._carries else handed
         for tensor in elsewhere_in(sent):
             raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
-        raise _HandedOn((sent, digest(besides, with_floats=False)))
+        raise _HandedOn((sent, digest((block.number, besides), with_floats=False)))
 
     def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """The arguments of the first own block, with what the stage before handed on."""
@@ -209,10 +209,11 @@ class Passage:
         args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
         self._check_arguments(block, besides)
-        if not is_alike or self._digest != digest(besides, with_floats=False):
+        if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
             raise PipelineError(
-                f"{self._where()}: {self._name(block.number)} is called with other arguments than on stage "
-                f"{self._here - 1}: the stages' programs differ, as by random numbers of Python or by their batches"
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
+                f"{self._here - 1} ended with, or in the place of another block: the stages' programs differ, as by a "
+                "branch on the rank, random numbers of Python or their batches"
             )
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(

@@ -47,7 +47,7 @@ class PlainLoop(StageRun):
             self._ties.exchange_values(self._letters, self._number, trains)
             self._ties.is_open = trains
         received = self._receive("activation", 0, self._here - 1) if self._here > 0 else None
-        output = self._model.run_stage(self._forward_of_engine, (args, kwargs), received)
+        output = self._model.run_stage(self._forward_of_engine, (args, kwargs), received, 0)
         if self._here < self._last:
             self._send("activation", 0, output, self._here + 1)
         else:

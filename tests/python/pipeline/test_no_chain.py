@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that are no chain of blocks are refused by name, with the cure, and never trained wrongly."""
 
+import functools
 import random
 import re
 
@@ -156,6 +157,30 @@ class LeavesOut(Model):
         return hidden
 
 
+def parts(world):
+    """A branch on the rank: the second stage leaves its first block out, and its next one takes the value as well."""
+    model = Model()
+    model.blocks.extend(nn.Linear(12, 12) for _ in range(4))
+    settings = families.config(0, GAS, 2, deeptide={"error_grace": 0.2})
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    assert engine._cut.parts[1] < len(model.blocks) - 1
+    blocks = list(model.blocks)
+    if world.rank == 1:
+        del blocks[engine._cut.parts[1]]
+    model.through = lambda hidden: functools.reduce(lambda value, block: block(value).tanh(), blocks, hidden)
+    with pytest.raises((PipelineError, deeptide.CommError)) as raised:
+        engine.train_batch(families.batches("plain", 0, 1, 1, GAS))
+    return str(raised.value)
+
+
+def test_stages_that_take_different_branches_are_named():
+    texts = run_ranks(2, parts)
+    assert any(
+        re.search(r"stage 1 of 2: blocks\.\d is called .*or in the place of another block: the stages' programs", each)
+        for each in texts
+    ), texts
+
+
 def meet(world, kind, settings):
     model = kind()
     engine = deeptide.initialize(model=model, config=settings, world=world)[0]
@@ -177,7 +202,7 @@ def meet(world, kind, settings):
         (Looks, r"aten\.(_local_scalar_dense|is_nonzero)\S* needs the values of what comes from 'embed\.weight'"),
         (Writes, r"aten\.\S+ writes what comes from 'embed\.weight', which another stage has, into a tensor"),
         (Draws, r"aten\.rand\S* draws random numbers before this stage's blocks"),
-        (DrawsByPython, r"blocks\.3 is called with other arguments than on stage 0"),
+        (DrawsByPython, r"blocks\.3 is called with other arguments than stage 0 ended with"),
         (LeavesOut, r"stage 0 of 2: the model's forward ended without a block of the next stage, after blocks\.1"),
     ],
 )

@@ -240,3 +240,26 @@ def misuse(world):
 
 def test_what_a_loop_cannot_is_said():
     run_ranks(2, misuse)
+
+
+def not_finite(world, bad_stage):
+    engine, given = start(world, "llama", 2, gas=2)
+    name, parameter = next((n, p) for n, p in engine.module.named_parameters() if "down_proj" in n)
+    is_bad = engine.stage_id == bad_stage and engine.data_parallel_rank == 1
+    hook = parameter.register_hook(lambda gradient: gradient * float("nan")) if is_bad else None
+    before = families.states_of(engine)
+    for _ in range(2):
+        engine.backward(call(engine, next(given))[1])
+        outcome = engine.step()
+    assert not outcome and engine.skipped_steps == 1
+    assert all(torch.equal(value, before[key]) for key, value in families.states_of(engine).items())
+    if hook is not None:
+        hook.remove()
+    assert engine.train_batch(given).isfinite() and engine.was_step_applied()
+    return name, outcome.parameter, outcome.rank
+
+
+@pytest.mark.parametrize("bad_stage", [0, 1])
+def test_all_stages_skip_and_name_layer_and_rank(bad_stage):
+    results = run_ranks(4, not_finite, bad_stage)
+    assert {result[1:] for result in results} == {(results[2 * bad_stage][0], 2 * bad_stage + 1)}
