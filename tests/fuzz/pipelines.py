@@ -4,12 +4,13 @@
 
 The other programs compare that with torch.
 
-program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "words": torch's embedding and head,
-           "frozen": [parts of names], "recompute", "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
+program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
+           "words": torch's embedding and head, "frozen": [parts of names], "recompute",
+           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
            "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
-Acts: ["train", steps], ["loop", steps]: by forward, backward and step, ["eval", micro-batches], ["poison", stage, rank of
-it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides run
-it, and have the same losses and states.
+Acts: ["train", steps], ["loop", steps] (by forward, backward and step), ["eval", micro-batches], ["poison", stage, rank
+of it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides
+run it, and have the same losses and states.
 """
 
 import datetime
@@ -51,7 +52,9 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, hidden, mask=None):
+    def forward(self, hidden, mask=None, memory=None):
+        if memory is not None:
+            hidden = hidden + memory.mean(1, keepdim=True)
         if self.training and torch.is_grad_enabled():
             self.calls += 1
         change = self.down(F.gelu(self.up(self.norm(hidden))))
@@ -80,6 +83,14 @@ def logits_of(embedding, hidden):
     return F.linear(hidden, embedding.weight)
 
 
+class Half(nn.Module):
+    """An encoder, or a decoder."""
+
+    def __init__(self, embed, blocks, width):
+        super().__init__()
+        self.embed, self.blocks, self.norm = embed, nn.ModuleList(Block(width) for _ in range(blocks)), nn.Tanh()
+
+
 class Blocks(nn.Module):
     """A plain model, which `parallel.pipeline` cuts."""
 
@@ -89,10 +100,16 @@ class Blocks(nn.Module):
         self.embed = Embedding(width)
         if program["lent"]:
             self.places, self.scale = nn.Parameter(torch.empty(8, width)), nn.Parameter(torch.empty(width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
         self.norm, self.head = nn.LayerNorm(width), Head(width)
         if program["words"]:
             self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        if program["pair"]:
+            first = program["blocks"] // 2
+            self.encoder = Half(self.embed, first, width)
+            self.decoder = Half(self.embed, program["blocks"] - first, width)
+        else:
+            self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
+        self._modules["norm"], self._modules["head"] = self._modules.pop("norm"), self._modules.pop("head")
         if program["tie"]:
             self.head.weight = self.embed.weight
         self.lends, self.recomputes = program["lent"], program["recompute"]
@@ -102,11 +119,15 @@ class Blocks(nn.Module):
         mask = (tokens > 1).unsqueeze(-1)
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
-        for block in self.blocks:
-            if self.recomputes and self.training:
-                hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, use_reentrant=False)
-            else:
-                hidden = block(hidden, mask=mask)
+        memory = None
+        for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (self.blocks,):
+            for block in blocks:
+                if self.recomputes and self.training:
+                    hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, memory, use_reentrant=False)
+                else:
+                    hidden = block(hidden, mask, memory)
+            if hasattr(self, "decoder") and memory is None:
+                memory, hidden = self.encoder.norm(hidden), self.decoder.embed(tokens.flip(1))
         hidden = self.norm(hidden)
         logits = self.head(hidden * self.scale if self.lends else hidden)
         return logits if labels is None else (loss_of(logits, labels), logits)
@@ -190,11 +211,13 @@ def program_of(seed):
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
     shares = any(phase["tensor"] > 1 for phase in phases)
-    if (tie or shares) and optimizer == "Lion":  # a sign shows the last bit
+    pair = form == "blocks" and not shares and draw.random() < 0.4
+    if (tie or shares or pair) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     return {
-        "seed": seed, "form": form, "blocks": draw.randint(4, 6), "width": draw.choice([4, 6]), "tie": tie,
+        "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
+        "width": draw.choice([4, 6]), "tie": tie,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
         "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
@@ -363,7 +386,7 @@ def most_ranks(program):
 def is_exact(program):
     """Tied and lent weights' gradients, norms and what shared layers compute are added in another order."""
     shares = any(phase["tensor"] > 1 for phase in program["phases"])
-    return not (program["tie"] or program["lent"] or program["clipping"] or shares)
+    return not (program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares)
 
 
 def _close(a, b, tolerance):

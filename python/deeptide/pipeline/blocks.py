@@ -111,7 +111,7 @@ def _decoder_of(encoder: Blocks, alike: list[Blocks]) -> Blocks | None:
 
 
 def _encoder_and_decoder(model: torch.nn.Module, num_stages: int) -> Chain | None:
-    """A model's encoder and decoder, where both have a good part of its weights: blocks of one run after the other's."""
+    """A model's encoder and decoder, where both have a good part of its weights: they run one after the other."""
     alike = _outermost([blocks for blocks in _containers(model) if blocks.blocks and _are_alike(blocks.blocks)])
     most = num_trained(model)
     for encoder in alike:
@@ -129,8 +129,8 @@ def find_blocks(model: torch.nn.Module, num_stages: int) -> Chain:
     blocks = chain.blocks
     if len(set(map(id, blocks))) < len(blocks):
         raise ConfigError(
-            f"parallel.pipeline is {num_stages}, and {chain.path or type(model).__name__} holds one module twice, which "
-            f"would be on two stages: {_CURE}"
+            f"parallel.pipeline is {num_stages}, and {chain.path or type(model).__name__} holds one module twice, "
+            f"which would be on two stages: {_CURE}"
         )
     return chain
 

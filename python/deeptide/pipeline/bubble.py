@@ -19,7 +19,7 @@ class Bubble(NamedTuple):
 
 
 def measured_bubble(times: Sequence[tuple[float, float]]) -> float:
-    """Of each stage's (seconds of its instructions, seconds of them that it waited): stages begin together.
+    """Takes each stage's (seconds of its instructions, seconds of them that it waited): stages begin together.
 
     The step lasts as long as its longest stage; what a stage neither computes nor sends in that time is idle.
     """

@@ -57,11 +57,12 @@ class _Taken:
 
 
 class BlockCut:
-    """One stage's part of a model that is cut along its chain of blocks, or along an encoder's and a decoder's. The model keeps its own forward.
+    """One stage's part of a model that is cut along its chain of blocks. The model keeps its own forward.
 
-    Parameters before the blocks belong to the first stage, those after them to the last. A parameter that several
-    stages use, such as a head's that is tied to an embedding, belongs to the first of them, which lends it; so do those
-    that the modules around the blocks hold themselves. What a stage has not is an Elsewhere tensor there.
+    An encoder and a decoder are one chain. Parameters before the blocks belong to the first stage, those after them to
+    the last. A parameter that several stages use, such as a head's that is tied to an embedding, belongs to the first
+    of them, which lends it; so do those that the modules around the blocks hold themselves. What a stage has not is an
+    Elsewhere tensor there.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs

@@ -72,14 +72,14 @@ class PipelineEngine(Engine):
             )
 
     def _chosen_schedule(self) -> PipelineSchedule:
-        """The configuration's, or of chunks the interleaved one. Errors: ConfigError where chunks have no such order."""
+        """The configuration's, or of chunks the interleaved one. Errors: ConfigError if chunks have no such order."""
         name = json.loads(_C.config_section(self._config, "parallel"))["schedule"]
         if self._cut.num_chunks == 1:
             return _SCHEDULES[name]
         if name != "1f1b":
             raise ConfigError(
-                f'parallel.schedule is "{name}", and the PipelineModule has {self._cut.num_chunks} chunks on each stage, '
-                'which run by 1f1b, interleaved: leave the key out, or build it with chunks=1'
+                f'parallel.schedule is "{name}", and the PipelineModule has {self._cut.num_chunks} chunks on each '
+                "stage, which run by 1f1b, interleaved: leave the key out, or build it with chunks=1"
             )
         return PipelineSchedule.interleaved
 
@@ -208,7 +208,7 @@ class PipelineEngine(Engine):
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
     ) -> torch.Tensor:
-        """As of any engine, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
+        """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
         loss = super().train_batch(data_iter, loss_fn)
         is_due = self.global_steps % (self.steps_per_print() or 1) == 0
         if self.wall_clock_breakdown() and is_due and self._times and self.world.rank == 0:
@@ -245,7 +245,7 @@ class PipelineEngine(Engine):
         return self._core.micro_steps() // self._cut.num_chunks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`."""
+        """The same as `forward`."""
         return self.forward(*args, **kwargs)
 
     @told

@@ -250,7 +250,7 @@ class Passage:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         key = (self._signature, *map(str, shapes))
         if key in block.outputs and self._signature in self._known and not block.is_observed():
-            return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # what one received is of one micro-batch
+            return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # `received` is of one micro-batch
         origin = self._name(block.number)
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)

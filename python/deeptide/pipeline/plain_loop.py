@@ -67,7 +67,7 @@ class PlainLoop(StageRun):
         return output if is_last else stand_in(numbers, self._engine.device)
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
-        """Of all forwards since the last backward. Errors: PipelineError if there was none."""
+        """Takes all forwards since the last backward. Errors: PipelineError if there was none."""
         assert self._stage is not None and self._letters is not None
         forwards, self._forwards = self._forwards, []
         if not forwards:

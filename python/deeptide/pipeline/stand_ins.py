@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward returns on a stage that does not have the output: its loss, and shapes."""
+"""Stands for the output of a forward on a stage that does not have it: its loss, and shapes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Loss(torch.autograd.Function):
 
 
 def stand_in(numbers: list[float], device: torch.device) -> Any:
-    """What a stage returns in the place of the described output."""
+    """Returns a stand-in for the described output."""
     kind = int(numbers[0])
     dtype, has_gradient = _TYPES[int(numbers[2])], bool(numbers[3])
     if kind == _OTHER:

@@ -56,7 +56,7 @@ def test_tied_weights_belong_to_the_first_stage(mesh):
 
 
 def trace(world, num_stages, chunks, micro_batches):
-    """What a stage does in a step, in order, and the most micro-batches whose activations it holds."""
+    """Lists what a stage does in a step, and the most micro-batches whose activations it holds."""
     engine = start(world, num_stages, chunks, stages.config(0, micro_batches))
     done, alive, peak = [], 0, 0
     run = engine._run
