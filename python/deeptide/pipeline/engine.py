@@ -58,6 +58,7 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
         self._loop = PlainLoop(self, self._stage, self._cut)
+        self._say_if_few()
 
     def _check_teams(self) -> None:
         """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
@@ -82,6 +83,17 @@ class PipelineEngine(Engine):
                 "stage, which run by 1f1b, interleaved: leave the key out, or build it with chunks=1"
             )
         return PipelineSchedule.interleaved
+
+    def _say_if_few(self) -> None:
+        """A step of fewer micro-batches than stages cannot fill them."""
+        count, stages = self.micro_batches, self.num_stages
+        if count < stages:
+            idle = simulate(self._schedule, stages, count, self._cut.num_chunks).bubble
+            self._say_once(
+                f"gradient_accumulation_steps is {count}, and the pipeline has {stages} stages, which are idle for "
+                f"{100 * idle:.0f} % of such a step: give {stages} or more",
+                "warning",
+            )
 
     # -- where this rank is ---------------------------------------------------------------------------------------
 

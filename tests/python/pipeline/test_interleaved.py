@@ -170,6 +170,17 @@ def test_stages_whose_programs_differ_are_named():
     assert any(wanted + "chunk 0 of micro-batch 0 in step 6: the stages' programs differ" in text for text in texts)
 
 
+def few(world, micro_batches, chunks):
+    engine = start(world, 2, chunks, stages.config(0, micro_batches))
+    return [text for text in engine._said if "the pipeline has 2 stages" in text]
+
+
+def test_a_step_too_small_for_its_schedule_is_named():
+    text = "gradient_accumulation_steps is 1, and the pipeline has 2 stages, which are idle for 50 % of such a step: "
+    assert run_ranks(2, few, 1, 1) == [[text + "give 2 or more"]] * 2
+    assert run_ranks(2, few, 2, 1) == [[], []]
+
+
 # -- the bubble -------------------------------------------------------------------------------------------------------
 
 
