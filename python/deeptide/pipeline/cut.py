@@ -181,6 +181,10 @@ class BlockCut:
         self.passage.check_output("the loss", loss)
         return loss
 
+    def trains(self, chunk: int) -> bool:
+        """A stage of blocks has a trained parameter."""
+        return True
+
     def check_output(self, output: Any) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
         self.passage.check_output("the output", output)

@@ -254,7 +254,8 @@ class PipelineEngine(Engine):
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        return self._core.micro_steps() // self._cut.num_chunks
+        pieces = sum(self._cut.trains(chunk) for chunk in range(self._cut.num_chunks))
+        return self._core.micro_steps() // max(pieces, 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as `forward`."""

@@ -232,6 +232,12 @@ class PipelineModule(torch.nn.Module):
         """(inputs, labels) of a micro-batch."""
         return split(batch, self.loss_fn is not None)
 
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk of this stage has a trained parameter of its own: those that it borrows are none."""
+        layers = self._kinds[slice(*self._bounds[chunk : chunk + 2])]
+        modules = (layer for layer in layers if isinstance(layer, torch.nn.Module))
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
     def check_output(self, output: Any) -> None:
         """Any output may go to the program."""
 

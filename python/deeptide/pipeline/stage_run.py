@@ -35,6 +35,9 @@ class StageModel(Protocol):
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The scalar loss of the last stage's output."""
 
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk has a trained parameter of its own."""
+
     def check_output(self, output: Any) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
 
@@ -59,6 +62,7 @@ class StageRun:
         self._number = 0  # of steps and evaluations so far
         self._batches: list[tuple[Any, Any]] = []
         self._final: _Piece = (0, 0)  # of the last backward
+        self._closing: set[_Piece] = set()  # whose backward the core is told of
         self._losses: list[torch.Tensor] = []
         # By piece: tensors that another stage sent, and those that it was sent.
         self._received: dict[_Piece, Any] = {}
@@ -123,6 +127,9 @@ class StageRun:
         self._batches, self._losses = batches, []
         backwards = [(each.chunk, each.micro_batch) for each in order if each.action == StageAction.backward]
         self._final = backwards[-1] if backwards else (0, 0)
+        # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
+        closing = [piece for piece in backwards if self._model.trains(piece[0])]
+        self._closing = {*closing[:-1], self._final}
         for held in (self._received, self._sent, self._gradients, self._inputs):
             held.clear()  # of a step that failed
         if self._letters is None:
@@ -225,4 +232,5 @@ class StageRun:
         del self._inputs[piece]
         if piece == self._final and self._letters is not None:
             self._ties.send_gradients(self._letters, self._number)
-        self._engine.close_piece()
+        if piece in self._closing:
+            self._engine.close_piece()

@@ -48,6 +48,31 @@ def test_chunks_train_as_the_uncut_model_bit_for_bit(mesh, stage, bf16, gas):
     compare(*both(*mesh, settings, gas))
 
 
+def without_gradients(world, num_stages, chunks, frozen, settings, folder):
+    """Chunks whose layers have no trained parameter of their own."""
+    model = stages.Uncut()
+    if num_stages:
+        model = PipelineModule(stages.layers(), num_stages, loss_fn=stages.loss_of, chunks=chunks, world=world)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(int(name.split(".")[0]) not in frozen)
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    given = stages.batches(0, 1, STEPS, GAS)
+    found = stages.train(engine, given, STEPS, *(() if num_stages else (stages.loss_of,)))
+    assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * GAS)
+    engine.save_checkpoint(f"{folder}/{num_stages}")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
+def test_a_chunk_may_have_nothing_to_train(part, stage, tmp_path):
+    parts = run_ranks(2, lambda world: start(world, 2, 2, stages.config(0, GAS)).module.parts)[0]
+    frozen = range(*parts[part : part + 2])
+    settings = stages.config(stage, GAS, gradient_clipping=0.0)
+    cut = run_ranks(2, without_gradients, 2, 2, frozen, settings, str(tmp_path))
+    compare(cut, run_ranks(1, without_gradients, 0, 1, frozen, settings, str(tmp_path)))
+
+
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (3, 2, 1)], ids=str)
 def test_tied_weights_belong_to_the_first_stage(mesh):
     cut, uncut = both(*mesh, stages.config(1, GAS), tied=True)
