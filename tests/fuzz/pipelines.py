@@ -4,11 +4,13 @@
 
 The other programs compare that with torch.
 
-program = {"seed", "form": layers | blocks, "blocks", "width", "tie", "lent", "words": torch's embedding and head,
-           "frozen": [parts of names], "recompute", "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
-           "phases": [{"stages", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
-Acts: ["train", steps], ["eval", micro-batches], ["poison", stage, rank of it], ["save", tag], ["load", tag, from cut |
-uncut]. Each phase begins with a new model, in another mesh; both sides run it, and have the same losses and states.
+program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
+           "words": torch's embedding and head, "frozen": [parts of names], "recompute",
+           "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
+           "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
+Acts: ["train", steps], ["loop", steps] (by forward, backward and step), ["eval", micro-batches], ["poison", stage, rank
+of it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides
+run it, and have the same losses and states.
 """
 
 import datetime
@@ -29,6 +31,7 @@ from torch.nn import functional as F
 
 import deeptide
 from deeptide.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+from deeptide.pipeline.elsewhere import Elsewhere
 from deeptide.tensor import team_of
 from deeptide.tensor.slices import slices_of
 
@@ -49,7 +52,9 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, hidden, mask=None):
+    def forward(self, hidden, mask=None, memory=None):
+        if memory is not None:
+            hidden = hidden + memory.mean(1, keepdim=True)
         if self.training and torch.is_grad_enabled():
             self.calls += 1
         change = self.down(F.gelu(self.up(self.norm(hidden))))
@@ -78,6 +83,14 @@ def logits_of(embedding, hidden):
     return F.linear(hidden, embedding.weight)
 
 
+class Half(nn.Module):
+    """An encoder, or a decoder."""
+
+    def __init__(self, embed, blocks, width):
+        super().__init__()
+        self.embed, self.blocks, self.norm = embed, nn.ModuleList(Block(width) for _ in range(blocks)), nn.Tanh()
+
+
 class Blocks(nn.Module):
     """A plain model, which `parallel.pipeline` cuts."""
 
@@ -87,10 +100,16 @@ class Blocks(nn.Module):
         self.embed = Embedding(width)
         if program["lent"]:
             self.places, self.scale = nn.Parameter(torch.empty(8, width)), nn.Parameter(torch.empty(width))
-        self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
         self.norm, self.head = nn.LayerNorm(width), Head(width)
         if program["words"]:
             self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
+        if program["pair"]:
+            first = program["blocks"] // 2
+            self.encoder = Half(self.embed, first, width)
+            self.decoder = Half(self.embed, program["blocks"] - first, width)
+        else:
+            self.blocks = nn.ModuleList(Block(width) for _ in range(program["blocks"]))
+        self._modules["norm"], self._modules["head"] = self._modules.pop("norm"), self._modules.pop("head")
         if program["tie"]:
             self.head.weight = self.embed.weight
         self.lends, self.recomputes = program["lent"], program["recompute"]
@@ -100,11 +119,15 @@ class Blocks(nn.Module):
         mask = (tokens > 1).unsqueeze(-1)
         if self.lends:
             hidden = hidden + self.places[: tokens.shape[1]]
-        for block in self.blocks:
-            if self.recomputes and self.training:
-                hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, use_reentrant=False)
-            else:
-                hidden = block(hidden, mask=mask)
+        memory = None
+        for blocks in (self.encoder.blocks, self.decoder.blocks) if hasattr(self, "decoder") else (self.blocks,):
+            for block in blocks:
+                if self.recomputes and self.training:
+                    hidden = torch.utils.checkpoint.checkpoint(block, hidden, mask, memory, use_reentrant=False)
+                else:
+                    hidden = block(hidden, mask, memory)
+            if hasattr(self, "decoder") and memory is None:
+                memory, hidden = self.encoder.norm(hidden), self.decoder.embed(tokens.flip(1))
         hidden = self.norm(hidden)
         logits = self.head(hidden * self.scale if self.lends else hidden)
         return logits if labels is None else (loss_of(logits, labels), logits)
@@ -134,20 +157,21 @@ class UncutLayers(nn.Module):
         )
 
 
-def layers_of(program, stages, world):
+def layers_of(program, stages, chunks, world):
     width, middle = program["width"], [LayerSpec(Block, program["width"]) for _ in range(program["blocks"])]
     first, last = LayerSpec(Embedding, width), LayerSpec(Head, width)
     if program["tie"]:
         first = TiedLayerSpec("embed", Embedding, width)
         last = TiedLayerSpec("embed", Embedding, width, forward_fn=logits_of)
     interval = {"activation_checkpoint_interval": 2 if program["recompute"] else 0}
-    return PipelineModule([first, *middle, last], num_stages=stages, loss_fn=loss_of, world=world, **interval)
+    layers = [first, *middle, last]
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, chunks=chunks, world=world, **interval)
 
 
-def make(program, stages, world, seed):
+def make(program, stages, chunks, world, seed):
     """The same values for every cut: a parameter's name draws them."""
     if program["form"] == "layers":
-        model = layers_of(program, stages, world) if stages else UncutLayers(program)
+        model = layers_of(program, stages, chunks, world) if stages else UncutLayers(program)
     else:
         model = Blocks(program)
     with torch.no_grad():
@@ -168,7 +192,7 @@ def program_of(seed):
         data = draw.choice([1, 2]) if stages * tensor <= 2 or draw.random() < 0.1 else 1
         acts = [["load", draw.choice(tags), draw.choice(["cut", "uncut"])]] if tags and draw.random() < 0.9 else []
         for _ in range(draw.randint(1, 6)):
-            kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load"])
+            kind = draw.choice(["train", "train", "train", "eval", "poison", "save", "load", "loop"])
             if kind == "save":
                 tags.append(draw.choice(["a", "b"]))
                 acts.append(["save", tags[-1]])
@@ -177,19 +201,23 @@ def program_of(seed):
             elif kind == "poison":
                 acts.append(["poison", draw.randrange(stages), draw.randrange(data)])
             elif kind != "load":
-                acts.append([kind, draw.randint(1, 3)])
+                acts.append(["train" if form == "layers" and kind == "loop" else kind, draw.randint(1, 3)])
+        schedule = draw.choice(["1f1b", "gpipe"])
+        chunks = draw.choice([1, 2]) if form == "layers" and schedule == "1f1b" and stages < 4 else 1
         phases.append({
-            "stages": stages, "data": data, "tensor": tensor, "zero": draw.randrange(4),
-            "schedule": draw.choice(["1f1b", "gpipe"]), "bf16": draw.random() < 0.25,
+            "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
+            "schedule": schedule, "bf16": draw.random() < 0.25,
             "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
     shares = any(phase["tensor"] > 1 for phase in phases)
-    if (tie or shares) and optimizer == "Lion":  # a sign shows the last bit
+    pair = form == "blocks" and not shares and draw.random() < 0.4
+    if (tie or shares or pair) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
     return {
-        "seed": seed, "form": form, "blocks": draw.randint(4, 6), "width": draw.choice([4, 6]), "tie": tie,
+        "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
+        "width": draw.choice([4, 6]), "tie": tie,
         "lent": form == "blocks" and draw.random() < 0.4, "words": form == "blocks" and draw.random() < 0.5,
         "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
@@ -223,7 +251,7 @@ class Side:
         if stages and phase["tensor"] > 1:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
-        model = make(program, stages, world, program["seed"] + number)
+        model = make(program, stages, phase["chunks"], world, program["seed"] + number)
         self.engine = deeptide.initialize(model=model, config=config, world=world)[0]
         self.draws = random.Random(f"{program['seed']} {number}")
 
@@ -253,6 +281,9 @@ class Side:
         if kind == "train":
             given = self.batches(arguments[0] * gas)
             found = [engine.train_batch(given, **self._loss_fn()).item() for _ in range(arguments[0])]
+        elif kind == "loop":
+            given = self.batches(arguments[0] * gas)
+            found = [self._step_by_hand(given) for _ in range(arguments[0])]
         elif kind == "eval":
             given = self.batches(arguments[0])
             found = engine.eval_batch(given, num_micro_batches=arguments[0], **self._loss_fn()).item()
@@ -263,6 +294,21 @@ class Side:
         else:
             found = engine.load_checkpoint(f"{self.folder}/{arguments[1]}", tag=arguments[0])[0] is not None
         return [found, engine.global_steps, engine.skipped_steps]
+
+    def _step_by_hand(self, given):
+        """One step by the program's own loop; returns its mean loss."""
+        engine, losses = self.engine, []
+        engine.module.train()
+        for _ in range(self.phase["gas"]):
+            batch = next(given)
+            if self._loss_fn():
+                loss = loss_of(engine(batch[0]), batch[1])
+            else:
+                loss = (engine(**batch) if isinstance(batch, dict) else engine(*batch))[0]
+            engine.backward(loss)
+            engine.step()
+            losses += [] if isinstance(loss, Elsewhere) else [loss.detach()]
+        return engine._mean_loss(losses).item()
 
     def _poison(self, stage, rank):
         """A gradient that is not finite, on one stage's rank: all skip the step."""
@@ -340,7 +386,7 @@ def most_ranks(program):
 def is_exact(program):
     """Tied and lent weights' gradients, norms and what shared layers compute are added in another order."""
     shares = any(phase["tensor"] > 1 for phase in program["phases"])
-    return not (program["tie"] or program["lent"] or program["clipping"] or shares)
+    return not (program["tie"] or program["pair"] or program["lent"] or program["clipping"] or shares)
 
 
 def _close(a, b, tolerance):

@@ -14,6 +14,8 @@ from deeptide._C import ConfigError
 from deeptide.pipeline.partition import balanced
 
 _SHARE = 0.25  # of the trained elements: so much in two containers means two chains of blocks
+_LEAST = 0.05  # so much in each of an encoder and a decoder means that both are to be cut
+_EARLY = ("layernorm_embedding",)  # modules that run before the blocks and are registered after them
 _CURE = "write the model as a deeptide.pipeline.PipelineModule"
 
 
@@ -27,6 +29,35 @@ class Blocks(NamedTuple):
     def trained(self) -> int:
         """Elements of parameters that require a gradient."""
         return num_trained(self.container)
+
+    def holds(self, path: str) -> bool:
+        """Whether a module lies inside."""
+        return self.path == "" or path.startswith(self.path + ".")
+
+
+class Chain(NamedTuple):
+    """Containers of blocks that run one after the other: one, or an encoder's and a decoder's."""
+
+    parts: list[Blocks]
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """All blocks, in order."""
+        return [block for part in self.parts for block in part.blocks]
+
+    @property
+    def names(self) -> list[str]:
+        """The blocks' paths in the model."""
+        return [
+            f"{part.path}.{number}" if part.path else str(number)
+            for part in self.parts
+            for number in range(len(part.blocks))
+        ]
+
+    @property
+    def path(self) -> str:
+        """The containers' paths, for errors."""
+        return " and ".join(part.path for part in self.parts)
 
 
 def num_trained(module: torch.nn.Module) -> int:
@@ -69,8 +100,42 @@ def _long_enough(model: torch.nn.Module, num_stages: int) -> list[Blocks]:
     return []
 
 
-def find_blocks(model: torch.nn.Module, num_stages: int) -> Blocks:
+def _decoder_of(encoder: Blocks, alike: list[Blocks]) -> Blocks | None:
+    """The decoder beside an encoder, by the names on their paths."""
+    path = encoder.path.split(".")
+    if "encoder" not in path:
+        return None
+    at = path.index("encoder")
+    sought = ".".join([*path[:at], "decoder", *path[at + 1 :]])
+    return next((blocks for blocks in alike if blocks.path == sought), None)
+
+
+def _encoder_and_decoder(model: torch.nn.Module, num_stages: int) -> Chain | None:
+    """A model's encoder and decoder, where both have a good part of its weights: they run one after the other."""
+    alike = _outermost([blocks for blocks in _containers(model) if blocks.blocks and _are_alike(blocks.blocks)])
+    most = num_trained(model)
+    for encoder in alike:
+        decoder = _decoder_of(encoder, alike)
+        if decoder is None or min(encoder.trained(), decoder.trained()) <= _LEAST * most:
+            continue
+        if len(encoder.blocks) + len(decoder.blocks) >= num_stages:
+            return Chain([encoder, decoder])
+    return None
+
+
+def find_blocks(model: torch.nn.Module, num_stages: int) -> Chain:
     """The chain of blocks that a model is cut along. Errors: ConfigError if it has none, or several."""
+    chain = _encoder_and_decoder(model, num_stages) or Chain([_longest(model, num_stages)])
+    blocks = chain.blocks
+    if len(set(map(id, blocks))) < len(blocks):
+        raise ConfigError(
+            f"parallel.pipeline is {num_stages}, and {chain.path or type(model).__name__} holds one module twice, "
+            f"which would be on two stages: {_CURE}"
+        )
+    return chain
+
+
+def _longest(model: torch.nn.Module, num_stages: int) -> Blocks:
     found = sorted(_long_enough(model, num_stages), key=Blocks.trained, reverse=True)
     name = type(model).__name__
     if not found:
@@ -85,15 +150,10 @@ def find_blocks(model: torch.nn.Module, num_stages: int) -> Blocks:
             f"parallel.pipeline is {num_stages}, and {name} has more than one chain of blocks: {', '.join(rivals)}; "
             f"only one can be cut: {_CURE}"
         )
-    if len(set(map(id, found[0].blocks))) < len(found[0].blocks):
-        raise ConfigError(
-            f"parallel.pipeline is {num_stages}, and {found[0].path or name} holds one module twice, which would be on "
-            f"two stages: {_CURE}"
-        )
     return found[0]
 
 
-def bounds_of_blocks(model: torch.nn.Module, chain: Blocks, num_stages: int) -> list[int]:
+def bounds_of_blocks(model: torch.nn.Module, chain: Chain, num_stages: int) -> list[int]:
     """Bounds of the stages' blocks, by trained parameters: what follows the blocks counts with the last one."""
     weights = [float(sum(parameter.numel() for parameter in block.parameters())) for block in chain.blocks]
     places = Places(chain, [0] * len(weights))
@@ -101,7 +161,7 @@ def bounds_of_blocks(model: torch.nn.Module, chain: Blocks, num_stages: int) -> 
         id(parameter): parameter.numel()
         for path, module in model.named_modules()
         for parameter in module.parameters(recurse=False)
-        if places.side(path, model) == "after"
+        if places.side(path, model, chain.parts[-1]) == "after"
     }
     weights[-1] += sum(after.values())
     return balanced(weights, num_stages)
@@ -110,31 +170,40 @@ def bounds_of_blocks(model: torch.nn.Module, chain: Blocks, num_stages: int) -> 
 class Places:
     """The stages of modules, by their paths. `stages`: of each block."""
 
-    def __init__(self, chain: Blocks, stages: list[int]) -> None:
+    def __init__(self, chain: Chain, stages: list[int]) -> None:
         self._chain, self._stages = chain, stages
 
-    def side(self, path: str, model: torch.nn.Module) -> str:
+    def side(self, path: str, model: torch.nn.Module, part: Blocks) -> str:
         """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them."""
-        chain = self._chain.path
+        chain = part.path
         if path == chain or path == "" or chain.startswith(path + "."):
             return "around"
-        if chain == "" or path.startswith(chain + "."):
+        if part.holds(path):
             return "block"
         own, other = path.split("."), chain.split(".")
+        if own[-1] in _EARLY and own[:-1] == other[:-1]:
+            return "before"
         common = next(i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
         siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
         return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"
 
     def stages_of(self, path: str, model: torch.nn.Module) -> list[int]:
-        """The stages that use a module's own parameters: those of modules around the blocks may be used anywhere."""
-        side, last = self.side(path, model), self._stages[-1]
-        if side == "around":
-            return list(range(last + 1))
-        if side != "block":
-            return [0 if side == "before" else last]
-        number = path[len(self._chain.path) + 1 if self._chain.path else 0 :].split(".")[0]
-        keys = [name for name, _ in self._chain.container.named_children()]
-        return [self._stages[keys.index(number)]]
+        """The stages that use a module's own parameters: those of modules around the blocks may be used anywhere.
+
+        What lies between an encoder's blocks and a decoder's runs where the encoder's last block does.
+        """
+        at, first = 0, 0
+        for part in self._chain.parts:
+            side = self.side(path, model, part)
+            if side == "around":
+                return list(range(self._stages[-1] + 1))
+            if side == "block":
+                number = path[len(part.path) + 1 if part.path else 0 :].split(".")[0]
+                keys = [name for name, _ in part.container.named_children()]
+                return [self._stages[first + keys.index(number)]]
+            first += len(part.blocks)
+            at = self._stages[first - 1] if side == "after" else at
+        return [at]
 
 
 def stages_of_blocks(bounds: list[int]) -> list[int]:
@@ -142,7 +211,7 @@ def stages_of_blocks(bounds: list[int]) -> list[int]:
     return [stage for stage, (begin, end) in enumerate(itertools.pairwise(bounds)) for _ in range(end - begin)]
 
 
-def uses_of_modules(model: torch.nn.Module, chain: Blocks, stages: list[int]) -> dict[int, list[int]]:
+def uses_of_modules(model: torch.nn.Module, chain: Chain, stages: list[int]) -> dict[int, list[int]]:
     """The stages that use a module, by its id, over all of its paths."""
     places, uses = Places(chain, stages), dict[int, set[int]]()
     for path, module in model.named_modules(remove_duplicate=False):

@@ -15,7 +15,7 @@ from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError
 from deeptide._groups import OptimizerSource, ParametersSource, _plain_groups
 from deeptide.pipeline.blocks import (
-    Blocks,
+    Chain,
     bounds_of_blocks,
     find_blocks,
     stages_of_blocks,
@@ -42,7 +42,9 @@ class _Taken:
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
         delattr(self._module, name)
-        setattr(self._module, name, Elsewhere(like, origin, tensor.device))
+        elsewhere = Elsewhere(like, origin, tensor.device)
+        elsewhere.is_held = True
+        setattr(self._module, name, elsewhere)
 
     def put_back(self) -> None:
         """Undoes it."""
@@ -57,12 +59,14 @@ class _Taken:
 class BlockCut:
     """One stage's part of a model that is cut along its chain of blocks. The model keeps its own forward.
 
-    Parameters before the blocks belong to the first stage, those after them to the last. A parameter that several
-    stages use, such as a head's that is tied to an embedding, belongs to the first of them, which lends it; so do those
-    that the modules around the blocks hold themselves. What a stage has not is an Elsewhere tensor there.
+    An encoder and a decoder are one chain. Parameters before the blocks belong to the first stage, those after them to
+    the last. A parameter that several stages use, such as a head's that is tied to an embedding, belongs to the first
+    of them, which lends it; so do those that the modules around the blocks hold themselves. What a stage has not is an
+    Elsewhere tensor there.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
+    num_chunks = 1  # of each stage
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class BlockCut:
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self._take_out(model, chain)
         self._classes = [(block, type(block)) for block in chain.blocks]
-        self.passage = Passage(chain.path, stages, stage_id)
+        self.passage = Passage(chain.names, stages, stage_id, carries=len(chain.parts) > 1)
         stage_blocks(chain.blocks, self.passage)
 
     def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
@@ -100,7 +104,7 @@ class BlockCut:
     def _stages_of(self) -> dict[int, list[int]]:
         return uses_of_parameters(self._model, self._uses)
 
-    def _check_stages(self, chain: Blocks) -> None:
+    def _check_stages(self, chain: Chain) -> None:
         """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
         stages_of = self._stages_of()
         trained = {stages_of[id(p)][0] for p in self._model.parameters() if p.requires_grad}
@@ -125,7 +129,7 @@ class BlockCut:
             places.append(Place(module, attribute, parameter.requires_grad, self.stage_id in used))
         return [Tie(names[stages], list(stages), list(places.values())) for stages, places in found.items()]
 
-    def _take_out(self, model: torch.nn.Module, chain: Blocks) -> None:
+    def _take_out(self, model: torch.nn.Module, chain: Chain) -> None:
         stages_of, here = self._stages_of(), self.stage_id
         blocks = {id(module) for block in chain.blocks for module in block.modules()}
         for path, module in model.named_modules():
@@ -166,7 +170,7 @@ class BlockCut:
         args, kwargs, labels = _batches.arguments_of(batch, self.loss_fn)
         return (args, kwargs), labels
 
-    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage."""
         args, kwargs = inputs
         return self.passage.run(forward, args, kwargs, received)
@@ -176,6 +180,10 @@ class BlockCut:
         loss = _batches.loss_of(output, labels, self.loss_fn)
         self.passage.check_output("the loss", loss)
         return loss
+
+    def trains(self, chunk: int) -> bool:
+        """A stage of blocks has a trained parameter."""
+        return True
 
     def check_output(self, output: Any) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""

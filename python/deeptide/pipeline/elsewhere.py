@@ -30,9 +30,12 @@ class Elsewhere(torch.Tensor):
     """A tensor of another stage. What operators make of it is of that stage too; who asks for its bytes gets an error.
 
     origin: the parameter or block that it comes from, for errors.
+    received: its values, where the stage before has sent them: of one micro-batch.
     """
 
     origin: str
+    received: torch.Tensor | None = None
+    is_held = False  # by a module, as its parameter or buffer
 
     def __new__(cls: type[Elsewhere], like: torch.Tensor, origin: str, device: torch.device | None = None) -> Elsewhere:
         """Has the shape and type of `like`, which may lie on the meta device."""
@@ -102,6 +105,17 @@ def _infer(func: Any, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
         raise ElsewhereError(
             f"{func} needs the values of what comes from '{origin}', which another stage has"
         ) from error
+
+
+def with_received(value: Any) -> Any:
+    """The same with what was received in the place of tensors of other stages, in tuples, lists and dictionaries."""
+    if isinstance(value, Elsewhere):
+        return value if value.received is None else value.received
+    if type(value) in (tuple, list):
+        return type(value)(map(with_received, value))
+    if type(value) is dict:
+        return {key: with_received(item) for key, item in value.items()}
+    return value
 
 
 def elsewhere_in(value: Any, depth: int = 4) -> Iterator[Elsewhere]:

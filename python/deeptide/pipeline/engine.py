@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -12,13 +13,18 @@ import torch
 
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError, PipelineSchedule, StepOutcome
+from deeptide._log import say
+from deeptide._reports import told
 from deeptide.data import RepeatingLoader
 from deeptide.engine import Engine
 from deeptide.pipeline import batches as micro_batches
+from deeptide.pipeline.bubble import Bubble, measured_bubble
 from deeptide.pipeline.cut import BlockCut, cut_of
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
+from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
+from deeptide.pipeline.schedules import simulate
 from deeptide.pipeline.stage_run import StageRun
 
 _SCHEDULES = {"1f1b": PipelineSchedule.one_f_one_b, "gpipe": PipelineSchedule.gpipe}
@@ -46,10 +52,13 @@ class PipelineEngine(Engine):
         self._cut: PipelineModule | BlockCut = cut_of(self.module) or self.module  # type: ignore[assignment]
         self._stage = self._core.stage() if self._cut.num_stages > 1 else None
         self._check_teams()
-        self._schedule = _SCHEDULES[json.loads(_C.config_section(self._config, "parallel"))["schedule"]]
+        self._schedule = self._chosen_schedule()
+        self._times: list[tuple[float, float]] = []  # of each stage in the last step: seconds, and of them waited
         self._batch_fn: Callable[[Any], Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._run = StageRun(self, self._stage, self._cut)
+        self._loop = PlainLoop(self, self._stage, self._cut)
+        self._say_if_few()
 
     def _check_teams(self) -> None:
         """Collective. Errors: ConfigError, on all ranks, if stages have teams of different sizes."""
@@ -61,6 +70,29 @@ class PipelineEngine(Engine):
             raise ConfigError(
                 f"the stages' layers are shared by {', '.join(map(str, sizes))} ranks, expected one number: give a "
                 "stage without shared layers the team too, by model.tensor_team = team"
+            )
+
+    def _chosen_schedule(self) -> PipelineSchedule:
+        """The configuration's, or of chunks the interleaved one. Errors: ConfigError if chunks have no such order."""
+        name = json.loads(_C.config_section(self._config, "parallel"))["schedule"]
+        if self._cut.num_chunks == 1:
+            return _SCHEDULES[name]
+        if name != "1f1b":
+            raise ConfigError(
+                f'parallel.schedule is "{name}", and the PipelineModule has {self._cut.num_chunks} chunks on each '
+                "stage, which run by 1f1b, interleaved: leave the key out, or build it with chunks=1"
+            )
+        return PipelineSchedule.interleaved
+
+    def _say_if_few(self) -> None:
+        """A step of fewer micro-batches than stages cannot fill them."""
+        count, stages = self.micro_batches, self.num_stages
+        if count < stages:
+            idle = simulate(self._schedule, stages, count, self._cut.num_chunks).bubble
+            self._say_once(
+                f"gradient_accumulation_steps is {count}, and the pipeline has {stages} stages, which are idle for "
+                f"{100 * idle:.0f} % of such a step: give {stages} or more",
+                "warning",
             )
 
     # -- where this rank is ---------------------------------------------------------------------------------------
@@ -143,6 +175,7 @@ class PipelineEngine(Engine):
         self._set_loss_fn(loss_fn)
         taken = self._take(data_iter, count, "train_batch")
         self.module.train()
+        self._loop.forget()
         return self._run.train(self._schedule, taken, count)
 
     def _evaluate_on(
@@ -171,36 +204,105 @@ class PipelineEngine(Engine):
     def _mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         mean = self._core.mean(_batches.mean_of(losses)) if losses else 0.0
         if self._stage is not None:
-            mean = self._stage.exchange([mean])[-1]
+            values = self._stage.exchange([mean, *self._run.times])
+            mean = values[-3]
+            self._times = list(zip(values[1::3], values[2::3], strict=True))
         return torch.tensor(mean, device=self._core.device())
 
-    def close_micro_batch(self) -> StepOutcome:
-        """After a micro-batch's backward: reduces, and at a step's last one steps. Collective over the stage."""
+    def bubble(self) -> Bubble | None:
+        """The last train_batch()'s: the share of the stages' time that passed idle. None before the first."""
+        if all(whole == 0.0 for whole, _ in self._times):
+            return None
+        on_paper = simulate(self._schedule, self.num_stages, self.micro_batches, self._cut.num_chunks)
+        return Bubble(measured_bubble(self._times), on_paper.bubble)
+
+    @told
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: _batches.LossFunction | None = None
+    ) -> torch.Tensor:
+        """Trains as any engine does, over all stages. Under "wall_clock_breakdown", rank 0 tells the step's bubble."""
+        loss = super().train_batch(data_iter, loss_fn)
+        is_due = self.global_steps % (self.steps_per_print() or 1) == 0
+        if self.wall_clock_breakdown() and is_due and self._times and self.world.rank == 0:
+            say(f"pipeline | {self.bubble()}")
+        return loss
+
+    # -- what a step by the schedule calls ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def closing_pieces(self) -> Iterator[None]:
+        """Inside, each backward of a chunk counts as the core's micro-batch, which gives gradients their usual sums."""
+        if self._cut.num_chunks == 1:
+            yield
+            return
+        self._core.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            if not self._core.closed:
+                self._core.set_gradient_accumulation_boundary(self._boundary)
+
+    def await_the_end(self) -> None:
+        """Before a step's last backward."""
+        if self._cut.num_chunks > 1:
+            self._core.set_gradient_accumulation_boundary(True)
+
+    def close_piece(self) -> StepOutcome:
+        """After each backward: reduces, and after the last one steps. Collective over the stage."""
         return Engine.step(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        pieces = sum(self._cut.trains(chunk) for chunk in range(self._cut.num_chunks))
+        return self._core.micro_steps() // max(pieces, 1)
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("forward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as `forward`."""
+        return self.forward(*args, **kwargs)
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("backward: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+    @told
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch through all stages, without overlap. Collective over the stages, as backward and step are.
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not here."""
-        raise PipelineError("step: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        Returns the model's output on the last stage, and what has its loss on the others: every rank has the loss. All
+        stages call it with the same batch. Errors: PipelineError for a PipelineModule, which has train_batch alone.
+        """
+        loop = self._loop_of("forward")
+        self._say_once(ADVICE, "warning")
+        return loop.forward(args, kwargs)
+
+    @told
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs backward on all stages, of all forwards since the last one. Errors: PipelineError, as forward's."""
+        loop = self._loop_of("backward")
+        if retain_graph:
+            raise PipelineError("backward: retain_graph does not go with a pipeline yet; leave it out")
+        return loop.backward(loss, scale_wrt_gas)
+
+    @told
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> StepOutcome:
+        """Ends the micro-batch, as of any engine. Errors: PipelineError, as forward's."""
+        self._loop_of("step").close()
+        return super().step(lr_kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated so far. Collective."""
+        super().zero_grad(set_to_none)
+        self._loop.forget()
+
+    def _loop_of(self, method: str) -> PlainLoop:
+        if self._stage is None or isinstance(self._cut, PipelineModule):
+            raise PipelineError(f"{method}: a PipelineModule runs on all stages by train_batch() and eval_batch()")
+        return self._loop
 
     def join(self) -> NoReturn:
         """Not here."""
-        raise PipelineError("join: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        raise PipelineError("join: a pipeline's stages end together with their batches; leave it out")
 
     def rebuild(self) -> NoReturn:
         """Not here."""
-        raise PipelineError("rebuild: a pipeline's engine runs all stages by train_batch() and eval_batch()")
+        raise PipelineError("rebuild: not supported yet with a pipeline; make the model and the engine anew")
 
     def snapshot(self) -> torch.nn.Module:
         """A snapshot of a PipelineModule's stage. A model that is cut has none: its program needs the other stages."""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -128,10 +128,17 @@ class Letters:
         self._in: dict[int, _Line] = {}
         self._asked: dict[int, _Incoming] = {}
         self._due: dict[int, int] = {}
+        self._mixes = False
+        self._aside: dict[tuple[int, Subject], Any] = {}
 
-    def begin(self, due: dict[int, int]) -> None:
-        """Asks for the first letter of each stage, which then comes while this one computes; `due`: how many come."""
-        self._due = dict(due)
+    def begin(self, due: Mapping[int, int], mixes: bool = False) -> None:
+        """Asks for the first letter of each stage, which then comes while this one computes; `due`: how many come.
+
+        mixes: activations and gradients come from one stage, in an order of its own, so each is kept until it is
+        received.
+        """
+        self._due, self._mixes = dict(due), mixes
+        self._aside.clear()
         for source, count in due.items():
             if count > 0:
                 self._ask(source)
@@ -154,20 +161,31 @@ class Letters:
 
         Errors: RuntimeError if it is about something else: the stages' programs differ.
         """
+        if (source, subject) in self._aside:
+            return self._aside.pop((source, subject))
+        got, value = self._next(source)
+        while got != subject:
+            if not self._mixes or got.step != subject.step or self._due.get(source, 0) < 1:
+                raise RuntimeError(
+                    f"stage {self._stage.index} expected {subject} from stage {source}, and got {got}: the stages' "
+                    "programs differ; call train_batch and eval_batch alike on all ranks"
+                )
+            self._aside[source, got] = value
+            got, value = self._next(source)
+        return value
+
+    def _next(self, source: int) -> tuple[Subject, Any]:
+        """The next letter's subject and content."""
         if source not in self._asked:
             self._ask(source)
         incoming = self._asked.pop(source)
-        got, code, needs_grad, tensors = self._open(incoming, source)
-        if got != subject:
-            raise RuntimeError(
-                f"stage {self._stage.index} expected {subject} from stage {source}, and got {got}: the stages' "
-                "programs differ; call train_batch and eval_batch alike on all ranks"
-            )
+        subject, code, needs_grad, tensors = self._open(incoming, source)
         self._due[source] = self._due.get(source, 1) - 1
         if self._due[source] > 0:
             self._ask(source)
         values = [self._taken(*each) for each in tensors]
-        return _decoded(code, [value.requires_grad_(grad) for value, grad in zip(values, needs_grad, strict=True)])
+        content = _decoded(code, [value.requires_grad_(grad) for value, grad in zip(values, needs_grad, strict=True)])
+        return subject, content
 
     def _ask(self, source: int) -> None:
         header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)

@@ -63,7 +63,9 @@ class PipelineModule(torch.nn.Module):
     seed_layers: seeds torch, or calls seed_fn, with base_seed + the layer's number before a layer is built: then every
     cut of the model begins with the same weights. partition_method: "parameters", "uniform" or "type:REGEX".
     activation_checkpoint_interval: so many layers are recomputed together in backward; 0: none. `dynamic_shape` has no
-    effect: activations may always change. world: ranks as threads of one process.
+    effect: activations may always change. chunks: so many runs of layers on each stage, chunk 0 of all stages before
+    chunk 1: the schedule is then the interleaved one, whose bubble is `chunks` times smaller, for as many more letters.
+    world: ranks as threads of one process.
     Parameters have the names of the uncut model: "3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
     """
 
@@ -82,6 +84,7 @@ class PipelineModule(torch.nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
         *,
+        chunks: int = 1,
         world: _C.World | None = None,
     ) -> None:
         super().__init__()
@@ -93,6 +96,7 @@ class PipelineModule(torch.nn.Module):
             raise ConfigError(f"PipelineModule: num_stages is {num_stages}, and the topology has {stages} stages")
         self.num_stages = stages
         self.stage_id = _C.stage_of_rank(rank, stages, num_ranks)
+        self.num_chunks = self._checked(chunks)
         self.loss_fn = loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self._recompute = activation_checkpoint_func or _recompute
@@ -103,25 +107,38 @@ class PipelineModule(torch.nn.Module):
             raise ValueError(
                 f"activation_checkpoint_interval: got {activation_checkpoint_interval}, expected 0 or more"
             )
-        self.parts = bounds_of(self._specs, stages, partition_method)
+        self.parts = bounds_of(self._specs, stages * self.num_chunks, partition_method)
         self._check_stages()
         self._build(seed_layers, seed_fn or _seed, base_seed)
         self.ties = ties_of_layers(self)
+
+    def _checked(self, chunks: int) -> int:
+        """One stage has all layers, in order. Errors: ValueError."""
+        if chunks < 1:
+            raise ValueError(f"PipelineModule: chunks: got {chunks}, expected 1 or more runs of layers on each stage")
+        return chunks if self.num_stages > 1 else 1
+
+    def _layers_of(self, stage: int) -> list[tuple[int, int]]:
+        """The bounds of a stage's chunks."""
+        return list(itertools.pairwise(self.parts))[stage :: self.num_stages]
 
     def _check_stages(self) -> None:
         """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
         if self.num_stages == 1:
             return
         ties = self.stages_of_ties()
-        for stage, (begin, end) in enumerate(itertools.pairwise(self.parts)):
+        for stage in range(self.num_stages):
+            runs = self._layers_of(stage)
             own = [
                 layer
+                for begin, end in runs
                 for layer in self._specs[begin:end]
                 if not isinstance(layer, TiedLayerSpec) or ties[layer.key][0] == stage
             ]
             if not any(map(num_trained, own)):
+                layers = " and ".join(f"{begin} to {end - 1}" for begin, end in runs)
                 raise ConfigError(
-                    f"PipelineModule: stage {stage} of {self.num_stages}, layers {begin} to {end - 1}, has no trained "
+                    f"PipelineModule: stage {stage} of {self.num_stages}, layers {layers}, has no trained "
                     "parameter of its own, which is not supported yet; take fewer stages or another partition_method"
                 )
 
@@ -129,11 +146,13 @@ class PipelineModule(torch.nn.Module):
         self.tied_modules = torch.nn.ModuleDict()
         self._steps: list[Callable[[Any], Any]] = []  # what this stage's layers do, in order
         self._kinds: list[Any] = []  # the layer of each step
-        begin, end = self.parts[self.stage_id : self.stage_id + 2]
-        for index in range(begin, end):
-            if seeds:
-                seed(base_seed + index)
-            self._add(index, self._specs[index])
+        self._bounds = [0]  # of the chunks' steps
+        for begin, end in self._layers_of(self.stage_id):
+            for index in range(begin, end):
+                if seeds:
+                    seed(base_seed + index)
+                self._add(index, self._specs[index])
+            self._bounds.append(len(self._steps))
 
     def _add(self, index: int, layer: Any) -> None:
         if isinstance(layer, TiedLayerSpec):
@@ -164,13 +183,13 @@ class PipelineModule(torch.nn.Module):
                 stages = found.setdefault(layer.key, [])
                 if stage not in stages:
                     stages.append(stage)
-        return found
+        return {key: sorted(stages) for key, stages in found.items()}
 
     def stage_of_layer(self, index: int) -> int:
         """The stage that has a layer, by its number in `layers`."""
         if not 0 <= index < len(self._specs):
             raise IndexError(f"layer {index}: expected 0 to {len(self._specs) - 1}")
-        return next(stage for stage in range(self.num_stages) if index < self.parts[stage + 1])
+        return next(part for part, end in enumerate(self.parts[1:]) if index < end) % self.num_stages
 
     def num_pipeline_stages(self) -> int:
         """The number of stages."""
@@ -194,15 +213,16 @@ class PipelineModule(torch.nn.Module):
         modules = [layer for layer in layers if isinstance(layer, torch.nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
-    def _runs(self) -> Iterator[tuple[bool, list[Callable[[Any], Any]]]]:
+    def _runs(self, chunk: int) -> Iterator[tuple[bool, list[Callable[[Any], Any]]]]:
         """Steps that run together, and whether backward computes them again."""
+        first, last = self._bounds[chunk : chunk + 2]
         interval = self.activation_checkpoint_interval if torch.is_grad_enabled() else 0
         if interval == 0:
-            yield False, self._steps
+            yield False, self._steps[first:last]
             return
-        for begin in range(0, len(self._steps), interval):
-            layers = self._kinds[begin : begin + interval]
-            yield self._is_recomputed(layers), self._steps[begin : begin + interval]
+        for begin in range(first, last, interval):
+            end = min(begin + interval, last)
+            yield self._is_recomputed(self._kinds[begin:end]), self._steps[begin:end]
 
     def reads_batches(self) -> bool:
         """The first stage takes the inputs, the last one the labels."""
@@ -212,6 +232,12 @@ class PipelineModule(torch.nn.Module):
         """(inputs, labels) of a micro-batch."""
         return split(batch, self.loss_fn is not None)
 
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk of this stage has a trained parameter of its own: those that it borrows are none."""
+        layers = self._kinds[slice(*self._bounds[chunk : chunk + 2])]
+        modules = (layer for layer in layers if isinstance(layer, torch.nn.Module))
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
     def check_output(self, output: Any) -> None:
         """Any output may go to the program."""
 
@@ -219,9 +245,10 @@ class PipelineModule(torch.nn.Module):
         """This stage's layers."""
         return module(*args, **kwargs)
 
-    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
-        """A forward of this stage: of the micro-batch's inputs on the first, of what was received on the others."""
-        return forward(inputs if self.stage_id == 0 else received)
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
+        """A forward of a chunk: of the micro-batch's inputs in the model's first one, else of what was received."""
+        given = inputs if self.stage_id == 0 and chunk == 0 else received
+        return forward(given, chunk=chunk) if self.num_chunks > 1 else forward(given)
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The loss of the last stage's output. Errors: ValueError if it is no scalar."""
@@ -232,9 +259,9 @@ class PipelineModule(torch.nn.Module):
             raise ValueError(f"the loss of a micro-batch: got {got}, expected a scalar tensor; {source}")
         return loss
 
-    def forward(self, inputs: Any) -> Any:
-        """Runs this stage's layers on what the stage before it returns."""
-        for recomputed, steps in self._runs():
+    def forward(self, inputs: Any, chunk: int = 0) -> Any:
+        """Runs the layers of one of this stage's chunks on what the part before it returns."""
+        for recomputed, steps in self._runs(chunk):
             if not recomputed:
                 inputs = _chain(steps, inputs)
             elif isinstance(inputs, tuple):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deeptide.pipeline.digest import digest
-from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in
+from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.letters import tensors_in
 
@@ -75,10 +75,15 @@ class _Block:
 
 
 class Passage:
-    """The forwards of one stage. path: of the blocks' container; stages: of each block."""
+    """The forwards of one stage. names, stages: of each block.
 
-    def __init__(self, path: str, stages: list[int], here: int) -> None:
-        self._path, self._stages, self._here, self._last = path, stages, here, stages[-1]
+    carries: all that the next stage's first block is called with travels, since blocks are given more than the one
+    before returns, as a decoder's are; else what it is handed.
+    """
+
+    def __init__(self, names: list[str], stages: list[int], here: int, carries: bool) -> None:
+        self._names, self._stages, self._here, self._last = names, stages, here, stages[-1]
+        self._carries = carries
         self._is_running = False
         self._received: Any = None
         self._digest = 0
@@ -102,7 +107,7 @@ class Passage:
         try:
             output = forward(*args, **kwargs)
             self._check_end()
-            return output
+            return _completed(output) if self._carries and self._here == self._last else output
         finally:
             self._is_running, self._received = False, None
 
@@ -135,7 +140,7 @@ class Passage:
         return f"stage {self._here} of {self._last + 1}"
 
     def _name(self, number: int) -> str:
-        return f"{self._path}.{number}" if self._path else str(number)
+        return self._names[number]
 
     def _check_end(self) -> None:
         if self._here < self._last and not self._has_ended:
@@ -179,6 +184,7 @@ class Passage:
         if stage < self._here:
             return self._pass_over(block, call, args, kwargs)
         self._end_guard()
+        args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
         if stage > self._here:
             self._hand_on(block, args, kwargs)
         if not self._has_begun:
@@ -190,28 +196,34 @@ class Passage:
     def _hand_on(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_begun()
         handed, besides = block.take_apart(args, kwargs)
-        for tensor in elsewhere_in(handed):
+        sent = _floats_in((args, kwargs)) if self._carries else handed
+        for tensor in elsewhere_in(sent):
             raise ElsewhereError(f"what {self._name(block.number)} is called with depends on '{tensor.origin}'")
-        raise _HandedOn((handed, digest(besides, with_floats=False)))
+        raise _HandedOn((sent, digest((block.number, besides), with_floats=False)))
 
     def _begin(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """The arguments of the first own block, with what the stage before handed on."""
         if self._here == 0:
             return args, kwargs
+        is_alike = not self._carries or _take_in((args, kwargs), self._received)
+        args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
         handed, besides = block.take_apart(args, kwargs)
         self._check_arguments(block, besides)
-        if self._digest != digest(besides, with_floats=False):
+        if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
             raise PipelineError(
-                f"{self._where()}: {self._name(block.number)} is called with other arguments than on stage "
-                f"{self._here - 1}: the stages' programs differ, as by random numbers of Python or by their batches"
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
+                f"{self._here - 1} ended with, or in the place of another block: the stages' programs differ, as by a "
+                "branch on the rank, random numbers of Python or their batches"
             )
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(
                 f"block {self._name(block.number)} is called without gradients though it is handed some, as by a "
                 "reentrant checkpoint around the call: give that use_reentrant=False"
             )
+        if self._carries:
+            return args, kwargs
         for tensor in elsewhere_in(handed):
-            tensor.received = self._received  # type: ignore[attr-defined] # for a recomputation
+            tensor.handed = self._received  # type: ignore[attr-defined] # for a recomputation
         return block.put_in(self._received, args, kwargs)
 
     def _check_arguments(self, block: _Block, arguments: Any) -> None:
@@ -223,15 +235,19 @@ class Passage:
 
     def _again(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A checkpoint around the call computes it again, from the arguments that it had."""
+        if self._carries:
+            args, kwargs = with_received((args, kwargs))
+            return call(*args, **kwargs)
         handed, _ = block.take_apart(args, kwargs)
         for tensor in elsewhere_in(handed):
-            args, kwargs = block.put_in(tensor.received, args, kwargs)  # type: ignore[attr-defined]
+            args, kwargs = block.put_in(tensor.handed, args, kwargs)  # type: ignore[attr-defined]
         return call(*args, **kwargs)
 
     def _pass_over(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block of an earlier stage: its output without bytes, computed from shapes where they are new."""
-        handed, _ = block.take_apart(args, kwargs)
-        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(handed)]
+        handed, besides = block.take_apart(args, kwargs)
+        leaves = [*tree_leaves(handed), *(tensors_in(besides) if self._carries else ())]
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         key = (self._signature, *map(str, shapes))
         if key in block.outputs and self._signature in self._known and not block.is_observed():
             return tree_map_only(Elsewhere, Elsewhere.again, block.outputs[key])  # `received` is of one micro-batch
@@ -241,6 +257,31 @@ class Passage:
         with torch.no_grad():
             output = block.outputs[key] = call(*args, **kwargs)
         return tree_map_only(Elsewhere, Elsewhere.again, output)
+
+
+def _floats_in(arguments: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(arguments) if tensor.is_floating_point()]
+
+
+def _take_in(arguments: Any, received: list[torch.Tensor]) -> bool:
+    """Gives tensors of other stages the values that came. False: their number or shapes are not those of the sender."""
+    floats = _floats_in(arguments)
+    if [tensor.shape for tensor in floats] != [tensor.shape for tensor in received]:
+        return False
+    for tensor, value in zip(floats, received, strict=True):
+        if isinstance(tensor, Elsewhere) and not tensor.is_held:
+            tensor.received = value
+    return True
+
+
+def _completed(output: Any) -> Any:
+    """A model's output with what was received in it, such as an encoder's last state."""
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if isinstance(value, Elsewhere) and value.received is not None:
+                output[key] = value.received
+        return output
+    return with_received(output)
 
 
 def _kind(value: Any) -> Any:

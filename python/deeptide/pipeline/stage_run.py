@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from deeptide import _C
-from deeptide._C import PipelineSchedule, StageAction
+from deeptide._C import PipelineSchedule, StageAction, StageInstruction
 from deeptide.engine import Engine
 from deeptide.pipeline.letters import Letters, Subject, tensors_in
 
@@ -24,35 +26,56 @@ class StageModel(Protocol):
 
     stage_id: int
     num_stages: int
+    num_chunks: int
     ties: Ties
 
-    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any) -> Any:
+    def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int) -> Any:
         """Returns what is handed on, or the last output. `forward`: the engine's; `inputs`: None where not read."""
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The scalar loss of the last stage's output."""
 
+    def trains(self, chunk: int) -> bool:
+        """Whether a chunk has a trained parameter of its own."""
+
+    def check_output(self, output: Any) -> None:
+        """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
+
+
+_Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
+
+_FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
+_SOURCES = {StageAction.receive_activation: -1, StageAction.receive_gradient: 1}  # parts before and after the own one
+
 
 class StageRun:
-    """Runs steps of one stage. `stage` is None where the pipeline has one stage alone."""
+    """Runs steps of one stage. `stage` is None where the pipeline has one stage alone.
+
+    The model's parts, in order, are chunk 0 of each stage, chunk 1 of each, and so on.
+    """
 
     def __init__(self, engine: PipelineEngine, stage: _C.PipelineStage | None, model: StageModel) -> None:
         self._engine, self._stage, self._model, self._ties = engine, stage, model, model.ties
         self._letters = Letters(stage) if stage is not None else None
-        self._here, self._last = model.stage_id, model.num_stages - 1
+        self._here, self._stages, self._chunks = model.stage_id, model.num_stages, model.num_chunks
+        self._last = self._stages - 1
         self._number = 0  # of steps and evaluations so far
         self._batches: list[tuple[Any, Any]] = []
-        self._count = 0
+        self._final: _Piece = (0, 0)  # of the last backward
+        self._closing: set[_Piece] = set()  # whose backward the core is told of
         self._losses: list[torch.Tensor] = []
-        # By micro-batch: tensors that another stage sent, and those that it was sent.
-        self._received: dict[int, Any] = {}
-        self._sent: dict[int, Any] = {}
-        self._gradients: dict[int, Any] = {}
-        self._inputs: dict[int, list[torch.Tensor]] = {}
+        # By piece: tensors that another stage sent, and those that it was sent.
+        self._received: dict[_Piece, Any] = {}
+        self._sent: dict[_Piece, Any] = {}
+        self._gradients: dict[_Piece, Any] = {}
+        self._inputs: dict[_Piece, list[torch.Tensor]] = {}
+        self._waited = 0.0  # seconds, in this step
+        self.times = (0.0, 0.0)  # of the last step's instructions: seconds that they took and waited
 
     def train(self, schedule: PipelineSchedule, batches: list[tuple[Any, Any]], count: int) -> list[torch.Tensor]:
         """Runs one optimizer step; returns the losses of the last stage, none on the others."""
-        self._prepare(batches, count, training=True)
+        order = self._instructions(schedule, count)
+        self._prepare(batches, order, training=True)
         actions = {
             StageAction.receive_activation: self._receive_activation,
             StageAction.forward: self._forward,
@@ -61,60 +84,102 @@ class StageRun:
             StageAction.backward: self._backward,
             StageAction.send_gradient: self._send_gradient,
         }
-        for instruction in _C.stage_instructions(schedule, self._last + 1, count, self._here):
-            actions[instruction.action](instruction.micro_batch)
+        begin, self._waited = time.perf_counter(), 0.0
+        with self._engine.closing_pieces():
+            for instruction in order:
+                actions[instruction.action]((instruction.chunk, instruction.micro_batch))
+        self.times = time.perf_counter() - begin, self._waited
         return self._losses
 
     def evaluate(
         self, batches: list[tuple[Any, Any]], count: int, compute_loss: bool
     ) -> tuple[list[torch.Tensor], list[Any] | None]:
         """Runs forwards alone; returns the last stage's losses and outputs."""
-        self._prepare(batches, count, training=False)
+        schedule = PipelineSchedule.gpipe if self._chunks == 1 else PipelineSchedule.interleaved
+        order = [each for each in self._instructions(schedule, count) if each.action in _FORWARD]
+        self._prepare(batches, order, training=False)
         outputs = []
-        for micro_batch in range(count):
-            if self._here > 0:
-                self._receive_activation(micro_batch)
-            output = self._output(micro_batch)
-            if self._here < self._last:
-                self._send("activation", micro_batch, output, self._here + 1)
-                if micro_batch % (self._last + 1) == self._last and self._stage is not None:
+        for instruction in order:
+            piece = instruction.chunk, instruction.micro_batch
+            if instruction.action == StageAction.receive_activation:
+                self._receive_activation(piece)
+            elif instruction.action == StageAction.send_activation:
+                self._send_activation(piece)
+                del self._sent[piece]
+                if instruction.micro_batch % self._stages == self._last and self._stage is not None:
                     self._stage.flush()  # what was sent lies here until it is taken
-                continue
-            outputs.append(output)
-            if compute_loss:
-                self._losses.append(self._loss(output, micro_batch))
+            else:
+                output = self._output(piece)
+                del self._inputs[piece]
+                if not self._is_last(piece[0]):
+                    self._sent[piece] = output
+                    continue
+                outputs.append(output)
+                if compute_loss:
+                    self._losses.append(self._loss(output, piece[1]))
         return self._losses, outputs if self._here == self._last else None
 
-    def _prepare(self, batches: list[tuple[Any, Any]], count: int, training: bool) -> None:
+    def _instructions(self, schedule: PipelineSchedule, count: int) -> list[StageInstruction]:
+        return _C.stage_instructions(schedule, self._stages, count, self._here, self._chunks)
+
+    def _prepare(self, batches: list[tuple[Any, Any]], order: list[StageInstruction], training: bool) -> None:
         self._number += 1
-        self._batches, self._count, self._losses = batches, count, []
+        self._batches, self._losses = batches, []
+        backwards = [(each.chunk, each.micro_batch) for each in order if each.action == StageAction.backward]
+        self._final = backwards[-1] if backwards else (0, 0)
+        # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
+        closing = [piece for piece in backwards if self._model.trains(piece[0])]
+        self._closing = {*closing[:-1], self._final}
         for held in (self._received, self._sent, self._gradients, self._inputs):
             held.clear()  # of a step that failed
         if self._letters is None:
             return
-        due = self._ties.letters(training)
-        for source, comes in ((self._here - 1, self._here > 0), (self._here + 1, training and self._here < self._last)):
-            if comes:
-                due[source] = due.get(source, 0) + count
-        self._letters.begin(due)
-        self._ties.exchange_values(self._letters, self._number, training)
+        lends = training or not self._ties.is_open  # else what was lent for a step under way stays
+        due = Counter(self._ties.letters(training) if lends else {})
+        due.update(self._neighbour(each.chunk, _SOURCES[each.action])[0] for each in order if each.action in _SOURCES)
+        self._letters.begin(due, mixes=self._chunks > 1)
+        if lends:
+            self._ties.exchange_values(self._letters, self._number, training)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _part(self, chunk: int) -> int:
+        return chunk * self._stages + self._here
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._part(chunk) == self._stages * self._chunks - 1
+
+    def _neighbour(self, chunk: int, distance: int) -> tuple[int, int]:
+        """(stage, chunk) of the part so far after that of an own chunk."""
+        chunk, stage = divmod(self._part(chunk) + distance, self._stages)
+        return stage, chunk
+
+    def _kind(self, kind: str, chunk: int) -> str:
+        return kind if self._chunks == 1 else f"{kind} for chunk {chunk}"
 
     def _receive(self, kind: str, micro_batch: int, source: int) -> Any:
         assert self._letters is not None
-        return self._letters.receive(Subject(kind, micro_batch, self._number), source)
+        begin = time.perf_counter()
+        value = self._letters.receive(Subject(kind, micro_batch, self._number), source)
+        self._waited += time.perf_counter() - begin
+        return value
 
     def _send(self, kind: str, micro_batch: int, tree: Any, to: int) -> None:
         assert self._letters is not None
         self._letters.send(Subject(kind, micro_batch, self._number), tree, to)
 
-    def _receive_activation(self, micro_batch: int) -> None:
-        self._received[micro_batch] = self._receive("activation", micro_batch, self._here - 1)
+    # -- instructions -------------------------------------------------------------------------------------------------
 
-    def _output(self, micro_batch: int) -> Any:
-        received = self._received.pop(micro_batch) if self._here > 0 else None
+    def _receive_activation(self, piece: _Piece) -> None:
+        source, _ = self._neighbour(piece[0], -1)
+        self._received[piece] = self._receive(self._kind("activation", piece[0]), piece[1], source)
+
+    def _output(self, piece: _Piece) -> Any:
+        chunk, micro_batch = piece
+        received = self._received.pop(piece) if self._part(chunk) > 0 else None
         inputs = self._batches[micro_batch][0] if self._batches else None
-        self._inputs[micro_batch] = tensors_in(received)
-        return self._model.run_stage(self._forward_of_engine, inputs, received)
+        self._inputs[piece] = tensors_in(received)
+        return self._model.run_stage(self._forward_of_engine, inputs, received, chunk)
 
     def _forward_of_engine(self, *args: Any, **kwargs: Any) -> Any:
         return Engine.forward(self._engine, *args, **kwargs)
@@ -122,44 +187,50 @@ class StageRun:
     def _loss(self, output: Any, micro_batch: int) -> torch.Tensor:
         return self._model.loss_of(output, self._batches[micro_batch][1])
 
-    def _forward(self, micro_batch: int) -> None:
-        output = self._output(micro_batch)
-        self._sent[micro_batch] = output if self._here < self._last else self._loss(output, micro_batch)
+    def _forward(self, piece: _Piece) -> None:
+        output = self._output(piece)
+        self._sent[piece] = self._loss(output, piece[1]) if self._is_last(piece[0]) else output
 
-    def _send_activation(self, micro_batch: int) -> None:
-        self._send("activation", micro_batch, self._sent[micro_batch], self._here + 1)
+    def _send_activation(self, piece: _Piece) -> None:
+        to, chunk = self._neighbour(piece[0], 1)
+        self._send(self._kind("activation", chunk), piece[1], self._sent[piece], to)
 
-    def _receive_gradient(self, micro_batch: int) -> None:
-        self._gradients[micro_batch] = self._receive("gradient", micro_batch, self._here + 1)
+    def _receive_gradient(self, piece: _Piece) -> None:
+        source, _ = self._neighbour(piece[0], 1)
+        self._gradients[piece] = self._receive(self._kind("gradient", piece[0]), piece[1], source)
 
-    def _backward(self, micro_batch: int) -> None:
-        sent = self._sent.pop(micro_batch)
-        if self._here == self._last:
+    def _backward(self, piece: _Piece) -> None:
+        sent = self._sent.pop(piece)
+        if piece == self._final:
+            self._engine.await_the_end()
+        if self._is_last(piece[0]):
             self._losses.append(sent.detach())
             Engine.backward(self._engine, sent)
         else:
-            self._backward_from(sent, self._gradients.pop(micro_batch), micro_batch)
+            self._backward_from(sent, self._gradients.pop(piece), piece)
         self._ties.add_gradients()
-        if self._here == 0:
-            self._end(micro_batch)
+        if self._part(piece[0]) == 0:
+            self._end(piece)
 
-    def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], micro_batch: int) -> None:
+    def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
         outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
         assert self._stage is not None and self._letters is not None
-        if micro_batch == self._count - 1:
+        if piece == self._final:
             pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
         if pairs:
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
-    def _send_gradient(self, micro_batch: int) -> None:
-        gradients = [tensor.grad for tensor in self._inputs[micro_batch] if tensor.requires_grad]
-        self._send("gradient", micro_batch, gradients, self._here - 1)
-        self._end(micro_batch)
+    def _send_gradient(self, piece: _Piece) -> None:
+        gradients = [tensor.grad for tensor in self._inputs[piece] if tensor.requires_grad]
+        to, chunk = self._neighbour(piece[0], -1)
+        self._send(self._kind("gradient", chunk), piece[1], gradients, to)
+        self._end(piece)
 
-    def _end(self, micro_batch: int) -> None:
-        """After a micro-batch's backward, when its gradient is on its way."""
-        del self._inputs[micro_batch]
-        if micro_batch == self._count - 1 and self._letters is not None:
+    def _end(self, piece: _Piece) -> None:
+        """After a backward, when its gradient is on its way."""
+        del self._inputs[piece]
+        if piece == self._final and self._letters is not None:
             self._ties.send_gradients(self._letters, self._number)
-        self._engine.close_micro_batch()
+        if piece in self._closing:
+            self._engine.close_piece()

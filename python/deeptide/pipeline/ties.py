@@ -94,6 +94,8 @@ class _Borrowed:
 class Ties:
     """This stage's part of parameters that stages share. Those that are borrowed are no parameters of its modules."""
 
+    is_open = False  # between micro-batches of a step that the program runs one by one: what was lent stays
+
     def __init__(self, ties: Iterable[Tie], here: int) -> None:
         self._owned: list[_Owned] = []
         self._borrowed: list[_Borrowed] = []
@@ -133,6 +135,7 @@ class Ties:
         """After the last backward and what it sends."""
         for borrowed in self._borrowed:
             letters.send(Subject(f"tied gradient of '{borrowed.key}'", 0, step), borrowed.sums, borrowed.owner)
+            borrowed.sums = [None] * len(borrowed.sums)
 
     def take_gradients(self, letters: Letters, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """An owner's parameters, in its last backward, and what the borrowers' gradients add to theirs."""

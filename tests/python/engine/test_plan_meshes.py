@@ -34,7 +34,7 @@ def of_a_stage(world, name, settings, stages):
     return sizes(planned.stages[stage].lines, "memory_bytes"), sizes(lines, "predicted_bytes")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "plain"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "plain", "t5"])
 @pytest.mark.parametrize(("stages", "world"), [(2, 2), (2, 4), (4, 4)])
 @pytest.mark.parametrize(("zero", "bf16"), [(0, False), (1, True), (2, False), (3, True)])
 def test_a_stage_takes_what_was_planned(name, stages, world, zero, bf16):

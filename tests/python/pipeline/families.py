@@ -40,8 +40,41 @@ FAMILIES = {
     "plain": lambda: Plain(),
     "sequential": lambda: Chain(*[part for i in range(5) for part in (nn.Linear(6 + i, 7 + i), nn.Tanh())]),
 }
+_T5 = {
+    "d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2, "dropout_rate": 0,
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+_BART = {
+    "d_model": 16, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "encoder_layers": 3, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16, "dropout": 0,
+    "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "decoder_start_token_id": 2,
+}  # fmt: skip
+ENCODERS_AND_DECODERS = {
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(tie_word_embeddings=True, **_T5)),
+    "t5-head": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(tie_word_embeddings=False, feed_forward_proj="gated-gelu", **_T5)
+    ),
+    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)),
+    "transformer": lambda: Translator(),
+}
 ROLES = ("master", "exp_avg", "exp_avg_sq")
 TIED = ("gpt2", "qwen3", "bert")
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder of torch's, under a program of nobody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.body = nn.Transformer(12, 2, 3, 3, 20, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, input_ids, attention_mask, labels):
+        source, target = self.embed(input_ids), self.embed(labels)
+        mask = nn.Transformer.generate_square_subsequent_mask(labels.shape[1], dtype=source.dtype)
+        hidden = self.body(source, target, tgt_mask=mask, src_key_padding_mask=attention_mask == 0)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.roll(1, 1).flatten())
 
 
 class Chain(nn.Sequential):
@@ -91,7 +124,7 @@ def make(name, seed=3):
     """The same weights every time, also when ranks as threads build at once."""
     with _seeding:
         torch.manual_seed(seed)
-        return FAMILIES[name]()
+        return (FAMILIES | ENCODERS_AND_DECODERS)[name]()
 
 
 def batches(name, data_rank, data_size, steps, gas):
@@ -112,7 +145,8 @@ def batches(name, data_rank, data_size, steps, gas):
         else:
             mask = torch.ones_like(tokens)
             mask[0, -2:] = number % 2
-            yield {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+            labels = tokens[:, : -1 - number % 2].contiguous() if name in ENCODERS_AND_DECODERS else tokens
+            yield {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 def config(stage, gas, num_stages=0, **more):

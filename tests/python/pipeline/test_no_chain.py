@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that are no chain of blocks are refused by name, with the cure, and never trained wrongly."""
 
+import functools
 import random
 import re
 
 import families
 import pytest
 import torch
-import transformers
 from conftest import run_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -157,6 +157,30 @@ class LeavesOut(Model):
         return hidden
 
 
+def parts(world):
+    """A branch on the rank: the second stage leaves its first block out, and its next one takes the value as well."""
+    model = Model()
+    model.blocks.extend(nn.Linear(12, 12) for _ in range(4))
+    settings = families.config(0, GAS, 2, deeptide={"error_grace": 0.2})
+    engine = deeptide.initialize(model=model, config=settings, world=world)[0]
+    assert engine._cut.parts[1] < len(model.blocks) - 1
+    blocks = list(model.blocks)
+    if world.rank == 1:
+        del blocks[engine._cut.parts[1]]
+    model.through = lambda hidden: functools.reduce(lambda value, block: block(value).tanh(), blocks, hidden)
+    with pytest.raises((PipelineError, deeptide.CommError)) as raised:
+        engine.train_batch(families.batches("plain", 0, 1, 1, GAS))
+    return str(raised.value)
+
+
+def test_stages_that_take_different_branches_are_named():
+    texts = run_ranks(2, parts)
+    assert any(
+        re.search(r"stage 1 of 2: blocks\.\d is called .*or in the place of another block: the stages' programs", each)
+        for each in texts
+    ), texts
+
+
 def meet(world, kind, settings):
     model = kind()
     engine = deeptide.initialize(model=model, config=settings, world=world)[0]
@@ -178,7 +202,7 @@ def meet(world, kind, settings):
         (Looks, r"aten\.(_local_scalar_dense|is_nonzero)\S* needs the values of what comes from 'embed\.weight'"),
         (Writes, r"aten\.\S+ writes what comes from 'embed\.weight', which another stage has, into a tensor"),
         (Draws, r"aten\.rand\S* draws random numbers before this stage's blocks"),
-        (DrawsByPython, r"blocks\.3 is called with other arguments than on stage 0"),
+        (DrawsByPython, r"blocks\.3 is called with other arguments than stage 0 ended with"),
         (LeavesOut, r"stage 0 of 2: the model's forward ended without a block of the next stage, after blocks\.1"),
     ],
 )
@@ -201,10 +225,13 @@ def refuse(world, make, text, num_stages):
     assert [type(module) for module in model.modules()] == kinds and cut_of(model) is None
 
 
-def t5():
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(d_model=16, d_kv=8, d_ff=20, num_layers=4, num_heads=2, vocab_size=23)
-    )
+class Towers(nn.Module):
+    """Two chains side by side, as of texts and pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.pictures = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
 
 
 def with_a_frozen_half():
@@ -223,7 +250,7 @@ def with_one_block_twice():
 @pytest.mark.parametrize(
     ("make", "text", "num_stages"),
     [
-        (t5, r"more than one chain of blocks: (encoder|decoder)\.block, (encoder|decoder)\.block; .*" + CURE, 2),
+        (Towers, r"Towers has more than one chain of blocks: (texts|pictures), (texts|pictures); .*" + CURE, 2),
         (lambda: nn.Linear(3, 3), r"Linear has no ModuleList or Sequential of 2 blocks or more.*" + CURE, 2),
         (Model, r"Model has no ModuleList or Sequential of 6 blocks or more", 6),
         (with_a_frozen_half, r"stage 0 of 2, with the blocks 0 to 2 of blocks, has no trained parameter", 2),

@@ -35,6 +35,7 @@ KINDS = {
         transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
     ),
     "vit": families.FAMILIES["vit"],
+    "t5": families.ENCODERS_AND_DECODERS["t5"],
     "plain": lambda: models.TinyModel(vocab=families.VOCABULARY, layers=5),
 }
 
