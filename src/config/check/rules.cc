@@ -163,14 +163,14 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 
 }  // namespace
 
-void check_rules(const Values& values, Problems& problems) {
+void check_rules(const Values& values, PlacementConfig& placement, Problems& problems) {
   check_precision(values, problems);
   check_parameters(values, problems);
   check_sums_and_masters(values, problems);
   check_states(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
-  check_placement(values, problems);
+  read_placement(values, placement, problems);
   // After other problems the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);
 }
