@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <functional>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -183,10 +184,10 @@ zero::StatePlacement Engine::Impl::place_states() {
   const Role role = design.types.uses_host() ? Role::host_optimizer : Role::optimizer;
   if (design.states_in_files) {
     offloaded = std::make_unique<tiers::Offload>(*design.states_in_files, ledger, role, "optimizer states");
-    return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
+    return std::bind_front(&tiers::Offload::place, offloaded.get());
   }
   if (!design.types.uses_host()) return {};
-  return [counted = ledger, role](int64_t numel, at::ScalarType dtype) {
+  return [counted = ledger, role](int64_t numel, int64_t, at::ScalarType dtype) {
     return tiers::Buffer::resident(device::allocate_flat(counted, role, numel, dtype, at::kCPU));
   };
 }

@@ -96,9 +96,9 @@ std::vector<ShardPlace> place_shards(const ParameterOffload& options, const Layo
   return places;
 }
 
-ParameterForecast forecast(const ParameterOffload& options, const Layouts& layouts, bool on_cpu) {
+ParameterForecast forecast(const ParameterOffload& options, const Layouts& layouts,
+                           const std::vector<ShardPlace>& places, bool on_cpu) {
   ParameterForecast bytes;
-  const std::vector<ShardPlace> places = place_shards(options, layouts);
   const Layouts off = leaving(layouts, places);
   bytes.device_bytes = bytes_of(layouts) - bytes_of(off);
   if (!options.folders.empty()) bytes.staging_bytes = num_slots(options, off) * tiers::kSwapBlockBytes;
@@ -110,9 +110,9 @@ ParameterForecast forecast(const ParameterOffload& options, const Layouts& layou
 }
 
 OffloadedParameters::OffloadedParameters(const ParameterOffload& options, const Layouts& layouts,
-                                         std::shared_ptr<device::Ledger> ledger, at::Device device)
+                                         const std::vector<ShardPlace>& places, std::shared_ptr<device::Ledger> ledger,
+                                         at::Device device)
     : device_(device), ledger_(std::move(ledger)) {
-  const std::vector<ShardPlace> places = place_shards(options, layouts);
   const auto role = device.is_cpu() ? device::Role::parameters : device::Role::host_parameters;
   const int slots = num_slots(options, leaving(layouts, places));
   if (!device.is_cpu()) {

@@ -46,17 +46,19 @@ std::vector<ShardPlace> place_shards(const ParameterOffload& options,
                                      const std::vector<const sharding::UnitLayout*>& layouts);
 /// `on_cpu`: whether the units are a CPU's. Those of a device need page-locked memory.
 ParameterForecast forecast(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
-                           bool on_cpu);
+                           const std::vector<ShardPlace>& places, bool on_cpu);
 
 /// One rank's. Those in the host's memory: a device's copies read and write it where it is page-locked. What passes
 /// through memory is bounded: `num_buffers` shards of the largest unit, each of at most `buffer_numel` elements.
 class OffloadedParameters {
  public:
-  /// `layouts`: of the units to place; `device`: theirs. Errors: RuntimeError naming a folder that cannot be used.
+  /// `layouts`: of the units to place; `places`, `device`: theirs. Errors: RuntimeError naming a folder that cannot be
+  /// used.
   OffloadedParameters(const ParameterOffload& options, const std::vector<const sharding::UnitLayout*>& layouts,
-                      std::shared_ptr<device::Ledger> ledger, at::Device device);
+                      const std::vector<ShardPlace>& places, std::shared_ptr<device::Ledger> ledger,
+                      at::Device device);
 
-  /// Makes the buffer (shard,), which lies as place_shards says; values are undefined. Errors: RuntimeError naming the
+  /// Makes the buffer (shard,), which lies at its place; values are undefined. Errors: RuntimeError naming the
   /// folder and the bytes when its disk is full.
   tiers::Buffer place(const sharding::UnitLayout& layout, const ShardPlace& place);
 

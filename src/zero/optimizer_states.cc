@@ -13,7 +13,6 @@
 #include "base/invariant.h"
 #include "tiers/joined.h"
 #include "tiers/slice.h"
-#include "zero/host_split.h"
 
 namespace deeptide::zero {
 
@@ -77,8 +76,10 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
   keep(groups);
 }
 
-Buffer OptimizerStates::place(const StatePart& part, int64_t numel, at::ScalarType dtype) const {
-  return types_.uses_host() && !part.on_host ? beside_(numel, dtype) : place_(numel, dtype);
+Buffer OptimizerStates::place(int unit, const StatePart& part, size_t state, at::ScalarType dtype) const {
+  const int64_t numel = part.numel();
+  if (types_.uses_host() && !part.on_host) return beside_(numel, numel, dtype);
+  return place_(numel, types_.in_memory_of(static_cast<size_t>(unit), state, numel), dtype);
 }
 
 /// The low halves of a packed master begin as zeros: it is the parameter.
@@ -91,6 +92,7 @@ void OptimizerStates::place_masters(int unit) {
     if (range.count == 0 && !(numel == 0 && state.parts.empty())) continue;
     StatePart& part = state.parts.emplace_back();
     part.begin = range.begin;
+    part.count = range.count;
     part.on_host = range.begin >= on_device && types_.uses_host();
     part.leaves = off_device && !part.on_host;
     const bool beside = types_.steps_beside(part.on_host, off_device);
@@ -100,10 +102,10 @@ void OptimizerStates::place_masters(int unit) {
     if (part.aliased) {
       part.master = own;
     } else if (types_.packs(values.dtype(), beside)) {
-      state.packed = {place(part, range.count, at::kShort), halfway_bits_of(own)};
+      state.packed = {place(unit, part, 0, at::kShort), halfway_bits_of(own)};
       part.master = packed_buffer(own, *state.packed);
     } else {
-      part.master = place(part, range.count, types_.of_masters(values.dtype()));
+      part.master = place(unit, part, 0, types_.of_masters(values.dtype()));
       const Buffer* const both[] = {&part.master, &own};
       for_each_block(both, {0, range.count}, [&](Block block) {
         const auto master = part.master.lease(block, Access::write);
@@ -251,7 +253,7 @@ void OptimizerStates::keep(const std::vector<Hyperparameters>& groups) {
           std::any_of(members.begin(), members.end(), [&, g = group](const auto& p) { return p.group == g; });
       if (!has_member || state.states[role].defined()) continue;
       for (StatePart& part : state.parts) {
-        part.states[role] = place(part, part.numel(), types_.of_states(units_[i]->layout().dtype));
+        part.states[role] = place(i, part, 1 + role, types_.of_states(units_[i]->layout().dtype));
       }
       join(state);
     }
@@ -337,20 +339,23 @@ void OptimizerStates::refresh_masters() {
   for (int i = 0; i < num_units(); ++i) refresh_masters(i);
 }
 
+/// Nothing of what moves stays resident.
+OptimizerStates::PartPlacement OptimizerStates::away(const StatePlacement& place, bool from_host) {
+  return [&place, from_host](int, const StatePart& part, size_t, at::ScalarType dtype) {
+    return part.on_host && !from_host ? Buffer() : place(part.numel(), 0, dtype);
+  };
+}
+
 void OptimizerStates::move_masters(const StatePlacement& place, bool from_host) {
   moved_masters_ = true;
   moved_from_host_ = from_host;
-  move_masters_to([&](const StatePart& part, int64_t numel, at::ScalarType dtype) {
-    return part.on_host && !from_host ? Buffer() : place(numel, dtype);
-  });
+  move_masters_to(away(place, from_host));
 }
 
 void OptimizerStates::move_moments(const StatePlacement& place, bool from_host) {
   moved_moments_ = true;
   moved_from_host_ = from_host;
-  move_moments_to([&](const StatePart& part, int64_t numel, at::ScalarType dtype) {
-    return part.on_host && !from_host ? Buffer() : place(numel, dtype);
-  });
+  move_moments_to(away(place, from_host));
 }
 
 void OptimizerStates::move_masters_to(const PartPlacement& place) {
@@ -359,10 +364,10 @@ void OptimizerStates::move_masters_to(const PartPlacement& place) {
     for (StatePart& part : state.parts) {
       if (state.packed) {
         Buffer& low = state.packed->low;
-        low = moved(low, place(part, low.numel(), low.dtype()));
+        low = moved(low, place(i, part, 0, low.dtype()));
         part.master = packed_buffer(parameters(i), *state.packed);
       } else if (!part.aliased) {
-        part.master = moved(part.master, place(part, part.numel(), part.master.dtype()));
+        part.master = moved(part.master, place(i, part, 0, part.master.dtype()));
       }
     }
     join(state);
@@ -370,10 +375,12 @@ void OptimizerStates::move_masters_to(const PartPlacement& place) {
 }
 
 void OptimizerStates::move_moments_to(const PartPlacement& place) {
-  for (UnitState& state : units_states_) {
+  for (int i = 0; i < num_units(); ++i) {
+    UnitState& state = units_states_[i];
     for (StatePart& part : state.parts) {
-      for (Buffer& buffer : part.states) {
-        if (buffer.defined()) buffer = moved(buffer, place(part, buffer.numel(), buffer.dtype()));
+      for (size_t role = 0; role < part.states.size(); ++role) {
+        Buffer& buffer = part.states[role];
+        if (buffer.defined()) buffer = moved(buffer, place(i, part, 1 + role, buffer.dtype()));
       }
     }
     join(state);
@@ -381,8 +388,8 @@ void OptimizerStates::move_moments_to(const PartPlacement& place) {
 }
 
 void OptimizerStates::bring_back() {
-  const PartPlacement back = [this](const StatePart& part, int64_t numel, at::ScalarType dtype) {
-    return part.on_host && !moved_from_host_ ? Buffer() : place(part, numel, dtype);
+  const PartPlacement back = [this](int unit, const StatePart& part, size_t state, at::ScalarType dtype) {
+    return part.on_host && !moved_from_host_ ? Buffer() : place(unit, part, state, dtype);
   };
   if (moved_masters_) move_masters_to(back);
   if (moved_moments_) move_moments_to(back);

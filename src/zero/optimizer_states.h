@@ -30,8 +30,9 @@ struct UnitStateBuffer {
   tiers::Buffer data;
 };
 
-/// Makes the zeroed buffer (numel,) of a state or a master: where states lie is its choice.
-using StatePlacement = std::function<tiers::Buffer(int64_t numel, at::ScalarType dtype)>;
+/// Makes the zeroed buffer (numel,) of a state or a master: where states lie is its choice. If in files, then the first
+/// `resident` elements are in memory.
+using StatePlacement = std::function<tiers::Buffer(int64_t numel, int64_t resident, at::ScalarType dtype)>;
 
 /// The parameters that a step moves: those with a gradient, equal on all ranks.
 struct ActiveParameters {
@@ -58,13 +59,14 @@ bool lies_off_device(const sharding::Unit& unit);
 /// a device's elements, a unit has up to two parts, and the device's comes first.
 struct StatePart {
   int64_t begin = 0;  // of the unit's states
+  int64_t count = 0;
   bool on_host = false;
   bool aliased = false;               // the master is the parameters' own memory
   bool leaves = false;                // a device steps it, and its parameters, which lie off the device, follow
   tiers::Buffer master;               // (numel,)
   std::vector<tiers::Buffer> states;  // by the rule's roles; undefined: not kept
 
-  int64_t numel() const { return master.numel(); }
+  int64_t numel() const { return count; }
   /// The elements of the unit's states within this part, counted from its beginning.
   tiers::Block within(tiers::Block range) const {
     const int64_t first = std::clamp<int64_t>(range.begin - begin, 0, numel());
@@ -187,12 +189,14 @@ class OptimizerStates {
   };
 
   void place_masters(int unit);
-  tiers::Buffer place(const StatePart& part, int64_t numel, at::ScalarType dtype) const;
+  tiers::Buffer place(int unit, const StatePart& part, size_t state, at::ScalarType dtype) const;
   void refresh(const StatePart& part, tiers::Block range, const tiers::Buffer& values) const;
   static void join(UnitState& state);
   static int64_t bytes_of(const UnitState& state, const StatePart& part);
-  /// Makes the buffer of a part; an undefined one: the part stays where it is.
-  using PartPlacement = std::function<tiers::Buffer(const StatePart& part, int64_t numel, at::ScalarType dtype)>;
+  /// Makes the buffer of a part's state, as in StateTypes::in_memory; an undefined one: it stays where it is.
+  using PartPlacement =
+      std::function<tiers::Buffer(int unit, const StatePart& part, size_t state, at::ScalarType dtype)>;
+  static PartPlacement away(const StatePlacement& place, bool from_host);
   void move_masters_to(const PartPlacement& place);
   void move_moments_to(const PartPlacement& place);
 

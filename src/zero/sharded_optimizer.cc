@@ -28,7 +28,7 @@ using tiers::Buffer;
 namespace {
 
 StatePlacement resident_on(const std::shared_ptr<device::Ledger>& ledger, at::Device device) {
-  return [ledger, device](int64_t numel, at::ScalarType dtype) {
+  return [ledger, device](int64_t numel, int64_t, at::ScalarType dtype) {
     return Buffer::resident(device::allocate_flat(ledger, Role::optimizer, numel, dtype, device));
   };
 }

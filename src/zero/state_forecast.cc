@@ -5,13 +5,16 @@
 
 #include <algorithm>
 
+#include "tiers/split.h"
+#include "tiers/swap_file.h"
+
 namespace deeptide::zero {
 
 std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                                     const std::vector<Hyperparameters>& groups, const StateTypes& types) {
   std::vector<StateForecast> states;
-  const auto add = [&](int64_t numel, at::ScalarType dtype, bool on_host) {
-    if (numel > 0) states.push_back({numel, dtype, on_host});
+  const auto add = [&](size_t unit, size_t state, int64_t numel, at::ScalarType dtype, bool on_host, bool kept) {
+    if (numel > 0) states.push_back({unit, state, numel, dtype, on_host, kept, numel});
   };
   std::vector<int64_t> on_device;
   for (size_t i = 0; i < units.size(); ++i) {
@@ -20,24 +23,40 @@ std::vector<StateForecast> forecast(const std::vector<UnitForecast>& units, cons
     const auto add_master = [&](int64_t numel, bool on_host) {
       const bool beside = types.steps_beside(on_host, unit.off_device);
       const auto master = types.packs(unit.dtype, beside) ? at::kShort : types.of_masters(unit.dtype);
-      if (!types.aliases(unit.dtype, beside)) add(numel, master, on_host);
+      if (!types.aliases(unit.dtype, beside)) add(i, 0, numel, master, on_host, true);
     };
     add_master(on_device.back(), false);
     add_master(unit.numel - on_device.back(), true);
   }
   std::vector<std::vector<bool>> placed(units.size(), std::vector<bool>(rule.roles().size(), false));
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (size_t role = 0; role < rule.roles().size(); ++role) {
-      if (!rule.keeps(role, groups[group])) continue;
-      for (size_t i = 0; i < units.size(); ++i) {
-        if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
-        placed[i][role] = true;
-        add(on_device[i], types.of_states(units[i].dtype), false);
-        add(units[i].numel - on_device[i], types.of_states(units[i].dtype), true);
+  const auto add_state = [&](size_t group, size_t role, bool kept) {
+    for (size_t i = 0; i < units.size(); ++i) {
+      if (placed[i][role] || !units[i].groups.contains(static_cast<int>(group))) continue;
+      placed[i][role] = true;
+      add(i, 1 + role, on_device[i], types.of_states(units[i].dtype), false, kept);
+      add(i, 1 + role, units[i].numel - on_device[i], types.of_states(units[i].dtype), true, kept);
+    }
+  };
+  for (const bool kept : {true, false}) {
+    for (size_t group = 0; group < groups.size(); ++group) {
+      for (size_t role = 0; role < rule.roles().size(); ++role) {
+        if (rule.keeps(role, groups[group]) == kept) add_state(group, role, kept);
       }
     }
   }
   return states;
+}
+
+void send_to_files(std::vector<StateForecast>& states, double share, bool on_host) {
+  std::vector<StateForecast*> cut;
+  std::vector<int64_t> sizes;
+  for (StateForecast& state : states) {
+    if (state.on_host != on_host) continue;
+    cut.push_back(&state);
+    sizes.push_back(state.nbytes());
+  }
+  const std::vector<int64_t> staying = tiers::split(sizes, share, tiers::kSwapBlockBytes);
+  for (size_t i = 0; i < cut.size(); ++i) cut[i]->in_memory = staying[i] / cut[i]->item_bytes();
 }
 
 int64_t total_bytes(const std::vector<StateForecast>& states) {
@@ -46,7 +65,7 @@ int64_t total_bytes(const std::vector<StateForecast>& states) {
 
 int64_t total_bytes(const std::vector<StateForecast>& states, bool on_host) {
   int64_t bytes = 0;
-  for (const StateForecast& state : states) bytes += state.on_host == on_host ? state.nbytes() : 0;
+  for (const StateForecast& state : states) bytes += state.kept && state.on_host == on_host ? state.nbytes() : 0;
   return bytes;
 }
 

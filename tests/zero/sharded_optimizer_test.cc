@@ -97,7 +97,7 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
 }
 
 /// States elsewhere, in blocks of a few elements, as a tier of files would hold them.
-tiers::Buffer in_small_blocks(int64_t numel, at::ScalarType dtype) {
+tiers::Buffer in_small_blocks(int64_t numel, int64_t /*resident*/, at::ScalarType dtype) {
   constexpr int64_t kBlock = 7;
   return {std::make_shared<tiers::CopyingStore>(at::zeros({numel}, dtype)), numel, dtype, kBlock};
 }

@@ -90,8 +90,8 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
   make_values(model.transient_buffers);
   buffers_ = cast_buffers(model, design.compute_dtype, buffers, KeepsFullPrecision(model.modules));
   if (design.offload) {
-    offloaded_ =
-        std::make_unique<zero::OffloadedParameters>(*design.offload, design.sharded_layouts(), ledger, device_);
+    offloaded_ = std::make_unique<zero::OffloadedParameters>(*design.offload, design.sharded_layouts(),
+                                                             design.shard_places(), ledger, device_);
   }
   for (const UnitRow& row : design.units) {
     std::vector<Parameter> members;
