@@ -7,8 +7,6 @@
 #include <deque>
 
 #include "device/memory.h"
-#include "optim/compressed_rule.h"
-#include "optim/custom_rule.h"
 #include "zero/unit_gathers.h"
 
 namespace deeptide::zero {
@@ -73,7 +71,7 @@ class ForecastStep {
 int64_t forecast_step(const std::vector<UnitForecast>& units, const optim::Rule& rule,
                       const std::vector<Hyperparameters>& groups, const StagePolicy& policy, int num_ranks) {
   ForecastStep step(units, !policy.shard_optimizer && num_ranks > 1);
-  if (dynamic_cast<const optim::CustomRule*>(&rule)) {
+  if (rule.is_callers()) {
     step.by_caller();
     return step.peak();
   }
@@ -84,7 +82,7 @@ int64_t forecast_step(const std::vector<UnitForecast>& units, const optim::Rule&
     }));
   }
   for (int i = 0; i < 2; ++i) step.by_rule(has_matrices);  // the second step finds the first one's buffers
-  if (dynamic_cast<const optim::CompressedRule*>(&rule)) step.by_signs();
+  if (rule.compressed()) step.by_signs();
   return step.peak();
 }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 
 namespace deeptide::engine {
@@ -19,9 +18,9 @@ std::shared_ptr<const optim::Rule> rule_of(const Config& config, const InitOptio
   return {std::shared_ptr<void>(), &optim::find_rule(type)};  // which lives as long as the library
 }
 
-bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const optim::CompressedRule*>(rule) != nullptr; }
+bool keeps_whole_states(const optim::Rule* rule) { return rule && rule->compressed(); }
 
-bool is_callers(const optim::Rule* rule) { return dynamic_cast<const optim::CustomRule*>(rule) != nullptr; }
+bool is_callers(const optim::Rule* rule) { return rule && rule->is_callers(); }
 
 bool steps_elements(const optim::Rule& rule) {
   return rule.reach(Hyperparameters(rule.info())) == optim::Reach::elementwise && !keeps_whole_states(&rule);
