@@ -14,6 +14,7 @@
 #include "deeptide/custom_optimizer.h"
 #include "device/memory.h"
 #include "zero/optimizer_states.h"
+#include "zero/step_counts.h"
 
 namespace deeptide::zero {
 

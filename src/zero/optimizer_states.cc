@@ -70,8 +70,6 @@ OptimizerStates::OptimizerStates(std::vector<Unit*> units, const optim::Rule& ru
     place_masters(i);
     state.first = first;
     first += extent_of(units_[i]->layout());
-    state.steps.assign(units_[i]->parameters().size(), 0);
-    state.numbers.assign(units_[i]->parameters().size(), rule_.parameter_numbers());
   }
   keep(groups);
 }
@@ -199,6 +197,11 @@ bool OptimizerStates::is_aliased(int unit) const {
   return std::all_of(parts.begin(), parts.end(), [](const StatePart& part) { return part.aliased; });
 }
 
+Block OptimizerStates::own_part(int unit, int64_t first, int64_t last) const {
+  first = std::max(first, begin(unit));
+  return {first - begin(unit), std::max<int64_t>(0, std::min(last, end(unit)) - first)};
+}
+
 int64_t OptimizerStates::begin(int unit) const { return policy_.shard_optimizer ? units_[unit]->shard_begin() : 0; }
 
 std::vector<UnitStateBuffer> OptimizerStates::buffers(int unit) const {
@@ -283,13 +286,11 @@ void OptimizerStates::zero(const std::set<StateName>& states) {
   for (int i = 0; i < num_units(); ++i) {
     changing(i);
     for (const sharding::Parameter& p : units_[i]->parameters()) {
-      const int64_t first = std::max(p.offset, begin(i));
-      const int64_t count = std::min(p.offset + p.numel, end(i)) - first;
+      const Block own = own_part(i, p.offset, p.offset + p.numel);
       for (size_t role = 0; role < rule_.roles().size(); ++role) {
         const Buffer& buffer = units_states_[i].states[role];
-        if (count <= 0 || !buffer.defined() || !states.contains({p.name, rule_.roles()[role].name})) continue;
-        for_each_block(buffer, {first - begin(i), count},
-                       [&](Block block) { buffer.lease(block, Access::update).tensor().zero_(); });
+        if (own.count == 0 || !buffer.defined() || !states.contains({p.name, rule_.roles()[role].name})) continue;
+        for_each_block(buffer, own, [&](Block block) { buffer.lease(block, Access::update).tensor().zero_(); });
       }
     }
   }
@@ -307,11 +308,9 @@ void OptimizerStates::refresh_masters(int unit) {
   const Buffer values = parameters(unit);
   for (sharding::Parameter& p : units_[unit]->parameters()) {
     if (!std::exchange(p.rewritten, false)) continue;
-    const int64_t first = std::max(p.offset, begin(unit));
-    const int64_t count = std::min(p.offset + p.numel, end(unit)) - first;
-    if (count <= 0) continue;
+    const Block range = own_part(unit, p.offset, p.offset + p.numel);
+    if (range.count == 0) continue;
     changing(unit);
-    const Block range{first - begin(unit), count};
     if (const auto& packed = units_states_[unit].packed) {
       for_each_block(packed->low, range,
                      [&](Block block) { packed->low.lease(block, Access::write).tensor().zero_(); });
@@ -394,75 +393,6 @@ void OptimizerStates::bring_back() {
   if (moved_masters_) move_masters_to(back);
   if (moved_moments_) move_moments_to(back);
   moved_masters_ = moved_moments_ = false;
-}
-
-std::map<std::string, int64_t> OptimizerStates::uneven_steps() const {
-  std::map<std::string, int64_t> uneven;
-  for (int i = 0; i < num_units(); ++i) {
-    const std::vector<int64_t>& steps = units_states_[i].steps;
-    for (size_t p = 0; p < steps.size(); ++p) {
-      if (steps[p] != steps_) uneven[units_[i]->parameters()[p].name] = steps[p];
-    }
-  }
-  return uneven;
-}
-
-void OptimizerStates::set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven) {
-  steps_ = steps;
-  for (int i = 0; i < num_units(); ++i) {
-    for (size_t p = 0; p < units_states_[i].steps.size(); ++p) {
-      const auto found = uneven.find(units_[i]->parameters()[p].name);
-      units_states_[i].steps[p] = found == uneven.end() ? steps : found->second;
-    }
-  }
-}
-
-std::map<std::string, std::vector<double>> OptimizerStates::parameter_numbers() const {
-  std::map<std::string, std::vector<double>> numbers;
-  if (rule_.parameter_numbers().empty()) return numbers;
-  for (int i = 0; i < num_units(); ++i) {
-    const auto& parameters = units_[i]->parameters();
-    for (size_t p = 0; p < parameters.size(); ++p) numbers[parameters[p].name] = units_states_[i].numbers[p];
-  }
-  return numbers;
-}
-
-void OptimizerStates::set_parameter_numbers(const std::map<std::string, std::vector<double>>& saved) {
-  const std::vector<double> start = rule_.parameter_numbers();
-  for (int i = 0; i < num_units(); ++i) {
-    const auto& parameters = units_[i]->parameters();
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      const auto found = saved.find(parameters[p].name);
-      const bool fits = found != saved.end() && found->second.size() == start.size();
-      units_states_[i].numbers[p] = fits ? found->second : start;
-    }
-  }
-}
-
-/// The gap after a parameter belongs to it where its step is elementwise.
-std::vector<Run> OptimizerStates::count_step(int unit, const ActiveParameters& active,
-                                             const std::vector<Hyperparameters>& groups) {
-  const auto& parameters = units_[unit]->parameters();
-  std::vector<int64_t>& steps = units_states_[unit].steps;
-  std::vector<Run> runs;
-  for (int p = 0; p < static_cast<int>(parameters.size()); ++p) {
-    if (!active.has(unit, p)) continue;
-    ++steps[p];
-    const int group = parameters[p].group;
-    const optim::Reach reach = rule_.reach(groups.at(group));
-    const bool apart = reach != optim::Reach::elementwise;
-    const int64_t begin = parameters[p].offset;
-    const int64_t next = p + 1 < static_cast<int>(parameters.size()) ? parameters[p + 1].offset : units_[unit]->numel();
-    const int64_t end = apart ? begin + parameters[p].numel : next;
-    const bool joins = !runs.empty() && !apart && runs.back().end == begin && runs.back().group == group &&
-                       runs.back().steps == steps[p];
-    if (joins) {
-      runs.back().end = end;
-    } else {
-      runs.push_back({begin, end, group, steps[p], p, reach});
-    }
-  }
-  return runs;
 }
 
 }  // namespace deeptide::zero

@@ -1,16 +1,14 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Master weights, an optimizer's states and each parameter's count of steps, unit by unit.
+// Master weights and an optimizer's states, unit by unit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <functional>
-#include <map>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,24 +31,6 @@ struct UnitStateBuffer {
 /// Makes the zeroed buffer (numel,) of a state or a master: where states lie is its choice. If in files, then the first
 /// `resident` elements are in memory.
 using StatePlacement = std::function<tiers::Buffer(int64_t numel, int64_t resident, at::ScalarType dtype)>;
-
-/// The parameters that a step moves: those with a gradient, equal on all ranks.
-struct ActiveParameters {
-  std::vector<std::vector<bool>> by_unit;  // by unit and parameter; empty: all
-
-  bool has(int unit, int parameter) const { return by_unit.empty() || by_unit[unit][parameter]; }
-};
-
-/// Elements of a unit that one step moves alike: consecutive active parameters of one group and one count of steps; a
-/// single one if its step reaches beyond elements.
-struct Run {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int group = 0;
-  int64_t steps = 0;
-  int parameter = 0;  // the first
-  optim::Reach reach = optim::Reach::elementwise;
-};
 
 /// Whether the unit's shard lies on the host of a device that trains it, or in files.
 bool lies_off_device(const sharding::Unit& unit);
@@ -87,6 +67,7 @@ class OptimizerStates {
 
   int num_units() const { return static_cast<int>(units_.size()); }
   sharding::Unit& unit(int unit) const { return *units_[unit]; }
+  const std::vector<sharding::Unit*>& units() const { return units_; }
   const optim::Rule& rule() const { return rule_; }
 
   /// The flat parameters that this rank steps: its shard, or at stage 0 the whole unit.
@@ -109,6 +90,8 @@ class OptimizerStates {
   /// The first element with states in the unit: 0 at stage 0, else the shard's beginning. Units: elements.
   int64_t begin(int unit) const;
   int64_t end(int unit) const { return begin(unit) + master(unit).numel(); }
+  /// The elements within [first, last) of the unit that have states here, counted from the states' beginning.
+  tiers::Block own_part(int unit, int64_t first, int64_t last) const;
   const tiers::Buffer& master(int unit) const { return units_states_[unit].master; }
   /// Whether a share of them is stepped on the host, the parameters being a device's.
   bool use_host() const { return types_.uses_host(); }
@@ -162,30 +145,13 @@ class OptimizerStates {
     if (before_changes_) before_changes_(unit);
   }
 
-  int64_t steps() const { return steps_; }
-  /// How many steps moved each parameter that some steps left alone, by name.
-  std::map<std::string, int64_t> uneven_steps() const;
-  /// `uneven`: as from uneven_steps(); other parameters have taken all `steps`.
-  void set_steps(int64_t steps, const std::map<std::string, int64_t>& uneven);
-  /// The rule's numbers of one parameter, by position (Rule::parameter_numbers).
-  std::span<double> numbers(int unit, int parameter) { return units_states_[unit].numbers[parameter]; }
-  /// The same by name; empty: the rule keeps none.
-  std::map<std::string, std::vector<double>> parameter_numbers() const;
-  /// A parameter that `saved` lacks starts anew.
-  void set_parameter_numbers(const std::map<std::string, std::vector<double>>& saved);
-  /// Counts this step; then, unit by unit, for the active parameters, and returns them as runs.
-  void count_step() { ++steps_; }
-  std::vector<Run> count_step(int unit, const ActiveParameters& active, const std::vector<Hyperparameters>& groups);
-
  private:
   struct UnitState {
     std::vector<StatePart> parts;
-    tiers::Buffer master;                      // of all parts
-    std::vector<tiers::Buffer> states;         // likewise, by the rule's roles; undefined: not kept
-    std::optional<PackedMaster> packed;        // what `master` consists of, beside the parameters
-    int64_t first = 0;                         // of the unit, among all elements that are trained, at any world
-    std::vector<int64_t> steps;                // by parameter: the steps that moved it
-    std::vector<std::vector<double>> numbers;  // by parameter
+    tiers::Buffer master;                // of all parts
+    std::vector<tiers::Buffer> states;   // likewise, by the rule's roles; undefined: not kept
+    std::optional<PackedMaster> packed;  // what `master` consists of, beside the parameters
+    int64_t first = 0;                   // of the unit, among all elements that are trained, at any world
   };
 
   void place_masters(int unit);
@@ -207,7 +173,6 @@ class OptimizerStates {
   StateTypes types_;
   std::vector<std::vector<bool>> kept_;  // by group, then by the rule's roles
   std::vector<UnitState> units_states_;
-  int64_t steps_ = 0;
   std::function<void(int unit)> before_changes_;
   bool moved_masters_ = false, moved_moments_ = false, moved_from_host_ = false, away_ = false;
 };

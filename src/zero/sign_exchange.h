@@ -12,7 +12,7 @@
 #include "comm/sign_codec.h"
 #include "device/memory.h"
 #include "sharding/unit.h"
-#include "zero/optimizer_states.h"
+#include "zero/step_counts.h"
 
 namespace deeptide::zero {
 

@@ -388,8 +388,8 @@ void Engine::Impl::go_on_without(const engine::Absent& absent, const std::vector
   if (channels.is_first()) absent.tell(unexpected);
   if (absent.empty() || !optimizer) return;
   optimizer->states().refresh_masters();
-  progress.parameter_steps = optimizer->states().uneven_steps();
-  progress.parameter_numbers = optimizer->states().parameter_numbers();
+  progress.parameter_steps = optimizer->counts().uneven_steps();
+  progress.parameter_numbers = optimizer->counts().parameter_numbers();
   absent.keep_counts(saved, progress);
 }
 

@@ -155,8 +155,8 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   CarriedState carried;
   if (optimizer) {
     optimizer->states().refresh_masters();
-    progress.parameter_steps = optimizer->states().uneven_steps();
-    progress.parameter_numbers = optimizer->states().parameter_numbers();
+    progress.parameter_steps = optimizer->counts().uneven_steps();
+    progress.parameter_numbers = optimizer->counts().parameter_numbers();
     for (int unit = 0; unit < optimizer->states().num_units(); ++unit) carry_unit(optimizer->states(), unit, carried);
   }
   carried.progress = progress;

@@ -198,8 +198,8 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
                     "save_checkpoint: saving beside training (blocking=False, checkpoint.async) does not go with "
                     "checkpoint.use_node_local_storage yet; leave one of them out");
   const checkpoint::SaveTarget target = name_save(directory, std::move(tag), options, blocking);
-  if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
-  if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
+  if (optimizer) progress.parameter_steps = optimizer->counts().uneven_steps();
+  if (optimizer) progress.parameter_numbers = optimizer->counts().parameter_numbers();
   nlohmann::json state = engine::to_json(progress);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();

@@ -126,7 +126,7 @@ void Stepper::set_boundary(std::optional<bool> boundary) {
 /// By the hyper-parameters of the start: backward must know before ranks compare what they are now.
 bool Stepper::exchanges_signs() const {
   if (!parts_.optimizer || !parts_.optimizer->signs()) return false;
-  const int64_t next = parts_.optimizer->states().steps() + 1;
+  const int64_t next = parts_.optimizer->counts().steps() + 1;
   return optim::exchanged_by(parts_.optimizer->rule(), base_hyperparameters_, next) == optim::Exchanged::signs;
 }
 
@@ -339,7 +339,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
   }
   parts_.residency.end_step();
-  progress.optimizer_steps = std::as_const(*parts_.optimizer).states().steps();  // parameters may be under way
+  progress.optimizer_steps = parts_.optimizer->counts().steps();
   parts_.reducer->clear_accumulated();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
@@ -452,8 +452,8 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   if (moments) {
     progress.optimizer_steps = saved.optimizer_steps;
     progress.parameter_steps = saved.parameter_steps;
-    parts_.optimizer->states().set_steps(saved.optimizer_steps, saved.parameter_steps);
-    parts_.optimizer->states().set_parameter_numbers(saved.parameter_numbers);
+    parts_.optimizer->counts().set_steps(saved.optimizer_steps, saved.parameter_steps);
+    parts_.optimizer->counts().set_parameter_numbers(saved.parameter_numbers);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
     // A run in another type has no scale to give: it saves 1, and no steps.
