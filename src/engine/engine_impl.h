@@ -34,8 +34,8 @@
 #include "gradients/reducer.h"
 #include "report/reporter.h"
 #include "sharding/residency.h"
-#include "zero/arrivals.h"
 #include "zero/sharded_optimizer.h"
+#include "zero/transfers/arrivals.h"
 
 namespace deeptide {
 

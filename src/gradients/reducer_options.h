@@ -37,9 +37,9 @@ struct ReducerOptions {
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
   std::vector<double> scales = {};                           // by unit, where each has its own; empty: `scale`
   std::optional<tiers::OffloadOptions> offload = {};         // of sums, to files; then no rows are kept
-  /// By unit: how many of this rank's elements of the sum stay in the device's memory, the first ones. The others lie in
-  /// files where there is `offload`; else they leave for the host's memory as soon as they are summed. Empty: all stay.
-  /// Not with rows that are kept.
+  /// By unit: how many of this rank's elements of the sum stay in the device's memory, the first ones. The others lie
+  /// in files where there is `offload`; else they leave for the host's memory as soon as they are summed. Empty: all
+  /// stay. Not with rows that are kept.
   std::vector<int64_t> stays = {};
   std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
 

@@ -25,8 +25,6 @@ Buffer Offload::place(int64_t numel, int64_t resident, at::ScalarType dtype) {
   return file_buffer(memory, numel, file_, staging_, what_);
 }
 
-std::string Offload::text() const {
-  return split_text(bytes_in_memory_, bytes_in_files_, *file_, *staging_);
-}
+std::string Offload::text() const { return split_text(bytes_in_memory_, bytes_in_files_, *file_, *staging_); }
 
 }  // namespace deeptide::tiers

@@ -15,7 +15,7 @@
 
 namespace deeptide::tiers {
 
-/// Where files are, and through how much memory they are read and written.
+/// The folders of files, and how much memory reads and writes them.
 struct OffloadOptions {
   std::vector<std::string> folders;
   int num_slots = 12;  // blocks in memory at a time

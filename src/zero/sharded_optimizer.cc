@@ -7,7 +7,7 @@
 
 #include <numeric>
 
-#include "zero/rule_step.h"
+#include "zero/steps/rule_step.h"
 
 namespace deeptide::zero {
 

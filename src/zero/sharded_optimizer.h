@@ -13,10 +13,10 @@
 #include "gradients/reducer.h"
 #include "optim/rule.h"
 #include "sharding/unit.h"
-#include "zero/arrivals.h"
-#include "zero/custom_steps.h"
-#include "zero/sign_steps.h"
-#include "zero/step_tools.h"
+#include "zero/passes/step_tools.h"
+#include "zero/steps/custom_steps.h"
+#include "zero/steps/sign_steps.h"
+#include "zero/transfers/arrivals.h"
 
 namespace deeptide::zero {
 

@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kBlock = int64_t{1} << 16;
 
 TEST(Split, CutsBuffersAtBlocksAndKeepsTheShareToHalfABlock) {
-  const std::vector<std::vector<int64_t>> models = {{1'211'100, 26'424, 26'424},         {7, 100, 3, 64},
-                                                    std::vector<int64_t>(1000, 100),     {kBlock},
-                                                    {10 * kBlock, kBlock - 1}, {0, 5}};
+  const std::vector<std::vector<int64_t>> models = {{1'211'100, 26'424, 26'424},     {7, 100, 3, 64},
+                                                    std::vector<int64_t>(1000, 100), {kBlock},
+                                                    {10 * kBlock, kBlock - 1},       {0, 5}};
   for (const std::vector<int64_t>& units : models) {
     for (const double share : {0.001, 0.3, 0.5, 0.75, 0.999}) {
       const std::vector<int64_t> staying = split(units, share, kBlock);

@@ -13,7 +13,7 @@
 #include "deferred/key.h"
 #include "deferred/memory.h"
 #include "engine/design/logical_parameters.h"
-#include "zero/optimizer_states.h"
+#include "zero/states/optimizer_states.h"
 
 namespace deeptide::engine {
 

@@ -16,7 +16,7 @@
 #include "engine/bind/channels.h"
 #include "host/arena.h"
 #include "sharding/unit.h"
-#include "zero/offloaded_parameters.h"
+#include "zero/states/offloaded_parameters.h"
 
 namespace deeptide::engine {
 

@@ -46,6 +46,17 @@ at::ScalarType accumulate_type(const Config& config) {
   return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
 }
 
+zero::StateTypes state_types(const Config& config, const optim::Rule* rule) {
+  zero::StateTypes types;
+  if (rule == nullptr) return types;
+  types.rounded_masters = config.precision().rounds_masters();
+  types.rounded_moments = config.precision().rounds_moments();
+  types.lends_masters = is_callers(rule);
+  types.packed_masters = config.runtime().packed_states;
+  if (config.runtime().moment_dtype == DataType::bf16) types.moments_seed = config.runtime().seed;
+  return types;
+}
+
 double share_beyond(const MemoryShare& memory, int64_t total, int64_t half_block) {
   if (memory.bytes == 0) return 1.0 - memory.fraction;
   const int64_t allowed = memory.of(total);

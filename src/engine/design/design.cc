@@ -38,17 +38,6 @@ double share_in_files_off_device(const PlacementConfig& placement, const std::ve
   return 1.0 - static_cast<double>(safe) / static_cast<double>(off);
 }
 
-zero::StateTypes types_of(const Config& config, const optim::Rule* rule) {
-  zero::StateTypes types;
-  if (rule == nullptr) return types;
-  types.rounded_masters = config.precision().rounds_masters();
-  types.rounded_moments = config.precision().rounds_moments();
-  types.lends_masters = is_callers(rule);
-  types.packed_masters = config.runtime().packed_states;
-  if (config.runtime().moment_dtype == DataType::bf16) types.moments_seed = config.runtime().seed;
-  return types;
-}
-
 /// Fills in a design, part by part: each part reads what stands before it.
 class Designer {
  public:
@@ -237,7 +226,7 @@ double Designer::share_of_states_on_host() const {
 }
 
 void Designer::place_states() {
-  zero::StateTypes& types = made_.types = types_of(config_, made_.rule.get());
+  zero::StateTypes& types = made_.types = state_types(config_, made_.rule.get());
   states_share_ = share_of_states_on_host();
   const auto numels = stepped_numels();
   if (states_share_ > 0.0) types.on_device = tiers::split(numels, states_share_, zero::kSplitNumel);
@@ -246,9 +235,9 @@ void Designer::place_states() {
   if (const auto share = share_of_states_in_files(states)) {
     const OffloadOptimizerConfig& asked = config_.offload_optimizer();
     const PlacementConfig& placement = config_.placement();
-    made_.states_in_files = tiers::OffloadOptions{
-        wants_files(placement.optimizer_states) ? placement.folders : asked.folders,
-        static_cast<int>(num_states) * static_cast<int>(asked.buffer_count)};
+    made_.states_in_files =
+        tiers::OffloadOptions{wants_files(placement.optimizer_states) ? placement.folders : asked.folders,
+                              static_cast<int>(num_states) * static_cast<int>(asked.buffer_count)};
     zero::send_to_files(states, *share, types.uses_host());
     types.in_memory.assign(numels.size(), std::vector<int64_t>(num_states, 0));
   }

@@ -18,9 +18,9 @@
 #include "sharding/residency.h"
 #include "sharding/unit.h"
 #include "tiers/offload.h"
-#include "zero/offloaded_parameters.h"
-#include "zero/policy.h"
-#include "zero/state_forecast.h"
+#include "zero/states/offloaded_parameters.h"
+#include "zero/states/policy.h"
+#include "zero/states/state_forecast.h"
 
 namespace deeptide::engine {
 
@@ -50,11 +50,11 @@ struct UnitRow {
   int kind = 0;          // as ParameterSpec::kind
   std::set<int> groups;  // of its parameters
   Route route = Route::none;
-  bool mostly_zero = false;  // its gradients travel without their zeros
-  bool saves = true;         // this rank writes its slice into checkpoints
-  Tiers parameters;          // of the slice, or of the copy, that this rank keeps
-  Tiers gradients;           // sums, if it is trained
-  Tiers states;              // that this rank steps there
+  bool mostly_zero = false;                 // its gradients travel without their zeros
+  bool saves = true;                        // this rank writes its slice into checkpoints
+  Tiers parameters;                         // of the slice, or of the copy, that this rank keeps
+  Tiers gradients;                          // sums, if it is trained
+  Tiers states;                             // that this rank steps there
   std::vector<zero::StateForecast> placed;  // of these, masters and moments one by one, and what files have of each
   zero::ShardPlace shard = {};              // of a sharded unit whose slice may lie elsewhere
 

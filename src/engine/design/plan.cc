@@ -10,10 +10,10 @@
 #include "engine/design/optimizer_groups.h"
 #include "gradients/forecast.h"
 #include "optim/compressed_rule.h"
-#include "zero/host_exchange.h"
-#include "zero/parameters_out.h"
-#include "zero/sign_exchange.h"
-#include "zero/step_forecast.h"
+#include "zero/steps/step_forecast.h"
+#include "zero/transfers/host_exchange.h"
+#include "zero/transfers/parameters_out.h"
+#include "zero/transfers/sign_exchange.h"
 
 namespace deeptide {
 
@@ -32,7 +32,8 @@ PlanLine parameters_of(const Design& design) {
     if (!elsewhere) line.memory_bytes += bytes(row.parameters.device, row.layout.dtype);
   }
   if (design.offload) {
-    const auto split = zero::forecast(*design.offload, design.sharded_layouts(), design.shard_places(), design.on_cpu());
+    const auto split =
+        zero::forecast(*design.offload, design.sharded_layouts(), design.shard_places(), design.on_cpu());
     (design.on_cpu() ? line.memory_bytes : line.off_device_bytes) += split.memory_bytes + split.staging_bytes;
     line.memory_bytes += split.device_bytes;
     line.file_bytes += split.file_bytes;

@@ -52,7 +52,8 @@ zero::StatePlacement Engine::Impl::place_away(const OffloadStates& what) {
     return std::bind_front(&tiers::Offload::place, away.get());
   }
   if (model.device().is_cpu()) return {};
-  return [](int64_t numel, int64_t, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
+  return
+      [](int64_t numel, int64_t, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
 }
 
 void Engine::Impl::offload_states(const OffloadStates& what) {
