@@ -19,18 +19,18 @@ namespace {
 /// The length of files' blocks: each is written whole.
 constexpr int64_t kSlotBytes = tiers::kSwapBlockBytes;
 
-int64_t slot_bytes(int64_t narrowed_bytes) {
+int64_t narrowed_slot_bytes(int64_t narrowed_bytes) {
   const int64_t bytes = std::min(narrowed_bytes, kSlotBytes);
   return (bytes + device::kAlignmentBytes - 1) / device::kAlignmentBytes * device::kAlignmentBytes;
 }
 
 }  // namespace
 
-int64_t ParametersOut::forecast(int64_t narrowed_bytes) { return 2 * slot_bytes(narrowed_bytes); }
+int64_t ParametersOut::forecast(int64_t narrowed_bytes) { return 2 * narrowed_slot_bytes(narrowed_bytes); }
 
 ParametersOut::ParametersOut(std::shared_ptr<device::Ledger> ledger, at::Device device, int64_t narrowed_bytes)
     : ledger_(std::move(ledger)), narrow_(Lane::create(device)), out_(Lane::create(device)) {
-  const int64_t bytes = slot_bytes(narrowed_bytes);
+  const int64_t bytes = narrowed_slot_bytes(narrowed_bytes);
   if (bytes == 0) return;
   arena_ = device::allocate_flat(ledger_, device::Role::optimizer, forecast(narrowed_bytes), at::kByte, device);
   for (size_t i = 0; i < slots_.size(); ++i)

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "simulated/memory.h"
+#include "simulated/machine/memory.h"
 
 namespace deeptide::simulated {
 

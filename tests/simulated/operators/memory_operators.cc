@@ -8,7 +8,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include "simulated/operands.h"
+#include "simulated/operators/operands.h"
 
 namespace deeptide::simulated {
 

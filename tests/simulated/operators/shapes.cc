@@ -4,7 +4,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "simulated/call.h"
+#include "simulated/operators/call.h"
 
 namespace deeptide::simulated {
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Replaces the tensors among an operator's arguments.
-#include "simulated/call.h"
+#include "simulated/operators/call.h"
 
 namespace deeptide::simulated {
 

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "device/torch_versions.h"
-#include "simulated/call.h"
+#include "simulated/operators/call.h"
 
 namespace deeptide::simulated {
 

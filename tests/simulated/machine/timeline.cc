@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Adds up the lengths of tasks along streams, engines and waits.
-#include "simulated/timeline.h"
+#include "simulated/machine/timeline.h"
 
 #include <algorithm>
 

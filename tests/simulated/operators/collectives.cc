@@ -1,13 +1,13 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Runs the host's collectives on the pages of device tensors.
-#include "simulated/collectives.h"
+#include "simulated/operators/collectives.h"
 
 #include <condition_variable>
 #include <mutex>
 #include <utility>
 
-#include "simulated/operands.h"
+#include "simulated/operators/operands.h"
 
 namespace deeptide::simulated {
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Compares accesses by vector clocks, taken when tasks are enqueued: findings do not depend on timing.
-#include "simulated/order.h"
+#include "simulated/machine/order.h"
 
 #include <algorithm>
 #include <sstream>

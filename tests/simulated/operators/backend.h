@@ -9,7 +9,7 @@
 #include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
 
-#include "simulated/machine.h"
+#include "simulated/machine/machine.h"
 
 namespace deeptide::simulated {
 

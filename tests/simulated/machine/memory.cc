@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Maps memory files twice, and says what was wrong where the host touches what it must not.
-#include "simulated/memory.h"
+#include "simulated/machine/memory.h"
 
 #include <signal.h>
 #include <sys/mman.h>

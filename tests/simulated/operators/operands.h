@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "simulated/backend.h"
+#include "simulated/operators/backend.h"
 
 namespace deeptide::simulated {
 

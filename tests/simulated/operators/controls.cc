@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "simulated/backend.h"
-#include "simulated/collectives.h"
+#include "simulated/operators/backend.h"
+#include "simulated/operators/collectives.h"
 
 namespace deeptide::simulated {
 namespace {

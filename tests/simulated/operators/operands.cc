@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Makes twins by the second mapping of a block.
-#include "simulated/operands.h"
+#include "simulated/operators/operands.h"
 
 #include <c10/core/InferenceMode.h>
 

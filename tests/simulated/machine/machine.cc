@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Memory, settings and what the checker found.
-#include "simulated/machine.h"
+#include "simulated/machine/machine.h"
 
 #include <algorithm>
 #include <utility>

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "simulated/operands.h"
+#include "simulated/operators/operands.h"
 
 namespace deeptide::simulated {
 

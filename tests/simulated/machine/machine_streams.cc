@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "simulated/machine.h"
+#include "simulated/machine/machine.h"
 
 namespace deeptide::simulated {
 

@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "simulated/memory.h"
-#include "simulated/order.h"
-#include "simulated/timeline.h"
+#include "simulated/machine/memory.h"
+#include "simulated/machine/order.h"
+#include "simulated/machine/timeline.h"
 
 namespace deeptide::simulated {
 
