@@ -185,4 +185,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void write_state(const StatePlace& place, const std::string& role, int64_t first, const at::Tensor& values);
 };
 
+/// Names the above for functions that are no members of an engine.
+struct EngineAccess {
+  using Impl = Engine::Impl;
+};
+
 }  // namespace deeptide
