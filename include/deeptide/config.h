@@ -364,6 +364,7 @@ struct RuntimeConfig {
   double error_grace_s = 0.0;   // from an error of a call to the rank's next call
   Reduction reduction = Reduction::ordered;
   std::optional<QuantizedGradients> quantized_gradients;
+  bool quantized_error_feedback = false;
   ReduceThread reduce_thread = ReduceThread::automatic;
   std::optional<bool> overlap_publish;  // step() returns while the new parameters of stages 1 and 2 are on their way
   bool shared_memory = false;           // false: ranks of one host communicate as if on different hosts

@@ -232,13 +232,14 @@ void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const
     if (!named.contains(id)) continue;
     for (const Extent& extent : saved.extents) {
       const int64_t blocks = num_hashed_blocks(extent);
-      const int64_t stride = id.role.is_buffer() ? 1 : parts;
-      const int64_t first = id.role.is_buffer() ? 0 : (part + parts - before % parts) % parts;
+      const bool is_own = id.role.is_of_one_rank();
+      const int64_t stride = is_own ? 1 : parts;
+      const int64_t first = is_own ? 0 : (part + parts - before % parts) % parts;
       const std::string path = contents_->folder + "/" + extent.file;
       if (first < blocks && !(contents_->of_one_host && !exists(path))) {
         verify_blocks(File::open(path), saved, extent, first, stride);
       }
-      if (!id.role.is_buffer()) before += blocks;
+      if (!is_own) before += blocks;
     }
   }
 }

@@ -41,6 +41,7 @@ namespace deeptide {
 
 namespace engine {
 class Absent;
+class RoundingErrorLoad;
 struct CarriedState;
 struct Listed;
 struct ModelTaker;
@@ -68,6 +69,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 
   bool has_gradients() const;
+  std::vector<at::Tensor> rounding_errors() const {
+    return reducer ? reducer->rounding_errors() : std::vector<at::Tensor>();
+  }
 
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
@@ -172,7 +176,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   at::Tensor whole_parameter(const sharding::Parameter& p, const at::Tensor& unit, int tensor = 0);
   std::string agree_on_tag(const std::string& directory, const std::string& given, const LoadOptions& options);
   void go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected, engine::Progress& saved);
-  void publish_parameters(int64_t rounds_begun);
+  void publish_parameters(int64_t rounds_begun, const engine::RoundingErrorLoad& errors);
   void gather(const sharding::Unit& unit, const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
   void check_axes(const char* method, bool may_be_cut) const;
   StatePlace enter_state(const std::string& name, const std::string& role,

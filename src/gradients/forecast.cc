@@ -233,6 +233,9 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
   if (!options.reserve) (stay ? bytes.gradients : bytes.communication) = QueueForecast(options, way).peak(units);
   bytes.gradients_in_files = in_files;
+  for (size_t i = 0; options.route(num_ranks, shares_memory).keeps_errors() && i < units.size(); ++i) {
+    if (!options.is_mostly_zero(i)) bytes.communication += units[i]->numel * static_cast<int64_t>(sizeof(float));
+  }
   const auto leaving = CpuSums::forecast(cuts, options.accumulate_dtype);
   bytes.gradients += leaving.on_device;
   bytes.gradients_on_host = leaving.on_host;

@@ -27,6 +27,7 @@ struct ReducerOptions {
   /// ordered, with an exchange among the ranks of each host.
   int64_t together = 1;
   int bits = 0;              // of an element that travels, 8 or 4, in fp32 buckets and ordered; 0: it travels whole
+  bool feedback = false;     // with bits: the error of rounding is added to the next contribution
   bool overlap = true;       // start reductions during backward
   bool reserve = true;       // buffers, of which a rank may run out: it then waits. Not on a device, where the order of
                              // calls alone says how many are in use, and where a wait would be one of later work
@@ -44,7 +45,7 @@ struct ReducerOptions {
   std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
 
   RouteFacts route(int num_ranks, bool shares_memory) const {
-    return {num_ranks, shares_memory, ordered, together, keep_rows, reduce_dtype, bits};
+    return {num_ranks, shares_memory, ordered, together, keep_rows, reduce_dtype, bits, feedback};
   }
   double scale_of(int unit) const { return scales.empty() ? scale : scales[static_cast<size_t>(unit)]; }
   int64_t stays_of(size_t unit, int64_t numel) const { return stays.empty() ? numel : stays.at(unit); }

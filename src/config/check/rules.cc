@@ -94,7 +94,14 @@ void check_reduction(const Values& values, Problems& problems) {
     blame(values, "deeptide.quantized_gradients",
           "\"off\" contradicts zero_optimization.zero_quantized_gradients; leave one of them out", problems);
   }
-  if (!asked && (width.empty() || width == "off")) return;
+  if (!asked && (width.empty() || width == "off")) {
+    if (values.flag("deeptide.quantized_error_feedback")) {
+      blame(values, "deeptide.quantized_error_feedback",
+            "needs deeptide.quantized_gradients \"int8\" or \"int4\": gradients that travel whole leave no error",
+            problems);
+    }
+    return;
+  }
   const std::string key = width.empty() ? "zero_optimization.zero_quantized_gradients" : "deeptide.quantized_gradients";
   if (values.word("deeptide.reduction") == "transport") {
     blame(values, key, "needs deeptide.reduction \"ordered\": a transport cannot sum quantized gradients", problems);

@@ -346,6 +346,7 @@ void Designer::place_gradients() {
   gradients::ReducerOptions& how = made_.reductions;
   const BatchSizes batch = config_.batch_sizes(made_.topology.num_batches());
   how.bits = made_.is_shared || made_.num_ranks() == 1 ? 0 : quantized_bits(config_);
+  how.feedback = how.bits > 0 && config_.runtime().quantized_error_feedback;
   how.reduce_dtype = how.bits > 0 ? at::kFloat : reduce_type(config_);
   how.accumulate_dtype = accumulate_type(config_);
   how.ordered = config_.runtime().reduction == Reduction::ordered;

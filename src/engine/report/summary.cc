@@ -75,8 +75,9 @@ std::string text_of_quantization(const Impl& impl) {
   if (bits == 0) return "\n  quantized gradients: none, since no gradient travels between hosts";
   return fmt::format(
       "\n  quantized gradients: int{}, one scale per {} elements; rounded by at most {:.3g} % of the "
-      "largest of these",
-      bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits));
+      "largest of these{}",
+      bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits),
+      impl.design.reductions.feedback ? "; the error is added to the next gradients" : "");
 }
 
 std::string text_of_types(const Impl& impl, const std::string& parameters) {

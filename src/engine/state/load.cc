@@ -20,6 +20,7 @@
 #include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/rounding_errors.h"
 #include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 
@@ -201,7 +202,8 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
     const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
-    if (of_another_rank || unkept_moment || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
+    const bool leaves_out = of_another_rank || unkept_moment || piece.role.is_rounding_error();
+    if (leaves_out || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
   }
   return ignored;
 }
@@ -343,6 +345,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::Generators generators;
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
+  engine::RoundingErrorLoad errors;
   const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(source.open());
@@ -358,6 +361,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
     const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
+    if (moments) errors = {*reader, model, rounding_errors(), channels, wanted};
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     require_fit(directory + "/" + tag, lines);
@@ -374,7 +378,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     custom_states.apply();
     fill(loose, staged);
   });
-  publish_parameters(engine::most_rounds(entered.first));
+  publish_parameters(engine::most_rounds(entered.first), errors);
   if (!options.module_only) {
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
@@ -394,7 +398,7 @@ void Engine::Impl::go_on_without(const engine::Absent& absent, const std::vector
 }
 
 /// Publishes parameters from the masters that were read, and frozen units from their shards.
-void Engine::Impl::publish_parameters(int64_t rounds_begun) {
+void Engine::Impl::publish_parameters(int64_t rounds_begun, const engine::RoundingErrorLoad& errors) {
   auto& gathers = channels.gathers();  // reductions may be under way, on some ranks more than on others
   if (optimizer) optimizer->publish_all(channels.all(engine::Channels::Purpose::gathers));
   bool shared = false;
@@ -407,7 +411,9 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
     over.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
   if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});
-  if (reducer) reducer->discard(rounds_begun);
+  if (!reducer) return;
+  reducer->discard(rounds_begun);
+  errors.apply(rounding_errors());  // the rounds that ended just now have left some
 }
 
 }  // namespace deeptide

@@ -18,6 +18,7 @@
 #include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/rounding_errors.h"
 #include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 #include "sharding/gate.h"
@@ -75,7 +76,7 @@ void merge_stages(engine::Stages& stages, nlohmann::json& state) {
 /// Rounds moments where "bf16_moments" asks for it.
 void round_moments(std::vector<checkpoint::Piece>& pieces) {
   for (checkpoint::Piece& piece : pieces) {
-    if (!piece.role.is_moment() || piece.data.dtype() != at::kFloat) continue;
+    if (!piece.role.is_moment() || piece.role.is_rounding_error() || piece.data.dtype() != at::kFloat) continue;
     piece.data = piece.region.numel() == 0 ? checkpoint::PieceData(at::empty({0}, at::kBFloat16))
                                            : checkpoint::rounded(piece.data, at::kBFloat16);
   }
@@ -160,6 +161,9 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
     boundary->together("collecting the optimizer's states", [&] {
       for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
     });
+  }
+  for (auto& piece : engine::rounding_error_pieces(model, rounding_errors(), coordinates)) {
+    snapshot.pieces.push_back(std::move(piece));
   }
   for (const engine::LateTie& tie : loose.tied) {
     if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});

@@ -48,6 +48,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
 void Stepper::follow_loss_scale() {
   if (parts_.intake) parts_.intake->set_loss_scale(loss_scale());
   if (parts_.kept) parts_.kept->set_loss_scale(loss_scale());
+  if (parts_.reducer) parts_.reducer->set_loss_scale(loss_scale());
 }
 
 void Stepper::follow_schedule() {
@@ -415,6 +416,7 @@ void Stepper::act_on_row(StepOutcome& outcome) {
   progress.skipped_in_a_row = 0;
   parts_.residency.release_all();
   outcome.rewound_to = parts_.rewind->restore(progress);
+  for (at::Tensor& error : parts_.reducer->rounding_errors()) error.zero_();
   follow_schedule();
   outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
   if (parts_.channels.is_first()) {
