@@ -25,6 +25,7 @@ class Generator:
         self.tags = []
         self.is_by_hand = False  # the program steps its schedule
         self.wires = random.Random(f"wires {seed}")  # of how gradients travel, likewise
+        self.errors = random.Random(f"errors {seed}")  # of whether what rounding takes is added later, likewise
         self.less = random.Random(f"less {seed}")  # of what the model leaves out, likewise
         self.more = random.Random(f"more {seed}")  # of batches, and of layers and tokens that are left out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
@@ -158,6 +159,7 @@ class Generator:
             "acts": acts,
             **self._states(),
             "quantized": self.wires.choice(["int8", "int4"]) if self.wires.random() < 0.2 else None,
+            "fed_back": self.errors.random() < 0.5,
             "observers": [name for name in OBSERVERS if self.sights.random() < 0.1],
         }
 

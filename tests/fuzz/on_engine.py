@@ -93,7 +93,7 @@ def config_of(program, phase, setting, folder):
     if phase.get("moments"):
         states["moment_dtype"] = "bf16"
     if phase.get("quantized"):
-        states["quantized_gradients"] = phase["quantized"]
+        states |= {"quantized_gradients": phase["quantized"], "quantized_error_feedback": phase.get("fed_back", False)}
     if placed := placement_of(phase, setting):
         states["placement"] = {"nvme_path": folder, **{k: {"cpu": s, "nvme": "rest"} for k, s in placed.items()}}
     if phase["offload"] and setting.stage == 3:

@@ -16,7 +16,7 @@ program = {
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
   "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
               other memory, "config": {…}, "offload",
-              "quantized": None | int8 | int4, how gradients travel,
+              "quantized": None | int8 | int4, how gradients travel, "fed_back": the error is added to the next ones,
               "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }

@@ -35,6 +35,7 @@ SIMPLE_PHASE = {
     "packed": False,
     "moments": False,
     "quantized": None,
+    "fed_back": False,
     "placement": {},
     "observers": [],
 }
