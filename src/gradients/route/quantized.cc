@@ -70,9 +70,9 @@ class QuantizedRoute : public Route {
   /// finite leaves none.
   void keep_error(const Shipment& shipment, int64_t slices) const {
     for (int64_t slice = 0; slice < slices; ++slice) {
-      const Tensor error = row_of(error_of(shipment), slice, shard_of(shipment));
+      Tensor error = row_of(error_of(shipment), slice, shard_of(shipment));
       codec_.decode(message(shipment, slice), error);
-      at::sub_out(const_cast<Tensor&>(error), row_of(shipment.bucket, slice, shard_of(shipment)), error);
+      at::sub_out(error, row_of(shipment.bucket, slice, shard_of(shipment)), error);
     }
     error_of(shipment).div_(parts_.errors->loss_scale).nan_to_num_(0.0, 0.0, 0.0);
   }
