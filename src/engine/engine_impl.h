@@ -160,7 +160,6 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
-  void check_save_of_stages(bool blocking) const;
   std::set<std::string> names_of_other_stages(const std::vector<NamedTensor>& loose);
   checkpoint::SaveTarget name_save(const std::string& directory, std::string tag, const SaveOptions& options,
                                    bool blocking);

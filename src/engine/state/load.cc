@@ -251,7 +251,9 @@ class Source {
 
   checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
   void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
-    if (is_local_) return reader.verify(wanted, here_.index, here_.ranks);
+    // Files that a stage wants may lie where only ranks of another stage are.
+    const auto& named = channels_.stages() == nullptr ? wanted : reader.table();
+    if (is_local_) return reader.verify(named, here_.index, here_.ranks);
     reader.verify(wanted, channels_.data().index(), channels_.data().size());  // a stage's ranks want the same tensors
   }
   /// Collective. Errors: CheckpointError, on every rank.
@@ -296,7 +298,7 @@ std::string default_tag(const std::string& directory, const LoadOptions& options
 /// Errors: CheckpointError if ranks have different ones.
 std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given,
                                        const LoadOptions& options) {
-  saver->finish(*boundary);  // it may be what is to be loaded
+  saver->finish();  // it may be what is to be loaded
   std::string tag = given;
   boundary->together("looking for the latest checkpoint", [&] {
     if (tag.empty()) tag = default_tag(directory, options, config.checkpoint().load_universal);

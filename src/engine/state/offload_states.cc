@@ -62,7 +62,7 @@ void Engine::Impl::offload_states(const OffloadStates& what) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     check_offloading(what);
   });
-  saver->finish(*boundary);
+  saver->finish();
   zero::OptimizerStates& states = optimizer->states();
   states.refresh_masters();
   const int64_t before = optimizer->predicted_bytes();
@@ -99,7 +99,7 @@ void Engine::Impl::reload_states() {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     TORCH_CHECK_VALUE(optimizer && optimizer->states().are_away(), "reload_states: no states are offloaded");
   });
-  saver->finish(*boundary);
+  saver->finish();
   boundary->together("bringing states back to memory", [&] {
     optimizer->states().bring_back();
     away.reset();

@@ -146,7 +146,7 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     check_rebuilding();
   });
-  saver->finish(*boundary);
+  saver->finish();
   auto terms = engine::terms_of(now, engine::optimizer_groups(now, config, options), config);
   const auto lines = origins(now, model);
   terms.insert(terms.end(), lines.begin(), lines.end());

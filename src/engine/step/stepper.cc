@@ -232,6 +232,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     const int64_t sent = bytes_sent_for_steps();
     outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
     outcome.preempted = parts_.preemption.is_agreed();
+    parts_.saver.meet_stages();
   } else {
     outcome = accumulating();
   }

@@ -134,6 +134,112 @@ def test_each_rank_reads_its_own_bytes(tmp_path, form):
     assert total > 1_000_000
 
 
+class Pair(nn.Module):
+    """A model that is trained, and one that keeps the file mapped for as long as a test looks at it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(700, 900), nn.Linear(900, 1100), nn.Linear(1100, 300))
+        self.spare = nn.Linear(200, 200)
+
+
+def mapped_bytes(name):
+    """Counts the pages of files of this name that this process has read through its mappings."""
+    total, inside = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if "-" in line.split()[0]:
+                inside = line.rstrip().endswith(name)
+            elif inside and line.startswith("Rss:"):
+                total += 1024 * int(line.split()[1])
+    return total
+
+
+def initialize_from(folder, form, precision):
+    with deeptide.zero.Init():
+        model = Pair()
+        assert deeptide.load_weights(model, folder) == ([], [])
+    name = "model.safetensors" if form == "safetensors" else "pytorch_model.bin"
+    before = mapped_bytes(name)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+    engine, *_ = deeptide.initialize(model=model.net, config=config)
+    print("BYTES", mapped_bytes(name) - before)
+    expected = torch.load(os.path.join(folder, "expected.pt"))
+    for key, value in engine.module_state_dict().items():
+        wanted = expected[f"net.{key}"]
+        assert torch.equal(value, wanted.bfloat16() if precision == "bf16" else wanted), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["bin", "safetensors"])
+def test_each_rank_reads_its_own_bytes_under_zero_init(tmp_path, form, precision):
+    torch.manual_seed(0)
+    state = Pair().state_dict()
+    torch.save(state, tmp_path / "expected.pt")
+    if form == "bin":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    total = 4 * sum(value.numel() for key, value in state.items() if key.startswith("net."))
+    assert total > 6_000_000
+    world = 4
+    for rank in run_processes(world, initialize_from, str(tmp_path), form, precision):
+        read = next(int(line.split()[1]) for line in rank.stdout.splitlines() if line.startswith("BYTES"))
+        # Each of six tensors begins and ends within a page; the kernel maps up to sixteen around one that it has.
+        assert 0.7 * total / world < read < total / world + 6 * 2 * 65_536, rank.args
+
+
+def initialize_from_memory(world, stage):
+    """Ranks that copy different values, of no file, get rank 0's."""
+    torch.manual_seed(world.rank)
+    with deeptide.zero.Init():
+        model = nn.Linear(300, 400)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((400, 300), 5.0 + world.rank))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False},
+    }
+    engine, *_ = deeptide.initialize(model=model, config=config, world=world)
+    assert engine.module_state_dict()["weight"].unique().tolist() == [5.0]
+
+
+def test_values_of_no_file_are_rank_0s():
+    run_ranks(2, initialize_from_memory, 3)
+
+
+def initialize_from_two_files(world, folder):
+    """Ranks whose files differ in size get rank 0's."""
+    with deeptide.zero.Init():
+        model = nn.Linear(300, 400)
+        deeptide.load_weights(model, os.path.join(folder, str(world.rank)), strict=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False},
+    }
+    engine, *_ = deeptide.initialize(model=model, config=config, world=world)
+    assert engine.module_state_dict()["weight"].unique().tolist() == [0.0]
+
+
+def test_files_that_differ_between_ranks_are_rank_0s(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        state = {"weight": torch.full((400, 300), float(rank)), "bias": torch.zeros(400)}
+        more = {"another": torch.zeros(100 * rank + 1)}
+        save_file({**more, **state}, tmp_path / str(rank) / "model.safetensors")
+    run_ranks(2, initialize_from_two_files, str(tmp_path))
+
+
 def test_other_weights_are_refused_by_name(tmp_path):
     torch.save({"weight": torch.ones(2, 3), "extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     model = nn.Linear(3, 2)
