@@ -20,8 +20,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kHashDigits = 8;
-constexpr size_t kNonceDigits = 16;
+constexpr size_t kHomeDigits = 8;
+constexpr size_t kSaveDigits = 16;
 
 fs::path whole_path(const std::string& path) {
   fs::path whole = fs::absolute(path).lexically_normal();
@@ -30,8 +30,8 @@ fs::path whole_path(const std::string& path) {
 
 // "<tag>.<nonce>"
 bool is_name_of_parts(const std::string& name) {
-  if (name.size() < kNonceDigits + 2) return false;
-  const size_t dot = name.size() - kNonceDigits - 1;
+  if (name.size() < kSaveDigits + 2) return false;
+  const size_t dot = name.size() - kSaveDigits - 1;
   return name[dot] == '.' && name.find_first_not_of("0123456789abcdef", dot + 1) == std::string::npos;
 }
 
@@ -62,7 +62,7 @@ std::string home_of_parts(const std::string& directory, const std::string& folde
   const fs::path whole = whole_path(directory);
   const std::string text = whole.string();
   const std::string hash = ContentHash::of(text.data(), static_cast<int64_t>(text.size())).text();
-  return (whole_path(folder) / (whole.filename().string() + "-" + hash.substr(0, kHashDigits))).string();
+  return (whole_path(folder) / (whole.filename().string() + "-" + hash.substr(0, kHomeDigits))).string();
 }
 
 std::string growing_parts(const SaveTarget& target, const std::string& folder) {

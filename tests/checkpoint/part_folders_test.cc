@@ -54,7 +54,7 @@ struct Values {
   Tensor large, small, half;
 };
 
-void write(const SaveTarget& target, int rank, const Values& values) {
+void write_parts(const SaveTarget& target, int rank, const Values& values) {
   const std::string suffix = std::to_string(rank);
   std::vector<Piece> pieces = {whole("half" + suffix, "param", values.half),
                                whole("large" + suffix, "master", values.large),
@@ -63,8 +63,8 @@ void write(const SaveTarget& target, int rank, const Values& values) {
   write_rank(target, {rank, {on_data_axis(rank), "{}"}, std::move(pieces)});
 }
 
-void save(const SaveTarget& target, const Values& values) {
-  write(target, 0, values);
+void save_parts(const SaveTarget& target, const Values& values) {
+  write_parts(target, 0, values);
   checkpoint::commit(target, {}, true);
 }
 
@@ -84,8 +84,8 @@ TEST(PartFolders, HaveEqualPartsOfEachRank) {
   const Drives drives(3);
   const SaveTarget target = drives.target("t");
   const Values values[] = {Values(1), Values(2)};
-  write(target, 1, values[1]);
-  write(target, 0, values[0]);
+  write_parts(target, 1, values[1]);
+  write_parts(target, 0, values[0]);
   checkpoint::commit(target, {.world_size = 2}, true);
   for (int rank : {0, 1}) {
     expect_values(drives.directory, "t", rank, values[rank]);
@@ -125,50 +125,52 @@ TEST(PartFolders, AreReadThroughFunctionsAsWell) {
 TEST(PartFolders, LoseNothingWhateverIsSavedAgainOrRemoved) {
   const Drives drives(2);
   for (int step : {1, 2, 3})
-    save(drives.target("global_step" + std::to_string(step)), Values(static_cast<float>(step)));
-  save(drives.target("global_step2"), Values(20));
+    save_parts(drives.target("global_step" + std::to_string(step)), Values(static_cast<float>(step)));
+  save_parts(drives.target("global_step2"), Values(20));
   expect_values(drives.directory, "global_step1", 0, Values(1));
   expect_values(drives.directory, "global_step2", 0, Values(20));
   EXPECT_EQ(drives.files().size(), 2 * (1 + 3 * 2u)) << "a folder per drive, and a folder and a file per save";
   retain(drives.target("global_step3"), {.keep_last = 1});
+  expect_values(drives.directory, "global_step2", 0, Values(20));
   expect_values(drives.directory, "global_step3", 0, Values(3));
-  EXPECT_EQ(drives.files().size(), 2 * (1 + 2u));
+  EXPECT_EQ(drives.files().size(), 2 * (1 + 2 * 2u)) << "the one of the largest step, and the latest";
+  remove_checkpoint(drives.directory, "global_step2");
   remove_checkpoint(drives.directory, "global_step3");
   EXPECT_TRUE(drives.files().empty());
 }
 
 TEST(PartFolders, OfTwoRunsAreApart) {
   Drives drives(2);
-  save(drives.target("t"), Values(1));
+  save_parts(drives.target("t"), Values(1));
   const std::string first = drives.directory;
   drives.directory = drives.scratch / "other/run";
-  write(drives.target("t"), 0, Values(2));  // its job dies
-  save(drives.target("t"), Values(3));
+  write_parts(drives.target("t"), 0, Values(2));  // its job dies
+  save_parts(drives.target("t"), Values(3));
   expect_values(first, "t", 0, Values(1));
   expect_values(drives.directory, "t", 0, Values(3));
   fs::rename(first, drives.scratch / "moved");  // as somebody archives it; a new run takes its name
   drives.directory = first;
-  save(drives.target("t"), Values(4));
+  save_parts(drives.target("t"), Values(4));
   expect_values(drives.scratch / "moved", "t", 0, Values(1));
   expect_values(first, "t", 0, Values(4));
 }
 
 TEST(PartFolders, KeepNothingOfSavesThatFailedOrCrashed) {
   const Drives drives(2);
-  save(drives.target("t"), Values(1));
+  save_parts(drives.target("t"), Values(1));
   const size_t sound = drives.files().size();
   const SaveTarget failed = drives.target("t");
-  write(failed, 0, Values(2));
+  write_parts(failed, 0, Values(2));
   EXPECT_GT(drives.files().size(), sound);
   abandon(failed);
   EXPECT_EQ(drives.files().size(), sound);
   // Crashes before the parts move to their places, and between that and the checkpoint's own move.
-  write(drives.target("t"), 0, Values(3));
+  write_parts(drives.target("t"), 0, Values(3));
   const SaveTarget late = drives.target("t");
-  write(late, 0, Values(3));
+  write_parts(late, 0, Values(3));
   settle_parts(late);
   expect_values(drives.directory, "t", 0, Values(1));
-  save(drives.target("t"), Values(4));
+  save_parts(drives.target("t"), Values(4));
   expect_values(drives.directory, "t", 0, Values(4));
   EXPECT_EQ(drives.files().size(), sound);
 }
@@ -176,11 +178,11 @@ TEST(PartFolders, KeepNothingOfSavesThatFailedOrCrashed) {
 TEST(PartFolders, ThatNotEveryRankSeesAreNamed) {
   const Drives drives(2);
   SaveTarget target = drives.target("t");
-  write(target, 0, Values(1));
+  write_parts(target, 0, Values(1));
   // Rank 1 writes on a host whose drives have the same names.
   SaveTarget elsewhere = target;
   for (std::string& folder : elsewhere.folders) folder += "-of-another-host";
-  write(elsewhere, 1, Values(1));
+  write_parts(elsewhere, 1, Values(1));
   for (int part : {0, 1}) {
     const std::string name = shard_name(1, part);
     remove_quietly(growing_path(target) + "/" + name);
@@ -189,32 +191,33 @@ TEST(PartFolders, ThatNotEveryRankSeesAreNamed) {
   const std::string text = error_of([&] { checkpoint::commit(target, {.world_size = 2}, true); });
   EXPECT_TRUE(contains(text, "rank_00001") && contains(text, "leads to no file here; give checkpoint.folders")) << text;
   EXPECT_FALSE(exists(drives.directory + "/t"));
-  EXPECT_TRUE(contains(error_of([&] { write({drives.directory, "t", 1, {""}}, 0, Values(1)); }), "has an empty name"));
+  const std::string nameless = error_of([&] { write_parts({drives.directory, "t", 1, {""}}, 0, Values(1)); });
+  EXPECT_TRUE(contains(nameless, "has an empty name")) << nameless;
 }
 
-int g_requests = 0, g_refused = -1;
-int refuse_one(const char*, const std::string&) { return g_requests++ == g_refused ? ENOSPC : 0; }
+int g_asked = 0, g_denied = -1;
+int deny_one(const char*, const std::string&) { return g_asked++ == g_denied ? ENOSPC : 0; }
 
 TEST(PartFolders, LoseNothingWhateverRequestFails) {
   const Drives drives(2);
   const Values first(1), second(2);
-  save(drives.target("t"), first);
+  save_parts(drives.target("t"), first);
   const size_t sound = drives.files().size();
   int requests = 1;
   for (int refused = 0; refused < requests; ++refused) {
-    g_requests = 0;
-    g_refused = refused;
-    refuse_with(refuse_one);
+    g_asked = 0;
+    g_denied = refused;
+    refuse_with(deny_one);
     const SaveTarget target = drives.target("t");
     std::string text;
     try {
-      save(target, second);
+      save_parts(target, second);
     } catch (const CheckpointError& error) {
       text = error.what();
     }
     refuse_with(nullptr);
-    requests = std::max(requests, g_requests + 1);
-    if (refused >= g_requests) break;  // none was refused
+    requests = std::max(requests, g_asked + 1);
+    if (refused >= g_asked) break;  // none was refused
     EXPECT_TRUE(contains(text, "No space left on device")) << refused << ": " << text;
     abandon(target);
     const bool replaced = drives.files().size() == sound && [&] {

@@ -276,6 +276,7 @@ TEST(PipelineStage, SavesOnHostsWithFoldersOfTheirOwn) {
   }
 }
 
+// Ranks divide the blocks of each tensor among those that want it. By world ranks, some fell to other stages' ranks.
 TEST(PipelineStage, LoadsNothingOfADamagedCheckpoint) {
   constexpr int kThree = 3;  // so that no rank reads half of a block
   const checkpoint::Scratch scratch;

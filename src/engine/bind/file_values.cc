@@ -83,7 +83,7 @@ std::string sources_text(const Unit& unit, const FilePages& pages) {
   return has_places ? text : "";
 }
 
-uint64_t digest_of(const std::string& text) {
+uint64_t digest_of_text(const std::string& text) {
   if (text.empty()) return 0;
   uint64_t digest = 0;
   const auto hash = sha256(text);
@@ -97,7 +97,7 @@ std::vector<bool> find_units_of_files(Channels& channels, const std::vector<std:
   if (units.empty()) return {};
   std::vector<uint64_t> own;
   const FilePages pages;
-  for (const auto& unit : units) own.push_back(digest_of(sources_text(*unit, pages)));
+  for (const auto& unit : units) own.push_back(digest_of_text(sources_text(*unit, pages)));
   const auto all =
       channels.rounds().exchange_all(std::span<const uint64_t>(own), {"start", "comparing the files of weights"});
   std::vector<bool> found;

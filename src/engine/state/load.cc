@@ -300,7 +300,7 @@ std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::
                                        const LoadOptions& options) {
   saver->finish();  // it may be what is to be loaded
   std::string tag = given;
-  boundary->together("looking for the latest checkpoint", [&] {
+  boundary->together_on_all_stages("looking for the latest checkpoint", [&] {
     if (tag.empty()) tag = default_tag(directory, options, config.checkpoint().load_universal);
   });
   if (given.empty() && config.checkpoint().node_local) tag = engine::agree_on_tag(channels, directory, tag);
