@@ -324,14 +324,15 @@ struct CheckpointConfig {
   int64_t buffer_bytes = 0;    // through which a shard passes to its file
   int64_t snapshot_bytes = 0;  // most memory for state that changes before it is written; 0: by what is available
   SaveContents contents = SaveContents::all;
-  bool verify = true;           // a load compares all that it reads with the hashes before it changes anything
-  bool load_universal = false;  // without a tag, a load takes the one that `latest_universal` names
-  bool node_local = false;      // "use_node_local_storage": each host has a folder of its own
-  int64_t keep_last = 0;        // checkpoints of default tags that stay; 0: all
-  int64_t keep_every = 0;       // also those of steps that are multiples; 0: none
-  bool bf16_moments = false;    // optimizer states other than masters are saved in bf16
-  double loss_tolerance = 0;    // relative, of the first loss after a load from the last before the save; 0: any
-  std::string preempt_folder;   // "on_preempt": where a run saves that is asked to go; empty: it is not asked
+  bool verify = true;                // a load compares all that it reads with the hashes before it changes anything
+  bool load_universal = false;       // without a tag, a load takes the one that `latest_universal` names
+  bool node_local = false;           // "use_node_local_storage": each host has a folder of its own
+  std::vector<std::string> folders;  // over which each rank's shard is cut; empty: it lies in the checkpoint's
+  int64_t keep_last = 0;             // checkpoints of default tags that stay; 0: all
+  int64_t keep_every = 0;            // also those of steps that are multiples; 0: none
+  bool bf16_moments = false;         // optimizer states other than masters are saved in bf16
+  double loss_tolerance = 0;         // relative, of the first loss after a load from the last before the save; 0: any
+  std::string preempt_folder;        // "on_preempt": where a run saves that is asked to go; empty: it is not asked
   std::vector<std::string> preempt_signals;  // by which
   double preempt_deadline_s = 0.0;           // from the signal to the end of the save
   int64_t preempt_exit_code = 0;             // with which the program ends then
@@ -364,6 +365,7 @@ struct RuntimeConfig {
   double error_grace_s = 0.0;   // from an error of a call to the rank's next call
   Reduction reduction = Reduction::ordered;
   std::optional<QuantizedGradients> quantized_gradients;
+  bool quantized_error_feedback = false;
   ReduceThread reduce_thread = ReduceThread::automatic;
   std::optional<bool> overlap_publish;  // step() returns while the new parameters of stages 1 and 2 are on their way
   bool shared_memory = false;           // false: ranks of one host communicate as if on different hosts

@@ -310,10 +310,10 @@ class DEEPTIDE_API Engine {
   /// The program profiles its modules itself: the engine leaves "flops_profiler" to it.
   void leave_profile_to_program();
 
-  struct Impl;
-
  private:
   friend class PipelineStage;
+  friend struct EngineAccess;
+  struct Impl;
   void drop();
 
   std::unique_ptr<Impl> impl_;

@@ -11,6 +11,7 @@
 #include "base/interrupt.h"
 #include "base/start_thread.h"
 #include "checkpoint/file_io.h"
+#include "checkpoint/part_folders.h"
 
 namespace deeptide::checkpoint {
 namespace {
@@ -117,7 +118,9 @@ bool wait_for_tables(const SaveTarget& target, int world_size, const std::functi
       continue;
     }
     if (is_hopeless() && !exists(growing + "/" + rank_table_name(rank))) return false;
-    if (const int64_t now = bytes_in(growing); now != bytes) {
+    int64_t now = bytes_in(growing);
+    for (const std::string& folder : target.folders) now += bytes_in(growing_parts(target, folder));
+    if (now != bytes) {
       bytes = now;
       changed_at = steady_clock::now();
     }

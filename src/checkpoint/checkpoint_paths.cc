@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "checkpoint/file_io.h"
+#include "checkpoint/part_folders.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::checkpoint {
@@ -60,9 +61,31 @@ bool is_growing_folder_v1(const std::string& path, std::string_view name, const 
   return !files.empty() && std::all_of(files.begin(), files.end(), is_own_file);
 }
 
+bool is_number(std::string_view text, size_t least_digits) {
+  return text.size() >= least_digits && text.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+void remove_other_saves_in(const std::string& directory, const std::string& tag, const std::string& own) {
+  for (const std::string& name : list_folder(directory)) {
+    std::string path = (std::filesystem::path(directory) / name).string();
+    const bool growing = is_growing_name(name, tag) || is_growing_folder_v1(path, name, tag);
+    if (!growing || name == own) continue;
+    if (!name.ends_with(".tmp.tmp")) {
+      // The other save may be about to move its folder into place: it must move all of it or find it gone.
+      const std::string claimed = path + std::string(kGrowing);
+      remove_with_parts(claimed);
+      if (!move_quietly(path, claimed)) continue;
+      path = claimed;
+    }
+    remove_with_parts(path);
+  }
+}
+
 }  // namespace
 
-std::string shard_name(int rank) { return numbered(rank, kShard); }
+std::string shard_name(int rank, int part) {
+  return numbered(rank, (part == 0 ? "" : "-" + std::to_string(part)) + std::string(kShard));
+}
 std::string rank_table_name(int rank) { return numbered(rank, kTable); }
 
 std::string frozen_name(const std::string& hash_text) { return std::string(kFrozen) + hash_text + std::string(kShard); }
@@ -79,7 +102,9 @@ bool is_own_file(const std::string& name) {
   std::string_view digits = name;
   if (!digits.starts_with("rank_") || !(strip_end(digits, kShard) || strip_end(digits, kTable))) return false;
   digits.remove_prefix(5);
-  return digits.size() >= 5 && digits.find_first_not_of("0123456789") == std::string_view::npos;
+  const size_t dash = digits.find('-');
+  return is_number(digits.substr(0, dash), 5) &&
+         (dash == std::string_view::npos || is_number(digits.substr(dash + 1), 1));
 }
 
 uint64_t draw_nonce() {
@@ -116,19 +141,11 @@ std::string growing_path(const SaveTarget& target) {
 }
 
 void remove_other_saves(const SaveTarget& target) {
-  const std::filesystem::path own = growing_path(target);
-  for (const std::string& name : list_folder(target.directory)) {
-    std::string path = (std::filesystem::path(target.directory) / name).string();
-    const bool growing = is_growing_name(name, target.tag) || is_growing_folder_v1(path, name, target.tag);
-    if (!growing || name == own.filename()) continue;
-    if (!name.ends_with(".tmp.tmp")) {
-      // The other save may be about to move its folder into place: it must move all of it or find it gone.
-      const std::string claimed = path + std::string(kGrowing);
-      remove_quietly(claimed);
-      if (!move_quietly(path, claimed)) continue;
-      path = claimed;
-    }
-    remove_quietly(path);
+  const std::string own = std::filesystem::path(growing_path(target)).filename();
+  remove_other_saves_in(target.directory, target.tag, own);
+  for (const std::string& folder : target.folders) {
+    const std::string home = home_of_parts(target.directory, folder);
+    if (is_folder(home)) remove_other_saves_in(home, target.tag, own);
   }
 }
 

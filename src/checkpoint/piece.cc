@@ -19,6 +19,11 @@ PieceData rounded(const PieceData& data, at::ScalarType dtype) {
           }};
 }
 
+PieceData PieceData::part(int64_t begin, int64_t count) const {
+  if (tensor_.defined()) return tensor_.view({-1}).narrow(0, begin, count);
+  return {dtype_, [transfer = transfer_, begin](int64_t at, const at::Tensor& block) { transfer(begin + at, block); }};
+}
+
 bool PieceData::holds(int64_t numel) const {
   if (!tensor_.defined()) return static_cast<bool>(transfer_);
   return tensor_.numel() == numel && (tensor_.dim() == 1 || tensor_.is_contiguous());

@@ -35,6 +35,8 @@ class PieceData {
   const BlockTransfer& transfer() const { return transfer_; }
   /// Whether it can hold `numel` elements: true for every function.
   bool holds(int64_t numel) const;
+  /// Elements [begin, begin + count).
+  PieceData part(int64_t begin, int64_t count) const;
 
  private:
   at::Tensor tensor_;
@@ -57,6 +59,7 @@ struct Piece {
   Region region;
   PieceData data;
   int changes_with = kAnytime;  // the group of pieces that change together, each time after an announcement
+  int part = 0;                 // of the shard's files
   bool apart = false;           // in a file of its own, which later saves link to while its elements stay as they are
 };
 

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -105,21 +106,53 @@ std::vector<Share> plan_shares(const Table& table, const std::vector<Piece>& wan
   return shares;
 }
 
-/// Errors: CheckpointError for elements of a box: saves of this library have ranges.
-void note_elsewhere(const Share& share, size_t piece, std::vector<PartElsewhere>& elsewhere) {
-  const Region &saved = share.extent->region, &wanted = share.wanted->region;
-  const TensorId id = {share.wanted->name, share.wanted->role};
-  if (saved.sizes.size() != 1 || wanted.sizes.size() != 1) {
-    throw CheckpointError("elements " + saved.text() + " of '" + tensor_key(id) + "' lie in " + share.extent->file +
-                          ", which this host lacks, and are no range: bring the files of all hosts into one folder");
-  }
-  const auto shared = intersect(saved, wanted);
-  const int64_t end = shared->offsets[0] + shared->sizes[0];
-  const int64_t most = std::max<int64_t>(1, kBlockBytes / element_bytes(share.saved->dtype));
-  for (int64_t begin = shared->offsets[0]; begin < end; begin += most) {
-    elsewhere.push_back({piece, id, share.extent->file, begin, std::min(begin + most, end)});
+/// Cuts a region into parts of at most `most` elements, each of which lies in one run of the region's order.
+void cut(const Region& region, int64_t most, const std::function<void(const Region&)>& visit) {
+  const int64_t numel = region.numel();
+  if (numel == 0) return;
+  if (numel <= most) return visit(region);
+  size_t dim = 0;
+  while (region.sizes[dim] == 1) ++dim;
+  const int64_t rows = std::max<int64_t>(1, most / (numel / region.sizes[dim]));
+  Region part = region;
+  for (int64_t begin = 0; begin < region.sizes[dim]; begin += rows) {
+    part.offsets[dim] = region.offsets[dim] + begin;
+    part.sizes[dim] = std::min(rows, region.sizes[dim] - begin);
+    cut(part, most, visit);
   }
 }
+
+/// The position of `part`, which is of cut(), in the order of `whole`.
+int64_t position_in(const Region& whole, const Region& part) {
+  int64_t position = 0;
+  for (size_t d = 0; d < whole.sizes.size(); ++d) {
+    position = position * whole.sizes[d] + part.offsets[d] - whole.offsets[d];
+  }
+  return position;
+}
+
+void note_elsewhere(const Share& share, size_t piece, std::vector<PartElsewhere>& elsewhere) {
+  const Logical& saved = *share.saved;
+  const int64_t most = std::max<int64_t>(1, kBlockBytes / element_bytes(saved.dtype));
+  cut(share.wanted->region, most, [&](const Region& region) {
+    if (first_shared(saved.shape, share.extent->region, region) < 0) return;
+    elsewhere.push_back({piece, saved.id, share.extent->file, share.extent - saved.extents.data(), region});
+  });
+}
+
+/// Lays elements side by side as they are read.
+class Packed final : public ElementSink {
+ public:
+  explicit Packed(at::Tensor& into) : next_(static_cast<char*>(into.mutable_data_ptr())), width_(into.element_size()) {}
+  char* memory(int64_t) override { return nullptr; }
+  void put(int64_t, const char* elements, int64_t count) override {
+    next_ = std::copy_n(elements, count * width_, next_);
+  }
+
+ private:
+  char* next_;
+  int64_t width_;
+};
 
 }  // namespace
 
@@ -211,17 +244,29 @@ std::set<std::string> Reader::files_here() const {
 }
 
 at::Tensor Reader::read_part(const PartElsewhere& part) const {
+  const Logical& saved = contents_->table.tensors.at(part.id);
+  at::Tensor elements = at::empty({numel(part)}, at::TensorOptions().dtype(saved.dtype));
+  Packed packed(elements);
+  const File file = File::open(contents_->folder + "/" + part.file);
+  read_shared(file, saved, saved.extents.at(static_cast<size_t>(part.extent)), part.region, packed);
+  return elements;
+}
+
+int64_t Reader::numel(const PartElsewhere& part) const {
+  const Logical& saved = contents_->table.tensors.at(part.id);
+  return num_shared(saved.shape, saved.extents.at(static_cast<size_t>(part.extent)).region, part.region);
+}
+
+void Reader::fill(const Piece& wanted, const PartElsewhere& part, const at::Tensor& block) const {
   const at::NoGradGuard no_grad;
   const Logical& saved = contents_->table.tensors.at(part.id);
-  const at::Tensor elements = at::empty({part.end - part.begin}, at::TensorOptions().dtype(saved.dtype));
-  const Piece piece{part.id.name, part.id.role, saved.shape, Region::range(part.begin, part.end), elements};
-  const File file = File::open(contents_->folder + "/" + part.file);
-  for (const Extent& extent : saved.extents) {
-    if (extent.file == part.file && first_shared(saved.shape, extent.region, piece.region) >= 0) {
-      transfer(file, saved, extent, piece);
-    }
-  }
-  return elements;
+  const int64_t begin = position_in(wanted.region, part.region);
+  int64_t done = 0;
+  for_each_shared_run(saved.shape, saved.extents.at(static_cast<size_t>(part.extent)).region, part.region,
+                      [&](const SharedRun& run) {
+                        checkpoint::fill(wanted, begin + run.b, block.narrow(0, done, run.count));
+                        done += run.count;
+                      });
 }
 
 void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const {
@@ -232,13 +277,14 @@ void Reader::verify(const std::vector<Piece>& wanted, int part, int parts) const
     if (!named.contains(id)) continue;
     for (const Extent& extent : saved.extents) {
       const int64_t blocks = num_hashed_blocks(extent);
-      const int64_t stride = id.role.is_buffer() ? 1 : parts;
-      const int64_t first = id.role.is_buffer() ? 0 : (part + parts - before % parts) % parts;
+      const bool is_own = id.role.is_of_one_rank();
+      const int64_t stride = is_own ? 1 : parts;
+      const int64_t first = is_own ? 0 : (part + parts - before % parts) % parts;
       const std::string path = contents_->folder + "/" + extent.file;
       if (first < blocks && !(contents_->of_one_host && !exists(path))) {
         verify_blocks(File::open(path), saved, extent, first, stride);
       }
-      if (!id.role.is_buffer()) before += blocks;
+      if (!is_own) before += blocks;
     }
   }
 }

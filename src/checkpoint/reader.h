@@ -13,12 +13,13 @@
 
 namespace deeptide::checkpoint {
 
-/// Elements [begin, end) of a flattened tensor, and where they lie.
+/// Elements of a wanted piece that lie on another host: what one extent and `region` share, in flattened order.
 struct PartElsewhere {
   size_t piece = 0;  // of those wanted
   TensorId id;
   std::string file;
-  int64_t begin = 0, end = 0;
+  int64_t extent = 0;  // of the tensor's in the table
+  Region region;       // a part of the piece's, whose elements follow one another there
 };
 
 /// Reads a checkpoint of any version, written by any number of ranks. Cheap to copy; several threads may call const
@@ -50,6 +51,9 @@ class Reader {
   std::set<std::string> files_here() const;
   /// Reads a part that another rank wants. Shapes: (elements,) in the saved type.
   at::Tensor read_part(const PartElsewhere& part) const;
+  int64_t numel(const PartElsewhere& part) const;
+  /// Fills the part of `wanted` from what another rank has read. Shapes: block (elements,).
+  void fill(const Piece& wanted, const PartElsewhere& part, const at::Tensor& block) const;
   /// Compares the tensors that `wanted` names with their hashes, whole, and changes nothing. `parts` readers share the
   /// work, this is number `part` of them; of buffers, which differ between ranks, each compares all that it names.
   /// Errors: CheckpointError naming the first damaged tensor. A save without hashes has nothing to compare.

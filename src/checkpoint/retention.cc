@@ -12,6 +12,7 @@
 
 #include "checkpoint/contents.h"
 #include "checkpoint/file_io.h"
+#include "checkpoint/part_folders.h"
 #include "deeptide/errors.h"
 
 namespace deeptide::checkpoint {
@@ -51,7 +52,7 @@ std::vector<std::string> superfluous(const std::vector<SavedStep>& saved, const 
 void remove_checkpoint(const std::string& directory, const std::string& tag) {
   const std::string aside = growing_path({directory, tag, draw_nonce()});
   move_path(folder_path(directory, tag), aside);
-  remove_quietly(aside);
+  remove_with_parts(aside);
   if (exists(aside)) fail("remove", aside, EACCES);
 }
 
@@ -62,7 +63,7 @@ void retain(const SaveTarget& target, const Retention& retention) try {
     if (const auto step = step_of(name)) {
       if (exists(folder_path(target.directory, name) + "/" + kManifestName)) saved.push_back({*step, name});
     } else if (const std::string tag = growing_tag(name); !tag.empty()) {
-      remove_other_saves({target.directory, tag, tag == target.tag ? target.nonce : draw_nonce()});
+      remove_other_saves({target.directory, tag, tag == target.tag ? target.nonce : draw_nonce(), target.folders});
     }
   }
   std::sort(saved.begin(), saved.end(), [](const SavedStep& a, const SavedStep& b) { return a.step < b.step; });

@@ -11,6 +11,7 @@ namespace {
 constexpr const char* kMaster = "master";
 constexpr const char* kParam = "param";
 constexpr const char* kBuffer = "buffer";
+constexpr const char* kRoundingError = "rounding_error";
 
 }  // namespace
 
@@ -44,6 +45,14 @@ Role Role::buffer(const Coordinates& coordinates) {
   Role role(Kind::buffer);
   role.coordinates_ = coordinates;
   return role;
+}
+
+Role Role::rounding_error(const Coordinates& coordinates) {
+  return moment(std::string(kRoundingError) + "." + coordinates.text());
+}
+
+bool Role::is_rounding_error() const {
+  return is_moment() && moment_name_.starts_with(std::string(kRoundingError) + ".");
 }
 
 std::string Role::text() const {

@@ -39,6 +39,8 @@ class Role {
   /// '@', which keys need.
   static Role moment(const std::string& name);
   static Role buffer(const Coordinates& coordinates = {});
+  /// The error that rounding has left of a rank's gradients: a moment that each rank has for itself.
+  static Role rounding_error(const Coordinates& coordinates);
 
   Kind kind() const { return kind_; }
   /// "exp_avg"; empty for other kinds.
@@ -48,6 +50,9 @@ class Role {
   bool is_weight() const { return kind_ == Kind::master || kind_ == Kind::param; }
   bool is_moment() const { return kind_ == Kind::moment; }
   bool is_buffer() const { return kind_ == Kind::buffer; }
+  bool is_rounding_error() const;
+  /// Whether each rank has its own.
+  bool is_of_one_rank() const { return is_buffer() || is_rounding_error(); }
   /// "master", "param", a moment's name, "buffer" (at the origin), "buffer.data=1". Unique; has no '/' and no '@'.
   std::string text() const;
   bool operator==(const Role&) const = default;

@@ -14,73 +14,13 @@
 #include "checkpoint/contents.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/frozen_files.h"
+#include "checkpoint/part_folders.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/shard_file.h"
 #include "checkpoint/user_files.h"
 
 namespace deeptide::checkpoint {
 namespace {
-
-void check_piece(const Piece& piece) {
-  const std::string what = "cannot save '" + tensor_key({piece.name, piece.role}) + "': ";
-  const int64_t numel = numel_of(piece.shape, "shape of '" + piece.name + "'");
-  if (!fits(piece.region, piece.shape)) {
-    throw CheckpointError(what + "the region " + piece.region.text() + " is not within its shape " +
-                          shape_text(piece.shape) + " of " + std::to_string(numel) + " elements");
-  }
-  if (!piece.data.holds(piece.region.numel())) {
-    throw CheckpointError(what + "its data is not a flat tensor of the region " + piece.region.text());
-  }
-}
-
-int64_t width_of(const Piece& piece) { return static_cast<int64_t>(c10::elementSize(piece.data.dtype())); }
-
-// The pieces with elements in the order of the file: wide dtypes first, so that each piece is aligned for its dtype.
-std::vector<const Piece*> in_file_order(const std::vector<Piece>& pieces) {
-  std::vector<const Piece*> order;
-  for (const Piece& piece : pieces) {
-    check_piece(piece);
-    if (piece.region.numel() > 0 && !piece.apart) order.push_back(&piece);
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [](const Piece* a, const Piece* b) { return width_of(*a) > width_of(*b); });
-  return order;
-}
-
-struct Layout {
-  Table table;
-  Entries entries;
-};
-
-Layout lay_out(const std::vector<Piece>& pieces, const std::vector<const Piece*>& order, const std::string& file) {
-  Layout layout;
-  for (const Piece& piece : pieces) {
-    declare(layout.table, {piece.name, piece.role}, piece.shape, piece.data.dtype());
-  }
-  std::map<TensorId, int> counts;
-  for (const Piece* piece : order) ++counts[{piece->name, piece->role}];
-  int64_t end = 0;
-  for (const Piece* piece : order) {
-    const TensorId id = {piece->name, piece->role};
-    const int64_t begin = std::exchange(end, end + piece->region.numel() * width_of(*piece));
-    const std::string key = tensor_key(id);
-    layout.entries[counts[id] > 1 ? region_key(key, piece->region) : key] = {piece->data.dtype(), piece->region.sizes,
-                                                                             begin, end};
-    layout.table.at(id).extents.push_back({piece->region, file, begin});
-  }
-  check_extents(layout.table, "cannot save");
-  return layout;
-}
-
-// Appends the pieces, the first at `offset`, and notes their hashes in the table.
-void write_pieces(const std::vector<const Piece*>& order, int64_t offset, BlockWriter& writer, Table& table) {
-  for (const Piece* piece : order) {
-    writer.append(piece->data, piece->region.numel());
-    for (Extent& extent : table.at({piece->name, piece->role}).extents) {
-      if (extent.offset == offset) extent.hashes = writer.take_hashes();
-    }
-    offset += piece->region.numel() * width_of(*piece);
-  }
-}
 
 // Adds the pieces that have files of their own, and writes those that have none yet. Returns the bytes written.
 int64_t add_apart(const Snapshot& snapshot, const std::string& growing, int64_t buffer_bytes, RankTable& table) {
@@ -89,7 +29,7 @@ int64_t add_apart(const Snapshot& snapshot, const std::string& growing, int64_t 
   for (const Piece& piece : snapshot.pieces) {
     if (!piece.apart || piece.region.numel() == 0) continue;
     stored.push_back(write_apart(growing, snapshot.rank, piece, buffer_bytes));
-    bytes += stored.back().extent.offset + piece.region.numel() * width_of(piece);
+    bytes += stored.back().extent.offset + piece.region.numel() * element_bytes(piece.data.dtype());
   }
   for (StoredPiece& piece : stored) {
     table.header_hashes[piece.extent.file] = piece.header_hash;
@@ -149,7 +89,7 @@ void remove_replaced(const std::string& replaced, const std::string& folder) {
   } catch (const CheckpointError&) {
     return;  // the checkpoint stands; the files stay where they are until the next save of the tag
   }
-  remove_quietly(replaced);
+  remove_with_parts(replaced);
 }
 
 // The commit writes its file in the tag's folder: a crash leaves nothing beside it.
@@ -164,39 +104,48 @@ void point_latest(const SaveTarget& target, const std::string& folder) {
   sync_folder(target.directory);
 }
 
+// Each file goes into the growing folder, or into one of several others with a link to it there.
+void place_files(const SaveTarget& target, ShardLayout& layout) {
+  for (size_t part = 0; part < layout.files.size(); ++part) {
+    ShardFile& file = layout.files[part];
+    if (target.folders.empty()) {
+      file.path = growing_path(target) + "/" + file.name;
+      continue;
+    }
+    const std::string& folder = target.folders[part];
+    make_folders(growing_parts(target, folder));
+    file.path = growing_parts(target, folder) + "/" + file.name;
+    link_part(target, folder, file.name);
+  }
+}
+
 }  // namespace
 
 int64_t write_rank(const SaveTarget& target, const Snapshot& snapshot, int64_t buffer_bytes) {
   const at::NoGradGuard no_grad;
   const std::string growing = growing_path(target);
-  const std::vector<const Piece*> order = in_file_order(snapshot.pieces);
-  Layout layout = lay_out(snapshot.pieces, order, shard_name(snapshot.rank));
-  const std::string header = encode_header(layout.entries, {{"format", "pt"},
-                                                            {"writer", "deeptide"},
-                                                            {"rank", std::to_string(snapshot.rank)},
-                                                            {"save", nonce_text(target.nonce)}});
-  for (auto& [id, logical] : layout.table) {
-    for (Extent& extent : logical.extents) extent.offset += static_cast<int64_t>(header.size());
-  }
-
+  const auto parts = std::max(1, static_cast<int>(target.folders.size()));
+  ShardLayout layout = lay_out(snapshot.pieces, snapshot.rank, parts,
+                               {{"format", "pt"},
+                                {"writer", "deeptide"},
+                                {"rank", std::to_string(snapshot.rank)},
+                                {"save", nonce_text(target.nonce)}});
   make_folders(growing);
   if (snapshot.rank == 0) remove_other_saves(target);
   // A table from an earlier call that failed must not vouch for a shard that this call fails to write.
   const std::string table_path = growing + "/" + rank_table_name(snapshot.rank);
   remove_quietly(table_path);
-  BlockWriter writer(growing + "/" + shard_name(snapshot.rank), buffer_bytes);
-  writer.append(header.data(), static_cast<int64_t>(header.size()));
-  writer.take_hashes();  // the header has one of its own, whatever its size
-  RankTable table{nonce_text(target.nonce),
-                  snapshot.state,
-                  std::move(layout.table),
-                  {{shard_name(snapshot.rank), ContentHash::of(header.data(), static_cast<int64_t>(header.size()))}}};
-  write_pieces(order, static_cast<int64_t>(header.size()), writer, table.tensors);
-  writer.finish();
-  const int64_t apart_bytes = add_apart(snapshot, growing, buffer_bytes, table);
+  place_files(target, layout);
+  int64_t bytes = write_files(layout, buffer_bytes);
+  for (const std::string& folder : target.folders) sync_folder(growing_parts(target, folder));
+  RankTable table{nonce_text(target.nonce), snapshot.state, std::move(layout.table)};
+  for (const ShardFile& file : layout.files) {
+    table.header_hashes[file.name] = ContentHash::of(file.header.data(), std::ssize(file.header));
+  }
+  bytes += add_apart(snapshot, growing, buffer_bytes, table);
   write_text(table_path, encode(table));
   sync_folder(growing);
-  return writer.written_bytes() + apart_bytes;
+  return bytes;
 }
 
 std::string commit(const SaveTarget& target, const Manifest& manifest, bool save_latest) {
@@ -206,6 +155,7 @@ std::string commit(const SaveTarget& target, const Manifest& manifest, bool save
   remove_rank_tables(growing, manifest.world_size);
   if (exists(replaced_folder(folder))) keep_user_files(replaced_folder(folder), growing);
   if (save_latest) write_text(growing + "/" + kGrowingLatest, target.tag);
+  settle_parts(target);
   sync_folder(growing);
   remove_replaced(replace_folder(growing, folder), folder);
   if (save_latest) point_latest(target, folder);
@@ -214,7 +164,8 @@ std::string commit(const SaveTarget& target, const Manifest& manifest, bool save
 
 void abandon(const SaveTarget& target) {
   try {
-    remove_quietly(growing_path(target));
+    remove_with_parts(growing_path(target));  // it may be the one that was replaced
+    remove_parts(target);
   } catch (const CheckpointError&) {  // a tag that could not be saved left nothing behind
   }
 }

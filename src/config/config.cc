@@ -11,7 +11,6 @@
 #include "base/json.h"
 #include "config/base64.h"
 #include "config/batch.h"
-#include "config/check/placement.h"
 #include "config/check/rules.h"
 #include "config/check/translate.h"
 #include "config/check/validate.h"
@@ -34,7 +33,6 @@ void fill(const Values& values, Config::Sections& sections) {
   config::translate(values, sections);
   auto& precision = std::get<PrecisionConfig>(sections);
   precision.min_loss_scale = std::max<int64_t>(precision.min_loss_scale, 1);
-  config::read_placement(values, std::get<PlacementConfig>(sections));
   auto& offload = std::get<OffloadOptimizerConfig>(sections);
   offload.measures_ratio =
       offload.device != OffloadDevice::none && values.at("zero_optimization.offload_optimizer.ratio").automatic;
@@ -84,7 +82,7 @@ Config::Config(std::string text, std::string origin) : origin_(std::move(origin)
   }
   config::Problems problems(origin_);
   const Values values = config::validate(root, problems, decisions_);
-  config::check_rules(values, problems);
+  config::check_rules(values, std::get<PlacementConfig>(sections_), problems);
   problems.raise();
   fill(values, sections_);
   if (elasticity().enabled) {

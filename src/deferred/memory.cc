@@ -94,6 +94,21 @@ void materialize(const Tensor& tensor) {
   set_key(tensor, false);
 }
 
+Tensor source_of(const Tensor& tensor) {
+  const Memory* memory = memory_of(tensor);
+  const Operation* made_by = memory == nullptr ? nullptr : memory->now->made_by.get();
+  if (made_by == nullptr || made_by->op.operator_name() != c10::OperatorName("aten::copy_", "")) return {};
+  const Absent& target = made_by->absent.front();
+  const Tensor source = made_by->arguments[1].isTensor() ? made_by->arguments[1].toTensor() : Tensor();
+  const bool is_whole = target.argument == 0 && !target.before && target.geometry.sizes == tensor.sizes() &&
+                        target.geometry.strides == tensor.strides() && tensor.is_contiguous();
+  if (!is_whole || !source.defined() || !source.is_cpu() || source.sizes() != tensor.sizes()) return {};
+  for (const auto& [kept, version] : made_by->kept) {
+    if (!kept.is_inference() && kept._version() != version) return {};
+  }
+  return source;
+}
+
 std::vector<Tensor> values_of(const std::vector<Tensor>& tensors) {
   std::vector<std::shared_ptr<Version>> versions;
   for (const Tensor& tensor : tensors) versions.push_back(memory_of(tensor)->now);

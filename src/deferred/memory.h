@@ -41,6 +41,9 @@ uint64_t address_of(const at::Storage& storage);
 
 /// Gives the tensor's storage, and so all its views, memory and values; nothing for a tensor that has them.
 void materialize(const at::Tensor& tensor);
+/// Returns the tensor on the CPU that all of a contiguous deferred tensor was copied from last, and that has not
+/// changed since; undefined: its values came about otherwise.
+at::Tensor source_of(const at::Tensor& tensor);
 /// Returns the tensor's values in another type, in the same order of elements.
 at::Tensor values_as(const at::Tensor& tensor, c10::ScalarType dtype);
 /// Returns the values in memory of their own, in the same geometry; each deferred tensor stays what it is.

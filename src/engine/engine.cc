@@ -121,7 +121,7 @@ void Engine::preempt() {
 std::string Engine::wait_for_save() {
   return impl_->told("wait_for_save", [&] {
     impl_->boundary->enter(comm::Call::wait_for_save);
-    impl_->saver->finish(*impl_->boundary);
+    impl_->saver->finish();
     const auto result = impl_->saver->take_result();
     if (result && !result->error.empty()) throw CheckpointError(result->path + " was not saved: " + result->error);
     return result ? result->path : "";

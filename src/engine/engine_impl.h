@@ -34,13 +34,14 @@
 #include "gradients/reducer.h"
 #include "report/reporter.h"
 #include "sharding/residency.h"
-#include "zero/arrivals.h"
 #include "zero/sharded_optimizer.h"
+#include "zero/transfers/arrivals.h"
 
 namespace deeptide {
 
 namespace engine {
 class Absent;
+class RoundingErrorLoad;
 struct CarriedState;
 struct Listed;
 struct ModelTaker;
@@ -68,6 +69,9 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void set_local_state(const std::string& name, const std::string& role, const at::Tensor& values);
 
   bool has_gradients() const;
+  std::vector<at::Tensor> rounding_errors() const {
+    return reducer ? reducer->rounding_errors() : std::vector<at::Tensor>();
+  }
 
   // --- rebuild.cc
   engine::CarriedState carry_state(const ModelDescription& now, const InitOptions& options);
@@ -156,7 +160,6 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   void check_offloading(const OffloadStates& what) const;
   zero::StatePlacement place_away(const OffloadStates& what);
   void check_saving(const std::string& directory) const;
-  void check_save_of_stages(bool blocking) const;
   std::set<std::string> names_of_other_stages(const std::vector<NamedTensor>& loose);
   checkpoint::SaveTarget name_save(const std::string& directory, std::string tag, const SaveOptions& options,
                                    bool blocking);
@@ -172,7 +175,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   at::Tensor whole_parameter(const sharding::Parameter& p, const at::Tensor& unit, int tensor = 0);
   std::string agree_on_tag(const std::string& directory, const std::string& given, const LoadOptions& options);
   void go_on_without(const engine::Absent& absent, const std::vector<std::string>& unexpected, engine::Progress& saved);
-  void publish_parameters(int64_t rounds_begun);
+  void publish_parameters(int64_t rounds_begun, const engine::RoundingErrorLoad& errors);
   void gather(const sharding::Unit& unit, const at::Tensor& whole, const at::Tensor& shard, const std::string& what);
   void check_axes(const char* method, bool may_be_cut) const;
   StatePlace enter_state(const std::string& name, const std::string& role,
@@ -183,6 +186,11 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   at::Tensor whole_unit_state(const StatePlace& place, const std::string& role);
   std::pair<int64_t, int64_t> held_range(const StatePlace& place) const;
   void write_state(const StatePlace& place, const std::string& role, int64_t first, const at::Tensor& values);
+};
+
+/// Names the above for functions that are no members of an engine.
+struct EngineAccess {
+  using Impl = Engine::Impl;
 };
 
 }  // namespace deeptide

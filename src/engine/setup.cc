@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <functional>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -20,7 +21,6 @@
 
 namespace deeptide {
 
-using device::Role;
 using Purpose = engine::Channels::Purpose;
 
 namespace {
@@ -165,7 +165,7 @@ Engine::Impl::~Impl() {
 /// Collective. Measures what the configuration leaves to the start, and designs anew with it.
 void Engine::Impl::measure_ratio() {
   const bool on_host = design.types.uses_host();
-  const Role role = on_host ? Role::host_optimizer : Role::optimizer;
+  const auto role = on_host ? device::Role::host_optimizer : device::Role::optimizer;
   const engine::RatioTrial trial{*design.rule, design.hyperparameters.front(), ledger,
                                  role,         design.states_in_files,         model.offloaded() != nullptr};
   const double ratio = on_host ? engine::measure_host_share(trial, model.device(), channels.control())
@@ -180,13 +180,13 @@ void Engine::Impl::measure_ratio() {
 /// Absent: states lie in memory, beside the parameters. The host's memory is not page-locked for them: what crosses to
 /// a device passes through blocks that are.
 zero::StatePlacement Engine::Impl::place_states() {
-  const Role role = design.types.uses_host() ? Role::host_optimizer : Role::optimizer;
+  const auto role = design.types.uses_host() ? device::Role::host_optimizer : device::Role::optimizer;
   if (design.states_in_files) {
     offloaded = std::make_unique<tiers::Offload>(*design.states_in_files, ledger, role, "optimizer states");
-    return [states = offloaded.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
+    return std::bind_front(&tiers::Offload::place, offloaded.get());
   }
   if (!design.types.uses_host()) return {};
-  return [counted = ledger, role](int64_t numel, at::ScalarType dtype) {
+  return [counted = ledger, role](int64_t numel, int64_t, at::ScalarType dtype) {
     return tiers::Buffer::resident(device::allocate_flat(counted, role, numel, dtype, at::kCPU));
   };
 }

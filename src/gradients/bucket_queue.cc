@@ -82,8 +82,12 @@ BucketQueue::BucketQueue(const std::vector<Unit*>& units, comm::TeamGroups group
                 send_lane_),
       sums_(sums),
       rounds_(device.is_cpu() ? nullptr : rounds) {
-  const Route::Parts parts{units_, groups_, exchange, buckets, arrivals_};
   const RouteFacts facts = options.route(groups_.whole().size(), exchange != nullptr && options.together == 1);
+  for (size_t i = 0; facts.keeps_errors() && i < units_.size(); ++i) {
+    const int64_t numel = options.is_mostly_zero(i) ? 0 : units_[i]->numel();
+    errors_.of_units.push_back(device::allocate_flat(ledger, Role::communication, numel, at::kFloat, device).zero_());
+  }
+  const Route::Parts parts{units_, groups_, exchange, buckets, arrivals_, facts.keeps_errors() ? &errors_ : nullptr};
   route_ = make_route(parts, facts);
   if (!options.mostly_zero.empty()) nonzero_route_ = make_nonzero_route(parts, facts);
   if (reserves_) {

@@ -49,6 +49,8 @@ class BucketQueue {
   bool advances_alone() const { return route_->advances_alone() || side_thread_.joinable(); }
   /// Returns Route::take_lost.
   numerics::QuantizationLoss take_lost() { return route_->take_lost(); }
+  /// The errors of this rank's contributions; none: they are lost. While nothing is under way.
+  RoundingErrors& rounding_errors() { return errors_; }
   /// Waits for all and sums them. Errors: CommError.
   void drain();
   /// While nothing is under way: gives idle memory back.
@@ -83,6 +85,7 @@ class BucketQueue {
   device::BufferPool& buckets_;
   device::BufferPool arrivals_;
   Sums& sums_;
+  RoundingErrors errors_;
   std::unique_ptr<Route> route_;
   std::unique_ptr<Route> nonzero_route_;  // null: no unit is mostly zero
   comm::Rounds* const rounds_;            // null: no work waits for reductions

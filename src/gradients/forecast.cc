@@ -203,6 +203,7 @@ size_t most_ahead(size_t num_units, const RouteForecast& way) {
 std::vector<CpuSums::Cut> cuts_of(const std::vector<const sharding::UnitLayout*>& units,
                                   const ReducerOptions& options) {
   std::vector<CpuSums::Cut> cuts;
+  if (options.offload) return cuts;
   for (size_t i = 0; i < options.stays.size(); ++i) cuts.push_back({units[i]->shard, options.stays[i]});
   const bool leave = std::any_of(cuts.begin(), cuts.end(), [](const auto& cut) { return cut.stays < cut.numel; });
   return leave ? cuts : std::vector<CpuSums::Cut>();
@@ -212,12 +213,14 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
                          int num_ranks, bool shares_memory) {
   const auto item = static_cast<int64_t>(c10::elementSize(options.reduce_dtype));
   const auto sum = static_cast<int64_t>(c10::elementSize(options.accumulate_dtype));
-  int64_t sums = 0, round = 0, largest_unit = 0;
-  tiers::Split split(options.offload ? options.offload->ratio : 0.0);
+  int64_t sums = 0, in_files = 0, round = 0, largest_unit = 0;
   const auto cuts = cuts_of(units, options);
   for (size_t i = 0; i < units.size(); ++i) {
-    const bool leaves = !cuts.empty() && cuts[i].stays < cuts[i].numel;
-    if (!leaves) sums += split.resident(units[i]->shard, options.accumulate_dtype) * sum;
+    const int64_t shard = units[i]->shard, stays = options.stays_of(i, shard);
+    if (options.offload || stays == shard) {
+      sums += stays * sum;
+      in_files += (shard - stays) * sum;
+    }
     round += units[i]->numel * item;
     largest_unit = std::max(largest_unit, units[i]->numel * item);
   }
@@ -229,7 +232,10 @@ ReducerForecast forecast(const std::vector<const sharding::UnitLayout*>& units, 
   bytes.gradients = stay ? total(buffers.buckets) : options.keep_rows ? total(buffers.received) : sums;
   bytes.communication = (stay ? 0 : total(buffers.buckets)) + (options.keep_rows ? 0 : total(buffers.received));
   if (!options.reserve) (stay ? bytes.gradients : bytes.communication) = QueueForecast(options, way).peak(units);
-  bytes.gradients_in_files = split.bytes_in_files();
+  bytes.gradients_in_files = in_files;
+  for (size_t i = 0; options.route(num_ranks, shares_memory).keeps_errors() && i < units.size(); ++i) {
+    if (!options.is_mostly_zero(i)) bytes.communication += units[i]->numel * static_cast<int64_t>(sizeof(float));
+  }
   const auto leaving = CpuSums::forecast(cuts, options.accumulate_dtype);
   bytes.gradients += leaving.on_device;
   bytes.gradients_on_host = leaving.on_host;

@@ -349,6 +349,16 @@ numerics::QuantizationLoss Reducer::take_lost() {
   return queue_.take_lost();
 }
 
+std::vector<Tensor> Reducer::rounding_errors() {
+  std::lock_guard lock(mutex_);
+  return queue_.rounding_errors().of_units;
+}
+
+void Reducer::set_loss_scale(double loss_scale) {
+  std::lock_guard lock(mutex_);
+  queue_.rounding_errors().loss_scale = loss_scale;
+}
+
 bool Reducer::has_added(int unit, int parameter) const {
   std::lock_guard lock(mutex_);
   return buckets_[unit].added[parameter];

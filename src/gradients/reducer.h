@@ -88,6 +88,11 @@ class Reducer {
   bool buckets_stay() const { return buckets_stay_; }
   /// The loss by rounding of what this rank sent since the last call, where gradients travel in few bits.
   numerics::QuantizationLoss take_lost();
+  /// The errors that rounding has left of this rank's contributions, by position of the unit, (numel,) fp32: to be
+  /// saved, or overwritten. Empty: it is not kept. Between steps.
+  std::vector<at::Tensor> rounding_errors();
+  /// The scale of gradients that arrive from now on. Between steps.
+  void set_loss_scale(double loss_scale);
   /// Whether the unit's gradients travel by blocks that are not zero.
   bool is_mostly_zero(int unit) const { return options_.is_mostly_zero(static_cast<size_t>(unit)); }
   /// Memory on this rank.

@@ -27,6 +27,7 @@ struct ReducerOptions {
   /// ordered, with an exchange among the ranks of each host.
   int64_t together = 1;
   int bits = 0;              // of an element that travels, 8 or 4, in fp32 buckets and ordered; 0: it travels whole
+  bool feedback = false;     // with bits: the error of rounding is added to the next contribution
   bool overlap = true;       // start reductions during backward
   bool reserve = true;       // buffers, of which a rank may run out: it then waits. Not on a device, where the order of
                              // calls alone says how many are in use, and where a wait would be one of later work
@@ -37,15 +38,17 @@ struct ReducerOptions {
   double scale = 1.0;                                        // 1 / (ranks * accumulation), applied to the sum
   std::vector<double> scales = {};                           // by unit, where each has its own; empty: `scale`
   std::optional<tiers::OffloadOptions> offload = {};         // of sums, to files; then no rows are kept
-  /// By unit: how many of this rank's elements of the sum stay on the device, the first ones; the others leave for the
-  /// host's memory as soon as they are summed. Empty: all stay. Not with `offload`, nor with rows that are kept.
+  /// By unit: how many of this rank's elements of the sum stay in the device's memory, the first ones. The others lie
+  /// in files where there is `offload`; else they leave for the host's memory as soon as they are summed. Empty: all
+  /// stay. Not with rows that are kept.
   std::vector<int64_t> stays = {};
   std::vector<bool> mostly_zero = {};  // by unit: reduced at the close, by blocks that are not zero; empty: none
 
   RouteFacts route(int num_ranks, bool shares_memory) const {
-    return {num_ranks, shares_memory, ordered, together, keep_rows, reduce_dtype, bits};
+    return {num_ranks, shares_memory, ordered, together, keep_rows, reduce_dtype, bits, feedback};
   }
   double scale_of(int unit) const { return scales.empty() ? scale : scales[static_cast<size_t>(unit)]; }
+  int64_t stays_of(size_t unit, int64_t numel) const { return stays.empty() ? numel : stays.at(unit); }
   bool is_mostly_zero(size_t unit) const { return !mostly_zero.empty() && mostly_zero[unit]; }
 };
 

@@ -108,7 +108,7 @@ const Buffer& Sums::accumulator(int unit) {
   const int64_t numel = units_[unit]->layout().shard;
   const at::ScalarType dtype = options_.accumulate_dtype;
   if (!shard.defined()) {
-    shard = files_ ? files_->place(numel, dtype)
+    shard = files_ ? files_->place(numel, options_.stays_of(static_cast<size_t>(unit), numel), dtype)
                    : Buffer::resident(device::allocate_flat(ledger_, Role::gradients, numel, dtype, device_));
   }
   return shard;

@@ -120,7 +120,7 @@ void CompressedNormRule::take_states_reference(const Segment& segment, const Hyp
 }
 
 Exchanged exchanged_by(const Rule& rule, const std::vector<Hyperparameters>& groups, int64_t step) {
-  const auto* compressed = dynamic_cast<const CompressedRule*>(&rule);
+  const auto* compressed = rule.compressed();
   const bool signs = compressed && std::all_of(groups.begin(), groups.end(), [&](const Hyperparameters& hyper) {
                        return compressed->exchanged(hyper, step) == Exchanged::signs;
                      });

@@ -20,9 +20,16 @@ enum class Exchanged : uint8_t {
   signs,      // the mean of what each rank offers, from signs and scales: `offer`, then `take`
 };
 
+class CompressedElementRule;
+class CompressedNormRule;
+
 /// A rank has whole parameters, states and gradients, and offers the momentum that its own gradient makes.
 class CompressedRule : public virtual Rule {
  public:
+  const CompressedRule* compressed() const final { return this; }
+  /// This rule by its second pass: one of the two.
+  virtual const CompressedElementRule* by_elements() const { return nullptr; }
+  virtual const CompressedNormRule* by_norms() const { return nullptr; }
   /// Returns what the step-th step exchanges, counted from 1. One answer for the whole model: see `exchanged_by`.
   virtual Exchanged exchanged(const Hyperparameters& hyper, int64_t step) const = 0;
   /// First pass: adds to `carried` (N,) fp32 what this rank offers for the mean. The segment's gradient is this rank's
@@ -45,6 +52,7 @@ class CompressedRule : public virtual Rule {
 /// One whose second pass is elementwise.
 class CompressedElementRule : public CompressedRule {
  public:
+  const CompressedElementRule* by_elements() const final { return this; }
   /// Second pass: moves states and master by the mean (N,) fp32. Reads no gradient.
   void take(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, const at::Tensor& mean) const;
   /// In ATen operators.
@@ -78,6 +86,7 @@ class TakenSums {
 /// A NormRule, in steps by signs too: their second pass moves the states and sums up, their third is `apply`.
 class CompressedNormRule : public CompressedRule, public NormRule {
  public:
+  const CompressedNormRule* by_norms() const final { return this; }
   /// Second pass: moves the states by the mean (N,) fp32. `first`: the segment's place in the sums' range.
   void take_states(const Segment& segment, const Hyperparameters& hyper, std::span<const double> numbers,
                    const at::Tensor& mean, int64_t first, TakenSums& sums) const;

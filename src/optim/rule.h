@@ -64,6 +64,10 @@ struct StepTerms {
   double gradient_scale = 1.0;  // applied to the gradient's sum
 };
 
+class CompressedRule;
+class MatrixRule;
+class NormRule;
+
 class Rule {
  public:
   /// `info`: the optimizer's entry in the configuration's table, which outlives the rule.
@@ -77,6 +81,12 @@ class Rule {
   /// Returns what a step under these hyper-parameters depends on.
   virtual Reach reach(const Hyperparameters& /*hyper*/) const { return reach_; }
   const std::vector<StateRole>& roles() const { return roles_; }
+  /// This rule by its kind; null: it is of another.
+  virtual const NormRule* norms() const { return nullptr; }
+  virtual const MatrixRule* matrices() const { return nullptr; }
+  virtual const CompressedRule* compressed() const { return nullptr; }
+  /// Whether it is a CustomRule.
+  bool is_callers() const { return reach_ == Reach::callers; }
   /// The numbers that the rule keeps of each parameter as a whole, as they are before the first step.
   virtual std::vector<double> parameter_numbers() const { return {}; }
   /// Whether a group with these hyper-parameters needs the state of role `role`.

@@ -32,6 +32,7 @@ struct NormSums {
 /// The rule itself is constructed by the final class, since a rule may also be a CompressedRule.
 class NormRule : public virtual Rule {
  public:
+  const NormRule* norms() const final { return this; }
   /// First pass: moves the states and adds the squares. `first`: the segment's place in the sums' range.
   /// Errors: as `step`.
   void measure(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms, int64_t first,
@@ -73,6 +74,7 @@ bool is_muon_matrix(std::string_view name, at::IntArrayRef sizes);
 class MatrixRule : public Rule {
  public:
   MatrixRule(const OptimizerInfo& info, std::vector<StateRole> roles);
+  const MatrixRule* matrices() const final { return this; }
 
   /// First pass: moves the states and writes `direction` (N,), bf16. Errors: as `step`.
   void direct(const Segment& segment, const Hyperparameters& hyper, const StepTerms& terms,

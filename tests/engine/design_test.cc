@@ -11,6 +11,7 @@
 #include "engine/design/optimizer_groups.h"
 #include "engine/models.h"
 #include "errors.h"
+#include "tiers/swap_file.h"
 
 namespace deeptide::engine {
 namespace {
@@ -88,6 +89,56 @@ TEST(Design, OfOtherKeysKeepsTheModel) {
     EXPECT_EQ(after.units[i].layout.numel, before.units[i].layout.numel);
     EXPECT_EQ(after.units[i].states.device * 8, before.units[i].states.device);
   }
+}
+
+/// The tiny model's parameters, so many times as large.
+Design large_design_of(const Config& config, int times = 20'000) {
+  TinyModel model = make_tiny();
+  const ModelDescription description = describe(*model);
+  ModelFacts facts = read_model(description, optimizer_groups(description, config, {}));
+  for (ParameterFacts& p : facts.parameters) p.numel *= times;
+  return design(std::move(facts), config, {}, {.mesh = world::Mesh::data_parallel(2)});
+}
+
+TEST(Design, CutsWhatFilesHaveOfStatesAndSums) {
+  const Config config = config_of(2, 2, 1, true, Ranks::apart).with(R"({"deeptide": {"placement": {
+      "optimizer_states": {"cpu": "30%", "nvme": "rest"}, "gradients": {"cpu": "60%", "nvme": "rest"}, "nvme_path": "/"}}})");
+  const Design design = large_design_of(config);
+  double states = 0, states_in_memory = 0, sums = 0, sums_in_memory = 0;
+  const auto trained = design.trained();
+  for (size_t unit = 0; unit < trained.size(); ++unit) {
+    const UnitRow& row = *trained[unit];
+    ASSERT_EQ(row.placed.size(), 3u) << "a master and two moments";
+    for (const zero::StateForecast& state : row.placed) {
+      EXPECT_EQ(state.numel, row.states.device);
+      EXPECT_EQ(state.in_memory, design.types.in_memory.at(unit).at(state.state)) << "as the optimizer takes it";
+      states += static_cast<double>(state.nbytes());
+      states_in_memory += static_cast<double>(state.in_memory * state.item_bytes());
+    }
+    EXPECT_EQ(row.gradients.device, design.reductions.stays.at(unit)) << "as the reducer takes it";
+    EXPECT_EQ(row.gradients.device + row.gradients.files, row.layout.shard);
+    sums += 4.0 * static_cast<double>(row.layout.shard);
+    sums_in_memory += 4.0 * static_cast<double>(row.gradients.device);
+  }
+  constexpr double kHalfBlock = tiers::kSwapBlockBytes / 2.0 + 1.0;
+  EXPECT_GT(states, 40 * kHalfBlock);
+  EXPECT_NEAR(states_in_memory, 0.3 * states, kHalfBlock);
+  EXPECT_NEAR(sums_in_memory, 0.6 * sums, kHalfBlock);
+}
+
+TEST(Design, HasAPlaceForAMomentumThatBeginsLater) {
+  const Config config = config_of(2, 2, 1, true, Ranks::apart).with(R"({
+      "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": null, "eps": null, "weight_decay": null}},
+      "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/", "ratio": 0.5}}})");
+  const Design design = large_design_of(config);
+  int64_t kept = 0, later_in_files = 0;
+  for (const zero::StateForecast& state : design.states()) {
+    EXPECT_EQ(state.kept, state.state == 0) << "the master";
+    kept += state.kept ? state.nbytes() : 0;
+    later_in_files += state.kept ? 0 : state.numel - state.in_memory;
+  }
+  EXPECT_EQ(zero::total_bytes(design.states()), kept) << "what is not kept takes nothing";
+  EXPECT_GT(later_in_files, 0);
 }
 
 TEST(Design, PlansAThousandRanks) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -20,12 +21,12 @@ namespace {
 namespace fs = std::filesystem;
 using checkpoint::Scratch;
 
-Config local_config(int stage, bool is_local = true) {
+Config local_config(int stage, bool is_local = true, const std::string& more = "") {
   return Config::from_text(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
       "zero_optimization": {"stage": )" +
                            std::to_string(stage) + R"(, "stage3_param_persistence_threshold": 0},
       "checkpoint": {"use_node_local_storage": )" +
-                           (is_local ? "true" : "false") + R"(}, "deeptide": {"comm_timeout": 60}})");
+                           (is_local ? "true" : "false") + more + R"(}, "deeptide": {"comm_timeout": 60}})");
 }
 
 /// Folders of hosts, and the host of each rank.
@@ -34,9 +35,10 @@ struct Hosts {
   const Scratch& scratch;
 
   std::string folder(int rank) const { return scratch / std::to_string(of_ranks[rank]); }
-  void run(int stage, const std::function<void(TrainingSession&, const std::string&)>& work) const {
+  void run(int stage, const std::function<void(TrainingSession&, const std::string&)>& work,
+           const std::string& more = "") const {
     run_on_hosts(of_ranks, [&](const World& world) {
-      TrainingSession session(world, 1, local_config(stage));
+      TrainingSession session(world, 1, local_config(stage, true, more));
       work(session, folder(world.rank));
     });
   }
@@ -107,6 +109,60 @@ TEST_P(NodeLocal, OtherRanksAndHostsAskForWhatTheyLack) {
   }
 }
 
+TEST_P(NodeLocal, SavesBesideTrainingHoldTheStateOfTheirCall) {
+  const Scratch scratch;
+  const Hosts hosts{{0, 1, 1, 0}, scratch};
+  std::vector<at::Tensor> saved;
+  hosts.run(GetParam(), [&](TrainingSession& session, const std::string& folder) {
+    session.step(0);
+    auto states = states_of(session);
+    if (session.world.rank == 0) saved = std::move(states);
+    session.engine.save_checkpoint(folder, "first", "{}", {.blocking = false});
+    StepOutcome outcome;
+    for (int step = 1; outcome.saved.empty() && outcome.save_error.empty(); ++step) outcome = session.step(step);
+    EXPECT_EQ(outcome.saved, folder + "/first") << outcome.save_error;
+    session.engine.save_checkpoint(folder, "waited for", "{}", {.blocking = false});
+    EXPECT_EQ(session.engine.wait_for_save(), folder + "/waited for");
+    session.engine.save_checkpoint(folder, "at the end", "{}", {.blocking = false});
+  });
+  for (const char* host : {"0", "1"}) {
+    EXPECT_EQ(names_in(scratch / host), (std::vector<std::string>{"at the end", "first", "latest", "waited for"}));
+    for (const char* tag : {"/first", "/waited for", "/at the end"}) {
+      EXPECT_EQ(names_in(scratch / host + tag).size(), 3u) << "a manifest and the shards of two ranks";
+    }
+  }
+  Hosts{{1, 0}, scratch}.run(GetParam(), [&](TrainingSession& session, const std::string& folder) {
+    ASSERT_TRUE(session.engine.load_checkpoint(folder, "first"));
+    expect_equal_results(states_of(session), saved);
+    ASSERT_TRUE(session.engine.load_checkpoint(folder));
+  });
+}
+
+TEST_P(NodeLocal, CutsShardsOverTheDrivesOfEachHost) {
+  const Scratch scratch;
+  std::vector<at::Tensor> saved;
+  // Hosts have drives of the same names in life; here one folder holds the parts of both.
+  const std::string folders = R"(, "folders": [")" + (scratch / "drive0") + R"(", ")" + (scratch / "drive1") + R"("])";
+  for (const bool blocking : {true, false}) {
+    const auto save = [&](TrainingSession& session, const std::string& folder) {
+      session.step(0);
+      session.engine.save_checkpoint(folder, "t", "{}", {.blocking = blocking});
+      session.step(1);
+      session.step(2);
+      session.engine.wait_for_save();
+    };
+    Hosts{{0, 0, 1}, scratch}.run(GetParam(), save, folders);
+    Hosts{{1, 0}, scratch}.run(GetParam(), [&](TrainingSession& session, const std::string& folder) {
+      ASSERT_TRUE(session.engine.load_checkpoint(folder));
+      EXPECT_EQ(session.engine.global_steps(), 1);
+      auto states = states_of(session);
+      if (!blocking) expect_equal_results(states, saved);
+      if (session.world.rank == 0) saved = std::move(states);
+    });
+    EXPECT_TRUE(fs::is_symlink(scratch / "1/t/rank_00002-1.safetensors"));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Stages, NodeLocal, testing::Values(0, 1, 3));
 
 TEST(NodeLocalCheckpoint, AllHostsFilesInOneFolderAreACheckpointLikeAnyOther) {
@@ -158,6 +214,28 @@ TEST(NodeLocalCheckpoint, AFileThatNoHostHasOrThatIsDamagedIsNamed) {
   const auto errors = errors_on({0, 1});
   EXPECT_NE(errors[1].find("rank_00003.safetensors"), std::string::npos) << errors[1];
   EXPECT_NE(errors[0].find("failed on rank 1"), std::string::npos) << errors[0];
+}
+
+TEST(NodeLocalCheckpoint, AWriterThatFailsIsNamedAndNothingStays) {
+  const Scratch scratch;
+  const auto refuse = [](const char* action, const std::string& path) {
+    return path.ends_with("rank_00002.safetensors") && std::string(action) == "write" ? ENOSPC : 0;
+  };
+  Hosts{{0, 0, 1, 1}, scratch}.run(1, [&](TrainingSession& session, const std::string& folder) {
+    session.step(0);
+    session.engine.save_checkpoint(folder, "good");
+    checkpoint::refuse_with(refuse);
+    session.engine.save_checkpoint(folder, "bad", "{}", {.blocking = false});
+    const std::string error = error_of([&] { session.engine.wait_for_save(); });
+    EXPECT_NE(error.find("rank 2: cannot write"), std::string::npos) << error;
+    checkpoint::refuse_with(nullptr);
+    session.step(1);
+    ASSERT_TRUE(session.engine.load_checkpoint(folder));
+    EXPECT_EQ(session.engine.global_steps(), 1);
+  });
+  for (const char* host : {"0", "1"}) {
+    EXPECT_EQ(names_in(scratch / host), (std::vector<std::string>{"good", "latest"}));
+  }
 }
 
 TEST(NodeLocalCheckpoint, ASharedFolderIsSavedOnce) {

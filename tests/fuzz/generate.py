@@ -25,6 +25,8 @@ class Generator:
         self.tags = []
         self.is_by_hand = False  # the program steps its schedule
         self.wires = random.Random(f"wires {seed}")  # of how gradients travel, likewise
+        self.errors = random.Random(f"errors {seed}")  # of whether what rounding takes is added later, likewise
+        self.stores = random.Random(f"stores {seed}")  # of where and when checkpoints are written, likewise
         self.less = random.Random(f"less {seed}")  # of what the model leaves out, likewise
         self.more = random.Random(f"more {seed}")  # of batches, and of layers and tokens that are left out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
@@ -43,6 +45,7 @@ class Generator:
             "data": {"samples": draw.choice([13, 16, 29]), "drop_last": draw.random() < 0.5} if self.has_data else None,
             "clipping": draw.choice([0.0, 0.1, 1.0]),
             "end": self.states.choice(["destroy"] * 6 + ["return"]),
+            "hosts": self.stores.choice([1, 1, 2]),
             "phases": [],
         }
         names = dict(subject.Subject(program["model"]).named_parameters(remove_duplicate=False))
@@ -158,6 +161,9 @@ class Generator:
             "acts": acts,
             **self._states(),
             "quantized": self.wires.choice(["int8", "int4"]) if self.wires.random() < 0.2 else None,
+            "fed_back": self.errors.random() < 0.5,
+            "folders": self.stores.choice([1, 2, 3]) if self.stores.random() < 0.3 else 0,
+            "beside": self.stores.random() < 0.3,
             "observers": [name for name in OBSERVERS if self.sights.random() < 0.1],
         }
 

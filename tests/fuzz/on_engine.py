@@ -15,7 +15,7 @@ import subject
 import surroundings
 import torch
 import torch.distributed as dist
-from programs import LOSS_SCALE, STATES, Setting, acts_of, is_packed, most_ranks, pick, placement_of
+from programs import LOSS_SCALE, STATES, Setting, acts_of, hosts_of, is_packed, most_ranks, pick, placement_of
 
 import deeptide
 from deeptide.efficiency import convert_to_random_ltd, drop_layers
@@ -25,8 +25,11 @@ kept = []  # what a script that simply ends still holds
 
 
 class EngineRank(acts.Rank):
-    def __init__(self, rank, model, started, given, program, folder):
+    def __init__(self, rank, model, started, given, program, phase, folder):
         super().__init__(rank, model)
+        self.homes = [f"{folder}/host{host}" for host in range(hosts_of(program))]  # of checkpoints
+        self.begun = set()  # tags that may still be on their way
+        self.home, self.beside = self.homes[rank % len(self.homes)], phase.get("beside", False)
         self.engine, optimizer, self.loader, self.schedule = started
         self.returned, self.given = optimizer, given or optimizer
         self.optimizer, self.folder = program["optimizer"]["type"], folder
@@ -93,7 +96,7 @@ def config_of(program, phase, setting, folder):
     if phase.get("moments"):
         states["moment_dtype"] = "bf16"
     if phase.get("quantized"):
-        states["quantized_gradients"] = phase["quantized"]
+        states |= {"quantized_gradients": phase["quantized"], "quantized_error_feedback": phase.get("fed_back", False)}
     if placed := placement_of(phase, setting):
         states["placement"] = {"nvme_path": folder, **{k: {"cpu": s, "nvme": "rest"} for k, s in placed.items()}}
     if phase["offload"] and setting.stage == 3:
@@ -111,6 +114,10 @@ def config_of(program, phase, setting, folder):
         },
         "bf16": {"enabled": phase["bf16"]},
         "fp16": {"enabled": phase.get("fp16", False), **LOSS_SCALE},
+        "checkpoint": {
+            "folders": [f"{folder}/drive{number}" for number in range(phase.get("folders", 0))],
+            "use_node_local_storage": hosts_of(program) > 1,
+        },
         **subject.compression_of(program["model"]),
         **subject.less_work_of(program["model"]),
         **seen,
@@ -150,7 +157,7 @@ def start(program, phase, setting, world, folder):
         convert_to_random_ltd(started[0], subject.Block)
     if spec.get("depth"):
         drop_layers(started[0], model.h)
-    return EngineRank(world.rank, model, started, given, program, folder)
+    return EngineRank(world.rank, model, started, given, program, phase, folder)
 
 
 def _optimizer(section, groups):
@@ -238,13 +245,14 @@ def hyper(rank, act):
 
 
 def save(rank, act):
-    rank.engine.save_checkpoint(rank.folder, tag=act["tag"])
+    rank.engine.save_checkpoint(rank.home, tag=act["tag"], blocking=not rank.beside)
+    rank.begun.add(act["tag"])
     return {}
 
 
 def load(rank, act):
-    if os.path.isdir(os.path.join(rank.folder, act["tag"])):
-        rank.engine.load_checkpoint(rank.folder, tag=act["tag"])
+    if act["tag"] in rank.begun or any(os.path.isdir(os.path.join(home, act["tag"])) for home in rank.homes):
+        rank.engine.load_checkpoint(rank.home, tag=act["tag"])
     return {}
 
 

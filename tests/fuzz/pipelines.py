@@ -7,7 +7,9 @@ The other programs compare that with torch.
 program = {"seed", "form": layers | blocks, "pair": an encoder and a decoder, "blocks", "width", "tie", "lent",
            "words": torch's embedding and head, "frozen": [parts of names], "recompute",
            "batch": dict | tuple | loss_fn, "optimizer": a section, "clipping",
-           "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas", "acts": […]}]}
+           "hosts": 1 | 2: with two, each has a folder of its own, where all phases have two data ranks,
+           "phases": [{"stages", "chunks", "data", "tensor", "zero", "schedule", "bf16", "gas",
+                       "folders": of shards that are cut, "beside": saves beside training, "acts": […]}]}
 Acts: ["train", steps], ["loop", steps] (by forward, backward and step), ["eval", micro-batches], ["poison", stage, rank
 of it], ["save", tag], ["load", tag, from cut | uncut]. Each phase begins with a new model, in another mesh; both sides
 run it, and have the same losses and states.
@@ -184,6 +186,7 @@ def make(program, stages, chunks, world, seed):
 
 def program_of(seed):
     draw = random.Random(f"pipeline {seed}")
+    stores = random.Random(f"stores {seed}")  # of what changes no act: other draws stay as they are
     form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
     phases, tags = [], []
     for _ in range(draw.choice([1, 1, 2, 3])):
@@ -208,6 +211,7 @@ def program_of(seed):
             "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
             "schedule": schedule, "bf16": draw.random() < 0.25,
             "gas": draw.choice([1, 2, 3, 5]), "acts": acts,
+            "folders": stores.choice([0, 0, 1, 2]), "beside": stores.random() < 0.4,
         })  # fmt: skip
     optimizer = draw.choice(["Adam", "AdamW", "SGD", "Lion"])
     shares = any(phase["tensor"] > 1 for phase in phases)
@@ -222,7 +226,7 @@ def program_of(seed):
         "frozen": [] if tie else frozen,
         "recompute": draw.choice(["", "", "calls"]), "batch": draw.choice(["dict", "tuple", "loss_fn"]),
         "optimizer": {"type": optimizer, "params": {"lr": 0.02}}, "clipping": draw.choice([0.0, 0.0, 0.5]),
-        "phases": phases,
+        "hosts": stores.choice([1, 2]), "phases": phases,
     }  # fmt: skip
 
 
@@ -234,7 +238,8 @@ class Side:
 
     def __init__(self, program, number, world, stages, folder):
         phase = program["phases"][number]
-        self.program, self.phase, self.folder, self.is_cut = program, phase, folder, bool(stages)
+        self.program, self.phase, self.is_cut = program, phase, bool(stages)
+        self.folder = f"{folder}/host{world.rank % hosts_of(program)}"
         parallel = {"schedule": phase["schedule"]}
         if stages and program["form"] == "blocks":
             parallel |= {"pipeline": stages, "tensor": phase["tensor"]}
@@ -246,6 +251,10 @@ class Side:
             "bf16": {"enabled": phase["bf16"]},
             "optimizer": program["optimizer"],
             "parallel": parallel if stages else {},
+            "checkpoint": {
+                "folders": [f"{folder}/drive{number}" for number in range(phase.get("folders", 0))],
+                "use_node_local_storage": hosts_of(program) > 1,
+            },
             "deeptide": {"comm_timeout": 30},
         }
         if stages and phase["tensor"] > 1:
@@ -290,7 +299,8 @@ class Side:
         elif kind == "poison":
             found = self._poison(*arguments)
         elif kind == "save":
-            found = bool(engine.save_checkpoint(f"{self.folder}/{'cut' if self.is_cut else 'uncut'}", tag=arguments[0]))
+            place = f"{self.folder}/{'cut' if self.is_cut else 'uncut'}"
+            found = bool(engine.save_checkpoint(place, tag=arguments[0], blocking=not self.phase.get("beside")))
         else:
             found = engine.load_checkpoint(f"{self.folder}/{arguments[1]}", tag=arguments[0])[0] is not None
         return [found, engine.global_steps, engine.skipped_steps]
@@ -334,6 +344,11 @@ class Side:
         return found
 
 
+def _meet(store, when, rank, size):
+    store.set(f"{when} {rank}", "done")
+    store.wait([f"{when} {other}" for other in range(size)])
+
+
 def run(program, rank, size, port, folder):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
     results = []
@@ -348,10 +363,13 @@ def run(program, rank, size, port, folder):
                 sides.append(Side(program, number, deeptide.make_world(at, rank, world_size), stages, folder))
         acts = []
         for index, act in enumerate(phase["acts"]):
+            if act[0] == "load":  # the other side may have saved it
+                for side in sides:
+                    side.engine.wait_for_save()
+                _meet(everybody, f"before {index}", rank, size)
             acts.append([side.perform(act) for side in sides])
-            if act[0] in ("save", "load"):  # the other side may read it
-                everybody.set(f"{index} {rank}", "done")
-                everybody.wait([f"{index} {other}" for other in range(size)])
+            if act[0] in ("save", "load"):
+                _meet(everybody, index, rank, size)
         results.append((acts, [side.states() for side in sides]))
         for side in sides:
             side.engine.destroy()
@@ -370,6 +388,11 @@ def main(program, rank, port, folder, limit):
             pickle.dump(("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2500:]}"), file)
     sys.stdout.flush()
     os._exit(0)
+
+
+def hosts_of(program):
+    """How many hosts have folders of their own: each must have ranks of both sides in every phase."""
+    return min(program.get("hosts", 1), *(phase["data"] for phase in program["phases"]))
 
 
 def ranks_of(phase):

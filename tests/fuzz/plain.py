@@ -308,7 +308,8 @@ class Life:
         if width is None:
             return 0.0
         largest = [g.abs().max().item() for rank in self.ranks for g in rank.sizes.values() if g.numel()]
-        return OF_QUANTIZED[width] * max(largest, default=0.0) / self.phase["gas"]
+        times = 2 if self.phase.get("fed_back") else 1  # the last contribution's error, and this one's
+        return times * OF_QUANTIZED[width] * max(largest, default=0.0) / self.phase["gas"]
 
     def totals(self):
         return {trained.name: self._total(trained) for trained in self.trained}

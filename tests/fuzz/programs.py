@@ -14,9 +14,11 @@ program = {
   "schedule": what each step multiplies lr by, or {"kind", "made"} (see `schedules.py`), or None, "clipping": number,
   "data": None or {"samples", "drop_last"}: what initialize makes a loader of,
   "end": destroy | return: whether a rank's process simply ends, with all its objects,
+  "hosts": 1 | 2: with two, each has a folder of its own for checkpoints, where all phases have a rank on both,
   "phases": [{"world", "bf16", "fp16": instead, with a loss scale, "gas", "shift": added to the stage, "flip": the
               other memory, "config": {…}, "offload",
-              "quantized": None | int8 | int4, how gradients travel,
+              "quantized": None | int8 | int4, how gradients travel, "fed_back": the error is added to the next ones,
+              "folders": over how many shards of checkpoints are cut, 0: none, "beside": training goes on during saves,
               "packed": packed masters, "moments": bf16 ones, "placement": {kind of state: its share in memory},
               "acts": [{"act": name, …}]}]
 }
@@ -104,6 +106,11 @@ def quantized_in(phase, setting):
     """In how many bits gradients travel: None: whole, or not at all."""
     is_shared = setting.shared and not (phase["offload"] and setting.stage == 3)  # memory has no parameters of files
     return phase.get("quantized") if phase["world"] > 1 and not is_shared else None
+
+
+def hosts_of(program):
+    """How many hosts have folders of their own: each must have ranks in every phase, or a load would lack files."""
+    return min(program.get("hosts", 1), *(phase["world"] for phase in program["phases"]))
 
 
 def acts_of(phase):

@@ -35,6 +35,9 @@ SIMPLE_PHASE = {
     "packed": False,
     "moments": False,
     "quantized": None,
+    "fed_back": False,
+    "folders": 0,
+    "beside": False,
     "placement": {},
     "observers": [],
 }
@@ -145,6 +148,7 @@ class Shrinker:
                 "optimizer": {"type": "SGD", "by": "config", "params": {"lr": 0.05, "momentum": 0.0}},
                 "seed": 0,
                 "end": "destroy",
+                "hosts": 1,
                 "data": None,
             },
         )

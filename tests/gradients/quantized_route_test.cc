@@ -8,6 +8,8 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
+#include <utility>
 
 #include "gradients/training.h"
 
@@ -69,6 +71,68 @@ TEST_P(QuantizedRoute, SumsWhatEachRankRounded) {
       training.reducer->clear_accumulated();
     }
     training.expect_memory_as_predicted();
+  });
+}
+
+TEST_P(QuantizedRoute, AddsWhatRoundingHasLeftToTheNextContribution) {
+  const auto [bits, ranks, side_thread] = GetParam();
+  ReducerOptions fed = options();
+  fed.feedback = true;
+  run_ranks(ranks, [&](const World& w) {
+    Training training(w, fed);
+    std::map<std::pair<int, int>, Tensor> errors;  // by rank and unit, of this rank's shard
+    for (int pass = 0; pass < 4; ++pass) {
+      const double loss_scale = pass < 2 ? 1.0 : 8.0;
+      training.reducer->set_loss_scale(loss_scale);
+      training.backwards(
+          [&](int u, int p, int64_t n) { training.reducer->add(u, p, gradient_of(w.rank, u, p, n, pass)); });
+      training.finish();
+      for (int u = 0; u < static_cast<int>(kSizes.size()); ++u) {
+        std::vector<Tensor> rows;
+        for (int rank = 0; rank < ranks; ++rank) {
+          Tensor& error = errors[{rank, u}];
+          const Tensor row = row_of(training, rank, u, pass);
+          const Tensor value = error.defined() ? row + error * loss_scale : row;
+          rows.push_back(rounded(value, bits));
+          error = (value - rows.back()) / loss_scale;
+        }
+        const Tensor expected = sum_by_pairs(rows).mul(static_cast<float>(fed.scale));
+        EXPECT_TRUE(at::equal(training.reducer->gradient(u).sum(), expected)) << "unit " << u << ", pass " << pass;
+        const sharding::Unit& unit = *training.units[static_cast<size_t>(u)];
+        const Tensor kept = training.reducer->rounding_errors()[static_cast<size_t>(u)];
+        const Tensor own = kept.narrow(0, unit.shard_begin(), unit.layout().shard);
+        EXPECT_TRUE(at::equal(own, errors[{w.rank, u}])) << "unit " << u << ", pass " << pass;
+      }
+      training.reducer->clear_accumulated();
+    }
+    training.expect_memory_as_predicted();
+    ReducerOptions without = fed;
+    without.feedback = false;
+    std::vector<sharding::Unit*> all;
+    int64_t numel = 0;
+    for (const auto& unit : training.units) all.push_back(unit.get()), numel += unit->numel();
+    EXPECT_EQ(training.reducer->predicted().communication -
+                  forecast(sharding::layouts_of(all), without, ranks, false).communication,
+              numel * 4);
+  });
+}
+
+TEST_P(QuantizedRoute, LeavesNoErrorOfAnElementThatIsNotFinite) {
+  const auto [bits, ranks, side_thread] = GetParam();
+  ReducerOptions fed = options();
+  fed.feedback = true;
+  run_ranks(ranks, [&](const World& w) {
+    Training training(w, fed);
+    training.backwards([&](int u, int p, int64_t n) {
+      const Tensor gradient = gradient_of(w.rank, u, p, n);
+      gradient[0] = p == 0 ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
+      training.reducer->add(u, p, gradient);
+    });
+    training.finish();
+    double total = 0.0;
+    for (const Tensor& error : training.reducer->rounding_errors()) total += error.abs().sum().item<double>();
+    EXPECT_TRUE(std::isfinite(total));
+    EXPECT_GT(total, 0.0) << "of their neighbours";
   });
 }
 

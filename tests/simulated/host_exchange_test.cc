@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Copies between a device and the host that steps for it: what arrives, in which order, and how long a step takes.
-#include "zero/host_exchange.h"
+#include "zero/transfers/host_exchange.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Parameters that leave a device: what arrives in their shards, and when masters may change.
-#include "zero/parameters_out.h"
+#include "zero/transfers/parameters_out.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

@@ -12,7 +12,7 @@
 #include <regex>
 #include <string>
 
-#include "simulated/backend.h"
+#include "simulated/operators/backend.h"
 
 namespace deeptide::simulated {
 

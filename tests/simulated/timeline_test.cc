@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Simulated time keeps what is stated of bandwidths, whatever the clock on the wall says.
-#include "simulated/timeline.h"
+#include "simulated/machine/timeline.h"
 
 #include <ATen/ops/empty.h>
 

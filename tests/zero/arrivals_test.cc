@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Published units under way: operators wait for what they touch and for nothing else, and no failure is lost.
-#include "zero/arrivals.h"
+#include "zero/transfers/arrivals.h"
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/full.h>

@@ -212,11 +212,11 @@ TEST(OneBitLamb, GoesOnByTheNumbersOfItsParameters) {
   const Groups groups = groups_of("OneBitLamb");
   run_ranks(2, [&](const World& world) {
     Stage stage(apart(world, "one"), 0, at::kFloat, optim::find_rule("OneBitLamb"), groups);
-    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
+    EXPECT_EQ(stage.optimizer->counts().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
     for (int count = 0; count < kWarmUp; ++count) step_ranks(stage, count, world.rank, groups);
-    const auto warm = stage.optimizer->states().parameter_numbers();
+    const auto warm = stage.optimizer->counts().parameter_numbers();
     step_ranks(stage, kWarmUp, world.rank, groups);
-    const auto frozen = stage.optimizer->states().parameter_numbers();
+    const auto frozen = stage.optimizer->counts().parameter_numbers();
     for (const char* name : {"p0", "p1", "p2", "p3"}) {
       EXPECT_EQ(warm.at(name)[1], 1.0);
       EXPECT_EQ(frozen.at(name)[0], warm.at(name)[0]) << "the ratio's mean is frozen";
@@ -225,9 +225,9 @@ TEST(OneBitLamb, GoesOnByTheNumbersOfItsParameters) {
       EXPECT_LE(frozen.at(name)[1], 1.1 + 1e-12);
       EXPECT_EQ(frozen.at(name)[2], 1.0);
     }
-    stage.optimizer->states().set_parameter_numbers({{"p1", warm.at("p1")}});
-    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p1"), warm.at("p1"));
-    EXPECT_EQ(stage.optimizer->states().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
+    stage.optimizer->counts().set_parameter_numbers({{"p1", warm.at("p1")}});
+    EXPECT_EQ(stage.optimizer->counts().parameter_numbers().at("p1"), warm.at("p1"));
+    EXPECT_EQ(stage.optimizer->counts().parameter_numbers().at("p0"), (std::vector<double>{0.0, 1.0, 0.0}));
   });
 }
 

@@ -57,7 +57,7 @@ TEST_P(Worlds, StepAlikeAtEveryStageUnderEachGroupsOwnHyperparameters) {
         const World own = apart(world, "stage" + std::to_string(stage));
         Stage training(own, stage, dtype, optim::find_rule("AdamW"), two_groups());
         for (int step = 0; step < 3; ++step) training.step(step, two_groups());
-        EXPECT_EQ(training.optimizer->states().steps(), 3);
+        EXPECT_EQ(training.optimizer->counts().steps(), 3);
         const auto state = training.state();
         if (stage == 0) expected = state;
         expect_same_bits(state, expected);
@@ -97,7 +97,7 @@ TEST_P(Worlds, StepEveryRuleAlikeAtEveryStage) {
 }
 
 /// States elsewhere, in blocks of a few elements, as a tier of files would hold them.
-tiers::Buffer in_small_blocks(int64_t numel, at::ScalarType dtype) {
+tiers::Buffer in_small_blocks(int64_t numel, int64_t /*resident*/, at::ScalarType dtype) {
   constexpr int64_t kBlock = 7;
   return {std::make_shared<tiers::CopyingStore>(at::zeros({numel}, dtype)), numel, dtype, kBlock};
 }
@@ -249,9 +249,9 @@ TEST_P(Worlds, LeaveInactiveParametersAloneAtEveryStage) {
       for (const auto& [name, tensor] : before) {
         EXPECT_EQ(at::equal(tensor, after.at(name)), name.starts_with("p1/")) << name << " at stage " << stage;
       }
-      EXPECT_EQ(training.optimizer->states().uneven_steps(), (std::map<std::string, int64_t>{{"p1", 1}}));
-      training.optimizer->states().set_steps(7, {{"p2", 3}});
-      EXPECT_EQ(training.optimizer->states().uneven_steps(), (std::map<std::string, int64_t>{{"p2", 3}}));
+      EXPECT_EQ(training.optimizer->counts().uneven_steps(), (std::map<std::string, int64_t>{{"p1", 1}}));
+      training.optimizer->counts().set_steps(7, {{"p2", 3}});
+      EXPECT_EQ(training.optimizer->counts().uneven_steps(), (std::map<std::string, int64_t>{{"p2", 3}}));
     }
   });
 }

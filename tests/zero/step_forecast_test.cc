@@ -1,11 +1,11 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Compares a step's exchanges with their forecast. That engines take as much: tests/python/engine/test_plan.py.
-#include "zero/step_forecast.h"
+#include "zero/steps/step_forecast.h"
 
 #include <gtest/gtest.h>
 
-#include "zero/unit_gathers.h"
+#include "zero/transfers/unit_gathers.h"
 
 namespace deeptide::zero {
 namespace {

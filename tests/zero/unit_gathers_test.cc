@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Gathers under way: bounded, ended in their order, every rank's part in its place.
-#include "zero/unit_gathers.h"
+#include "zero/transfers/unit_gathers.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>

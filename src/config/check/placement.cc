@@ -58,7 +58,7 @@ struct Shares {
 };
 
 /// Whether the text places this kind. Adds a problem for each share that cannot be read.
-bool read_shares(const Values& values, const std::string& kind, Shares& shares, Problems* problems) {
+bool read_shares(const Values& values, const std::string& kind, Shares& shares, Problems& problems) {
   bool given = false;
   for (const std::string tier : {"device", "cpu", "nvme"}) {
     const std::string path = kSection + kind + "." + tier;
@@ -66,11 +66,11 @@ bool read_shares(const Values& values, const std::string& kind, Shares& shares, 
     given = true;
     const std::string text = values.word(path);
     const auto share = parse_share(text);
-    if (!share && problems) {
-      problems->add(values.at(path).line, values.at(path).shown,
-                    "expected a size such as \"8GiB\", a share such as \"40%\", or \"rest\", got \"" + text + "\"");
+    if (!share) {
+      problems.add(values.at(path).line, values.at(path).shown,
+                   "expected a size such as \"8GiB\", a share such as \"40%\", or \"rest\", got \"" + text + "\"");
+      continue;
     }
-    if (!share) continue;
     if (tier == "nvme") {
       shares.files = share;
     } else {
@@ -146,41 +146,32 @@ std::string obstacle(const Values& values, const std::string& kind) {
                                            : "";
 }
 
-constexpr const char* kKinds[] = {"optimizer_states", "parameters", "gradients"};
-
-}  // namespace
-
-void check_placement(const Values& values, Problems& problems) {
-  for (const std::string kind : kKinds) {
-    Shares shares;
-    const bool readable = problems.empty();
-    if (!read_shares(values, kind, shares, &problems) || !readable || !problems.empty()) continue;
-    std::string problem = problem_of(shares);
-    if (problem.empty() && !solve(shares).is_all()) problem = obstacle(values, kind);
-    if (problem.empty()) problem = other_place(values, kind);
-    // The section has no entry of its own: the first of its tiers that is given names it.
-    for (const std::string tier : {"nvme", "cpu", "device"}) {
-      const std::string path = kSection + kind + "." + tier;
-      if (problem.empty() || !values.given(path)) continue;
-      problems.add(values.at(path).line, kSection + kind, problem);
-      break;
-    }
+/// The section has no entry of its own: the first of its tiers that is given names it.
+void blame_section(const Values& values, const std::string& kind, const std::string& problem, Problems& problems) {
+  for (const std::string tier : {"nvme", "cpu", "device"}) {
+    const std::string path = kSection + kind + "." + tier;
+    if (!values.given(path)) continue;
+    return problems.add(values.at(path).line, kSection + kind, problem);
   }
 }
 
-void read_placement(const Values& values, PlacementConfig& placement) {
-  placement.optimizer_states_on_device.reset();
-  placement.parameters_on_device.reset();
-  placement.gradients_on_device.reset();
+}  // namespace
+
+void read_placement(const Values& values, PlacementConfig& placement, Problems& problems) {
   const std::tuple<const char*, std::optional<MemoryShare>&, std::optional<MemoryShare>&> fields[] = {
       {"optimizer_states", placement.optimizer_states, placement.optimizer_states_on_device},
       {"parameters", placement.parameters, placement.parameters_on_device},
       {"gradients", placement.gradients, placement.gradients_on_device}};
   for (const auto& [kind, field, on_device] : fields) {
     Shares shares;
-    field.reset();
-    if (read_shares(values, kind, shares, nullptr)) field = solve(shares);
-    if (field && !solve_device(shares).is_all()) on_device = solve_device(shares);
+    const bool readable = problems.empty();
+    if (!read_shares(values, kind, shares, problems) || !readable || !problems.empty()) continue;
+    field = solve(shares);
+    if (const MemoryShare device = solve_device(shares); !device.is_all()) on_device = device;
+    std::string problem = problem_of(shares);
+    if (problem.empty() && !field->is_all()) problem = obstacle(values, kind);
+    if (problem.empty()) problem = other_place(values, kind);
+    if (!problem.empty()) blame_section(values, kind, problem, problems);
   }
 }
 

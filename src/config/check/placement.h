@@ -8,10 +8,8 @@
 
 namespace deeptide::config {
 
-/// Adds a problem for shares that cannot be read or do not add up, and for what does not go with other keys.
-void check_placement(const Values& values, Problems& problems);
-
-/// Fills the shares of a text without problems.
-void read_placement(const Values& values, PlacementConfig& placement);
+/// Fills the shares. Adds a problem for those that cannot be read or do not add up, and for what does not go with other
+/// keys.
+void read_placement(const Values& values, PlacementConfig& placement, Problems& problems);
 
 }  // namespace deeptide::config

@@ -94,7 +94,14 @@ void check_reduction(const Values& values, Problems& problems) {
     blame(values, "deeptide.quantized_gradients",
           "\"off\" contradicts zero_optimization.zero_quantized_gradients; leave one of them out", problems);
   }
-  if (!asked && (width.empty() || width == "off")) return;
+  if (!asked && (width.empty() || width == "off")) {
+    if (values.flag("deeptide.quantized_error_feedback")) {
+      blame(values, "deeptide.quantized_error_feedback",
+            "needs deeptide.quantized_gradients \"int8\" or \"int4\": gradients that travel whole leave no error",
+            problems);
+    }
+    return;
+  }
   const std::string key = width.empty() ? "zero_optimization.zero_quantized_gradients" : "deeptide.quantized_gradients";
   if (values.word("deeptide.reduction") == "transport") {
     blame(values, key, "needs deeptide.reduction \"ordered\": a transport cannot sum quantized gradients", problems);
@@ -163,14 +170,14 @@ void note_schedule(const Values& values, std::vector<std::string>& decisions) {
 
 }  // namespace
 
-void check_rules(const Values& values, Problems& problems) {
+void check_rules(const Values& values, PlacementConfig& placement, Problems& problems) {
   check_precision(values, problems);
   check_parameters(values, problems);
   check_sums_and_masters(values, problems);
   check_states(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
-  check_placement(values, problems);
+  read_placement(values, placement, problems);
   // After other problems the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);
 }

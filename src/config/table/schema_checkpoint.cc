@@ -59,6 +59,10 @@ std::vector<Key> saving_keys() {
            "A load first compares all that it will read with the hashes of the save, each rank its share: a damaged "
            "checkpoint then changes nothing. False: blocks are compared as they are read.")
           .into(&CheckpointConfig::verify),
+      list("folders", Kind::word, words({}),
+           "Folders, such as one on each drive, over which each rank's shard is cut in equal parts that are written at "
+           "once; save_checkpoint's folder has the manifest, and links to them. Empty: shards lie there.")
+          .into(&CheckpointConfig::folders),
       integer("keep_last", 0,
               "Checkpoints of the default tags (\"global_step<n>\") that stay in a folder, those of the largest steps; "
               "a save removes the others. 0: all.")

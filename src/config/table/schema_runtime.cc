@@ -57,6 +57,10 @@ std::vector<Key> exchange_keys() {
           "send nothing.")
           .derives("int4 with zero_quantized_gradients, else off")
           .into(&RuntimeConfig::quantized_gradients),
+      flag("quantized_error_feedback", false,
+           "What rounding takes from a rank's gradients is added to its next ones, with quantized_gradients: 4 bytes "
+           "per trained parameter and rank.")
+          .into(&RuntimeConfig::quantized_error_feedback),
       choice<ReduceThread>("reduce_thread", ReduceThread::automatic,
                            {{"auto", ReduceThread::automatic}, {"on", ReduceThread::on}, {"off", ReduceThread::off}},
                            "Sum gradients on a separate thread during backward; auto: if a core is idle.")

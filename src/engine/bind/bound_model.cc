@@ -12,8 +12,9 @@
 #include "base/log.h"
 #include "deferred/key.h"
 #include "deferred/memory.h"
+#include "engine/bind/file_values.h"
 #include "engine/design/logical_parameters.h"
-#include "zero/optimizer_states.h"
+#include "zero/states/optimizer_states.h"
 
 namespace deeptide::engine {
 
@@ -90,8 +91,8 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
   make_values(model.transient_buffers);
   buffers_ = cast_buffers(model, design.compute_dtype, buffers, KeepsFullPrecision(model.modules));
   if (design.offload) {
-    offloaded_ =
-        std::make_unique<zero::OffloadedParameters>(*design.offload, design.sharded_layouts(), ledger, device_);
+    offloaded_ = std::make_unique<zero::OffloadedParameters>(*design.offload, design.sharded_layouts(),
+                                                             design.shard_places(), ledger, device_);
   }
   for (const UnitRow& row : design.units) {
     std::vector<Parameter> members;
@@ -102,11 +103,15 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
     }
     units_.push_back(
         std::make_unique<Unit>(static_cast<int>(units_.size()), row.layout, std::move(members), row.place));
-    auto& holders = channels.of(row.place.reduce_over, Channels::Purpose::gathers);
-    if (!arena_) bind_apart(*units_.back(), row.shard, holders, ledger);
     remember(*units_.back());
   }
   if (!arena_) {
+    const auto of_files = find_units_of_files(channels, units_);
+    for (size_t u = 0; u < units_.size(); ++u) {
+      const UnitRow& row = design.units[u];
+      auto& holders = channels.of(row.place.reduce_over, Channels::Purpose::gathers);
+      bind_apart(*units_[u], row.shard, holders, ledger, of_files[u]);
+    }
     deferred::release_idle_memory();
     return;
   }
@@ -125,14 +130,19 @@ BoundModel::BoundModel(const ModelDescription& model, const Design& design, cons
 
 /// `holders`: all ranks that have a slice of the unit, or a copy.
 void BoundModel::bind_apart(Unit& unit, const zero::ShardPlace& place, comm::Group& holders,
-                            const std::shared_ptr<device::Ledger>& ledger) {
+                            const std::shared_ptr<device::Ledger>& ledger, bool is_of_files) {
   const auto role = unit.memory() == UnitMemory::sharded ? device::Role::gathered : device::Role::parameters;
-  const bool counts = holders.index() == 0;
-  take_values(unit, counts);
+  const bool counts = holders.index() == 0 && !is_of_files;
+  if (!is_of_files) take_values(unit, counts);
   Tensor whole = device::allocate_flat(ledger, role, unit.numel(), unit.layout().dtype, device_);
-  if (counts) unit.pack(whole);
-  auto pending = holders.broadcast(whole, 0);
-  holders.wait(pending, {"start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
+  if (is_of_files) {
+    read_own_slice(unit, holders, whole);
+    take_values(unit, counts);
+  } else {
+    if (counts) unit.pack(whole);
+    auto pending = holders.broadcast(whole, 0);
+    holders.wait(pending, {"start", "broadcasting unit '" + unit.layout().name + "' from rank 0"});
+  }
   sharding::ShardPlacement placement;
   if (offloaded_) placement = [&](const UnitLayout& layout) { return offloaded_->place(layout, place); };
   unit.adopt(whole, ledger, placement);

@@ -16,7 +16,7 @@
 #include "engine/bind/channels.h"
 #include "host/arena.h"
 #include "sharding/unit.h"
-#include "zero/offloaded_parameters.h"
+#include "zero/states/offloaded_parameters.h"
 
 namespace deeptide::engine {
 
@@ -67,7 +67,7 @@ class BoundModel {
 
  private:
   void bind_apart(sharding::Unit& unit, const zero::ShardPlace& place, comm::Group& holders,
-                  const std::shared_ptr<device::Ledger>& ledger);
+                  const std::shared_ptr<device::Ledger>& ledger, bool is_of_files);
   void bind_shared(sharding::Unit& unit, int64_t offset, const std::shared_ptr<device::Ledger>& ledger);
   void remember(const sharding::Unit& unit);
 

@@ -79,7 +79,7 @@ void Channels::open(const std::vector<ChannelRow>& rows) {
 }
 
 std::unique_ptr<comm::Group> Channels::open_letters() {
-  return std::make_unique<comm::Group>(world_, data_, next_channel_name(world_, "letters"),
+  return std::make_unique<comm::Group>(world_, comm::Team::whole(world_), next_channel_name(world_, "letters"),
                                        on_network(options(/*on_device=*/false), comm::PeerTraffic::yes));
 }
 

@@ -48,7 +48,7 @@ class Channels {
   /// The ranks that train on different batches. All of them take part in every round.
   const comm::Team& data() const { return data_; }
   bool is_first() const { return world_.rank == 0; }
-  /// Collective. A channel of its own for letters between single ranks of the data team.
+  /// Collective over the mesh. A channel of its own for letters between any two ranks.
   std::unique_ptr<comm::Group> open_letters();
   /// The other stages of a pipeline; null: there is none.
   Stages* stages() { return stages_.get(); }

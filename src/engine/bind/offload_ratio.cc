@@ -106,10 +106,9 @@ void pass_through(const tiers::Buffer& buffer, Access access) {
 /// A file that was only reserved would be read without its drive: the first pass fills it.
 double time_transfers(const RatioTrial& trial) {
   tiers::OffloadOptions options = trial.files.value();
-  options.ratio = 1.0;
   options.num_slots = kSlots;
   tiers::Offload files(options, trial.ledger, trial.role, "blocks to measure the drive");
-  const tiers::Buffer buffer = files.place(kBlocks * tiers::swap_block_numel(at::kFloat), at::kFloat);
+  const tiers::Buffer buffer = files.place(kBlocks * tiers::swap_block_numel(at::kFloat), 0, at::kFloat);
   pass_through(buffer, Access::write);
   pass_through(buffer, Access::update);
   return seconds_of([&] { pass_through(buffer, Access::update); }) / kBlocks;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "optim/compressed_rule.h"
 #include "optim/custom_rule.h"
 
 namespace deeptide::engine {
@@ -19,9 +18,9 @@ std::shared_ptr<const optim::Rule> rule_of(const Config& config, const InitOptio
   return {std::shared_ptr<void>(), &optim::find_rule(type)};  // which lives as long as the library
 }
 
-bool keeps_whole_states(const optim::Rule* rule) { return dynamic_cast<const optim::CompressedRule*>(rule) != nullptr; }
+bool keeps_whole_states(const optim::Rule* rule) { return rule && rule->compressed(); }
 
-bool is_callers(const optim::Rule* rule) { return dynamic_cast<const optim::CustomRule*>(rule) != nullptr; }
+bool is_callers(const optim::Rule* rule) { return rule && rule->is_callers(); }
 
 bool steps_elements(const optim::Rule& rule) {
   return rule.reach(Hyperparameters(rule.info())) == optim::Reach::elementwise && !keeps_whole_states(&rule);
@@ -45,6 +44,17 @@ at::ScalarType accumulate_type(const Config& config) {
   const PrecisionConfig& precision = config.precision();
   const DataType unless_given = precision.rounds_masters() ? config.compute_dtype() : DataType::fp32;
   return scalar_type(precision.gradient_accumulation_dtype.value_or(unless_given));
+}
+
+zero::StateTypes state_types(const Config& config, const optim::Rule* rule) {
+  zero::StateTypes types;
+  if (rule == nullptr) return types;
+  types.rounded_masters = config.precision().rounds_masters();
+  types.rounded_moments = config.precision().rounds_moments();
+  types.lends_masters = is_callers(rule);
+  types.packed_masters = config.runtime().packed_states;
+  if (config.runtime().moment_dtype == DataType::bf16) types.moments_seed = config.runtime().seed;
+  return types;
 }
 
 double share_beyond(const MemoryShare& memory, int64_t total, int64_t half_block) {

@@ -9,6 +9,7 @@
 
 #include "deeptide/engine.h"
 #include "optim/rule.h"
+#include "zero/states/state_forecast.h"
 
 namespace deeptide::engine {
 
@@ -31,6 +32,9 @@ at::ScalarType reduce_type(const Config& config);
 int quantized_bits(const Config& config);
 /// The data type of their sums, over micro-batches and ranks.
 at::ScalarType accumulate_type(const Config& config);
+
+/// The types of masters and states, all beside the parameters. `rule`: null: there are none.
+zero::StateTypes state_types(const Config& config, const optim::Rule* rule);
 
 /// The share of `total` bytes that has to go elsewhere, so that `memory` holds no more than it may though a split is
 /// exact to half a block only. Units: bytes.

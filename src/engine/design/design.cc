@@ -10,8 +10,8 @@
 #include "engine/design/logical_parameters.h"
 #include "engine/design/refusals.h"
 #include "host/exchange.h"
+#include "tiers/split.h"
 #include "tiers/swap_file.h"
-#include "zero/host_split.h"
 
 namespace deeptide::engine {
 
@@ -36,17 +36,6 @@ double share_in_files_off_device(const PlacementConfig& placement, const std::ve
   if (allowed >= off) return 0.0;
   const int64_t safe = on_host.bytes == 0 ? allowed : std::max<int64_t>(0, allowed - tiers::kSwapBlockBytes / 2);
   return 1.0 - static_cast<double>(safe) / static_cast<double>(off);
-}
-
-zero::StateTypes types_of(const Config& config, const optim::Rule* rule) {
-  zero::StateTypes types;
-  if (rule == nullptr) return types;
-  types.rounded_masters = config.precision().rounds_masters();
-  types.rounded_moments = config.precision().rounds_moments();
-  types.lends_masters = is_callers(rule);
-  types.packed_masters = config.runtime().packed_states;
-  if (config.runtime().moment_dtype == DataType::bf16) types.moments_seed = config.runtime().seed;
-  return types;
 }
 
 /// Fills in a design, part by part: each part reads what stands before it.
@@ -76,10 +65,10 @@ class Designer {
   sharding::ResidencyLimits residency_limits() const;
   void place_states();
   double share_of_states_on_host() const;
-  std::optional<tiers::OffloadOptions> states_in_files() const;
+  std::optional<double> share_of_states_in_files(const std::vector<zero::StateForecast>& states) const;
   void place_gradients();
   std::optional<double> share_of_gradients_off_device(int64_t numel) const;
-  std::optional<tiers::OffloadOptions> gradients_in_files() const;
+  void send_gradients_to_files();
   bool keeps_rows(double share_off_device) const;
   std::vector<bool> mostly_zero() const;
   void choose_routes();
@@ -237,36 +226,51 @@ double Designer::share_of_states_on_host() const {
 }
 
 void Designer::place_states() {
-  made_.types = types_of(config_, made_.rule.get());
+  zero::StateTypes& types = made_.types = state_types(config_, made_.rule.get());
   states_share_ = share_of_states_on_host();
-  if (states_share_ > 0.0) made_.types.on_device = zero::split_for_host(stepped_numels(), states_share_);
-  made_.states_in_files = states_in_files();
-  made_.measures_ratio = measures_ratio(config_) && (made_.states_in_files || made_.types.uses_host());
-  size_t next = 0;
+  const auto numels = stepped_numels();
+  if (states_share_ > 0.0) types.on_device = tiers::split(numels, states_share_, zero::kSplitNumel);
+  auto states = zero::forecast(made_.stepped(), *made_.rule, made_.hyperparameters, types);
+  const size_t num_states = 1 + made_.rule->roles().size();
+  if (const auto share = share_of_states_in_files(states)) {
+    const OffloadOptimizerConfig& asked = config_.offload_optimizer();
+    const PlacementConfig& placement = config_.placement();
+    made_.states_in_files =
+        tiers::OffloadOptions{wants_files(placement.optimizer_states) ? placement.folders : asked.folders,
+                              static_cast<int>(num_states) * static_cast<int>(asked.buffer_count)};
+    zero::send_to_files(states, *share, types.uses_host());
+    types.in_memory.assign(numels.size(), std::vector<int64_t>(num_states, 0));
+  }
+  made_.measures_ratio = measures_ratio(config_) && (made_.states_in_files || types.uses_host());
+  std::vector<UnitRow*> trained;
   for (UnitRow& row : made_.units) {
     if (!row.layout.trainable) continue;
-    const int64_t numel = made_.policy.shard_optimizer ? row.layout.shard : row.layout.numel;
-    row.states.device = made_.types.on_device_of(next++, numel);
-    row.states.host = numel - row.states.device;
+    const size_t unit = trained.size();
+    row.states.device = types.on_device_of(unit, numels[unit]);
+    row.states.host = numels[unit] - row.states.device;
+    trained.push_back(&row);
+  }
+  for (const zero::StateForecast& state : states) {
+    trained[state.unit]->placed.push_back(state);
+    const bool cut = made_.states_in_files && state.on_host == types.uses_host();
+    if (cut) types.in_memory[state.unit][state.state] = state.in_memory;
   }
 }
 
-std::optional<tiers::OffloadOptions> Designer::states_in_files() const {
+/// Absent: files have none.
+std::optional<double> Designer::share_of_states_in_files(const std::vector<zero::StateForecast>& states) const {
   // Bytes that are not on a device are in its host's memory otherwise.
   if (!has_states_in_files(config_) || (!made_.on_cpu() && !made_.types.uses_host())) return std::nullopt;
   const OffloadOptimizerConfig& asked = config_.offload_optimizer();
   const PlacementConfig& placement = config_.placement();
-  const int blocks = (1 + static_cast<int>(made_.rule->roles().size())) * static_cast<int>(asked.buffer_count);
   if (wants_files(placement.optimizer_states)) {
-    const auto states = zero::forecast(made_.stepped(), *made_.rule, made_.hyperparameters, made_.types);
     const bool splits = !made_.on_cpu() && placement.optimizer_states_on_device;
     const double share = splits ? share_in_files_off_device(placement, states)
                                 : share_in_files(*placement.optimizer_states, zero::total_bytes(states));
-    if (share == 0.0) return std::nullopt;
-    return tiers::OffloadOptions{placement.folders, share, blocks};
+    return share == 0.0 ? std::nullopt : std::optional(share);
   }
-  const double ratio = measures_ratio(config_) ? made_.topology.ratio.value_or(asked.ratio) : asked.ratio;
-  return tiers::OffloadOptions{asked.folders, made_.on_cpu() ? ratio : 1.0, blocks};
+  if (!made_.on_cpu()) return 1.0;
+  return measures_ratio(config_) ? made_.topology.ratio.value_or(asked.ratio) : asked.ratio;
 }
 
 /// The share of gradients that a device leaves to its host; absent: not given.
@@ -280,13 +284,17 @@ std::optional<double> Designer::share_of_gradients_off_device(int64_t numel) con
   return share_beyond(memory, numel * item, zero::kSplitNumel / 2 * item);
 }
 
-std::optional<tiers::OffloadOptions> Designer::gradients_in_files() const {
+void Designer::send_gradients_to_files() {
   const auto& memory = config_.placement().gradients;
-  if (!wants_files(memory)) return std::nullopt;
-  const int64_t total = sharding::shard_numel(made_.trained_layouts()) * item_bytes(made_.reductions.accumulate_dtype);
-  const double share = share_in_files(*memory, total);
-  if (share == 0.0) return std::nullopt;
-  return tiers::OffloadOptions{config_.placement().folders, share, kGradientBlocks};
+  if (!wants_files(memory)) return;
+  gradients::ReducerOptions& how = made_.reductions;
+  const int64_t item = item_bytes(how.accumulate_dtype);
+  std::vector<int64_t> sizes;
+  for (const UnitRow* row : made_.trained()) sizes.push_back(row->layout.shard * item);
+  const double share = share_in_files(*memory, std::accumulate(sizes.begin(), sizes.end(), int64_t{0}));
+  if (share == 0.0) return;
+  how.offload = tiers::OffloadOptions{config_.placement().folders, kGradientBlocks};
+  for (const int64_t bytes : tiers::split(sizes, share, tiers::kSwapBlockBytes)) how.stays.push_back(bytes / item);
 }
 
 /// Whether to keep received rows unsummed until step(): if no further micro-batch is added to them, each rank steps at
@@ -338,6 +346,7 @@ void Designer::place_gradients() {
   gradients::ReducerOptions& how = made_.reductions;
   const BatchSizes batch = config_.batch_sizes(made_.topology.num_batches());
   how.bits = made_.is_shared || made_.num_ranks() == 1 ? 0 : quantized_bits(config_);
+  how.feedback = how.bits > 0 && config_.runtime().quantized_error_feedback;
   how.reduce_dtype = how.bits > 0 ? at::kFloat : reduce_type(config_);
   how.accumulate_dtype = accumulate_type(config_);
   how.ordered = config_.runtime().reduction == Reduction::ordered;
@@ -353,15 +362,14 @@ void Designer::place_gradients() {
   }
   how.reserve = made_.on_cpu();
   if (!made_.on_cpu()) how.finite_check = gradients::FiniteCheckTime::each_step;
-  how.offload = gradients_in_files();
+  send_gradients_to_files();
   how.keep_rows = keeps_rows(std::max(share, states_share_));
   how.mostly_zero = mostly_zero();
-  if (share > 0.0) how.stays = zero::split_for_host(numels, share);
+  if (share > 0.0) how.stays = tiers::split(numels, share, zero::kSplitNumel);
 }
 
 void Designer::choose_routes() {
   const gradients::ReducerOptions& how = made_.reductions;
-  tiers::Split split(how.offload ? how.offload->ratio : 0.0);
   size_t next = 0;
   for (UnitRow& row : made_.units) {
     if (!row.layout.trainable) continue;
@@ -374,8 +382,8 @@ void Designer::choose_routes() {
                                                   : Route::transport;
     row.mostly_zero = !how.mostly_zero.empty() && how.mostly_zero[trained];
     const int64_t shard = row.layout.shard;
-    row.gradients.device = how.stays.empty() ? split.resident(shard, how.accumulate_dtype) : how.stays[trained];
-    (how.stays.empty() ? row.gradients.files : row.gradients.host) = shard - row.gradients.device;
+    row.gradients.device = how.stays_of(trained, shard);
+    (how.offload ? row.gradients.files : row.gradients.host) = shard - row.gradients.device;
   }
 }
 
@@ -426,6 +434,20 @@ std::vector<zero::UnitForecast> Design::stepped() const {
                        .off_device = row->off_device});
   }
   return stepped;
+}
+
+std::vector<zero::StateForecast> Design::states() const {
+  std::vector<zero::StateForecast> states;
+  for (const UnitRow& row : units) states.insert(states.end(), row.placed.begin(), row.placed.end());
+  return states;
+}
+
+std::vector<zero::ShardPlace> Design::shard_places() const {
+  std::vector<zero::ShardPlace> places;
+  for (const UnitRow& row : units) {
+    if (row.place.memory == UnitMemory::sharded) places.push_back(row.shard);
+  }
+  return places;
 }
 
 std::vector<ChannelRow> Design::channels() const {

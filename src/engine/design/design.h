@@ -18,9 +18,9 @@
 #include "sharding/residency.h"
 #include "sharding/unit.h"
 #include "tiers/offload.h"
-#include "zero/offloaded_parameters.h"
-#include "zero/policy.h"
-#include "zero/state_forecast.h"
+#include "zero/states/offloaded_parameters.h"
+#include "zero/states/policy.h"
+#include "zero/states/state_forecast.h"
 
 namespace deeptide::engine {
 
@@ -50,12 +50,13 @@ struct UnitRow {
   int kind = 0;          // as ParameterSpec::kind
   std::set<int> groups;  // of its parameters
   Route route = Route::none;
-  bool mostly_zero = false;  // its gradients travel without their zeros
-  bool saves = true;         // this rank writes its slice into checkpoints
-  Tiers parameters;          // of the slice, or of the copy, that this rank keeps
-  Tiers gradients;           // sums, if it is trained
-  Tiers states;              // masters and moments: stepped there; `files` is of `host`, or, without one, of `device`
-  zero::ShardPlace shard = {};  // of a sharded unit whose slice may lie elsewhere
+  bool mostly_zero = false;                 // its gradients travel without their zeros
+  bool saves = true;                        // this rank writes its slice into checkpoints
+  Tiers parameters;                         // of the slice, or of the copy, that this rank keeps
+  Tiers gradients;                          // sums, if it is trained
+  Tiers states;                             // that this rank steps there
+  std::vector<zero::StateForecast> placed;  // of these, masters and moments one by one, and what files have of each
+  zero::ShardPlace shard = {};              // of a sharded unit whose slice may lie elsewhere
 
   /// Whether the slice lies off the device that trains it, on its host or in files.
   bool off_device = false;
@@ -98,8 +99,12 @@ struct Design {
   std::vector<const sharding::UnitLayout*> trained_layouts() const;
   /// The sharded ones among them.
   std::vector<const sharding::UnitLayout*> sharded_layouts() const;
+  /// The places of the sharded ones.
+  std::vector<zero::ShardPlace> shard_places() const;
   /// Trained units as the optimizer sees them.
   std::vector<zero::UnitForecast> stepped() const;
+  /// All that is placed of their masters and moments.
+  std::vector<zero::StateForecast> states() const;
   /// One for each team and purpose, in one order on all ranks; the first two are of `data`.
   std::vector<ChannelRow> channels() const;
 };

@@ -10,10 +10,10 @@
 #include "engine/design/optimizer_groups.h"
 #include "gradients/forecast.h"
 #include "optim/compressed_rule.h"
-#include "zero/host_exchange.h"
-#include "zero/parameters_out.h"
-#include "zero/sign_exchange.h"
-#include "zero/step_forecast.h"
+#include "zero/steps/step_forecast.h"
+#include "zero/transfers/host_exchange.h"
+#include "zero/transfers/parameters_out.h"
+#include "zero/transfers/sign_exchange.h"
 
 namespace deeptide {
 
@@ -32,17 +32,13 @@ PlanLine parameters_of(const Design& design) {
     if (!elsewhere) line.memory_bytes += bytes(row.parameters.device, row.layout.dtype);
   }
   if (design.offload) {
-    const auto split = zero::forecast(*design.offload, design.sharded_layouts(), design.on_cpu());
+    const auto split =
+        zero::forecast(*design.offload, design.sharded_layouts(), design.shard_places(), design.on_cpu());
     (design.on_cpu() ? line.memory_bytes : line.off_device_bytes) += split.memory_bytes + split.staging_bytes;
     line.memory_bytes += split.device_bytes;
     line.file_bytes += split.file_bytes;
   }
   return line;
-}
-
-/// The states of trained units, in the order in which they are placed.
-std::vector<zero::StateForecast> states_of(const Design& design, const zero::StateTypes& types) {
-  return zero::forecast(design.stepped(), *design.rule, design.hyperparameters, types);
 }
 
 /// Bytes through which gradients and parameters pass where the host steps: blocks, or all for the caller's optimizer.
@@ -77,17 +73,17 @@ int64_t bytes_of_shared_masters(const Design& design) {
 PlanLine optimizer_of(const Design& design, const Config& config) {
   PlanLine line{.role = MemoryRole::optimizer_states};
   if (!design.rule) return line;
-  const std::vector<zero::StateForecast> states = states_of(design, design.types);
+  const std::vector<zero::StateForecast> states = design.states();
   const bool on_host = design.types.uses_host();  // a share of them
   const auto& files = design.states_in_files;
-  tiers::Split split(files ? files->ratio : 0.0);
   for (const zero::StateForecast& state : states) {
-    if (state.on_host == on_host) split.resident(state.numel, state.dtype);
+    if (!state.kept || state.on_host != on_host) continue;
+    line.memory_bytes += state.in_memory * state.item_bytes();
+    line.file_bytes += (state.numel - state.in_memory) * state.item_bytes();
   }
   // An engine that will measure has no known share yet: count as much as there may be in either place.
   const bool measures = design.measures_ratio;
-  line.memory_bytes += measures && !on_host ? zero::total_bytes(states) : split.bytes_in_memory();
-  line.file_bytes = split.bytes_in_files();
+  if (measures && !on_host) line.memory_bytes = zero::total_bytes(states);
   if (engine::keeps_whole_states(design.rule.get())) {
     line.memory_bytes += zero::SignExchange::forecast(design.trained_layouts(), design.num_ranks()).errors;
   }
@@ -99,7 +95,8 @@ PlanLine optimizer_of(const Design& design, const Config& config) {
   if (measures && on_host) types.on_device = {};
   if (on_host) {
     line.off_device_bytes = std::exchange(line.memory_bytes, 0) + bytes_passing(design);
-    line.memory_bytes = zero::total_bytes(states_of(design, types), false);
+    const auto at_most = zero::forecast(design.stepped(), *design.rule, design.hyperparameters, types);
+    line.memory_bytes = zero::total_bytes(at_most, false);
   }
   const auto narrowed = zero::narrowed_bytes(design.stepped(), types);
   if (narrowed) line.memory_bytes += zero::ParametersOut::forecast(*narrowed);
@@ -123,7 +120,7 @@ std::pair<PlanLine, PlanLine> reductions_of(const Design& design, const Config& 
   gradients.memory_bytes = bytes_of.gradients;
   if (design.measures_ratio) {  // as much as there may be in either place
     auto how = design.reductions;
-    how.stays = {};
+    if (!how.offload) how.stays = {};
     gradients.memory_bytes = gradients::forecast(units, how, design.num_ranks(), design.is_shared).gradients;
   }
   gradients.off_device_bytes = bytes_of.gradients_on_host;

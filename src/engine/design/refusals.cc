@@ -178,7 +178,6 @@ void refuse_tensor(const Config& config, const ModelFacts& model) {
         {{!model.device.is_cpu(), subject + "a model on " + model.device.str() + " yet; ", "move it to the CPU"},
          {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
           "choose \"skip\" or \"raise\""},
-         {config.checkpoint().node_local, subject + "checkpoint.use_node_local_storage yet; ", "leave it out"},
          {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"}});
 }
 
@@ -191,7 +190,6 @@ void refuse_stages(const Config& config, const ModelFacts& model, const optim::R
          {config.runtime().on_skipped == OnSkipped::rewind, subject + "deeptide.on_skipped \"rewind\" yet; ",
           "choose \"skip\" or \"raise\""},
          {!config.checkpoint().preempt_folder.empty(), subject + "deeptide.on_preempt yet; ", "leave it out"},
-         {config.checkpoint().node_local, subject + "checkpoint.use_node_local_storage yet; ", "leave it out"},
          {config.runtime().keep_grad, subject + "deeptide.keep_grad yet; ", "leave it out"}});
 }
 

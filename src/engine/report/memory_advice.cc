@@ -17,6 +17,8 @@ namespace deeptide {
 
 namespace {
 
+using Impl = EngineAccess::Impl;
+
 /// A setting, and what it would free of which memory.
 struct Cure {
   const char* text;
@@ -41,7 +43,7 @@ int64_t bytes_of(const MemoryPlan& plan) {
 
 /// Those of one memory stand together, and those that may be right for this engine: whether they are, and what they
 /// free, a design with them says.
-std::vector<Cure> cures(const Engine::Impl& impl) {
+std::vector<Cure> cures(const Impl& impl) {
   const bool cpu = impl.design.on_cpu(), trains = impl.optimizer != nullptr, custom = impl.custom != nullptr;
   const int64_t stage = impl.config.zero().stage;
   const bool apart = impl.design.num_ranks() > 1 && !impl.design.is_shared;
@@ -79,7 +81,7 @@ std::vector<Cure> cures(const Engine::Impl& impl) {
 
 /// Bytes that a design with the setting saves; 0: none, or it does not go with the others. Bytes that move to files all
 /// counts: how many blocks pass through memory is another setting.
-int64_t freed_by(const Engine::Impl& impl, const MemoryPlan& now, const Cure& setting) {
+int64_t freed_by(const Impl& impl, const MemoryPlan& now, const Cure& setting) {
   try {
     const Config config = impl.config.with(setting.patch ? setting.patch : fmt::format("{{{}}}", setting.text));
     const auto then = engine::plan_of(engine::design(impl.design, config, impl.design.topology), config);

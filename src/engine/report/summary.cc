@@ -17,6 +17,8 @@ namespace deeptide {
 
 namespace {
 
+using Impl = EngineAccess::Impl;
+
 std::string millions(int64_t count) {
   if (count < 1000) return std::to_string(count);
   return count < 1'000'000 ? fmt::format("{:.1f} K", static_cast<double>(count) / 1e3)
@@ -36,7 +38,7 @@ const char* short_name(at::ScalarType type) {
   }
 }
 
-std::string text_of_publishing(const Engine::Impl& impl) {
+std::string text_of_publishing(const Impl& impl) {
   const std::optional<bool> wanted = impl.config.runtime().overlap_publish;
   const std::string unasked = wanted ? "" : " (overlap_publish is not given)";
   if (impl.arrivals) return "\n  publishing: beside the next forward" + unasked;
@@ -45,7 +47,7 @@ std::string text_of_publishing(const Engine::Impl& impl) {
 }
 
 /// The share of the training state that lies with each rank.
-std::string text_of_sharing(const Engine::Impl& impl, int64_t sharded) {
+std::string text_of_sharing(const Impl& impl, int64_t sharded) {
   const int ranks = impl.channels.data().size();
   const auto share = [ranks](bool is_sharded) { return is_sharded ? fmt::format("1/{} of the", ranks) : "all"; };
   std::string text = "\n  each rank keeps: ";
@@ -62,22 +64,23 @@ std::string text_of_sharing(const Engine::Impl& impl, int64_t sharded) {
          " optimizer states";
 }
 
-std::string text_of_wire(const Engine::Impl& impl) {
+std::string text_of_wire(const Impl& impl) {
   const int bits = impl.design.reductions.bits;
   return bits > 0 ? fmt::format("int{}", bits) : short_name(engine::reduce_type(impl.config));
 }
 
-std::string text_of_quantization(const Engine::Impl& impl) {
+std::string text_of_quantization(const Impl& impl) {
   if (!impl.reducer || engine::quantized_bits(impl.config) == 0) return "";
   const int bits = impl.design.reductions.bits;
   if (bits == 0) return "\n  quantized gradients: none, since no gradient travels between hosts";
   return fmt::format(
       "\n  quantized gradients: int{}, one scale per {} elements; rounded by at most {:.3g} % of the "
-      "largest of these",
-      bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits));
+      "largest of these{}",
+      bits, numerics::kQuantizedBlock, 100.0 * numerics::largest_loss(bits),
+      impl.design.reductions.feedback ? "; the error is added to the next gradients" : "");
 }
 
-std::string text_of_types(const Engine::Impl& impl, const std::string& parameters) {
+std::string text_of_types(const Impl& impl, const std::string& parameters) {
   const zero::StateTypes& states = impl.design.types;
   std::string master = states.rounded_masters ? parameters : "fp32";
   if (states.packed_masters) master += ", packed beside parameters";
@@ -89,7 +92,7 @@ std::string text_of_types(const Engine::Impl& impl, const std::string& parameter
 }
 
 /// A model whose forward mixes types fails in an operator that knows no names: here they stand.
-std::string text_of_buffers(const Engine::Impl& impl) {
+std::string text_of_buffers(const Impl& impl) {
   constexpr size_t kMostNamed = 3;
   const auto& [in_fp32, cast] = impl.model.buffers();
   std::string text;
@@ -101,7 +104,7 @@ std::string text_of_buffers(const Engine::Impl& impl) {
                             in_fp32.size() > kMostNamed ? ", …" : "");
 }
 
-std::string text_of_precision(const Engine::Impl& impl) {
+std::string text_of_precision(const Impl& impl) {
   std::string text;
   if (const PrecisionConfig& precision = impl.config.precision(); precision.scales_loss()) {
     const std::string how =
@@ -121,7 +124,7 @@ std::string text_of_precision(const Engine::Impl& impl) {
 }
 
 /// The actual split.
-std::string text_of_host_states(const Engine::Impl& impl) {
+std::string text_of_host_states(const Impl& impl) {
   const zero::OptimizerStates& states = impl.optimizer->states();
   const double share = 100.0 * static_cast<double>(states.numel_on_host()) / static_cast<double>(states.numel());
   std::string text = "\n  optimizer states: ";
@@ -137,7 +140,7 @@ std::string text_of_host_states(const Engine::Impl& impl) {
   return impl.reducer->leave() ? text : text + ", gradients copied to " + passing + " of its memory";
 }
 
-std::string text_of_placement(const Engine::Impl& impl) {
+std::string text_of_placement(const Impl& impl) {
   std::string text;
   if (impl.model.offloaded()) text += "\n  parameters: " + impl.model.offloaded()->text();
   if (impl.optimizer && impl.optimizer->states().use_host()) {

@@ -53,7 +53,7 @@ CustomLoad::CustomLoad(const Reader& reader, zero::CustomSteps& custom)
   std::multimap<std::string, size_t> parts;
   for (size_t i = 0; i < custom.parts().size(); ++i) parts.emplace(custom.parameter(custom.parts()[i]).name, i);
   for (const Piece& saved : reader.table()) {
-    if (!saved.role.is_moment()) continue;
+    if (!saved.role.is_moment() || saved.role.is_rounding_error()) continue;
     const std::string& role = saved.role.moment_name();
     const bool per_element = !role.ends_with(kWhole);
     const auto [first, last] = parts.equal_range(saved.name);

@@ -8,7 +8,7 @@
 
 #include "checkpoint/piece.h"
 #include "checkpoint/reader.h"
-#include "zero/custom_steps.h"
+#include "zero/steps/custom_steps.h"
 
 namespace deeptide::engine {
 

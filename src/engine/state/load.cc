@@ -20,6 +20,7 @@
 #include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/rounding_errors.h"
 #include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 
@@ -201,7 +202,8 @@ std::set<TensorId> ignored_tensors(const checkpoint::Reader& reader, bool moment
   for (const Piece& piece : reader.table()) {
     const bool of_another_rank = piece.role.is_buffer() && buffers.count(piece.name) != 0;
     const bool unkept_moment = piece.role.is_moment() && (!moments || unkept.contains(name_of(piece)));
-    if (of_another_rank || unkept_moment || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
+    const bool leaves_out = of_another_rank || unkept_moment || piece.role.is_rounding_error();
+    if (leaves_out || elsewhere.contains(piece.name)) ignored.insert({piece.name, piece.role});
   }
   return ignored;
 }
@@ -249,7 +251,9 @@ class Source {
 
   checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
   void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
-    if (is_local_) return reader.verify(wanted, here_.index, here_.ranks);
+    // Files that a stage wants may lie where only ranks of another stage are.
+    const auto& named = channels_.stages() == nullptr ? wanted : reader.table();
+    if (is_local_) return reader.verify(named, here_.index, here_.ranks);
     reader.verify(wanted, channels_.data().index(), channels_.data().size());  // a stage's ranks want the same tensors
   }
   /// Collective. Errors: CheckpointError, on every rank.
@@ -294,9 +298,9 @@ std::string default_tag(const std::string& directory, const LoadOptions& options
 /// Errors: CheckpointError if ranks have different ones.
 std::string Engine::Impl::agree_on_tag(const std::string& directory, const std::string& given,
                                        const LoadOptions& options) {
-  saver->finish(*boundary);  // it may be what is to be loaded
+  saver->finish();  // it may be what is to be loaded
   std::string tag = given;
-  boundary->together("looking for the latest checkpoint", [&] {
+  boundary->together_on_all_stages("looking for the latest checkpoint", [&] {
     if (tag.empty()) tag = default_tag(directory, options, config.checkpoint().load_universal);
   });
   if (given.empty() && config.checkpoint().node_local) tag = engine::agree_on_tag(channels, directory, tag);
@@ -343,6 +347,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   engine::Generators generators;
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
+  engine::RoundingErrorLoad errors;
   const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(source.open());
@@ -358,6 +363,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     const engine::Absent absent = request(*reader, roles, options.strict, loose, wanted, staged);
     const auto unkept = optimizer ? optimizer->states().unkept() : std::set<StateName>();
     const auto ignored = ignored_tensors(*reader, moments, unkept, now.tied, wanted, elsewhere);
+    if (moments) errors = {*reader, model, rounding_errors(), channels, wanted};
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     require_fit(directory + "/" + tag, lines);
@@ -374,7 +380,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     custom_states.apply();
     fill(loose, staged);
   });
-  publish_parameters(engine::most_rounds(entered.first));
+  publish_parameters(engine::most_rounds(entered.first), errors);
   if (!options.module_only) {
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
@@ -388,13 +394,13 @@ void Engine::Impl::go_on_without(const engine::Absent& absent, const std::vector
   if (channels.is_first()) absent.tell(unexpected);
   if (absent.empty() || !optimizer) return;
   optimizer->states().refresh_masters();
-  progress.parameter_steps = optimizer->states().uneven_steps();
-  progress.parameter_numbers = optimizer->states().parameter_numbers();
+  progress.parameter_steps = optimizer->counts().uneven_steps();
+  progress.parameter_numbers = optimizer->counts().parameter_numbers();
   absent.keep_counts(saved, progress);
 }
 
 /// Publishes parameters from the masters that were read, and frozen units from their shards.
-void Engine::Impl::publish_parameters(int64_t rounds_begun) {
+void Engine::Impl::publish_parameters(int64_t rounds_begun, const engine::RoundingErrorLoad& errors) {
   auto& gathers = channels.gathers();  // reductions may be under way, on some ranks more than on others
   if (optimizer) optimizer->publish_all(channels.all(engine::Channels::Purpose::gathers));
   bool shared = false;
@@ -407,7 +413,9 @@ void Engine::Impl::publish_parameters(int64_t rounds_begun) {
     over.wait(pending, {"checkpoint", "publishing unit '" + unit->layout().name + "'"});
   }
   if (shared) gathers.barrier({"checkpoint", "waiting for all ranks to read their shards"});
-  if (reducer) reducer->discard(rounds_begun);
+  if (!reducer) return;
+  reducer->discard(rounds_begun);
+  errors.apply(rounding_errors());  // the rounds that ended just now have left some
 }
 
 }  // namespace deeptide

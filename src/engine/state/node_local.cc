@@ -13,10 +13,11 @@
 #include <set>
 #include <utility>
 
+#include "checkpoint/checkpoint_paths.h"
 #include "checkpoint/file_io.h"
-#include "checkpoint/transfer.h"
 #include "comm/mailbox.h"
 #include "comm/texts.h"
+#include "engine/step/mesh_votes.h"
 
 namespace deeptide::engine {
 
@@ -61,7 +62,8 @@ class Deliveries {
   std::string text(const std::vector<PartElsewhere>& missing) const {
     json parts = json::array();
     for (const PartElsewhere& part : missing) {
-      parts.push_back({numbers_.at(part.id), part.file, part.begin, part.end, part.piece});
+      parts.push_back(
+          {numbers_.at(part.id), part.file, part.extent, part.region.offsets, part.region.sizes, part.piece});
     }
     return json{{"files", reader_.files_here()}, {"parts", std::move(parts)}}.dump();
   }
@@ -78,7 +80,7 @@ class Deliveries {
     for (size_t rank = 0; rank < all.size(); ++rank) {
       auto& list = by_rank_.emplace_back();
       for (const auto& ask : all[rank]["parts"]) {
-        PartElsewhere part{ask[4], ids_.at(ask[0]), ask[1], ask[2], ask[3]};
+        PartElsewhere part{ask[5], ids_.at(ask[0]), ask[1], ask[2], {ask[3], ask[4]}};
         const auto& ranks = having[part.file];
         if (ranks.empty()) {
           throw CheckpointError("no rank's host has " + part.file + " of the checkpoint, which has '" +
@@ -97,7 +99,7 @@ class Deliveries {
   void take_turn(size_t turn, comm::Mailbox& mail, const std::vector<checkpoint::Piece>& wanted, std::string& failure) {
     const Delivery* due = nullptr;
     comm::Mailbox::Letter letter;
-    const int rank = channels_.data().index();
+    const int rank = channels_.world().rank;
     for (const auto& list : by_rank_) {
       if (turn >= list.size()) continue;
       const Delivery& delivery = list[turn];
@@ -109,15 +111,14 @@ class Deliveries {
     }
     if (due != nullptr) {
       const at::Tensor block = mail.wait(std::move(letter), site("waiting for another host's file"));
-      const checkpoint::Piece& piece = wanted[due->part.piece];
-      checkpoint::fill(piece, due->part.begin - piece.region.offsets[0], block);
+      reader_.fill(wanted[due->part.piece], due->part, block);
     }
     mail.flush(site("sending to other hosts"));
   }
 
  private:
   at::Tensor room_for(const PartElsewhere& part) const {
-    return at::empty({part.end - part.begin}, at::TensorOptions().dtype(types_.at(numbers_.at(part.id))));
+    return at::empty({reader_.numel(part)}, at::TensorOptions().dtype(types_.at(numbers_.at(part.id))));
   }
   at::Tensor read(const PartElsewhere& part, std::string& failure) const try {
     return reader_.read_part(part);
@@ -137,34 +138,9 @@ class Deliveries {
 
 }  // namespace
 
-bool share_tables(Channels& channels, Boundary& boundary, const checkpoint::SaveTarget& target) {
-  const std::string growing = checkpoint::growing_path(target);
-  const auto path = [&](int rank) { return growing + "/" + checkpoint::rank_table_name(rank); };
-  const int own = channels.world().rank, size = channels.world().size;
-  std::string table;
-  boundary.together("reading the table of this rank", [&] { table = checkpoint::read_text(path(own)); });
-  const auto tables = comm::exchange_texts(channels.rounds(), table, site("exchanging the tables of all ranks"));
-  bool leads = false;
-  boundary.together("writing the tables of other hosts", [&] {
-    std::vector<int> missing;
-    int first = own;
-    for (int rank = size - 1; rank >= 0; --rank) {
-      if (checkpoint::exists(path(rank))) {
-        first = rank;
-      } else {
-        missing.push_back(rank);
-      }
-    }
-    leads = first == own;
-    if (!leads) return;
-    if (own != 0) checkpoint::remove_other_saves(target);
-    for (const int rank : missing) checkpoint::write_text(path(rank), tables[static_cast<size_t>(rank)]);
-  });
-  return leads;
-}
-
 std::string agree_on_tag(Channels& channels, const std::string& directory, const std::string& own) {
-  const auto tags = comm::exchange_texts(channels.rounds(), own, site("looking for the latest checkpoint"));
+  MeshVotes votes(channels);
+  const auto tags = comm::exchange_texts(votes, own, site("looking for the latest checkpoint"));
   std::vector<std::string> candidates;
   for (const std::string& tag : tags) {
     if (!tag.empty() && std::find(candidates.begin(), candidates.end(), tag) == candidates.end()) {
@@ -174,8 +150,8 @@ std::string agree_on_tag(Channels& channels, const std::string& directory, const
   if (candidates.size() < 2) return candidates.empty() ? "" : candidates.front();
   for (const std::string& tag : candidates) {
     const bool has = own.empty() || checkpoint::exists(manifest_path(directory, tag));
-    const auto votes = channels.rounds().exchange(static_cast<uint8_t>(has), site("looking for a checkpoint"));
-    if (std::all_of(votes.begin(), votes.end(), [](uint8_t each) { return each != 0; })) return tag;
+    const auto found = votes.exchange(static_cast<uint8_t>(has), site("looking for a checkpoint"));
+    if (std::all_of(found.begin(), found.end(), [](uint8_t each) { return each != 0; })) return tag;
   }
   throw CheckpointError(
       fmt::format("the hosts' folders {} have different latest checkpoints, by rank: {}; name the tag", directory,
@@ -183,9 +159,10 @@ std::string agree_on_tag(Channels& channels, const std::string& directory, const
 }
 
 HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag) {
+  MeshVotes votes(channels);
   HostFolder here{.folder = checkpoint::existing_folder(directory, tag)};
   const std::string own = manifest_text(directory, tag);
-  const auto texts = comm::exchange_texts(channels.rounds(), own, site("looking for the checkpoint's manifest"));
+  const auto texts = comm::exchange_texts(votes, own, site("looking for the checkpoint's manifest"));
   for (const std::string& text : texts) {
     if (here.manifest.empty()) here.manifest = text;
     if (!text.empty() && text != here.manifest) {
@@ -195,11 +172,10 @@ HostFolder look_at_hosts(Channels& channels, const std::string& directory, const
   }
   std::string files;
   if (checkpoint::exists(here.folder)) files = fmt::format("{}", fmt::join(checkpoint::list_folder(here.folder), "\n"));
-  const auto listings = comm::exchange_texts(channels.rounds(), files, site("comparing the hosts' files"));
-  const auto rank = static_cast<size_t>(channels.data().index());
+  const auto listings = comm::exchange_texts(votes, files, site("comparing the hosts' files"));
+  const auto before = listings.begin() + channels.world().rank;
   here.ranks = static_cast<int>(std::count(listings.begin(), listings.end(), files));
-  here.index =
-      static_cast<int>(std::count(listings.begin(), listings.begin() + static_cast<std::ptrdiff_t>(rank), files));
+  here.index = static_cast<int>(std::count(listings.begin(), before, files));
   return here;
 }
 
@@ -214,15 +190,16 @@ void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::R
                      const std::vector<checkpoint::Piece>& wanted) {
   Deliveries deliveries(channels, reader);
   std::string own;
-  boundary.together("reading the checkpoint", [&] { own = deliveries.text(reader.read_here(wanted)); });
-  const auto told = comm::exchange_texts(channels.rounds(), own, site("asking other hosts for their files"));
-  boundary.together("looking for files on other hosts", [&] { deliveries.assign(told); });
+  boundary.together_on_all_stages("reading the checkpoint", [&] { own = deliveries.text(reader.read_here(wanted)); });
+  MeshVotes votes(channels);
+  const auto told = comm::exchange_texts(votes, own, site("asking other hosts for their files"));
+  boundary.together_on_all_stages("looking for files on other hosts", [&] { deliveries.assign(told); });
   if (deliveries.turns() == 0) return;
   const auto letters = channels.open_letters();
   comm::Mailbox mail(*letters, at::kCPU);
   std::string failure;
   for (size_t turn = 0; turn < deliveries.turns(); ++turn) deliveries.take_turn(turn, mail, wanted, failure);
-  boundary.together("reading files for other hosts", [&] {
+  boundary.together_on_all_stages("reading files for other hosts", [&] {
     if (!failure.empty()) throw CheckpointError(failure);
   });
 }

@@ -1,26 +1,21 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
-// Saves and loads in folders that hosts do not share: each keeps its ranks' files and the whole table of contents, and
-// sends the others what their loads lack.
+// Loads from folders that hosts do not share: each has its ranks' files and the whole table of contents, and sends the
+// others what their loads lack.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "checkpoint/checkpoint_paths.h"
 #include "checkpoint/reader.h"
 #include "engine/bind/channels.h"
 #include "engine/step/boundary.h"
 
 namespace deeptide::engine {
 
-/// Collective, once all ranks have written. Gives each growing folder the tables of the ranks that write elsewhere.
-/// Returns whether this rank commits: the lowest of those whose tables lay in its folder. Errors: CheckpointError.
-bool share_tables(Channels& channels, Boundary& boundary, const checkpoint::SaveTarget& target);
-
-/// Collective. `own`: the latest tag in this rank's folder; empty: none. Returns the one of them that every host with a
-/// checkpoint has: a run that died between two hosts' commits goes on from the save before.
-/// Errors: CheckpointError, listing each rank's tag, where there is none.
+/// Collective over the mesh. `own`: the latest tag in this rank's folder; empty: none. Returns the one of them that
+/// every host with a checkpoint has: a run that died between two hosts' commits goes on from the save before. Errors:
+/// CheckpointError, listing each rank's tag, where there is none.
 std::string agree_on_tag(Channels& channels, const std::string& directory, const std::string& own);
 
 /// This rank's folder of a checkpoint, and the ranks that have the same files of it.
@@ -34,10 +29,10 @@ struct HostFolder {
   checkpoint::Reader open() const;
 };
 
-/// Collective. Finds the manifest, on whichever host it is.
+/// Collective over the mesh. Finds the manifest, on whichever host it is.
 HostFolder look_at_hosts(Channels& channels, const std::string& directory, const std::string& tag);
 
-/// Collective. Fills `wanted` from this folder, and the rest from other hosts, block by block.
+/// Collective over the mesh. Fills `wanted` from this folder, and the rest from other hosts, block by block.
 /// Errors: CheckpointError, on every rank.
 void read_from_hosts(Channels& channels, Boundary& boundary, const checkpoint::Reader& reader,
                      const std::vector<checkpoint::Piece>& wanted);

@@ -5,6 +5,8 @@
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
+#include <functional>
+
 #include "base/log.h"
 #include "base/text.h"
 #include "deeptide/allocator.h"
@@ -44,13 +46,14 @@ void Engine::Impl::check_offloading(const OffloadStates& what) const {
 /// Absent: the states stay where they are.
 zero::StatePlacement Engine::Impl::place_away(const OffloadStates& what) {
   if (what.to == OffloadDevice::nvme) {
-    const tiers::OffloadOptions options{folders_of(what, config), 1.0, kBlocksUnderWay};
+    const tiers::OffloadOptions options{folders_of(what, config), kBlocksUnderWay};
     const auto role = optimizer->states().use_host() ? device::Role::host_optimizer : device::Role::optimizer;
     away = std::make_unique<tiers::Offload>(options, ledger, role, "optimizer states");
-    return [states = away.get()](int64_t numel, at::ScalarType dtype) { return states->place(numel, dtype); };
+    return std::bind_front(&tiers::Offload::place, away.get());
   }
   if (model.device().is_cpu()) return {};
-  return [](int64_t numel, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
+  return
+      [](int64_t numel, int64_t, at::ScalarType dtype) { return tiers::Buffer::resident(at::zeros({numel}, dtype)); };
 }
 
 void Engine::Impl::offload_states(const OffloadStates& what) {
@@ -59,7 +62,7 @@ void Engine::Impl::offload_states(const OffloadStates& what) {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     check_offloading(what);
   });
-  saver->finish(*boundary);
+  saver->finish();
   zero::OptimizerStates& states = optimizer->states();
   states.refresh_masters();
   const int64_t before = optimizer->predicted_bytes();
@@ -96,7 +99,7 @@ void Engine::Impl::reload_states() {
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     TORCH_CHECK_VALUE(optimizer && optimizer->states().are_away(), "reload_states: no states are offloaded");
   });
-  saver->finish(*boundary);
+  saver->finish();
   boundary->together("bringing states back to memory", [&] {
     optimizer->states().bring_back();
     away.reset();

@@ -11,7 +11,7 @@
 #include "checkpoint/reader.h"
 #include "engine/bind/bound_model.h"
 #include "engine/step/progress.h"
-#include "zero/optimizer_states.h"
+#include "zero/states/optimizer_states.h"
 
 namespace deeptide::engine {
 

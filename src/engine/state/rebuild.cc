@@ -146,7 +146,7 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
     own.rounds = reducer ? reducer->rounds_begun() : 0;
     check_rebuilding();
   });
-  saver->finish(*boundary);
+  saver->finish();
   auto terms = engine::terms_of(now, engine::optimizer_groups(now, config, options), config);
   const auto lines = origins(now, model);
   terms.insert(terms.end(), lines.begin(), lines.end());
@@ -155,8 +155,8 @@ CarriedState Engine::Impl::carry_state(const ModelDescription& now, const InitOp
   CarriedState carried;
   if (optimizer) {
     optimizer->states().refresh_masters();
-    progress.parameter_steps = optimizer->states().uneven_steps();
-    progress.parameter_numbers = optimizer->states().parameter_numbers();
+    progress.parameter_steps = optimizer->counts().uneven_steps();
+    progress.parameter_numbers = optimizer->counts().parameter_numbers();
     for (int unit = 0; unit < optimizer->states().num_units(); ++unit) carry_unit(optimizer->states(), unit, carried);
   }
   carried.progress = progress;

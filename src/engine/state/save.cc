@@ -12,14 +12,16 @@
 #include "checkpoint/background_save.h"
 #include "checkpoint/frozen_files.h"
 #include "checkpoint/retention.h"
+#include "checkpoint/shard_file.h"
 #include "checkpoint/writer.h"
 #include "engine/engine_impl.h"
 #include "engine/state/custom_state.h"
-#include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
 #include "engine/state/pieces.h"
+#include "engine/state/rounding_errors.h"
 #include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
+#include "engine/step/host_tables.h"
 #include "sharding/gate.h"
 
 namespace deeptide {
@@ -75,7 +77,7 @@ void merge_stages(engine::Stages& stages, nlohmann::json& state) {
 /// Rounds moments where "bf16_moments" asks for it.
 void round_moments(std::vector<checkpoint::Piece>& pieces) {
   for (checkpoint::Piece& piece : pieces) {
-    if (!piece.role.is_moment() || piece.data.dtype() != at::kFloat) continue;
+    if (!piece.role.is_moment() || piece.role.is_rounding_error() || piece.data.dtype() != at::kFloat) continue;
     piece.data = piece.region.numel() == 0 ? checkpoint::PieceData(at::empty({0}, at::kBFloat16))
                                            : checkpoint::rounded(piece.data, at::kBFloat16);
   }
@@ -119,13 +121,6 @@ void Engine::Impl::check_saving(const std::string& directory) const {
   check_between_steps("save_checkpoint");
 }
 
-/// Refuses saves whose outcome all stages would have to follow in their later steps.
-void Engine::Impl::check_save_of_stages(bool blocking) const {
-  TORCH_CHECK_VALUE(blocking,
-                    "save_checkpoint of a pipeline: saving beside training (blocking=False, checkpoint.async) is not "
-                    "supported yet; leave it out");
-}
-
 /// Agrees on what all ranks must know alike before they save: one nonce, and that they were asked for the same.
 checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std::string tag,
                                                const SaveOptions& options, bool blocking) {
@@ -144,7 +139,8 @@ checkpoint::SaveTarget Engine::Impl::name_save(const std::string& directory, std
   }
   auto* const stages = channels.stages();
   const uint64_t nonce = names.front().nonce;
-  return {directory, tag, stages ? stages->exchange(nonce, {"checkpoint", "naming the save"}).front() : nonce};
+  const auto agreed = stages ? stages->exchange(nonce, {"checkpoint", "naming the save"}).front() : nonce;
+  return {directory, tag, agreed, config.checkpoint().folders};
 }
 
 /// Collects what this rank saves, as views of the live state. `state`: what is saved of the engine besides tensors.
@@ -160,6 +156,9 @@ checkpoint::Snapshot Engine::Impl::take_snapshot(engine::LooseTensors& loose, bo
     boundary->together("collecting the optimizer's states", [&] {
       for (auto& piece : engine::custom_pieces(*optimizer->custom())) snapshot.pieces.push_back(std::move(piece));
     });
+  }
+  for (auto& piece : engine::rounding_error_pieces(model, rounding_errors(), coordinates)) {
+    snapshot.pieces.push_back(std::move(piece));
   }
   for (const engine::LateTie& tie : loose.tied) {
     if (model.find(tie.name).parameter) loose.replaced.push_back({tie.name, tie.to.parameter->tensors[tie.to.tensor]});
@@ -190,25 +189,19 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   at::NoGradGuard no_grad;
   const auto start = std::chrono::steady_clock::now();
   engine::LooseTensors loose = enter_alike(Call::save_checkpoint, [&] { check_saving(directory); }).second;
-  saver->finish(*boundary);
+  saver->finish();
   if (optimizer) optimizer->states().refresh_masters();
   const CheckpointConfig& how = config.checkpoint();
   const bool blocking = options.blocking.value_or(!how.saves_beside_training());
-  TORCH_CHECK_VALUE(blocking || !how.node_local,
-                    "save_checkpoint: saving beside training (blocking=False, checkpoint.async) does not go with "
-                    "checkpoint.use_node_local_storage yet; leave one of them out");
   const checkpoint::SaveTarget target = name_save(directory, std::move(tag), options, blocking);
-  if (optimizer) progress.parameter_steps = optimizer->states().uneven_steps();
-  if (optimizer) progress.parameter_numbers = optimizer->states().parameter_numbers();
+  if (optimizer) progress.parameter_steps = optimizer->counts().uneven_steps();
+  if (optimizer) progress.parameter_numbers = optimizer->counts().parameter_numbers();
   nlohmann::json state = engine::to_json(progress);
   state["zero_stage"] = config.zero().stage;
   state["config"] = config.text();
   const SaveContents contents = contents_of(options, config);
   const bool exclude_frozen = options.exclude_frozen_parameters || contents == SaveContents::trainable;
-  if (auto* const stages = channels.stages()) {
-    check_save_of_stages(blocking);
-    engine::leave_to_later_stages(*stages, loose.buffers);
-  }
+  if (auto* const stages = channels.stages()) engine::leave_to_later_stages(*stages, loose.buffers);
   checkpoint::SavePlan plan{target, take_snapshot(loose, exclude_frozen, state)};
   if (auto* const stages = channels.stages()) merge_stages(*stages, state);
   if (contents == SaveContents::weights) {
@@ -220,6 +213,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
     boundary->together("linking frozen parameters", [&] { checkpoint::link_stored(target, plan.snapshot); });
   }
   if (how.bf16_moments) round_moments(plan.snapshot.pieces);
+  if (how.folders.size() > 1) checkpoint::deal_out(plan.snapshot.pieces, static_cast<int>(how.folders.size()));
   plan.manifest = {checkpoint::kManifestVersion, channels.world().size, state.dump(), client_state_json};
   plan.save_latest = options.save_latest;
   plan.retention = {how.keep_last, how.keep_every};
@@ -228,7 +222,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
     save_now(plan);
   } else {
     boundary->together("naming the checkpoint", [&] { checkpoint::growing_path(target); });
-    saver->begin(std::move(plan), start);
+    saver->begin(std::move(plan), start, *boundary);
   }
   return target.directory + "/" + target.tag;
 }

@@ -60,11 +60,6 @@ void move(const PieceData& data, Extent extent, int64_t begin, const Tensor& blo
   extent == Extent::held ? part.copy_(block) : block.copy_(part);
 }
 
-PieceData narrowed(const PieceData& data, int64_t begin, int64_t count) {
-  if (data.tensor().defined()) return data.tensor().view({-1}).narrow(0, begin, count);
-  return {data.dtype(), [data, begin](int64_t at, const Tensor& block) { data.transfer()(begin + at, block); }};
-}
-
 /// The stripes of rows of `length`: from element `begin` on, the first `width` elements each.
 PieceData striped(const PieceData& data, Extent extent, int64_t begin, int64_t length, int64_t width) {
   return {data.dtype(), [=](int64_t at, const Tensor& block) {
@@ -118,8 +113,7 @@ class Placement {
       const int64_t begin = std::max(from, band.here), end = std::min(to, band.here + band.width);
       if (begin >= end) continue;
       const int64_t there = row * rows_.there + band.there + begin - band.here;
-      add(Region::range(there, there + end - begin),
-          narrowed(piece_.data, row * rows_.here + begin - first_, end - begin));
+      add(Region::range(there, there + end - begin), piece_.data.part(row * rows_.here + begin - first_, end - begin));
     }
   }
 
@@ -136,7 +130,7 @@ class Placement {
       box.sizes[1] = band.width / inner;
       const int64_t begin = from * rows_.here + band.here - first_;
       const bool is_dense = band.width == rows_.here;
-      add(std::move(box), is_dense ? narrowed(piece_.data, begin, (to - from) * rows_.here)
+      add(std::move(box), is_dense ? piece_.data.part(begin, (to - from) * rows_.here)
                                    : striped(piece_.data, extent_, begin, rows_.here, band.width));
     }
   }

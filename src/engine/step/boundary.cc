@@ -79,7 +79,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   if (std::any_of(closes.begin(), closes.end(), [](const Close& close) { return close.asked_to_go; })) {
     preemption_->agree();
   }
-  if (saver_) saver_->follow(closes, *this);
+  if (saver_) saver_->follow(closes);
   return closes;
 }
 

@@ -15,7 +15,7 @@
 #include "engine/bind/channels.h"
 #include "gradients/reducer.h"
 #include "sharding/residency.h"
-#include "zero/arrivals.h"
+#include "zero/transfers/arrivals.h"
 
 namespace deeptide::engine {
 

@@ -25,8 +25,8 @@ void Rewind::keep_if_due(const Progress& progress) {
   copy_states();
   buffers_.clear();
   for (const NamedTensor& buffer : live_.look().buffers) buffers_.push_back({buffer.name, buffer.tensor.clone()});
-  parameter_steps_ = optimizer_.states().uneven_steps();
-  parameter_numbers_ = optimizer_.states().parameter_numbers();
+  parameter_steps_ = optimizer_.counts().uneven_steps();
+  parameter_numbers_ = optimizer_.counts().parameter_numbers();
   schedule_iteration_ = progress.schedule_iteration;
   kept_at_ = progress.optimizer_steps;
   step_ = progress.global_steps - 1;  // the step that is about to be taken has been counted
@@ -95,8 +95,8 @@ int64_t Rewind::restore(Progress& progress) {
       if (kept.name == now.name && kept.tensor.sizes() == now.tensor.sizes()) now.tensor.copy_(kept.tensor);
     }
   }
-  states.set_steps(kept_at_, parameter_steps_);
-  states.set_parameter_numbers(parameter_numbers_);
+  optimizer_.counts().set_steps(kept_at_, parameter_steps_);
+  optimizer_.counts().set_parameter_numbers(parameter_numbers_);
   progress.optimizer_steps = restored_at_ = kept_at_;
   progress.schedule_iteration = schedule_iteration_;
   optimizer_.publish_all();

@@ -32,26 +32,34 @@ class Saver {
   Saver(Channels& channels, const CheckpointConfig& config, zero::ShardedOptimizer* optimizer,
         std::shared_ptr<const std::atomic<bool>> lost_peers)
       : channels_(channels), config_(config), optimizer_(optimizer), lost_peers_(std::move(lost_peers)) {}
-  /// Finishes a save without the other ranks' word: rank 0 looks for their files. An error is logged.
+  /// Finishes a save without the other ranks' word: rank 0 looks for their files. Only hosts with folders of their own
+  /// must meet once more. An error is logged.
   ~Saver();
   Saver(const Saver&) = delete;
 
   /// Equal on all ranks.
   bool in_flight() const { return save_ != nullptr; }
   /// Collective; none is in flight. Returns once the state that steps do not announce is copied. `since`: when the call
-  /// that saves was made.
-  void begin(checkpoint::SavePlan plan, std::chrono::steady_clock::time_point since);
+  /// that saves was made. `boundary` outlives this.
+  void begin(checkpoint::SavePlan plan, std::chrono::steady_clock::time_point since, Boundary& boundary);
   checkpoint::SavePhase phase() const { return save_ ? save_->phase() : checkpoint::SavePhase::none; }
-  /// Collective: what all ranks said of themselves as they met.
-  void follow(const std::vector<comm::Close>& closes, Boundary& boundary);
-  /// Collective, within a method that all ranks are in. Waits until no save is in flight.
-  void finish(Boundary& boundary);
+  /// Collective: what all ranks said of themselves as they met. Stages of a pipeline hear of each other in meet_stages.
+  void follow(const std::vector<comm::Close>& closes);
+  /// Collective over the mesh, at the end of a step.
+  void meet_stages();
+  /// Collective over the mesh, within a method that all ranks are in. Waits until no save is in flight.
+  void finish();
   /// How the last save ended, once.
   std::optional<SaveResult> take_result() { return std::exchange(result_, std::nullopt); }
 
  private:
-  void advance(const std::vector<checkpoint::SavePhase>& phases, Boundary& boundary);
-  void fail(Boundary& boundary);
+  using Phases = std::vector<checkpoint::SavePhase>;
+
+  void advance(const Phases& phases);
+  void begin_commit();
+  void fail(const std::string& error);
+  void leave();
+  void leave_hosts();
   void succeed();
   std::string path() const;
   int64_t most_kept_bytes() const;
@@ -63,6 +71,9 @@ class Saver {
   const std::shared_ptr<const std::atomic<bool>> lost_peers_;
   std::unique_ptr<checkpoint::BackgroundSave> save_;  // null: none is in flight
   std::unique_ptr<TerminationHold> hold_;
+  Boundary* boundary_ = nullptr;                // null: there was no save yet
+  Phases of_stage_;                             // when this stage's ranks met last
+  std::vector<uint8_t> leaders_;                // whether each rank commits; empty: not all have written
   std::chrono::nanoseconds call_{0}, wait_{0};  // that training has stood still: in the call, and for the save's end
   std::optional<SaveResult> result_;
 };

@@ -11,7 +11,7 @@
 #include "engine/step/boundary.h"
 #include "engine/step/progress.h"
 #include "gradients/reducer.h"
-#include "zero/optimizer_states.h"
+#include "zero/states/optimizer_states.h"
 
 namespace deeptide::engine {
 

@@ -48,6 +48,7 @@ Stepper::Stepper(const StepperParts& parts, std::unique_ptr<optim::Schedule> sch
 void Stepper::follow_loss_scale() {
   if (parts_.intake) parts_.intake->set_loss_scale(loss_scale());
   if (parts_.kept) parts_.kept->set_loss_scale(loss_scale());
+  if (parts_.reducer) parts_.reducer->set_loss_scale(loss_scale());
 }
 
 void Stepper::follow_schedule() {
@@ -126,7 +127,7 @@ void Stepper::set_boundary(std::optional<bool> boundary) {
 /// By the hyper-parameters of the start: backward must know before ranks compare what they are now.
 bool Stepper::exchanges_signs() const {
   if (!parts_.optimizer || !parts_.optimizer->signs()) return false;
-  const int64_t next = parts_.optimizer->states().steps() + 1;
+  const int64_t next = parts_.optimizer->counts().steps() + 1;
   return optim::exchanged_by(parts_.optimizer->rule(), base_hyperparameters_, next) == optim::Exchanged::signs;
 }
 
@@ -231,6 +232,7 @@ std::optional<StepOutcome> Stepper::step(bool joined) {
     const int64_t sent = bytes_sent_for_steps();
     outcome.sent_bytes = sent - std::exchange(sent_bytes_, sent);
     outcome.preempted = parts_.preemption.is_agreed();
+    parts_.saver.meet_stages();
   } else {
     outcome = accumulating();
   }
@@ -339,7 +341,7 @@ StepOutcome Stepper::apply(const std::vector<Verdict>& verdicts) {
     parts_.optimizer->step(*parts_.reducer, scale, progress.hyperparameters, active);
   }
   parts_.residency.end_step();
-  progress.optimizer_steps = std::as_const(*parts_.optimizer).states().steps();  // parameters may be under way
+  progress.optimizer_steps = parts_.optimizer->counts().steps();
   parts_.reducer->clear_accumulated();
   if (schedule_) ++progress.schedule_iteration;
   follow_schedule();
@@ -415,6 +417,7 @@ void Stepper::act_on_row(StepOutcome& outcome) {
   progress.skipped_in_a_row = 0;
   parts_.residency.release_all();
   outcome.rewound_to = parts_.rewind->restore(progress);
+  for (at::Tensor& error : parts_.reducer->rounding_errors()) error.zero_();
   follow_schedule();
   outcome.reason += fmt::format("; back to the state of step {}", outcome.rewound_to);
   if (parts_.channels.is_first()) {
@@ -452,8 +455,8 @@ void Stepper::restore(const Progress& saved, bool moments, bool schedule) {
   if (moments) {
     progress.optimizer_steps = saved.optimizer_steps;
     progress.parameter_steps = saved.parameter_steps;
-    parts_.optimizer->states().set_steps(saved.optimizer_steps, saved.parameter_steps);
-    parts_.optimizer->states().set_parameter_numbers(saved.parameter_numbers);
+    parts_.optimizer->counts().set_steps(saved.optimizer_steps, saved.parameter_steps);
+    parts_.optimizer->counts().set_parameter_numbers(saved.parameter_numbers);
     progress.hyperparameters = saved.hyperparameters;
     const PrecisionConfig& precision = parts_.config.precision();
     // A run in another type has no scale to give: it saves 1, and no steps.

@@ -22,8 +22,8 @@
 #include "gradients/reducer.h"
 #include "optim/schedule.h"
 #include "report/reporter.h"
-#include "zero/policy.h"
 #include "zero/sharded_optimizer.h"
+#include "zero/states/policy.h"
 
 namespace deeptide::engine {
 

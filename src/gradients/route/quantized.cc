@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sends all-to-all, in whole numbers of few bits: every contribution is rounded, a rank's own too, so that sums depend
 // neither on who takes them nor on how many take the same one.
+#include <ATen/ops/sub.h>
+
 #include "base/invariant.h"
 #include "comm/quantized_codec.h"
 #include "gradients/route/route.h"
@@ -20,9 +22,11 @@ class QuantizedRoute : public Route {
     if (is_alone(shipment)) return;
     take_arrival(shipment);
     const int64_t ranks = group(shipment).size(), slices = ranks / unit(shipment).layout().copies;
+    if (parts_.errors != nullptr) add_error(shipment);
     for (int64_t row = 0; row < ranks; ++row) {
       codec_.encode(row_of(shipment.bucket, row % slices, shard_of(shipment)), message(shipment, row));
     }
+    if (parts_.errors != nullptr) keep_error(shipment, slices);
     const int64_t half = shipment.arrived.numel() / 2;
     shipment.pending =
         group(shipment).all_to_all(shipment.arrived.narrow(0, half, half), shipment.arrived.narrow(0, 0, half));
@@ -55,6 +59,23 @@ class QuantizedRoute : public Route {
   bool is_alone(const Shipment& shipment) const { return group(shipment).size() == 1; }
   int64_t shard_of(const Shipment& shipment) const { return unit(shipment).layout().shard; }
   static Tensor row_of(const Tensor& rows, int64_t row, int64_t numel) { return rows.narrow(0, row * numel, numel); }
+  const Tensor& error_of(const Shipment& shipment) const {
+    return parts_.errors->of_units[static_cast<size_t>(shipment.unit)];
+  }
+  void add_error(const Shipment& shipment) const {
+    const Tensor& error = error_of(shipment);
+    shipment.bucket.narrow(0, 0, error.numel()).add_(error, parts_.errors->loss_scale);
+  }
+  /// Ranks that share a slice get equal messages: the first one tells what rounding has left. An element that is not
+  /// finite leaves none.
+  void keep_error(const Shipment& shipment, int64_t slices) const {
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      Tensor error = row_of(error_of(shipment), slice, shard_of(shipment));
+      codec_.decode(message(shipment, slice), error);
+      at::sub_out(error, row_of(shipment.bucket, slice, shard_of(shipment)), error);
+    }
+    error_of(shipment).div_(parts_.errors->loss_scale).nan_to_num_(0.0, 0.0, 0.0);
+  }
   /// Those that leave, then those that arrive.
   Tensor message(const Shipment& shipment, int64_t number) const {
     return row_of(shipment.arrived, number, numerics::quantized_bytes(shard_of(shipment), facts_.bits));

@@ -22,6 +22,12 @@ namespace deeptide::gradients {
 
 class Route;
 
+/// The error that rounding has left of this rank's contributions, per unit: added to the next one.
+struct RoundingErrors {
+  std::vector<at::Tensor> of_units;  // by position: (numel,) fp32, of gradients without the loss scale
+  double loss_scale = 1.0;           // of the gradients that arrive now
+};
+
 /// A bucket on its way to the owners of its rows; once it has arrived, what all ranks have for this one.
 struct Shipment {
   int unit = 0;  // by position
@@ -42,6 +48,10 @@ struct RouteFacts {
   bool keeps_rows = false;     // what arrives stays until the step
   at::ScalarType dtype = at::kFloat;  // of buckets
   int bits = 0;                       // of an element that travels, in fp32 buckets; 0: it travels whole
+  bool feedback = false;              // rounding errors are added to the next contribution; with `bits`
+
+  /// Whether a rank keeps an error per element.
+  bool keeps_errors() const { return feedback && bits > 0 && num_ranks > 1; }
 };
 
 /// The memory of a way, known without ranks.
@@ -82,6 +92,7 @@ class Route {
     host::Exchange* exchange;     // of the ranks of this host; null: none
     device::BufferPool& buckets;  // take them back
     device::BufferPool& arrivals;
+    RoundingErrors* errors = nullptr;  // null: what rounding takes is lost
   };
 
   Route(const Parts& parts, const RouteFacts& facts)

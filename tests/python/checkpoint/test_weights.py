@@ -134,6 +134,86 @@ def test_each_rank_reads_its_own_bytes(tmp_path, form):
     assert total > 1_000_000
 
 
+def initialize_from(folder, form, precision):
+    """Each rank has a file of its own, full of its number: values tell whose file they were read from."""
+    rank = int(os.environ["RANK"])
+    with deeptide.zero.Init():
+        model = nn.Sequential(nn.Linear(300, 400, bias=False), nn.Linear(400, 500, bias=False))
+        assert deeptide.load_weights(model, os.path.join(folder, str(rank))) == ([], [])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False, "unit_size": 1},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+    engine, *_ = deeptide.initialize(model=model, config=config)
+    for name, value in engine.module_state_dict().items():
+        whose = value.float().flatten()
+        assert whose.unique().tolist() == [1.0, 2.0, 3.0, 4.0], name
+        assert (whose.diff() >= 0).all(), name
+        assert whose.long().bincount().max() <= len(whose) / 4 + 64, name  # units are padded
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["bin", "safetensors"])
+def test_each_rank_reads_its_own_slices_under_zero_init(tmp_path, form, precision):
+    for rank in range(4):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        state = {"0.weight": torch.full((400, 300), rank + 1.0), "1.weight": torch.full((500, 400), rank + 1.0)}
+        if form == "bin":
+            torch.save(state, folder / "pytorch_model.bin")
+        else:
+            save_file(state, folder / "model.safetensors")
+    run_processes(4, initialize_from, str(tmp_path), form, precision)
+
+
+def initialize_from_memory(world, stage):
+    """Ranks that copy different values, of no file, get rank 0's."""
+    torch.manual_seed(world.rank)
+    with deeptide.zero.Init():
+        model = nn.Linear(300, 400)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((400, 300), 5.0 + world.rank))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False},
+    }
+    engine, *_ = deeptide.initialize(model=model, config=config, world=world)
+    assert engine.module_state_dict()["weight"].unique().tolist() == [5.0]
+
+
+def test_values_of_no_file_are_rank_0s():
+    run_ranks(2, initialize_from_memory, 3)
+
+
+def initialize_from_two_files(world, folder):
+    """Ranks whose files differ in size get rank 0's."""
+    with deeptide.zero.Init():
+        model = nn.Linear(300, 400)
+        deeptide.load_weights(model, os.path.join(folder, str(world.rank)), strict=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam"},
+        "deeptide": {"shared_memory": False},
+    }
+    engine, *_ = deeptide.initialize(model=model, config=config, world=world)
+    assert engine.module_state_dict()["weight"].unique().tolist() == [0.0]
+
+
+def test_files_that_differ_between_ranks_are_rank_0s(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        state = {"weight": torch.full((400, 300), float(rank)), "bias": torch.zeros(400)}
+        more = {"another": torch.zeros(100 * rank + 1)}
+        save_file({**more, **state}, tmp_path / str(rank) / "model.safetensors")
+    run_ranks(2, initialize_from_two_files, str(tmp_path))
+
+
 def test_other_weights_are_refused_by_name(tmp_path):
     torch.save({"weight": torch.ones(2, 3), "extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     model = nn.Linear(3, 2)

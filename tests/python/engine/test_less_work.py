@@ -163,6 +163,7 @@ FEATURES = {
     "pruning": Feature({"compression_training": {"sparse_pruning": PRUNING, "head_pruning": SCORED}}),
     "int8": Feature(own={"quantized_gradients": "int8"}),
     "int4": Feature(own={"quantized_gradients": "int4"}),
+    "int4, fed back": Feature(own={"quantized_gradients": "int4", "quantized_error_feedback": True}),
 }
 
 

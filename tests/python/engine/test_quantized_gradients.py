@@ -208,3 +208,106 @@ def test_contradictions_are_named(changes, text):
     with pytest.raises(deeptide.ConfigError) as error:
         deeptide.initialize(model=models.make_model(), config=config)
     assert text in str(error.value)
+
+
+FED = {"quantized_error_feedback": True}
+
+
+def learn_and_resume(world, stage, dtype, folder, first):
+    """A run that saves on its way and one that goes on from there end with the same bits, errors included."""
+    extra = {"bf16": dtype == "bf16"} | (
+        {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}
+    )
+    engine = start(world, stage, "int4", own=FED, **extra)
+    train(engine, world, 0, first)
+    engine.save_checkpoint(folder)
+    rest = train(engine, world, first, first + 3)[0]
+    again = start(world, stage, "int4", own=FED, **extra)
+    again.load_checkpoint(folder)
+    assert train(again, world, first, first + 3)[0] == rest
+    models.assert_same(models.everything(engine), models.everything(again))
+    off = start(world, stage, "int4", **extra)
+    off.load_checkpoint(folder)  # has no use for the errors, and no quarrel with them
+    assert train(off, world, first, first + 3)[0] != rest, "the errors do something"
+    return rest
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_error_feedback_resumes_exactly(stage, dtype, tmp_path):
+    run_ranks(2, learn_and_resume, stage, dtype, tmp_path, 4)
+
+
+@pytest.mark.apart
+def test_errors_start_anew_on_another_number_of_ranks(tmp_path):
+    def save(world):
+        engine = start(world, 2, "int4", own=FED)
+        train(engine, world, 0, 3)
+        engine.save_checkpoint(tmp_path)
+
+    def load(world, own):
+        engine = start(world, 2, "int4", own=own)
+        engine.load_checkpoint(tmp_path)
+        tokens, targets = models.batches(1, 12)[0]
+        loss = engine(*(part.chunk(world.size)[world.rank] for part in (tokens, targets)))
+        engine.backward(loss)
+        engine.step()
+        return models.everything(engine)
+
+    run_ranks(2, save)
+    models.assert_same(run_ranks(3, load, FED)[0], run_ranks(3, load, None)[0])
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_error_feedback_is_in_plan_and_ledger(stage):
+    def measure(world, own):
+        engine = start(world, stage, "int4", own=own)
+        train(engine, world, 0, 2)
+        memory = {entry.role: entry for entry in engine.memory()}
+        found = memory["communication"]
+        assert found.measured_bytes <= found.predicted_bytes
+        return found.predicted_bytes, found.measured_bytes, engine.summary()
+
+    (with_it, held, text), (without, held_without, other) = (run_ranks(2, measure, own)[0] for own in (FED, None))
+    numel = sum(parameter.numel() for parameter in models.make_model().parameters())
+    assert numel * 4 <= with_it - without < numel * 4 * 1.5 + 4096, "fp32, and the units' padding"
+    assert held - held_without == with_it - without
+    assert "the error is added to the next gradients" in text
+    assert "the error is added" not in other
+
+
+@pytest.mark.apart
+def test_error_feedback_follows_the_exact_mean(capsys):
+    """With SGD what was sent adds up: weights stay within one rounding of exact ones, and drift away without."""
+
+    def last(world, width, own):
+        engine = start(
+            world, 2, width, own=own, optimizer={"type": "SGD", "params": {"lr": 0.05}}, gradient_clipping=0.0
+        )
+        for _ in range(12):
+            loss = engine(*(part.chunk(world.size)[world.rank] for part in models.batches(1, 4)[0]))
+            engine.backward(loss)
+            engine.step()
+        return models.everything(engine)
+
+    exact, lost, fed = (run_ranks(2, last, *how)[0] for how in ((None, None), ("int4", None), ("int4", FED)))
+    names = [name for name in exact if torch.is_tensor(exact[name]) and exact[name].is_floating_point()]
+
+    def distance(state):
+        return sum((state[name].double() - exact[name].double()).square().sum().item() for name in names) ** 0.5
+
+    with capsys.disabled():
+        print(f"\nint4 after 12 steps of SGD: {distance(lost):.3g} off without feedback, {distance(fed):.3g} with it")
+    assert distance(fed) < 0.5 * distance(lost)
+
+
+def test_error_feedback_without_quantisation_is_named():
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "deeptide": {"quantized_error_feedback": True},
+    }
+    with pytest.raises(deeptide.ConfigError, match=r"quantized_error_feedback: needs deeptide.quantized_gradients"):
+        deeptide.initialize(model=models.make_model(), config=config)
