@@ -50,11 +50,10 @@ def layers_of_turn() -> list[str]:
     """Returns the layers with tests whose turn it is, and those that changed."""
     changed = tidy.changed_files(("src/", "tests/", *OF_ALL_LAYERS))
     layers = sorted(path.parent.name for path in (tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
-    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn()}
     if any(name.startswith(OF_ALL_LAYERS) for name in changed):
-        touched = collections.Counter(layers)
-    else:
-        touched = collections.Counter(layer for name in changed if (layer := name.split("/")[1]) in layers)
+        return layers
+    due = {layer for number, layer in enumerate(layers) if number % TURNS == turn()}
+    touched = collections.Counter(layer for name in changed if (layer := name.split("/")[1]) in layers)
     most = [layer for layer, _ in touched.most_common() if layer not in due]
     return sorted(due.union(most[: len(due)]))
 

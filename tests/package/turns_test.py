@@ -39,6 +39,14 @@ class Turns(unittest.TestCase):
         self.given(["tests/python/engine/test_plan.py", "tests/python/models.py", "src/base/json.cc"])
         self.assertEqual(turns.changed_tests(), ["tests/python/engine/test_plan.py"])
 
+    def test_are_as_many_again_at_most_of_many_that_changed(self):
+        due = self.layers([])
+        built = sorted(path.parent.name for path in (turns.tidy.ROOT / "tests").glob("*/CMakeLists.txt"))
+        most = next(layer for layer in built if layer not in due)
+        layers = self.layers([f"src/{layer}/one.cc" for layer in built] + [f"src/{most}/other.cc"])
+        self.assertEqual(len(layers), 2 * len(due))
+        self.assertLessEqual(due | {most}, layers)
+
     def test_are_all_layers_where_flags_changed(self):
         built = {path.parent.name for path in (turns.tidy.ROOT / "tests").glob("*/CMakeLists.txt")}
         for name in ("cmake/DeeptideLayer.cmake", "CMakeLists.txt"):
