@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shows a C++ program its steps, and that seeing changes none of them.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -67,7 +68,7 @@ class Observing : public testing::Test {
  protected:
   Observing() { fs::create_directories(folder); }
   ~Observing() override { fs::remove_all(folder); }
-  const std::string folder = testing::TempDir() + "/observing_test";
+  const std::string folder = testing::TempDir() + "observing_test_" + std::to_string(::getpid());
 };
 
 TEST_F(Observing, TellsOfStepsAndChangesNone) {
