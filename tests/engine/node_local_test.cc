@@ -238,6 +238,22 @@ TEST(NodeLocalCheckpoint, AWriterThatFailsIsNamedAndNothingStays) {
   }
 }
 
+// A rank's own counters and what its program adds may differ from rank 0's, which is what a checkpoint holds.
+TEST(NodeLocalCheckpoint, HoldsTheFirstRanksClientStateOnEachHost) {
+  for (const bool blocking : {true, false}) {
+    const Scratch scratch;
+    Hosts{{0, 0, 1, 1}, scratch}.run(1, [&](TrainingSession& session, const std::string& folder) {
+      session.step(0);
+      const std::string own = R"({"rank": )" + std::to_string(session.world.rank) + "}";
+      session.engine.save_checkpoint(folder, "t", own, {.blocking = blocking});
+      session.engine.wait_for_save();
+      const auto loaded = session.engine.load_checkpoint(folder, "t");
+      ASSERT_TRUE(loaded);
+      EXPECT_EQ(loaded->client_state_json, R"({"rank": 0})");
+    });
+  }
+}
+
 TEST(NodeLocalCheckpoint, ASharedFolderIsSavedOnce) {
   const Scratch scratch;
   Hosts{{0, 0, 0}, scratch}.run(2, [&](TrainingSession& session, const std::string& folder) {

@@ -215,6 +215,7 @@ std::string Engine::Impl::save_checkpoint(const std::string& directory, std::str
   if (how.bf16_moments) round_moments(plan.snapshot.pieces);
   if (how.folders.size() > 1) checkpoint::deal_out(plan.snapshot.pieces, static_cast<int>(how.folders.size()));
   plan.manifest = {checkpoint::kManifestVersion, channels.world().size, state.dump(), client_state_json};
+  if (how.node_local) plan.manifest = engine::manifest_of_first(channels, std::move(plan.manifest));
   plan.save_latest = options.save_latest;
   plan.retention = {how.keep_last, how.keep_every};
   plan.buffer_bytes = how.buffer_bytes;

@@ -12,6 +12,17 @@
 
 namespace deeptide::engine {
 
+checkpoint::Manifest manifest_of_first(Channels& channels, checkpoint::Manifest own) {
+  MeshVotes votes(channels);
+  const auto share = [&](std::string& text) {
+    if (channels.world().rank != 0) text.clear();
+    text = comm::exchange_texts(votes, text, {"checkpoint", "exchanging the first rank's manifest"}).front();
+  };
+  share(own.state_json);
+  share(own.client_state_json);
+  return own;
+}
+
 bool share_tables(Channels& channels, Boundary& boundary, const checkpoint::SaveTarget& target) {
   const std::string growing = checkpoint::growing_path(target);
   const auto path = [&](int rank) { return growing + "/" + checkpoint::rank_table_name(rank); };
