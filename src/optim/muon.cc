@@ -79,8 +79,8 @@ using at::Tensor;
 HWY_EXPORT(muon_direct);
 HWY_EXPORT(muon_apply);
 
-/// Whether products of fp32 matrices, rounded to bf16, are faster than those of bf16 matrices: torch has plain loops for
-/// them on x86 without AVX-512, 30 to 70 times slower. Both add up in fp32.
+/// Whether products of fp32 matrices, rounded to bf16, are faster than those of bf16 matrices. On x86 without AVX-512,
+/// torch has plain loops for the latter, 30 to 70 times slower. Both add up in fp32.
 bool slow_in_bf16([[maybe_unused]] const Tensor& matrix) {
 #if HWY_ARCH_X86
   static const bool kPlainLoops = (hwy::SupportedTargets() & HWY_AVX3) == 0;
