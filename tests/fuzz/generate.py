@@ -70,7 +70,7 @@ class Generator:
 
     def _model(self):
         draw = self.draw
-        return {
+        model = {
             "width": draw.choice([3, 4, 6]),
             "blocks": draw.randint(1, 3),
             "norm": draw.choice(["layer", "layer", "batch"]),
@@ -82,6 +82,9 @@ class Generator:
             "seed_by_rank": draw.random() < 0.3,
             "pruning": self._pruning(),
         } | self._left_out_of_steps()
+        if model["norm"] == "batch":
+            model["tokens"] = None  # its channels would be tokens
+        return model
 
     def _pruning(self):
         if self.less.random() > 0.2:
