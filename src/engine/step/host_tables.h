@@ -10,8 +10,8 @@
 
 namespace deeptide::engine {
 
-/// Collective over the mesh: rank 0's manifest, which all hosts' folders have. A rank's own counters and client state may
-/// be others.
+/// Collective over the mesh: rank 0's manifest, which all hosts' folders have. A rank's own counters and client state
+/// may be others.
 checkpoint::Manifest manifest_of_first(Channels& channels, checkpoint::Manifest own);
 
 /// Collective over the mesh, once all ranks have written. Gives each growing folder the tables of the ranks that write
