@@ -30,6 +30,9 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": group["params"]} for group in plan.param_groups], {})
         # The caller's own groups where there are some: a scheduler made on them stays in force.
         self.param_groups = plan.param_groups
+        # OneCycleLR and CyclicLR look here for a momentum that they may move.
+        first: ParamGroup = next(iter(self.param_groups), {})
+        self.defaults = {name: value for name, value in first.items() if name != "params"}
         self.state = _given_optimizer.AwayState()
         self.info = plan.info
         self._engine: weakref.ref[Engine] | None = None

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of the program's own: the rates after a resume are those of the run that nobody interrupted."""
 
+import copy
+
 import models
 import pytest
 import torch
@@ -27,9 +29,7 @@ def warmup_of_transformers(optimizer):
 SCHEDULES = {
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.1, total_steps=12, cycle_momentum=False
-    ),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12),
     "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-1, 4, cycle_momentum=False),
     "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
     "SequentialLR": sequence,
@@ -43,7 +43,7 @@ def train(engine, first, count):
         tokens = torch.randint(37, (4, 7), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()
-        rates.append([engine.get_lr(), [group["lr"] for group in engine.optimizer.param_groups]])
+        rates.append([engine.get_lr(), [(group["lr"], *group["betas"]) for group in engine.optimizer.param_groups]])
     return rates
 
 
@@ -66,6 +66,38 @@ def interrupt(world, name, stage, folder):
     assert train(resumed, STEPS, FURTHER) == expected
     for key, value in resumed.module_state_dict().items():
         assert torch.equal(value, weights[key]), key
+
+
+def one_cycle(world):
+    """OneCycleLR moves the first beta against the rate, as on torch's optimizer."""
+    model = models.make_model()
+    plain = copy.deepcopy(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1)
+    schedule = lr_scheduler.OneCycleLR(reference, max_lr=0.05, total_steps=8)
+    settings = models.config(2, gradient_clipping=0.0)
+    settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
+    engine = deeptide.initialize(
+        model=model,
+        config=settings,
+        world=world,
+        lr_scheduler=lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=8),
+    )[0]
+    for step in range(6):
+        tokens = torch.randint(37, (4, 7), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+        plain(tokens[:, :-1], tokens[:, 1:]).backward()
+        reference.step()
+        schedule.step()
+        reference.zero_grad()
+        group, wanted = engine.optimizer.param_groups[0], reference.param_groups[0]
+        assert (group["lr"], *group["betas"]) == pytest.approx((wanted["lr"], *wanted["betas"]))
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_one_cycle_moves_the_momentum_as_on_torchs_optimizer():
+    run_ranks(1, one_cycle)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
