@@ -202,7 +202,9 @@ save_for_ever(sys.argv[2])
 def save_for_ever(folder):
     deeptide.init_distributed()
     engine = start(1, checkpoint={"async": True, "keep_last": 2}, bf16=True)
-    engine.load_checkpoint(folder)
+    if engine.load_checkpoint(folder)[0] is None:
+        train(engine, 0, 1)
+        engine.save_checkpoint(folder, blocking=True)  # on a busy machine a kill comes before the first other one
     if engine.global_rank == 0:
         print("begun", flush=True)
     for step in range(10_000):
