@@ -141,6 +141,7 @@ report::Reporting Engine::Impl::reporting() {
   const auto device = model.device();
   return {.rank = channels.world().rank,
           .ranks = channels.data().ranks(),
+          .has_stages = channels.stages() != nullptr,
           .clock = first_line_of("/proc/sys/kernel/random/boot_id"),
           .device = device,
           .dtype = model.units().empty() ? at::kFloat : model.units().front()->layout().dtype,

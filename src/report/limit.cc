@@ -33,10 +33,12 @@ double busy(const StepTimes& times) { return times.total - times.waiting; }
 
 struct Shares {
   size_t busiest = 0;
-  double total = 0, late = 0, network = 0, files = 0, data = 0, computing = 0;  // seconds, of the busiest rank
+  double total = 0, late = 0, network = 0, stages = 0, files = 0, data = 0,
+         computing = 0;  // seconds, of the busiest rank
 };
 
-Shares shares_of(const std::vector<StepTimes>& times) {
+Shares shares_of(const LimitFacts& facts) {
+  const std::vector<StepTimes>& times = facts.times;
   Shares shares;
   std::vector<StepTimes> by_busy = times;
   for (size_t i = 0; i < times.size(); ++i) {
@@ -47,6 +49,10 @@ Shares shares_of(const std::vector<StepTimes>& times) {
   shares.total = most.total;
   if (times.size() > 1) {
     shares.late = busy(most) - median_but(by_busy, shares.busiest, &StepTimes::total);
+  }
+  if (facts.has_stages) {
+    shares.stages = most.waiting;
+  } else if (times.size() > 1) {
     shares.network = most.waiting;  // nobody is late for the busiest rank
   }
   shares.files = most.files;
@@ -111,7 +117,7 @@ LimitFound compute_limit(const LimitFacts& facts, const Shares& shares) {
 }
 
 LimitFound other_limit(const LimitFacts& facts, const Shares& shares) {
-  const double most = std::max({shares.network, shares.files, shares.data});
+  const double most = std::max({shares.network, shares.stages, shares.files, shares.data});
   if (most < kOther * shares.total) return compute_limit(facts, shares);
   LimitFound found{.share = most / shares.total};
   if (most == shares.network) {
@@ -120,6 +126,12 @@ LimitFound other_limit(const LimitFacts& facts, const Shares& shares) {
     if (!facts.slow_link.empty()) found.text += "; slow " + facts.slow_link;
     found.text +=
         ": more gradient_accumulation_steps, communication_data_type bf16, or a lower stage where memory allows";
+  } else if (most == shares.stages) {
+    found.limit = Limit::stages;
+    found.text = fmt::format(
+        "{:.3g} s of a step wait for other stages: engine.train_batch(), which overlaps them, with more "
+        "gradient_accumulation_steps, or fewer stages",
+        shares.stages);
   } else if (most == shares.files) {
     found.limit = Limit::files;
     found.text = fmt::format(
@@ -139,12 +151,13 @@ LimitFound other_limit(const LimitFacts& facts, const Shares& shares) {
 }  // namespace
 
 const char* text(Limit limit) {
-  static constexpr const char* kNames[] = {"compute", "memory", "network", "waiting for a rank", "files", "data"};
+  static constexpr const char* kNames[] = {"compute", "memory", "network", "waiting for a rank",
+                                           "files",   "data",   "waiting"};
   return kNames[static_cast<size_t>(limit)];
 }
 
 LimitFound find_limit(const LimitFacts& facts) {
-  const Shares shares = facts.times.empty() ? Shares() : shares_of(facts.times);
+  const Shares shares = facts.times.empty() ? Shares() : shares_of(facts);
   if (shares.total <= 0.0) return {};
   LimitFound found;
   if (shares.late >= kLate * shares.total) {
@@ -156,9 +169,11 @@ LimitFound find_limit(const LimitFacts& facts) {
     found = other_limit(facts, shares);
   }
   const std::string what = found.rank < 0 ? text(found.limit) : fmt::format("waiting for rank {}, which", found.rank);
-  found.text = fmt::format("limited by {}{} {}; of a step's {:.3g} s: compute {}, network {}, files {}, data {}", what,
+  const bool has_stages = facts.has_stages;
+  found.text = fmt::format("limited by {}{} {}; of a step's {:.3g} s: compute {}, {} {}, files {}, data {}", what,
                            found.rank < 0 ? ":" : "", found.text, shares.total,
-                           share_text(shares.computing, shares.total), share_text(shares.network, shares.total),
+                           share_text(shares.computing, shares.total), has_stages ? "waiting" : "network",
+                           share_text(has_stages ? shares.stages : shares.network, shares.total),
                            share_text(shares.files, shares.total), share_text(shares.data, shares.total));
   return found;
 }

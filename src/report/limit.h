@@ -11,14 +11,15 @@
 
 namespace deeptide::report {
 
-enum class Limit : uint8_t { compute, memory, network, late_rank, files, data };
-/// "compute", "memory", "network", "waiting for a rank", "files", "data".
+enum class Limit : uint8_t { compute, memory, network, late_rank, files, data, stages };
+/// "compute", "memory", "network", "waiting for a rank", "files", "data", "waiting": for other stages.
 const char* text(Limit limit);
 
 /// Means over some steps.
 struct LimitFacts {
   std::vector<StepTimes> times;  // by the team's index
   std::vector<int> ranks;        // of the world, likewise
+  bool has_stages = false;       // whether the team is one stage of a pipeline: its ranks wait for other stages, too
   double memory_bound = -1.0;    // share of forward's and backward's operators that memory limits; -1: unknown
   double flops_share = -1.0;     // of the machine's measured peak, while computing; -1: unknown
   double bytes_per_s = 0.0;      // of those operators; 0: unknown

@@ -200,7 +200,10 @@ std::vector<MonitorEvent> Reporter::events_of(const StepEnd& end) const {
 }
 
 LimitFacts Reporter::limit_facts() const {
-  LimitFacts facts{.times = {}, .ranks = place_.ranks, .slow_link = place_.slow_link ? place_.slow_link() : ""};
+  LimitFacts facts{.times = {},
+                   .ranks = place_.ranks,
+                   .has_stages = place_.has_stages,
+                   .slow_link = place_.slow_link ? place_.slow_link() : ""};
   for (const StepTimes& sum : window_) facts.times.push_back(over(sum, window_steps_));
   if (!roofline_) return facts;
   facts.memory_bound = roofline_->memory_bound;

@@ -30,9 +30,10 @@ namespace deeptide::report {
 
 /// Who reports.
 struct Reporting {
-  int rank = 0;            // of the world
-  std::vector<int> ranks;  // of the world, that train together
-  std::string clock;       // names the kernel whose clock times are read from
+  int rank = 0;             // of the world
+  std::vector<int> ranks;   // of the world, that train together
+  bool has_stages = false;  // whether these are one stage of a pipeline
+  std::string clock;        // names the kernel whose clock times are read from
   c10::Device device = c10::kCPU;
   c10::ScalarType dtype = c10::kFloat;
   int64_t train_batch = 0;

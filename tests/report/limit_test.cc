@@ -69,6 +69,19 @@ TEST(Limit, IsTheNetworkWhereAllRanksWaitAlike) {
   EXPECT_TRUE(has(found.text, "slow from rank 10 on a to rank 11 on b")) << found.text;
 }
 
+TEST(Limit, IsWaitingForOtherStagesInAPipeline) {
+  for (const size_t ranks : {1, 2}) {
+    LimitFacts facts = even(ranks);
+    facts.has_stages = true;
+    EXPECT_EQ(find_limit(facts).limit, Limit::compute);
+    for (StepTimes& times : facts.times) times.waiting = 0.5f;
+    const LimitFound found = find_limit(facts);
+    EXPECT_EQ(found.limit, Limit::stages);
+    EXPECT_TRUE(has(found.text, "limited by waiting: 0.5 s of a step wait for other stages")) << found.text;
+    EXPECT_TRUE(has(found.text, "compute 50 %, waiting 50 %, files 0 %")) << found.text;
+  }
+}
+
 TEST(Limit, IsFilesOrDataOnAllRanks) {
   LimitFacts facts = even(1);
   facts.times[0].files = 0.3f;
