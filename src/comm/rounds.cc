@@ -82,6 +82,7 @@ std::vector<Word> Rounds::collect(const Site& site) {
 }
 
 void Rounds::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
+  if (bytes == 0) return;  // on all ranks: there may be no memory to copy from
   const std::lock_guard lock(mutex_);
   DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
   const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
