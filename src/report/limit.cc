@@ -33,8 +33,7 @@ double busy(const StepTimes& times) { return times.total - times.waiting; }
 
 struct Shares {
   size_t busiest = 0;
-  double total = 0, late = 0, network = 0, stages = 0, files = 0, data = 0,
-         computing = 0;  // seconds, of the busiest rank
+  double total = 0, late = 0, waiting = 0, files = 0, data = 0, computing = 0;  // seconds, of the busiest rank
 };
 
 Shares shares_of(const LimitFacts& facts) {
@@ -47,14 +46,9 @@ Shares shares_of(const LimitFacts& facts) {
   }
   const StepTimes& most = times[shares.busiest];
   shares.total = most.total;
-  if (times.size() > 1) {
-    shares.late = busy(most) - median_but(by_busy, shares.busiest, &StepTimes::total);
-  }
-  if (facts.has_stages) {
-    shares.stages = most.waiting;
-  } else if (times.size() > 1) {
-    shares.network = most.waiting;  // nobody is late for the busiest rank
-  }
+  const bool has_others = times.size() > 1;
+  if (has_others) shares.late = busy(most) - median_but(by_busy, shares.busiest, &StepTimes::total);
+  if (has_others || facts.has_stages) shares.waiting = most.waiting;  // nobody of the team is late for the busiest rank
   shares.files = most.files;
   shares.data = most.between;
   shares.computing = most.computing();
@@ -117,21 +111,21 @@ LimitFound compute_limit(const LimitFacts& facts, const Shares& shares) {
 }
 
 LimitFound other_limit(const LimitFacts& facts, const Shares& shares) {
-  const double most = std::max({shares.network, shares.stages, shares.files, shares.data});
+  const double most = std::max({shares.waiting, shares.files, shares.data});
   if (most < kOther * shares.total) return compute_limit(facts, shares);
   LimitFound found{.share = most / shares.total};
-  if (most == shares.network) {
-    found.limit = Limit::network;
-    found.text = fmt::format("{:.3g} s of a step wait for transfers between ranks", shares.network);
-    if (!facts.slow_link.empty()) found.text += "; slow " + facts.slow_link;
-    found.text +=
-        ": more gradient_accumulation_steps, communication_data_type bf16, or a lower stage where memory allows";
-  } else if (most == shares.stages) {
+  if (most == shares.waiting && facts.has_stages) {
     found.limit = Limit::stages;
     found.text = fmt::format(
         "{:.3g} s of a step wait for other stages: engine.train_batch(), which overlaps them, with more "
         "gradient_accumulation_steps, or fewer stages",
-        shares.stages);
+        shares.waiting);
+  } else if (most == shares.waiting) {
+    found.limit = Limit::network;
+    found.text = fmt::format("{:.3g} s of a step wait for transfers between ranks", shares.waiting);
+    if (!facts.slow_link.empty()) found.text += "; slow " + facts.slow_link;
+    found.text +=
+        ": more gradient_accumulation_steps, communication_data_type bf16, or a lower stage where memory allows";
   } else if (most == shares.files) {
     found.limit = Limit::files;
     found.text = fmt::format(
@@ -169,12 +163,11 @@ LimitFound find_limit(const LimitFacts& facts) {
     found = other_limit(facts, shares);
   }
   const std::string what = found.rank < 0 ? text(found.limit) : fmt::format("waiting for rank {}, which", found.rank);
-  const bool has_stages = facts.has_stages;
-  found.text = fmt::format("limited by {}{} {}; of a step's {:.3g} s: compute {}, {} {}, files {}, data {}", what,
-                           found.rank < 0 ? ":" : "", found.text, shares.total,
-                           share_text(shares.computing, shares.total), has_stages ? "waiting" : "network",
-                           share_text(has_stages ? shares.stages : shares.network, shares.total),
-                           share_text(shares.files, shares.total), share_text(shares.data, shares.total));
+  found.text =
+      fmt::format("limited by {}{} {}; of a step's {:.3g} s: compute {}, {} {}, files {}, data {}", what,
+                  found.rank < 0 ? ":" : "", found.text, shares.total, share_text(shares.computing, shares.total),
+                  text(facts.has_stages ? Limit::stages : Limit::network), share_text(shares.waiting, shares.total),
+                  share_text(shares.files, shares.total), share_text(shares.data, shares.total));
   return found;
 }
 

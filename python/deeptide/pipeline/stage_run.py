@@ -128,7 +128,8 @@ class StageRun:
         backwards = [(each.chunk, each.micro_batch) for each in order if each.action == StageAction.backward]
         self._final = backwards[-1] if backwards else (0, 0)
         # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
-        closing = [piece for piece in backwards if self._model.trains(piece[0])]
+        trained = {chunk for chunk in range(self._chunks) if self._model.trains(chunk)}
+        closing = [piece for piece in backwards if piece[0] in trained]
         self._closing = {*closing[:-1], self._final}
         for held in (self._received, self._sent, self._gradients, self._inputs):
             held.clear()  # of a step that failed
