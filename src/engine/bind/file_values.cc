@@ -27,13 +27,9 @@ namespace {
 /// Pages of files, as the kernel lists them.
 class FilePages {
  public:
-  FilePages() {
-    std::ifstream maps("/proc/self/maps");
-    for (std::string line; std::getline(maps, line);) add(line);
-  }
-
   /// Names the file and the place in it where `address` lies; empty: in no file.
-  std::string place_of(const void* address) const {
+  std::string place_of(const void* address) {
+    if (ranges_.empty()) read();  // an engine whose model has values needs none
     const auto at = reinterpret_cast<uint64_t>(address);
     for (const Range& range : ranges_) {
       if (at >= range.begin && at < range.end) return fmt::format("{} {}", range.name, range.offset + at - range.begin);
@@ -46,6 +42,11 @@ class FilePages {
     uint64_t begin, end, offset;
     std::string name;
   };
+
+  void read() {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) add(line);
+  }
 
   /// "begin-end rights offset device inode path": without an inode there is no file.
   void add(const std::string& line) {
@@ -64,9 +65,11 @@ class FilePages {
   std::vector<Range> ranges_;
 };
 
+bool is_sharded(const Unit& unit) { return unit.memory() == sharding::UnitMemory::sharded; }
+
 /// Names the places that a unit's values come from; empty: they are not of files.
-std::string sources_text(const Unit& unit, const FilePages& pages) {
-  if (unit.memory() != sharding::UnitMemory::sharded) return "";
+std::string sources_text(const Unit& unit, FilePages& pages) {
+  if (!is_sharded(unit)) return "";
   std::string text;
   bool has_places = false;
   for (const Parameter& p : unit.parameters()) {
@@ -94,9 +97,11 @@ uint64_t digest_of_text(const std::string& text) {
 }  // namespace
 
 std::vector<bool> find_units_of_files(Channels& channels, const std::vector<std::unique_ptr<Unit>>& units) {
-  if (units.empty()) return {};
+  if (std::none_of(units.begin(), units.end(), [](const auto& unit) { return is_sharded(*unit); })) {
+    return std::vector<bool>(units.size(), false);
+  }
   std::vector<uint64_t> own;
-  const FilePages pages;
+  FilePages pages;
   for (const auto& unit : units) own.push_back(digest_of_text(sources_text(*unit, pages)));
   const auto all =
       channels.rounds().exchange_all(std::span<const uint64_t>(own), {"start", "comparing the files of weights"});
