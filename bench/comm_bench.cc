@@ -19,10 +19,10 @@
 #include "comm/group.h"
 #include "deeptide/allocator.h"
 #include "deeptide/world.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "host/exchange.h"
 #include "host/transfer.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 #include "world/failure_board.h"
 
 namespace deeptide {

@@ -16,8 +16,8 @@
 #include <cstring>
 #include <vector>
 
-#include "numerics/ordered_sum.h"
-#include "optim/rule.h"
+#include "numerics/sums/ordered_sum.h"
+#include "optim/rules/rule.h"
 
 using at::Tensor;
 

@@ -8,9 +8,9 @@
 #include <map>
 
 #include "device/parallel.h"
-#include "numerics/ordered_sum.h"
-#include "numerics/sign_bits.h"
-#include "optim/rule.h"
+#include "numerics/rounding/sign_bits.h"
+#include "numerics/sums/ordered_sum.h"
+#include "optim/rules/rule.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "tiers/offload.h"
 
 namespace deeptide {

@@ -86,29 +86,31 @@ else()
   set(DEEPTIDE_KERNEL_LIBRARIES "")
 endif()
 
-# deeptide_add_kernels(<layer> <name>_kernel …): adds the objects of these to the layer's, or what stands in for them.
+# deeptide_add_kernels(<layer> <room>/<name>_kernel …): adds the objects of these to the layer's, or what stands in for them.
 function(deeptide_add_kernels layer)
   set(objects "")
-  foreach(name ${ARGN})
+  foreach(kernel ${ARGN})
+    get_filename_component(room ${kernel} DIRECTORY)
+    get_filename_component(name ${kernel} NAME)
     if(NOT DEEPTIDE_KERNEL_COMPILER)
-      target_sources(deeptide_${layer} PRIVATE no_${name}.cc)
+      target_sources(deeptide_${layer} PRIVATE ${room}/no_${name}.cc)
       continue()
     endif()
-    set(source ${CMAKE_CURRENT_SOURCE_DIR}/${name}.cu)
+    set(source ${CMAKE_CURRENT_SOURCE_DIR}/${kernel}.cu)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
     if(DEEPTIDE_KERNEL_COMPILER STREQUAL "${DEEPTIDE_HIPCC}")
       set(folder ${CMAKE_CURRENT_BINARY_DIR}/${name}_hip)
       add_custom_command(OUTPUT ${object} DEPENDS ${source} DEPFILE ${object}.d VERBATIM
         COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/hipify.py
-          ${PROJECT_SOURCE_DIR}/src ${layer}/${name}.cu ${folder} ${object}
+          ${PROJECT_SOURCE_DIR}/src ${layer}/${kernel}.cu ${folder} ${object}
         COMMAND ${CMAKE_COMMAND} -E env HIP_PLATFORM=amd
-          ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_FLAGS} -I${folder} -c -o ${object} ${folder}/${layer}/${name}.hip
-        COMMENT "Compiling ${layer}/${name}.cu for AMD's GPUs")
+          ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_FLAGS} -I${folder} -c -o ${object} ${folder}/${layer}/${kernel}.hip
+        COMMENT "Compiling ${layer}/${kernel}.cu for AMD's GPUs")
     else()
       add_custom_command(OUTPUT ${object} DEPENDS ${source} DEPFILE ${object}.d VERBATIM
         COMMAND ${DEEPTIDE_KERNEL_COMPILER} ${DEEPTIDE_KERNEL_FLAGS} -I${PROJECT_SOURCE_DIR}/src
           -MD -MF ${object}.d -c -o ${object} ${source}
-        COMMENT "Compiling ${layer}/${name}.cu for NVIDIA's GPUs")
+        COMMENT "Compiling ${layer}/${kernel}.cu for NVIDIA's GPUs")
     endif()
     list(APPEND objects ${object})
   endforeach()

@@ -14,6 +14,7 @@ from pathlib import Path
 LAYERS_FILE = Path("src/layers.txt")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_SUBJECTS = 12  # in a folder of src/; a header and its sources are one
 SPDX = ("SPDX-FileCopyrightText: The Deeptide authors", "SPDX-License-Identifier: Apache-2.0")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
 NAMESPACE = re.compile(r"^namespace (deeptide(?:::\w+)*)", re.MULTILINE)
@@ -227,8 +228,21 @@ def check_cycles(texts: dict[Path, str]) -> list[str]:
     return [f"a cycle of includes: {' -> '.join(cycle)}"] if cycle else []
 
 
+def check_folders(paths: Sequence[Path]) -> list[str]:
+    """Folders of src/ with more subjects than a reader takes in at a glance."""
+    subjects: dict[Path, set[str]] = {}
+    for path in paths:
+        if path.parts[0] == "src":
+            subjects.setdefault(path.parent, set()).add(path.name.split(".")[0].removesuffix("-inl"))
+    return [
+        f"{folder}: {len(names)} subjects, at most {MAX_SUBJECTS}; give some a room of their own"
+        for folder, names in sorted(subjects.items())
+        if len(names) > MAX_SUBJECTS
+    ]
+
+
 def check_all(texts: dict[Path, str]) -> list[str]:
-    problems = check_cycles(texts)
+    problems = check_cycles(texts) + check_folders(list(texts))
     for path, text in sorted(texts.items()):
         if path.name == "__init__.py" and not text.strip():
             continue

@@ -12,7 +12,7 @@
 #include "comm/transport/link_times.h"
 #include "deeptide/config.h"
 #include "deeptide/reports.h"
-#include "numerics/quantized.h"
+#include "numerics/rounding/quantized.h"
 #include "world/rank.h"
 
 namespace deeptide::comm {

@@ -18,8 +18,8 @@
 
 #include "deferred/key.h"
 #include "deferred/traits.h"
-#include "device/idle_memory.h"
-#include "device/page_heap.h"
+#include "device/memory/idle_memory.h"
+#include "device/memory/page_heap.h"
 #include "device/torch_versions.h"
 
 namespace deeptide::deferred {

@@ -7,9 +7,9 @@
 #include "config/elasticity.h"
 #include "config/section.h"
 #include "config/table/schema.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 #include "ops/kernels.h"
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 #include "sharding/gate.h"
 #include "world/distributed_options.h"
 

@@ -12,7 +12,7 @@
 #include "data/sections.h"
 #include "deeptide/allocator.h"
 #include "deeptide/errors.h"
-#include "device/cached_memory.h"
+#include "device/memory/cached_memory.h"
 #include "device/parallel.h"
 #include "engine/bind/agreement.h"
 #include "engine/bind/offload_ratio.h"

@@ -16,7 +16,7 @@
 #include "engine/design/nearest_divisors.h"
 #include "engine/design/topology.h"
 #include "host/host.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 #include "world/failure_board.h"
 
 namespace deeptide {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/rounds.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "gradients/reducer_options.h"
 #include "gradients/route/route.h"
 #include "gradients/sums.h"

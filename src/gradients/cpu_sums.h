@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "device/lane.h"
-#include "device/memory.h"
-#include "device/page_locked.h"
+#include "device/memory/memory.h"
+#include "device/memory/page_locked.h"
 #include "gradients/unit_gradient.h"
 
 namespace deeptide::gradients {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gradients/route/route.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {

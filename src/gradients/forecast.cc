@@ -10,7 +10,7 @@
 #include <set>
 #include <utility>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 
 namespace deeptide::gradients {
 

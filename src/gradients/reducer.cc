@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "device/memory_copy.h"
+#include "device/memory/memory_copy.h"
 #include "device/unseen.h"
 
 namespace deeptide::gradients {

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "gradients/forecast.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 
 namespace deeptide::gradients {
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "gradients/cpu_sums.h"
 #include "gradients/finite_check.h"
 #include "gradients/reducer_options.h"

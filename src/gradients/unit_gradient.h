@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/lane.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 #include "tiers/buffer.h"
 
 namespace deeptide::gradients {

@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "host/host.h"
 
 namespace deeptide::host {

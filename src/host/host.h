@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "deeptide/world.h"
-#include "device/shared_memory.h"
+#include "device/memory/shared_memory.h"
 #include "host/process_watch.h"
 
 namespace deeptide::world {

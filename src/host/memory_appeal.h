@@ -8,8 +8,8 @@
 #include <memory>
 #include <thread>
 
-#include "device/idle_memory.h"
-#include "device/shared_memory.h"
+#include "device/memory/idle_memory.h"
+#include "device/memory/shared_memory.h"
 
 namespace deeptide::host {
 

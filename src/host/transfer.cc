@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/memory_copy.h"
+#include "device/memory/memory_copy.h"
 
 namespace deeptide::host {
 

@@ -18,7 +18,7 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
-#include "numerics/float_vectors-inl.h"
+#include "numerics/rounding/float_vectors-inl.h"
 
 #ifndef DEEPTIDE_OPS_CROSS_ENTROPY_CPU_ONCE
 #define DEEPTIDE_OPS_CROSS_ENTROPY_CPU_ONCE

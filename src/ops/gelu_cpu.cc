@@ -14,7 +14,7 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
-#include "numerics/float_vectors-inl.h"
+#include "numerics/rounding/float_vectors-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace deeptide::ops::HWY_NAMESPACE {

@@ -8,7 +8,7 @@
 #include <optional>
 #include <tuple>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 
 namespace deeptide::sharding {
 namespace {

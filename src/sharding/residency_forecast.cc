@@ -5,7 +5,7 @@
 #include <deque>
 
 #include "comm/messages.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "sharding/plan.h"
 #include "sharding/residency.h"
 

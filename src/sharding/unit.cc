@@ -12,7 +12,7 @@
 #include <unordered_set>
 
 #include "device/torch_versions.h"
-#include "numerics/copies.h"
+#include "numerics/kernels/copies.h"
 
 namespace deeptide::sharding {
 

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "comm/team.h"
-#include "device/memory.h"
-#include "device/shared_memory.h"
+#include "device/memory/memory.h"
+#include "device/memory/shared_memory.h"
 #include "sharding/layout.h"
 #include "tiers/buffer.h"
 

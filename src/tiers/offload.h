@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "tiers/buffer.h"
 #include "tiers/staging.h"
 #include "tiers/swap_file.h"

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "device/memory.h"
-#include "device/page_locked.h"
+#include "device/memory/memory.h"
+#include "device/memory/page_locked.h"
 #include "io/queue.h"
 #include "tiers/swap_file.h"
 

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "comm/team_groups.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "gradients/reducer.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "sharding/unit.h"
 #include "zero/passes/step_tools.h"
 #include "zero/steps/custom_steps.h"

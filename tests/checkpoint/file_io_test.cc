@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Files: whole writes, renames and syncs, and what their failures say.
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/file_io.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>

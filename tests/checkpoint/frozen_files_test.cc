@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Stores what is not trained once per folder: later saves link to it, and each checkpoint is whole by itself.
-#include "checkpoint/frozen_files.h"
+#include "checkpoint/save/frozen_files.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "checkpoint/retention.h"
+#include "checkpoint/format/retention.h"
 #include "checkpoint/scratch.h"
 #include "deeptide/checkpoint.h"
 

@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "checkpoint/contents.h"
-#include "checkpoint/extent_reader.h"
+#include "checkpoint/format/contents.h"
+#include "checkpoint/load/extent_reader.h"
 
 namespace deeptide::checkpoint {
 namespace {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/safetensors.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

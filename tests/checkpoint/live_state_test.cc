@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // A save reads the state of its beginning, however much of it has changed before the writer comes to it.
-#include "checkpoint/live_state.h"
+#include "checkpoint/save/live_state.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
@@ -10,7 +10,7 @@
 #include <atomic>
 #include <thread>
 
-#include "checkpoint/background_save.h"
+#include "checkpoint/save/background_save.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

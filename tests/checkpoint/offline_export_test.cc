@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/offline/conversion.h"
-#include "checkpoint/offline/selection.h"
+#include "checkpoint/offline/writers/selection.h"
 #include "checkpoint/scratch.h"
 #include "deeptide/checkpoint.h"
 #include "deeptide/weights.h"

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Shards that are cut over several folders: equal parts, one checkpoint, and nothing left of those that are gone.
-#include "checkpoint/part_folders.h"
+#include "checkpoint/format/part_folders.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <filesystem>
 
-#include "checkpoint/retention.h"
+#include "checkpoint/format/retention.h"
+#include "checkpoint/save/shard_file.h"
 #include "checkpoint/scratch.h"
-#include "checkpoint/shard_file.h"
 
 namespace deeptide::checkpoint {
 namespace {

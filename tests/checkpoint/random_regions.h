@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "checkpoint/region.h"
+#include "checkpoint/format/region.h"
 
 namespace deeptide::checkpoint {
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Regions against a slow oracle that enumerates their elements.
-#include "checkpoint/region.h"
+#include "checkpoint/format/region.h"
 
 #include <gtest/gtest.h>
 

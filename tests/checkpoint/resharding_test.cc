@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <random>
 
-#include "checkpoint/block_writer.h"
 #include "checkpoint/random_regions.h"
+#include "checkpoint/save/block_writer.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Old checkpoints go, and nothing else does.
-#include "checkpoint/retention.h"
+#include "checkpoint/format/retention.h"
 
 #include <ATen/ops/zeros.h>
 

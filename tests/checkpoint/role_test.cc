@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Roles and mesh coordinates: equality, texts, and invalid ones.
-#include "checkpoint/role.h"
+#include "checkpoint/format/role.h"
 
 #include "checkpoint/scratch.h"
 

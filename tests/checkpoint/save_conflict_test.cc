@@ -10,8 +10,8 @@
 #include <fstream>
 #include <thread>
 
+#include "checkpoint/save/user_files.h"
 #include "checkpoint/scratch.h"
-#include "checkpoint/user_files.h"
 
 namespace deeptide::checkpoint {
 namespace {

@@ -12,7 +12,7 @@
 
 #include <filesystem>
 
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/file_io.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

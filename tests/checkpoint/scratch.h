@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/file_io.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/writer.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/load/reader.h"
+#include "checkpoint/save/writer.h"
 
 namespace deeptide::checkpoint {
 

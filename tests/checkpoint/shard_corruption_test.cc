@@ -9,8 +9,8 @@
 #include <random>
 #include <vector>
 
-#include "checkpoint/file_io.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/safetensors.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

@@ -11,11 +11,11 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "checkpoint/block_writer.h"
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/safetensors.h"
+#include "checkpoint/load/reader.h"
 #include "checkpoint/random_regions.h"
-#include "checkpoint/reader.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/save/block_writer.h"
 #include "checkpoint/scratch.h"
 
 namespace deeptide::checkpoint {

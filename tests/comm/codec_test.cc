@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Collectives without blocks of zeros: the bits of the whole tensors, in no more bytes than they take.
-#include "comm/codec.h"
+#include "comm/codecs/codec.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -14,9 +14,9 @@
 
 #include <cmath>
 
-#include "comm/nonzero_codec.h"
-#include "comm/quantized_codec.h"
-#include "comm/sign_codec.h"
+#include "comm/codecs/nonzero_codec.h"
+#include "comm/codecs/quantized_codec.h"
+#include "comm/codecs/sign_codec.h"
 #include "on_hosts.h"
 
 namespace deeptide::comm {

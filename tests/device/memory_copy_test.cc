@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // A copy past the cache is a copy: of any length, from and to anywhere.
-#include "device/memory_copy.h"
+#include "device/memory/memory_copy.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>

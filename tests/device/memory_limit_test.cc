@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Reads what control groups allow from folders as the kernel shows them.
-#include "device/memory_limit.h"
+#include "device/memory/memory_limit.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

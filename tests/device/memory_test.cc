@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Flat memory is aligned, zeroed and counted to the last byte; pools lend a buffer once at a time.
-#include "device/memory.h"
+#include "device/memory/memory.h"
 
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>

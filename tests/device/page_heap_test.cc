@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Blocks never overlap, freed ones come again whatever their size, and no more is kept than was promised.
-#include "device/page_heap.h"
+#include "device/memory/page_heap.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 #include <fstream>
 #include <string>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 
 namespace deeptide::device {
 namespace {

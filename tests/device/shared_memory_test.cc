@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Memory that processes share without a name, and private views of it: what is written where, and that nothing is left.
-#include "device/shared_memory.h"
+#include "device/memory/shared_memory.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -12,8 +12,8 @@
 #include <filesystem>
 #include <thread>
 
-#include "checkpoint/file_io.h"
-#include "checkpoint/reader.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/load/reader.h"
 #include "engine/session.h"
 #include "ranks.h"
 

@@ -7,9 +7,9 @@
 
 #include <map>
 
-#include "checkpoint/region.h"
+#include "checkpoint/format/region.h"
+#include "engine/model/slices.h"
 #include "engine/models.h"
-#include "engine/state/slices.h"
 #include "errors.h"
 #include "ranks.h"
 

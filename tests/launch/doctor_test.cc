@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The doctor's judgements, and its command on this machine.
-#include "launch/commands/doctor.h"
+#include "launch/commands/doctor/doctor.h"
 
 #include <gtest/gtest.h>
 

@@ -8,8 +8,8 @@
 #include <fstream>
 
 #include "launch/launched.h"
-#include "launch/system/held_port.h"
-#include "launch/system/machine.h"
+#include "launch/machine/held_port.h"
+#include "launch/machine/machine.h"
 
 namespace deeptide::launch {
 namespace {

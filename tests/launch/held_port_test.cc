@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // A job's port from before its ranks start until they meet there.
-#include "launch/system/held_port.h"
+#include "launch/machine/held_port.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>

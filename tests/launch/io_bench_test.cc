@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // bench io: sizes, that it leaves nothing behind, and its command.
-#include "launch/commands/io_bench.h"
+#include "launch/commands/bench/io_bench.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Devices and programs of this machine.
-#include "launch/system/machine.h"
+#include "launch/machine/machine.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

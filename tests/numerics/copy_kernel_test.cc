@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of the bucket copies: many tensors in and out, of any types and sizes, in as few launches as there are
 // 64s.
-#include "numerics/copy_kernel.h"
+#include "numerics/kernels/copy_kernel.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randn.h>
@@ -13,7 +13,7 @@
 
 #include "kernel_modes.h"
 #include "kernel_places.h"
-#include "numerics/copies.h"
+#include "numerics/kernels/copies.h"
 
 using at::Tensor;
 

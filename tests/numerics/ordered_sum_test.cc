@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The ordered sum: its order, its bits under any number of threads and instruction set, its norm and its culprits.
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "kernel_modes.h"
-#include "numerics/ordered_sum_detail.h"
+#include "numerics/sums/ordered_sum_detail.h"
 
 using at::Tensor;
 

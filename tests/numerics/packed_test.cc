@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A packed number comes back bit for bit, and its upper half is torch's bf16: for every bf16 number and all that is
 // hard.
-#include "numerics/packed.h"
+#include "numerics/rounding/packed.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // A sum of squares is exact to fp64's roundings, and does not depend on cuts or instruction sets.
-#include "numerics/piece_squares.h"
+#include "numerics/sums/piece_squares.h"
 
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Quantized blocks equal an oracle bit for bit, at every length, and lose no more than they say.
-#include "numerics/quantized.h"
+#include "numerics/rounding/quantized.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>

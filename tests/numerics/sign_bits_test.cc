@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Packed signs equal those of ATen operators bit for bit, at every length and alignment.
-#include "numerics/sign_bits.h"
+#include "numerics/rounding/sign_bits.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/equal.h>

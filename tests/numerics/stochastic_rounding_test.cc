@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Rounded numbers are neighbours of the exact one, right on average, and a function of seed, step, stream and index.
-#include "numerics/stochastic_rounding.h"
+#include "numerics/rounding/stochastic_rounding.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

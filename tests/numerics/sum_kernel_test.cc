@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of the ordered sum beside the CPU's vector code: the same sums, the same squares within 32 blocks.
-#include "numerics/sum_kernel.h"
+#include "numerics/sums/sum_kernel.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -17,9 +17,9 @@
 
 #include "kernel_modes.h"
 #include "kernel_places.h"
-#include "numerics/kernel_numbers.h"
-#include "numerics/ordered_sum.h"
-#include "numerics/ordered_sum_detail.h"
+#include "numerics/kernels/kernel_numbers.h"
+#include "numerics/sums/ordered_sum.h"
+#include "numerics/sums/ordered_sum_detail.h"
 
 using at::Tensor;
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The two passes of a step by signs: kernels agree with ATen operators, and with themselves however a shard is cut.
-#include "optim/compressed_rule.h"
+#include "optim/compressed/compressed_rule.h"
 
 #include <ATen/ops/allclose.h>
 #include <gtest/gtest.h>

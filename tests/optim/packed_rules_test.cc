@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 
 #include "kernel_modes.h"
-#include "numerics/stochastic_rounding.h"
-#include "optim/rule.h"
+#include "numerics/rounding/stochastic_rounding.h"
+#include "optim/rules/rule.h"
 #include "optim/segments.h"
 
 using at::Tensor;

@@ -17,8 +17,8 @@
 
 #include "deeptide/errors.h"
 #include "kernel_modes.h"
-#include "optim/compressed_rule.h"
-#include "optim/rule.h"
+#include "optim/compressed/compressed_rule.h"
+#include "optim/rules/rule.h"
 #include "optim/segments.h"
 
 using at::Tensor;

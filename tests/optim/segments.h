@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 
 namespace deeptide::optim {
 

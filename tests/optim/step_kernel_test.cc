@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of the step beside the CPU's vector code, of which it has every bit, and beside ATen's operators.
-#include "optim/step_kernel.h"
+#include "optim/updates/step_kernel.h"
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/full.h>
@@ -14,9 +14,9 @@
 
 #include "kernel_modes.h"
 #include "kernel_places.h"
-#include "optim/elementwise.h"
+#include "optim/rules/elementwise.h"
+#include "optim/rules/step_device.h"
 #include "optim/segments.h"
-#include "optim/step_device.h"
 
 using at::Tensor;
 

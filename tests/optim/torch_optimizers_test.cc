@@ -19,7 +19,7 @@
 #include <map>
 #include <string>
 
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 
 using at::Tensor;
 

@@ -112,6 +112,12 @@ class CheckIncludes(unittest.TestCase):
         self.assertIn("501 lines, at most 500", problems({"src/base/a.cc": OPENING + "\n" * 498}))
         self.assertEqual(problems({"src/base/a.cc": OPENING + "\n" * 497}), "")
 
+    def test_refuses_folders_of_too_many_subjects(self):
+        files = [Path(f"src/io/part{n}.{ending}") for n in range(12) for ending in ("cc", "h")]
+        self.assertEqual(check_includes.check_folders(files), [])
+        (problem,) = check_includes.check_folders([*files, Path("src/io/one_more.h"), Path("src/io/writers/other.h")])
+        self.assertIn("src/io: 13 subjects, at most 12", problem)
+
     def test_refuses_long_functions_of_both_languages(self):
         body = "  f();\n" * 59
         self.assertEqual(problems({"src/base/a.cc": OPENING + f"void g(int x) {{\n{body[7:]}}}\n"}), "")

@@ -5,7 +5,7 @@
 #include <torch/torch.h>
 
 #include "deeptide/profiler.h"
-#include "report/roofline.h"
+#include "report/flops/roofline.h"
 
 namespace deeptide::report {
 namespace {

@@ -10,7 +10,7 @@
 #include <filesystem>
 #include <numeric>
 
-#include "device/page_locked.h"
+#include "device/memory/page_locked.h"
 #include "io/queue.h"
 #include "simulated/streams.h"
 #include "tiers/file_store.h"

@@ -3,7 +3,7 @@
 // Pools hand buffers from lane to lane: each use comes after the last, and so does what their memory is used for next.
 #include <ATen/ops/stack.h>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "simulated/streams.h"
 
 namespace deeptide::simulated {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "optim/compressed_rule.h"
+#include "optim/compressed/compressed_rule.h"
 #include "zero/stage.h"
 
 namespace deeptide::zero {

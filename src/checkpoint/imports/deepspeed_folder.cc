@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/file_io.h"
 
 namespace deeptide::checkpoint {
 namespace {

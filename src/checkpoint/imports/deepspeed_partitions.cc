@@ -5,9 +5,9 @@
 #include <map>
 #include <vector>
 
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/format/safetensors.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
-#include "checkpoint/json_field.h"
-#include "checkpoint/safetensors.h"
 
 namespace deeptide::checkpoint {
 

@@ -10,9 +10,9 @@
 #include <set>
 
 #include "base/log.h"
+#include "checkpoint/format/json_field.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
 #include "checkpoint/imports/plain_state.h"
-#include "checkpoint/json_field.h"
 
 namespace deeptide::checkpoint {
 

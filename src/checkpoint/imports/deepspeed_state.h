@@ -6,9 +6,9 @@
 #include <map>
 #include <string>
 
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/imports/archives/torch_file.h"
 #include "checkpoint/imports/deepspeed_folder.h"
-#include "checkpoint/imports/torch_file.h"
-#include "checkpoint/manifest.h"
 #include "deeptide/hyperparameters.h"
 
 namespace deeptide::checkpoint {

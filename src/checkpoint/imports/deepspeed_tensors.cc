@@ -9,9 +9,9 @@
 #include <set>
 #include <tuple>
 
-#include "checkpoint/file_io.h"
-#include "checkpoint/json_field.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/format/safetensors.h"
 
 namespace deeptide::checkpoint {
 

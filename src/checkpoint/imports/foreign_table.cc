@@ -5,9 +5,9 @@
 
 #include <algorithm>
 
-#include "checkpoint/json_field.h"
-#include "checkpoint/safetensors.h"
-#include "optim/rule.h"
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/format/safetensors.h"
+#include "optim/rules/rule.h"
 
 namespace deeptide::checkpoint {
 namespace {

@@ -6,8 +6,8 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/imports/torch_file.h"
-#include "checkpoint/piece_table.h"
+#include "checkpoint/format/piece_table.h"
+#include "checkpoint/imports/archives/torch_file.h"
 #include "deeptide/hyperparameters.h"
 
 namespace deeptide::checkpoint {

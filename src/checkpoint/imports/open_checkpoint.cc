@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/checkpoint_paths.h"
+#include "checkpoint/format/checkpoint_paths.h"
 #include "checkpoint/imports/deepspeed_folder.h"
 #include "checkpoint/imports/deepspeed_state.h"
 #include "checkpoint/imports/deepspeed_tensors.h"
 #include "checkpoint/imports/weight_places.h"
-#include "checkpoint/writer.h"
+#include "checkpoint/save/writer.h"
 #include "deeptide/weights.h"
 
 namespace deeptide::checkpoint {

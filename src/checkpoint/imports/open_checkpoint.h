@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
 
 namespace deeptide::checkpoint {
 

@@ -10,8 +10,8 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/json_field.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/format/safetensors.h"
 #include "deeptide/weights.h"
 
 namespace deeptide::checkpoint {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/imports/torch_file.h"
+#include "checkpoint/imports/archives/torch_file.h"
 
 namespace deeptide::checkpoint {
 

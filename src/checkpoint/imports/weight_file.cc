@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 
-#include "checkpoint/imports/mapped_file.h"
+#include "checkpoint/imports/archives/mapped_file.h"
 #include "checkpoint/imports/weight_places.h"
 #include "deeptide/weights.h"
 

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/format/safetensors.h"
 #include "checkpoint/imports/foreign_table.h"
-#include "checkpoint/json_field.h"
-#include "checkpoint/safetensors.h"
 
 namespace deeptide::checkpoint {
 namespace {

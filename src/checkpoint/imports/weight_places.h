@@ -6,8 +6,8 @@
 #include <map>
 #include <string>
 
-#include "checkpoint/imports/torch_file.h"
-#include "checkpoint/manifest.h"
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/imports/archives/torch_file.h"
 
 namespace deeptide::checkpoint {
 

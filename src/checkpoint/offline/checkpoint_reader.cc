@@ -8,10 +8,10 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "checkpoint/checkpoint_paths.h"
-#include "checkpoint/extent_reader.h"
-#include "checkpoint/file_io.h"
-#include "checkpoint/offline/parts.h"
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/load/extent_reader.h"
+#include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {

@@ -3,7 +3,7 @@
 // Reads tensors of checkpoints into torch's.
 #include <ATen/ops/empty.h>
 
-#include "checkpoint/offline/parts.h"
+#include "checkpoint/offline/writers/parts.h"
 
 namespace deeptide {
 

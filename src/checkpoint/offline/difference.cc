@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "checkpoint/offline/conversion.h"
-#include "checkpoint/offline/parts.h"
+#include "checkpoint/offline/writers/parts.h"
 
 namespace deeptide {
 

@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/file_io.h"
-#include "checkpoint/json_field.h"
-#include "checkpoint/offline/file_writer.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/json_field.h"
+#include "checkpoint/offline/writers/file_writer.h"
 #include "deeptide/checkpoint.h"
 
 namespace deeptide {

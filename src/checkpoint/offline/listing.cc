@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <tuple>
 
-#include "checkpoint/checkpoint_paths.h"
-#include "checkpoint/file_io.h"
-#include "checkpoint/offline/parts.h"
-#include "checkpoint/retention.h"
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/retention.h"
+#include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "checkpoint/offline/conversion.h"
-#include "checkpoint/offline/parts.h"
+#include "checkpoint/offline/writers/parts.h"
 
 namespace deeptide {
 

@@ -5,9 +5,9 @@
 #include <memory>
 #include <set>
 
-#include "checkpoint/extent_reader.h"
-#include "checkpoint/file_io.h"
-#include "checkpoint/offline/parts.h"
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/load/extent_reader.h"
+#include "checkpoint/offline/writers/parts.h"
 #include "deeptide/errors.h"
 
 namespace deeptide {

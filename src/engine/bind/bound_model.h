@@ -11,7 +11,7 @@
 
 #include "comm/group.h"
 #include "deeptide/engine.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "engine/bind/buffer_types.h"
 #include "engine/bind/channels.h"
 #include "host/arena.h"

@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "comm/group.h"
-#include "device/memory.h"
-#include "optim/rule.h"
+#include "device/memory/memory.h"
+#include "optim/rules/rule.h"
 #include "tiers/offload.h"
 
 namespace deeptide::engine {

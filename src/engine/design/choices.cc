@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "optim/custom_rule.h"
+#include "optim/rules/custom_rule.h"
 
 namespace deeptide::engine {
 

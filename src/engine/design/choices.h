@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "deeptide/engine.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "zero/states/state_forecast.h"
 
 namespace deeptide::engine {

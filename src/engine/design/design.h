@@ -14,7 +14,7 @@
 #include "engine/design/model_facts.h"
 #include "engine/design/topology.h"
 #include "gradients/reducer_options.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "sharding/residency.h"
 #include "sharding/unit.h"
 #include "tiers/offload.h"

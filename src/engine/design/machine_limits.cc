@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "deeptide/plan.h"
-#include "device/memory_limit.h"
+#include "device/memory/memory_limit.h"
 
 namespace deeptide {
 

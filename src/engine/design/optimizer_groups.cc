@@ -8,7 +8,7 @@
 #include <cmath>
 #include <map>
 
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 
 namespace deeptide::engine {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "deeptide/engine.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "sharding/unit.h"
 
 namespace deeptide::engine {

@@ -9,7 +9,7 @@
 #include "engine/design/choices.h"
 #include "engine/design/optimizer_groups.h"
 #include "gradients/forecast.h"
-#include "optim/compressed_rule.h"
+#include "optim/compressed/compressed_rule.h"
 #include "zero/steps/step_forecast.h"
 #include "zero/transfers/host_exchange.h"
 #include "zero/transfers/parameters_out.h"

@@ -5,7 +5,7 @@
 
 #include "deeptide/config.h"
 #include "engine/design/model_facts.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 
 namespace deeptide::engine {
 

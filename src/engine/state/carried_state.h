@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/bind/bound_model.h"
-#include "engine/step/progress.h"
+#include "engine/run/progress.h"
 
 namespace deeptide::engine {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/piece.h"
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
+#include "checkpoint/save/piece.h"
 #include "zero/steps/custom_steps.h"
 
 namespace deeptide::engine {

@@ -14,14 +14,14 @@
 #include "base/log.h"
 #include "base/sha256.h"
 #include "checkpoint/imports/open_checkpoint.h"
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
 #include "engine/engine_impl.h"
+#include "engine/model/pieces.h"
+#include "engine/model/slices.h"
 #include "engine/state/custom_state.h"
 #include "engine/state/node_local.h"
 #include "engine/state/partial_load.h"
-#include "engine/state/pieces.h"
 #include "engine/state/rounding_errors.h"
-#include "engine/state/slices.h"
 #include "engine/step/across_stages.h"
 
 namespace deeptide {

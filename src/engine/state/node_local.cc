@@ -13,8 +13,8 @@
 #include <set>
 #include <utility>
 
-#include "checkpoint/checkpoint_paths.h"
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/file_io.h"
 #include "comm/mailbox.h"
 #include "comm/texts.h"
 #include "engine/step/mesh_votes.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
 #include "engine/bind/channels.h"
 #include "engine/step/boundary.h"
 

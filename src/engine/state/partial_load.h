@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
 #include "engine/bind/bound_model.h"
-#include "engine/step/progress.h"
+#include "engine/run/progress.h"
 #include "zero/states/optimizer_states.h"
 
 namespace deeptide::engine {

@@ -7,7 +7,7 @@
 
 #include <map>
 
-#include "engine/state/pieces.h"
+#include "engine/model/pieces.h"
 
 namespace deeptide::engine {
 

@@ -7,8 +7,8 @@
 
 #include <vector>
 
-#include "checkpoint/piece.h"
-#include "checkpoint/reader.h"
+#include "checkpoint/load/reader.h"
+#include "checkpoint/save/piece.h"
 #include "engine/bind/bound_model.h"
 #include "engine/bind/channels.h"
 

@@ -7,8 +7,8 @@
 #include <stdexcept>
 
 #include "base/interrupt.h"
+#include "engine/run/preemption.h"
 #include "engine/step/across_stages.h"
-#include "engine/step/preemption.h"
 #include "engine/step/saver.h"
 
 namespace deeptide::engine {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/file_io.h"
+#include "checkpoint/format/file_io.h"
 #include "comm/texts.h"
 #include "engine/step/mesh_votes.h"
 

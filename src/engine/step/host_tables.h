@@ -3,8 +3,8 @@
 // Tells ranks whose hosts have folders of their own what the others have saved.
 #pragma once
 
-#include "checkpoint/checkpoint_paths.h"
-#include "checkpoint/manifest.h"
+#include "checkpoint/format/checkpoint_paths.h"
+#include "checkpoint/format/manifest.h"
 #include "engine/bind/channels.h"
 #include "engine/step/boundary.h"
 

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <vector>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "engine/bind/channels.h"
 #include "engine/step/boundary.h"
 #include "gradients/reducer.h"

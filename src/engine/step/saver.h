@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/background_save.h"
+#include "checkpoint/save/background_save.h"
 #include "comm/messages.h"
 #include "engine/bind/channels.h"
+#include "engine/run/termination_hold.h"
 #include "engine/step/boundary.h"
-#include "engine/step/termination_hold.h"
 #include "zero/sharded_optimizer.h"
 
 namespace deeptide::engine {

@@ -8,8 +8,8 @@
 #include "comm/messages.h"
 #include "engine/bind/channels.h"
 #include "engine/bind/live_model.h"
+#include "engine/run/progress.h"
 #include "engine/step/boundary.h"
-#include "engine/step/progress.h"
 #include "gradients/reducer.h"
 #include "zero/states/optimizer_states.h"
 

@@ -22,7 +22,7 @@
 #include "comm/device_read.h"
 #include "engine/bind/agreement.h"
 #include "engine/step/across_stages.h"
-#include "optim/compressed_rule.h"
+#include "optim/compressed/compressed_rule.h"
 
 namespace deeptide::engine {
 

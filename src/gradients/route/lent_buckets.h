@@ -11,7 +11,7 @@
 #include <mutex>
 #include <optional>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "host/exchange.h"
 
 namespace deeptide::gradients {

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Sends every rank the blocks of its row that are not zero.
-#include "comm/nonzero_codec.h"
+#include "comm/codecs/nonzero_codec.h"
 #include "gradients/route/route.h"
 
 namespace deeptide::gradients {

@@ -5,7 +5,7 @@
 #include <ATen/ops/sub.h>
 
 #include "base/invariant.h"
-#include "comm/quantized_codec.h"
+#include "comm/codecs/quantized_codec.h"
 #include "gradients/route/route.h"
 
 namespace deeptide::gradients {

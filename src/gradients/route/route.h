@@ -12,10 +12,10 @@
 
 #include "comm/team_groups.h"
 #include "device/lane.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "gradients/route/lent_buckets.h"
 #include "host/exchange.h"
-#include "numerics/quantized.h"
+#include "numerics/rounding/quantized.h"
 #include "sharding/unit.h"
 
 namespace deeptide::gradients {

@@ -14,7 +14,7 @@
 #include "base/invariant.h"
 #include "device/unseen.h"
 #include "gradients/route/route.h"
-#include "numerics/ordered_sum.h"
+#include "numerics/sums/ordered_sum.h"
 
 namespace deeptide::gradients {
 

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the commands that are whole modules of Python.
 #include "launch/commands/commands.h"
-#include "launch/system/python_module.h"
+#include "launch/machine/python_module.h"
 
 namespace deeptide::launch {
 

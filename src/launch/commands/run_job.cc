@@ -15,11 +15,11 @@
 #include "launch/job/dry_run.h"
 #include "launch/job/starter.h"
 #include "launch/job/supervisor.h"
+#include "launch/machine/machine.h"
 #include "launch/plan/job_hosts.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
 #include "launch/process/keeper.h"
-#include "launch/system/machine.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {

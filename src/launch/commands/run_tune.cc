@@ -9,10 +9,10 @@
 #include <nlohmann/json.hpp>
 
 #include "launch/commands/commands.h"
+#include "launch/machine/python_module.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
 #include "launch/system/command_line.h"
-#include "launch/system/python_module.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {

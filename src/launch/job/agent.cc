@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "launch/system/machine.h"
+#include "launch/machine/machine.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {

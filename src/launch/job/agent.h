@@ -7,8 +7,8 @@
 #include <optional>
 #include <string>
 
+#include "launch/machine/held_port.h"
 #include "launch/process/process_group.h"
-#include "launch/system/held_port.h"
 #include "launch/system/signal_file.h"
 #include "launch/system/sink.h"
 #include "launch/watch/host_watch.h"

@@ -11,9 +11,9 @@
 
 #include "base/sha256.h"
 #include "deeptide/discovery.h"
+#include "launch/machine/machine.h"
 #include "launch/plan/exports.h"
 #include "launch/plan/host_commands.h"
-#include "launch/system/machine.h"
 #include "launch/system/report.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"

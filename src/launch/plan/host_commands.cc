@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "launch/system/machine.h"
+#include "launch/machine/machine.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"
 

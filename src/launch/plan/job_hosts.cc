@@ -10,7 +10,7 @@
 
 #include "base/sha256.h"
 #include "deeptide/discovery.h"
-#include "launch/system/machine.h"
+#include "launch/machine/machine.h"
 #include "launch/system/usage_error.h"
 
 namespace deeptide::launch {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "launch/machine/held_port.h"
 #include "launch/plan/hostfile.h"
 #include "launch/plan/options.h"
 #include "launch/plan/rank_plan.h"
-#include "launch/system/held_port.h"
 
 namespace deeptide::launch {
 

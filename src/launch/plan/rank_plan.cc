@@ -11,8 +11,8 @@
 #include <fstream>
 #include <sstream>
 
-#include "launch/system/machine.h"
-#include "launch/system/own_interface.h"
+#include "launch/machine/machine.h"
+#include "launch/machine/own_interface.h"
 #include "launch/system/shell.h"
 #include "launch/system/usage_error.h"
 

@@ -16,9 +16,9 @@
 #include <thread>
 
 #include "base/sha256.h"
+#include "launch/machine/listener.h"
 #include "launch/plan/host_commands.h"
 #include "launch/process/keeper.h"
-#include "launch/system/listener.h"
 
 namespace deeptide::launch {
 namespace {

@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "launch/system/listener.h"
-#include "launch/system/machine.h"
+#include "launch/machine/listener.h"
+#include "launch/machine/machine.h"
 
 namespace deeptide::launch {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gradients/reducer.h"
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "tiers/buffer.h"
 #include "zero/states/optimizer_states.h"
 #include "zero/states/step_counts.h"

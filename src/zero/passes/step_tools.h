@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/team_groups.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "zero/passes/publisher.h"
 #include "zero/passes/segments.h"
 #include "zero/states/optimizer_states.h"

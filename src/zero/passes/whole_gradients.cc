@@ -3,7 +3,7 @@
 // Gathers whole rows, or those blocks that are not zero.
 #include "zero/passes/whole_gradients.h"
 
-#include "comm/nonzero_codec.h"
+#include "comm/codecs/nonzero_codec.h"
 
 namespace deeptide::zero {
 

@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "comm/team_groups.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "gradients/reducer.h"
 #include "zero/states/optimizer_states.h"
 #include "zero/transfers/unit_gathers.h"

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "deeptide/config.h"
-#include "device/memory.h"
-#include "device/page_locked.h"
+#include "device/memory/memory.h"
+#include "device/memory/page_locked.h"
 #include "sharding/layout.h"
 #include "tiers/buffer.h"
 #include "tiers/copied_store.h"

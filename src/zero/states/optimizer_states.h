@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "sharding/unit.h"
 #include "tiers/buffer.h"
 #include "zero/states/packed_master.h"

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "numerics/packed.h"
+#include "numerics/rounding/packed.h"
 #include "tiers/buffer.h"
 
 namespace deeptide::zero {

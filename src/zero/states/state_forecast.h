@@ -10,7 +10,7 @@
 #include <set>
 #include <vector>
 
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 
 namespace deeptide::zero {
 

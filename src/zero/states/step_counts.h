@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "sharding/unit.h"
 
 namespace deeptide::zero {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "deeptide/custom_optimizer.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "zero/states/optimizer_states.h"
 #include "zero/states/step_counts.h"
 

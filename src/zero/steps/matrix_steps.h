@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 #include "zero/passes/step_tools.h"
 
 namespace deeptide::zero {

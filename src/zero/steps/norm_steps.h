@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 #include "zero/passes/step_tools.h"
 #include "zero/transfers/parameter_norms.h"
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "gradients/reducer.h"
-#include "optim/compressed_rule.h"
+#include "optim/compressed/compressed_rule.h"
 #include "zero/passes/step_tools.h"
 #include "zero/transfers/sign_exchange.h"
 

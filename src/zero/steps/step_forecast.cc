@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <deque>
 
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "zero/transfers/unit_gathers.h"
 
 namespace deeptide::zero {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "optim/rule.h"
+#include "optim/rules/rule.h"
 #include "zero/states/optimizer_states.h"
 #include "zero/states/policy.h"
 

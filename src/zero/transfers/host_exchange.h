@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/lane.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "tiers/buffer.h"
 
 namespace deeptide::zero {

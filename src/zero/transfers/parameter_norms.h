@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "optim/two_pass_rule.h"
+#include "optim/rules/two_pass_rule.h"
 #include "sharding/unit.h"
 
 namespace deeptide::zero {

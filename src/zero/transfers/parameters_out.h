@@ -10,7 +10,7 @@
 #include <memory>
 
 #include "device/lane.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "tiers/buffer.h"
 
 namespace deeptide::zero {

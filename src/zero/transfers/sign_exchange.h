@@ -8,9 +8,9 @@
 #include <memory>
 #include <vector>
 
+#include "comm/codecs/sign_codec.h"
 #include "comm/group.h"
-#include "comm/sign_codec.h"
-#include "device/memory.h"
+#include "device/memory/memory.h"
 #include "sharding/unit.h"
 #include "zero/states/step_counts.h"
 

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Pickles become records; hostile ones become records or errors, and nothing else happens.
-#include "checkpoint/imports/pickle.h"
+#include "checkpoint/imports/archives/pickle.h"
 
 #include <gtest/gtest.h>
 

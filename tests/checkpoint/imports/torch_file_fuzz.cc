@@ -10,7 +10,7 @@
 #include <set>
 #include <string>
 
-#include "checkpoint/imports/torch_file.h"
+#include "checkpoint/imports/archives/torch_file.h"
 
 namespace {
 

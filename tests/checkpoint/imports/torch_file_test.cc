@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Files of torch.save: tensors lie where the zip has their storages, and nowhere else.
-#include "checkpoint/imports/torch_file.h"
+#include "checkpoint/imports/archives/torch_file.h"
 
 #include <gtest/gtest.h>
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = {"step": ROOT / "src/optim/step_kernel.cu", "sum": ROOT / "src/numerics/sum_kernel.cu"}
+SOURCES = {"step": ROOT / "src/optim/updates/step_kernel.cu", "sum": ROOT / "src/numerics/sums/sum_kernel.cu"}
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
 NVCC, PTXAS = (shutil.which(name) or shutil.which(str(CUDA / name)) for name in ("nvcc", "ptxas"))
 FLAGS = ("-O3", "-std=c++20", "--fmad=false", "-arch=sm_90", f"-I{ROOT / 'src'}")

@@ -1,0 +1,34 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Reads what a saved region and a wanted one share, and checks it against the hashes of the save.
+#pragma once
+
+#include <cstdint>
+
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/piece_table.h"
+
+namespace deeptide::checkpoint {
+
+/// Takes the elements of a wanted region, by their position in it.
+class ElementSink {
+ public:
+  virtual ~ElementSink() = default;
+  /// Memory that elements from `position` on are read into; null where they come by put().
+  virtual char* memory(int64_t position) = 0;
+  /// Takes `count` elements of the saved dtype, which stay valid during the call.
+  virtual void put(int64_t position, const char* elements, int64_t count) = 0;
+};
+
+/// Gives `sink` the elements of `wanted` that `extent` of `saved` holds in `file`. Runs that lie close together in the
+/// file are read at once. Blocks of which at least half is read are compared with their hashes; a smaller part would
+/// cost more than twice the bytes.
+/// Errors: CheckpointError that names tensor, elements and file when a block is not the one that was saved.
+void read_shared(const File& file, const Logical& saved, const Extent& extent, const Region& wanted, ElementSink& sink);
+
+/// The number of an extent's hashed blocks; 0 without hashes.
+int64_t num_hashed_blocks(const Extent& extent);
+/// Reads the blocks `first`, `first + stride`, … of the extent and compares them with their hashes. Errors: likewise.
+void verify_blocks(const File& file, const Logical& saved, const Extent& extent, int64_t first, int64_t stride);
+
+}  // namespace deeptide::checkpoint

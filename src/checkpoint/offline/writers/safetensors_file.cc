@@ -1,0 +1,38 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Writes exported tensors as a safetensors file, block by block.
+#include <algorithm>
+
+#include "checkpoint/format/file_io.h"
+#include "checkpoint/format/safetensors.h"
+#include "checkpoint/offline/writers/file_writer.h"
+
+namespace deeptide::checkpoint {
+
+void write_safetensors_file(const CheckpointReader& reader, const ExportFile& items, const std::string& path,
+                            Meter& meter) {
+  ExportFile order = items;  // wide types first: each tensor begins at a multiple of its own width
+  std::stable_sort(order.begin(), order.end(), [](const ExportItem& a, const ExportItem& b) {
+    return element_bytes(a.dtype) > element_bytes(b.dtype);
+  });
+  Entries entries;
+  int64_t end = 0;
+  for (const ExportItem& item : order) {
+    entries[item.tensor->name] = {item.dtype, item.tensor->shape, end, end + item.bytes};
+    end += item.bytes;
+  }
+  const std::string header = encode_header(entries, {{"format", "pt"}});  // Transformers refuses files without it
+  const File file = File::create(path);
+  int64_t offset = std::ssize(header);
+  file.write_at(header.data(), offset, 0);
+  for (const ExportItem& item : order) {
+    for_each_converted(reader, item, [&](const char* data, int64_t bytes) {
+      file.write_at(data, bytes, offset);
+      offset += bytes;
+      meter.add(bytes);
+    });
+  }
+  file.sync();
+}
+
+}  // namespace deeptide::checkpoint

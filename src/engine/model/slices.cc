@@ -1,0 +1,194 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Counts in rows: a slice along dimension 0 is one row of its elements, one along dimension 1 has a row per index.
+#include "engine/model/slices.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "base/invariant.h"
+
+namespace deeptide::engine {
+
+using at::Tensor;
+using checkpoint::Piece;
+using checkpoint::PieceData;
+using checkpoint::Region;
+
+namespace {
+
+int64_t product(at::IntArrayRef factors) {
+  return std::accumulate(factors.begin(), factors.end(), int64_t{1}, std::multiplies<>());
+}
+
+/// One rank's part of one block, within a row. Units: elements.
+struct Band {
+  int64_t here = 0;   // where it begins in the slice's row
+  int64_t there = 0;  // and in the whole parameter's
+  int64_t width = 0;  // without padding
+};
+
+struct Rows {
+  int64_t here = 0, there = 0;  // lengths
+  std::vector<Band> bands;
+};
+
+Rows rows_of(const TensorSlice& slice, at::IntArrayRef local, int index, int ranks) {
+  const int64_t inner = product(local.slice(static_cast<size_t>(slice.dim) + 1));
+  Rows rows;
+  for (const int64_t block : slice.blocks) {
+    const int64_t part = (block + ranks - 1) / ranks;
+    const int64_t begin = std::min(block, index * part);
+    rows.bands.push_back({rows.here * inner, (rows.there + begin) * inner, std::min(part, block - begin) * inner});
+    rows.here += part;
+    rows.there += block;
+  }
+  DEEPTIDE_INVARIANT(rows.here == local[static_cast<size_t>(slice.dim)], "the slice of '", slice.name, "' has ",
+                     local[static_cast<size_t>(slice.dim)], " of ", rows.here, " elements");
+  rows.here *= inner;
+  rows.there *= inner;
+  return rows;
+}
+
+/// Moves between `block` and elements [begin, ...) of the data.
+void move(const PieceData& data, Extent extent, int64_t begin, const Tensor& block) {
+  if (data.transfer()) return data.transfer()(begin, block);
+  const Tensor part = data.tensor().view({-1}).narrow(0, begin, block.numel());
+  extent == Extent::held ? part.copy_(block) : block.copy_(part);
+}
+
+/// The stripes of rows of `length`: from element `begin` on, the first `width` elements each.
+PieceData striped(const PieceData& data, Extent extent, int64_t begin, int64_t length, int64_t width) {
+  return {data.dtype(), [=](int64_t at, const Tensor& block) {
+            for (int64_t done = 0; done < block.numel();) {
+              const int64_t row = (at + done) / width, column = (at + done) % width;
+              const int64_t count = std::min(width - column, block.numel() - done);
+              move(data, extent, begin + row * length + column, block.narrow(0, done, count));
+              done += count;
+            }
+          }};
+}
+
+/// The pieces of one slice's piece.
+class Placement {
+ public:
+  Placement(const Piece& piece, const TensorSlice& slice, Rows rows, Extent extent)
+      : piece_(piece),
+        slice_(slice),
+        rows_(std::move(rows)),
+        extent_(extent),
+        shape_(whole_shape(slice, piece.shape)),
+        first_(piece.region.offsets[0]),
+        last_(first_ + piece.region.sizes[0]) {}
+
+  std::vector<Piece> run() {
+    const int64_t head = first_ / rows_.here, tail = last_ / rows_.here;
+    if (head == tail) {
+      add_part(head, first_ % rows_.here, last_ % rows_.here);
+    } else {
+      const bool begins_within = first_ % rows_.here != 0;
+      if (begins_within) add_part(head, first_ % rows_.here, rows_.here);
+      add_rows(head + (begins_within ? 1 : 0), tail);
+      add_part(tail, 0, last_ % rows_.here);
+    }
+    if (pieces_.empty()) add(Region::range(0, 0), at::empty({0}, at::TensorOptions().dtype(piece_.data.dtype())));
+    return std::move(pieces_);
+  }
+
+ private:
+  void add(Region region, PieceData data) {
+    Piece piece = piece_;
+    piece.shape = shape_;
+    piece.region = std::move(region);
+    piece.data = std::move(data);
+    pieces_.push_back(std::move(piece));
+  }
+
+  /// Elements [from, to) of a row.
+  void add_part(int64_t row, int64_t from, int64_t to) {
+    for (const Band& band : rows_.bands) {
+      const int64_t begin = std::max(from, band.here), end = std::min(to, band.here + band.width);
+      if (begin >= end) continue;
+      const int64_t there = row * rows_.there + band.there + begin - band.here;
+      add(Region::range(there, there + end - begin), piece_.data.part(row * rows_.here + begin - first_, end - begin));
+    }
+  }
+
+  void add_rows(int64_t from, int64_t to) {
+    if (from >= to) return;
+    if (slice_.dim == 0) return add_part(0, 0, rows_.here);
+    for (const Band& band : rows_.bands) {
+      if (band.width == 0) continue;
+      const int64_t inner = product(at::IntArrayRef(shape_).slice(2));
+      Region box{.offsets = std::vector<int64_t>(shape_.size(), 0), .sizes = shape_};
+      box.offsets[0] = from;
+      box.sizes[0] = to - from;
+      box.offsets[1] = band.there / inner;
+      box.sizes[1] = band.width / inner;
+      const int64_t begin = from * rows_.here + band.here - first_;
+      const bool is_dense = band.width == rows_.here;
+      add(std::move(box), is_dense ? piece_.data.part(begin, (to - from) * rows_.here)
+                                   : striped(piece_.data, extent_, begin, rows_.here, band.width));
+    }
+  }
+
+  const Piece& piece_;
+  const TensorSlice& slice_;
+  const Rows rows_;
+  const Extent extent_;
+  const checkpoint::Shape shape_;
+  const int64_t first_, last_;
+  std::vector<Piece> pieces_;
+};
+
+}  // namespace
+
+checkpoint::Shape whole_shape(const TensorSlice& slice, at::IntArrayRef local) {
+  checkpoint::Shape shape = local.vec();
+  shape[static_cast<size_t>(slice.dim)] = std::accumulate(slice.blocks.begin(), slice.blocks.end(), int64_t{0});
+  return shape;
+}
+
+void place_slices(const Topology& topology, Extent extent, std::vector<Piece>& pieces) {
+  if (topology.slices.empty()) return;
+  const comm::Team team = topology.team({world::Axis::tensor});
+  std::vector<Piece> placed;
+  for (Piece& piece : pieces) {
+    const auto found = topology.slices.find(piece.name);
+    if (found == topology.slices.end()) {
+      placed.push_back(std::move(piece));
+      continue;
+    }
+    const TensorSlice& slice = found->second;
+    Rows rows = rows_of(slice, piece.shape, team.index(), team.size());
+    for (Piece& part : Placement(piece, slice, std::move(rows), extent).run()) placed.push_back(std::move(part));
+  }
+  pieces = std::move(placed);
+}
+
+std::vector<Piece> whole_pieces(const Topology& topology, const BoundModel& model,
+                                const zero::ShardedOptimizer* optimizer, bool moments, Extent extent) {
+  std::vector<Piece> pieces = live_pieces(model, optimizer, moments, extent);
+  place_slices(topology, extent, pieces);
+  return pieces;
+}
+
+Tensor joined(const TensorSlice& slice, const Tensor& slices) {
+  const auto ranks = static_cast<int>(slices.size(0));
+  const at::IntArrayRef local = slices.sizes().slice(1);
+  Tensor whole = at::empty(whole_shape(slice, local), slices.options());
+  const int64_t inner = product(local.slice(static_cast<size_t>(slice.dim) + 1));
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (const Band& band : rows_of(slice, local, rank, ranks).bands) {
+      if (band.width == 0) continue;
+      whole.narrow(slice.dim, band.there / inner, band.width / inner)
+          .copy_(slices[rank].narrow(slice.dim, band.here / inner, band.width / inner));
+    }
+  }
+  return whole;
+}
+
+}  // namespace deeptide::engine

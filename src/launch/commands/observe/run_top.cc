@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Runs `deeptide top`: shows a live job, again and again.
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "launch/commands/commands.h"
+#include "launch/commands/observe/top_page.h"
+#include "launch/system/command_line.h"
+#include "launch/system/usage_error.h"
+#include "launch/watch/job_socket.h"
+
+namespace deeptide::launch {
+namespace {
+
+constexpr int kTopTimeout_s = 5;
+constexpr size_t kOtherLines = 6;  // of the page: above and below the ranks
+
+/// Rows of the terminal; 0: standard output is none.
+size_t num_rows() {
+  winsize size{};
+  if (::isatty(STDOUT_FILENO) == 0) return 0;
+  return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 0 ? size.ws_row : 24;
+}
+
+}  // namespace
+
+int run_top(const Arguments& arguments) {
+  CLI::App app("Shows a live job: its loss and rates, what limits its steps, and what each rank does.", "deeptide top");
+  std::string id;
+  double every_s = 1.0;
+  int64_t num_pages = 0;
+  bool as_json = false;
+  app.add_option("job", id, "The job's id from 'deeptide ps'; optional if only one job is live");
+  app.add_option("--every", every_s, "Seconds between two pages")->check(CLI::Range(0.1, 5.0));
+  app.add_option("-n,--pages", num_pages, "End after this many pages; 0: with the job")->check(CLI::NonNegativeNumber);
+  app.add_flag("--json", as_json, "One line of JSON per page, for programs");
+  if (const auto code = parse_arguments(app, arguments)) return *code;
+  const LiveJob job = find_job(id);
+  ask(job, "top", kTopTimeout_s);  // the ranks tell of their steps from now on
+  for (int64_t page = 1; num_pages == 0 || page <= num_pages; ++page) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(every_s));
+    const std::string answer = ask(job, "top", kTopTimeout_s);
+    if (answer.empty()) {
+      if (page == 1) throw UsageError("job " + job.id + " did not answer: it has ended, or its launcher is stopped");
+      std::printf("job %s has ended\n", job.id.c_str());
+      return 0;
+    }
+    const size_t rows = num_rows();
+    if (as_json) {
+      std::printf("%s\n", answer.c_str());
+    } else {
+      const size_t ranks = rows == 0 ? SIZE_MAX : std::max(rows, kOtherLines + 1) - kOtherLines;
+      const std::string clear = rows == 0 ? "" : "\x1b[H\x1b[2J";  // also over ssh: two sequences that all know
+      std::printf("%s%s", clear.c_str(), top_page(nlohmann::json::parse(answer), ranks).c_str());
+    }
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+}  // namespace deeptide::launch

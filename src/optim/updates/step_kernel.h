@@ -1,0 +1,41 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of an optimizer's step: sums and scales the gradient, decays, updates and rounds, in one pass over a
+// segment.
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/kernels/kernel_arguments.h"
+#include "optim/updates/update_scalars.h"
+
+namespace deeptide::optim {
+
+struct StepArguments {
+  static constexpr int kMostStates = 3;
+  UpdateScalars update;
+  numerics::kernel::Rows gradient;
+  float gradient_scale = 1.0f;  // the step's own: loss scale and clipping
+  numerics::kernel::Numbers master;
+  numerics::kernel::Numbers states[kMostStates];  // by the rule's roles; null if not kept
+  numerics::kernel::Numbers param;                // receives the rounded master; null: the master is the parameter
+  int64_t count = 0;
+};
+
+/// Built by nvcc or hipcc, or absent. Errors: std::runtime_error when the device refuses a launch.
+namespace device_kernels {
+
+/// Whether there is a kernel for the current device.
+bool has_step();
+/// `stream`: the current device's, by its own handle.
+void step(const StepArguments& arguments, void* stream);
+
+}  // namespace device_kernels
+
+/// The same bodies, compiled for the host by a test.
+namespace host_kernels {
+
+void step(const StepArguments& arguments, void* stream);
+
+}  // namespace host_kernels
+}  // namespace deeptide::optim
