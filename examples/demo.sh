@@ -21,5 +21,5 @@ set -- --config "$config" --out "${OUT:-runs/demo}" --minutes 5
 [ "${RESUME:-0}" != 1 ] || set -- "$@" --resume
 code=0
 "$launcher" --quiet --num_ranks "${RANKS:-2}" --grace 60 --python "$python" "$here/gpt/gpt.py" "$@" || code=$?
-[ $code -ne 0 ] || "$python" -m deeptide._report_command "${OUT:-runs/demo}" | sed 's/^/Report: /'
+[ $code -ne 0 ] || "$python" -m deeptide._commands.report "${OUT:-runs/demo}" | sed 's/^/Report: /'
 exit $code

@@ -17,8 +17,8 @@ import torch.utils.data
 
 from deeptide import _C, _compiled, _tensor_methods
 from deeptide._C import CommError, Config, ConfigError, World
-from deeptide._groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, describer, device_of, parameter_names
+from deeptide._optimizers.groups import OptimizerPlan, OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._world import abort_groups, find_world
 from deeptide.config import ConfigSource, load_config
 from deeptide.data import DataLoader
@@ -27,8 +27,8 @@ from deeptide.optimizer import DeeptideOptimizer
 from deeptide.schedule import resolve_schedule
 
 if TYPE_CHECKING:
-    from deeptide._lr_range import RangeTest
-    from deeptide._tune_run import TuningRun
+    from deeptide._tuning.lr_range import RangeTest
+    from deeptide._tuning.run import TuningRun
     from deeptide.efficiency.loader import CurriculumLoader
     from deeptide.tensor.team import Team
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from deeptide import _C
-from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, parameter_names
+from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._plan_mesh import Mesh, mesh_of, plans_of_stages
 from deeptide.config import ConfigSource, load_config
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import Config, ConfigError
-from deeptide._groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._model import check_model, describe, parameter_names
+from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide.pipeline.blocks import (
     bounds_of_blocks,
     find_blocks,

@@ -12,9 +12,17 @@ import torch
 
 from deeptide import _C, _changes
 from deeptide._C import ConfigError
-from deeptide._groups import OptimizerPlan, ParamGroup, check_group, keys_of, name_groups, read_group, write_group
 from deeptide._model import describe, describer, parameter_names
-from deeptide._muon import choice_of
+from deeptide._optimizers.groups import (
+    OptimizerPlan,
+    ParamGroup,
+    check_group,
+    keys_of,
+    name_groups,
+    read_group,
+    write_group,
+)
+from deeptide._optimizers.muon import choice_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

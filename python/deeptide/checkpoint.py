@@ -118,7 +118,7 @@ def export(
     if format in _BY_TORCH:
         if dtype is not None or exclude_frozen:
             raise ConfigError(f"export: {format} holds what was saved; give no dtype and no exclude_frozen")
-        layouts = importlib.import_module("deeptide._export_layouts")
+        layouts = importlib.import_module("deeptide._commands.export_layouts")
         with _bar("export") as progress:
             names: list[str] = getattr(layouts, f"export_{format}")(reader, os.fspath(out), progress)
         return names

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from deeptide import _C, _given_optimizer
-from deeptide._groups import OptimizerPlan, ParamGroup
-from deeptide._live_groups import LiveGroups
+from deeptide import _C
+from deeptide._optimizers import given as given_optimizer
+from deeptide._optimizers.groups import OptimizerPlan, ParamGroup
+from deeptide._optimizers.live_groups import LiveGroups
 from deeptide._rebuild import group_to_add
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         # OneCycleLR and CyclicLR look here for a momentum that they may move.
         first: ParamGroup = next(iter(self.param_groups), {})
         self.defaults = {name: value for name, value in first.items() if name != "params"}
-        self.state = _given_optimizer.AwayState()
+        self.state = given_optimizer.AwayState()
         self.info = plan.info
         self._engine: weakref.ref[Engine] | None = None
         self._hooked: list[torch.optim.Optimizer] = [self]
@@ -49,7 +50,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         given = self.plan.given
         if given is not None and given is not self:
-            _given_optimizer.follow(given, self, steps=self.plan.custom is not None)
+            given_optimizer.follow(given, self, steps=self.plan.custom is not None)
             self._hooked = [self, given]
 
     def has_ended(self) -> bool:
@@ -59,7 +60,7 @@ class DeeptideOptimizer(torch.optim.Optimizer):
 
     def run_hooks(self, when: str) -> None:
         """Runs the hooks before ("pre") or after ("post") a step, of this and of the optimizer that was given."""
-        _given_optimizer.run_hooks(when, self._hooked)
+        given_optimizer.run_hooks(when, self._hooked)
 
     @contextlib.contextmanager
     def synced(self, core: _C.Engine) -> Iterator[None]:

@@ -13,7 +13,7 @@ namespace {
 
 using State = std::vector<std::tuple<std::string, at::Tensor, bool>>;
 
-/// `optimizer`: a deeptide._custom_optimizer.PartStepper.
+/// `optimizer`: a deeptide._optimizers.custom.PartStepper.
 class PythonOptimizer final : public CustomOptimizer {
  public:
   explicit PythonOptimizer(py::object optimizer)

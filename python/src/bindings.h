@@ -16,7 +16,7 @@ class Engine;
 
 namespace deeptide::python {
 
-/// `optimizer`: a deeptide._custom_optimizer.PartStepper, or None for none.
+/// `optimizer`: a deeptide._optimizers.custom.PartStepper, or None for none.
 std::shared_ptr<CustomOptimizer> make_custom_optimizer(const py::object& optimizer);
 
 /// The engine's place in a pipeline, as a Python object that does not keep the engine alive.

@@ -20,7 +20,7 @@ class BenchComm : public testing::Test {
   /// The words that a rank's Python was told, behind the module's name.
   std::string told(const Words& words) {
     const LaunchResult result = run(words);
-    const std::string head = "-m deeptide._bench_comm ";
+    const std::string head = "-m deeptide._commands.bench_comm ";
     EXPECT_EQ(result.exit_code, 0) << result.errors;
     EXPECT_EQ(result.output.find(head), 0u) << result.output;
     return result.output.substr(std::min(head.size(), result.output.size()));

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from deeptide import _C, _world
 from deeptide._C import ConfigError
-from deeptide._groups import OptimizerPlan, plan_optimizer
 from deeptide._initialize import cut, is_pipeline, make_engine, tuned
 from deeptide._model import check_model, parameter_names
+from deeptide._optimizers.groups import OptimizerPlan, plan_optimizer
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.as_deepspeed.configuration import read_config
 from deeptide.as_deepspeed.engine import DeepSpeedEngine

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from deeptide._optimizer_trial import why_whole
+from deeptide._optimizers.trial import why_whole
 from deeptide.as_deepspeed import NotSupportedError
 from deeptide.ops._held import HeldOptimizer
 from deeptide.ops.adagrad import DeepSpeedCPUAdagrad

@@ -13,7 +13,7 @@ import torch
 
 from deeptide import _C, _batches
 from deeptide._C import Config, ConfigError
-from deeptide._groups import OptimizerSource, ParametersSource, _plain_groups
+from deeptide._optimizers.groups import OptimizerSource, ParametersSource, _plain_groups
 from deeptide.pipeline.blocks import (
     Chain,
     bounds_of_blocks,

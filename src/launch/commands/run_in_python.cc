@@ -6,8 +6,8 @@
 
 namespace deeptide::launch {
 
-int run_explain(const Arguments& arguments) { become_module("deeptide._explain_command", arguments); }
-int run_plan(const Arguments& arguments) { become_module("deeptide._plan_command", arguments); }
-int run_report(const Arguments& arguments) { become_module("deeptide._report_command", arguments); }
+int run_explain(const Arguments& arguments) { become_module("deeptide._commands.explain", arguments); }
+int run_plan(const Arguments& arguments) { become_module("deeptide._commands.plan", arguments); }
+int run_report(const Arguments& arguments) { become_module("deeptide._commands.report", arguments); }
 
 }  // namespace deeptide::launch

@@ -13,7 +13,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr const char* kRangeWorker = "deeptide._lr_range";
+constexpr const char* kRangeWorker = "deeptide._tuning.lr_range";
 
 constexpr const char* kRangeFooter = R"(
 The script runs as it is, but the learning rate of its first engine grows with every step, in all groups, whatever its

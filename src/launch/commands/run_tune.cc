@@ -67,7 +67,7 @@ int run_tune(const Arguments& arguments) {
                                 {"as_module", options->module},
                                 {"command", options->command},
                                 {"run", train || options->autotuning == "run"}};
-  become_module("deeptide._tune_command", {words.dump()}, options->python);
+  become_module("deeptide._tuning.command", {words.dump()}, options->python);
 }
 
 }  // namespace deeptide::launch

@@ -19,7 +19,8 @@ from conftest import run_ranks
 from torch import nn
 
 import deeptide
-from deeptide import _C, _plan_command
+from deeptide import _C
+from deeptide._commands import plan as plan_command
 from deeptide._plan import choices
 
 GIB = 2**30
@@ -376,7 +377,7 @@ def test_the_command_plans_the_model_of_a_file(config_file, tmp_path):
 )
 def test_the_command_answers_what_it_cannot_plan(config_file, arguments, words, capsys):
     try:
-        status = _plan_command.main(["--config", config_file, *arguments])
+        status = plan_command.main(["--config", config_file, *arguments])
     except SystemExit as refusal:  # argparse's
         status = refusal.code
     assert status == 2

@@ -13,7 +13,7 @@ import textwrap
 import pytest
 
 import deeptide
-from deeptide._lr_range import fastest_fall
+from deeptide._tuning.lr_range import fastest_fall
 
 SCRIPT = """
     import sys

@@ -33,9 +33,9 @@ _STUBTEST_ALLOWS = r"""
 # Parts of _C's stub, which is one module
 deeptide\._C_(checkpoint|curriculum|memory|parallel|reports)
 # functools.cache: its type has lost the parameters that inspect still finds
-deeptide\._groups\.(_table_of|keys_of)
+deeptide\._optimizers\.groups\.(_table_of|keys_of)
 deeptide\._compiled\.(_say_once|_serve_compiled_graphs)
-deeptide\._explain_command\.pattern_of
+deeptide\._commands\.explain\.pattern_of
 deeptide\._publishing\._watch_forks
 deeptide\.accelerator\.get_accelerator
 deeptide\.as_deepspeed\.configuration\._schema
@@ -46,7 +46,7 @@ deeptide\.as_deepspeed\.config_values\.get_\w+
 # mypy takes another's decorated function for a variable
 deeptide\.as_deepspeed\.flat\.LinearFunctionForZeroStage3\.apply
 # A base of torch under another name
-deeptide\._export_layouts\._ReadLater
+deeptide\._commands\.export_layouts\._ReadLater
 # A class inside a function
 deeptide\._compiled\.PieceCompiler@\d+
 # enum gives its classes a __new__ of its own

@@ -4,8 +4,8 @@
 
 import pytest
 
-from deeptide._tune_command import set_argument
-from deeptide._tune_search import Batch, Search, table
+from deeptide._tuning.command import set_argument
+from deeptide._tuning.search import Batch, Search, table
 
 GIB = 2**30
 WANTED = {

@@ -14,8 +14,8 @@ from conftest import run_processes
 from models import batches, make_model
 
 import deeptide
-from deeptide import _doctor_command as doctor
-from deeptide._doctor_machine import Machine, measure
+from deeptide._commands import doctor as doctor
+from deeptide._commands.doctor_machine import Machine, measure
 from deeptide._run_record import Run
 
 MACHINE = Machine(flops=100e9, memory_bytes=10e9, link_bytes=1e9, write_bytes=1e9, read_bytes=2e9)

@@ -11,7 +11,7 @@ from conftest import run_processes
 from models import batches, make_model
 
 import deeptide
-from deeptide._report_command import main, write_report
+from deeptide._commands.report import main, write_report
 from deeptide._run_record import Run
 
 

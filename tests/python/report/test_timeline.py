@@ -12,7 +12,7 @@ from conftest import run_processes, run_ranks
 from models import batches, make_model
 
 import deeptide
-from deeptide._trace_command import join, main
+from deeptide._commands.trace import join, main
 
 PHASES = ("between", "forward", "backward", "step")
 

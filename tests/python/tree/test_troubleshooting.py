@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import deeptide
-from deeptide import _explain_command as catalogue
+from deeptide._commands import explain as catalogue
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -116,7 +116,7 @@ def test_real_messages_reach_their_heading(headings, tmp_path):
 
 
 def test_the_command_prints_a_heading():
-    run = [sys.executable, "-m", "deeptide._explain_command"]
+    run = [sys.executable, "-m", "deeptide._commands.explain"]
     text = "rank 1: ValueError: parameter 'a.b' got other memory after initialize (module.to(), …)"
     done = subprocess.run([*run, text], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.startswith('"got other memory after initialize"\n\n`module.to(…)`')

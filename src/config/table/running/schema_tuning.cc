@@ -95,7 +95,7 @@ Key autotuning_section() {
   return section("autotuning", "Bounds and folders of `deeptide tune`, the search for the fastest configuration.",
                  std::move(keys))
       .switched_by("enabled")
-      .read_by("python/deeptide/_tune_command.py");
+      .read_by("python/deeptide/_tuning/command.py");
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 namespace deeptide::launch {
 namespace {
 
-constexpr const char* kWorker = "deeptide._bench_comm";
+constexpr const char* kWorker = "deeptide._commands.bench_comm";
 constexpr int64_t kLargest = int64_t{1} << 40;
 
 constexpr const char* kBenchFooter = R"(

@@ -52,7 +52,7 @@ int examine_job(const std::string& job, const std::string& python, Arguments res
   if (!std::filesystem::exists(job)) find_job(job);  // its error lists the live ones
   Arguments words{job, "--launcher", own_path()};
   words.insert(words.end(), rest.begin(), rest.end());
-  become_module("deeptide._doctor_command", words, python);
+  become_module("deeptide._commands.doctor", words, python);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ int run_checkpoint_export(const Arguments& arguments) {
       ->option_text("SIZE=5GB");
   app.add_flag("--exclude_frozen", options.exclude_frozen, "Leave out parameters that were not trained");
   if (const auto code = parse_arguments(app, arguments)) return *code;
-  if (format == "universal" || format == "dcp") become_module("deeptide._export_command", {folder, out, format, tag});
+  if (format == "universal" || format == "dcp") become_module("deeptide._commands.export", {folder, out, format, tag});
   options.format = format == "safetensors" ? ExportFormat::safetensors : ExportFormat::state_dict;
   for (const std::string& name :
        export_checkpoint(CheckpointReader(folder, tag), out, options, progress_bar("export"))) {

@@ -87,7 +87,7 @@ int run_prune(const Arguments& arguments) {
   return 0;
 }
 
-int run_import(const Arguments& arguments) { become_module("deeptide._import_command", arguments); }
+int run_import(const Arguments& arguments) { become_module("deeptide._commands.importing", arguments); }
 
 constexpr struct {
   const char* name;

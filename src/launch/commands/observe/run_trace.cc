@@ -74,7 +74,7 @@ int record(const Wanted& wanted) {
   std::fflush(stdout);
   if (wanted.no_wait) return 0;
   wait_for_files(job, std::stoull(number), folder);
-  become_module("deeptide._trace_command", {folder});
+  become_module("deeptide._commands.trace", {folder});
 }
 
 }  // namespace
@@ -96,7 +96,7 @@ int run_trace(const Arguments& arguments) {
   if (is_id(wanted.of)) return record(wanted);
   Arguments rest{wanted.of};
   if (!wanted.output.empty()) rest.insert(rest.end(), {"--output", wanted.output});
-  become_module("deeptide._trace_command", rest);
+  become_module("deeptide._commands.trace", rest);
 }
 
 }  // namespace deeptide::launch

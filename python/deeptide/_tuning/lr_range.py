@@ -20,7 +20,7 @@ import torch
 
 from deeptide import _initialize
 from deeptide._C import ConfigError, World
-from deeptide._run_script import run_script
+from deeptide._tuning.run_script import run_script
 from deeptide.engine import Engine
 
 _ROWS = 16  # of the table that rank 0 prints

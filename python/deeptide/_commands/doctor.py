@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from deeptide._doctor_machine import Machine, measure
+from deeptide._commands.doctor_machine import Machine, measure
 from deeptide._run_record import Run
 
 _STEPS = 3  # of every rank, whose mean counts

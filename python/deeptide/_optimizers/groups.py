@@ -15,11 +15,11 @@ import torch
 from deeptide import _C
 from deeptide._C import Config, ConfigError, HyperparameterInfo, Hyperparameters, OptimizerInfo
 from deeptide._log import say
-from deeptide._muon import muon_groups
-from deeptide._optimizer_trial import kept_elsewhere, name_of, why_whole
+from deeptide._optimizers.muon import muon_groups
+from deeptide._optimizers.trial import kept_elsewhere, name_of, why_whole
 
 if TYPE_CHECKING:
-    from deeptide._custom_optimizer import PartStepper
+    from deeptide._optimizers.custom import PartStepper
 
 ParamGroup: TypeAlias = dict[str, Any]  # as torch's optimizers hold them
 OptimizerSource: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -317,7 +317,7 @@ def _known(defaults: dict[str, Any], info: OptimizerInfo) -> dict[str, Any]:
 
 def _plan_of_own(optimizer: torch.optim.Optimizer, model_names: dict[int, str], config: Config) -> OptimizerPlan:
     """The plan for an optimizer that no kernel of ours replaces: it steps what the engine lends it."""
-    from deeptide._custom_optimizer import PartStepper  # which needs this module
+    from deeptide._optimizers.custom import PartStepper  # which needs this module
 
     groups = optimizer.param_groups
     named = name_groups(groups, model_names)

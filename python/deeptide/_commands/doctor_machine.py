@@ -14,8 +14,8 @@ from statistics import median
 import torch
 
 from deeptide import _C
-from deeptide._bench_comm import _device as own_device
-from deeptide._bench_comm import _no_lines_of_gloo
+from deeptide._commands.bench_comm import _device as own_device
+from deeptide._commands.bench_comm import _no_lines_of_gloo
 from deeptide._world import find_world
 
 _LINK_BYTES = 16 << 20
@@ -39,7 +39,7 @@ def measure(launcher: str, where: list[str], dtype: str, folder: str) -> Machine
 
     where: the launcher's options that say how many ranks it has, and on which hosts.
     """
-    words = ["-q", *where, "--python", sys.executable, "--module", "deeptide._doctor_machine", dtype]
+    words = ["-q", *where, "--python", sys.executable, "--module", "deeptide._commands.doctor_machine", dtype]
     lines = [json.loads(line[line.index("{") :]) for line in _run(launcher, *words).splitlines() if "{" in line]
     drive = [_run(launcher, "bench", "io", "--folder", folder, *_DRIVE, *way) for way in ((), ("--read",))]
     write, read = (float(re.findall(r": ([\d.]+) GB/s", text)[0]) * 1e9 for text in drive)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from deeptide import _C
-from deeptide._groups import GroupKey, ParamGroup, keys_of, numbers_of, write_key
+from deeptide._optimizers.groups import GroupKey, ParamGroup, keys_of, numbers_of, write_key
 
 
 def _frozen(value: Any) -> Any:

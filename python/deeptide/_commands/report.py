@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from deeptide._report_page import make_page
+from deeptide._commands.report_page import make_page
 from deeptide._run_record import Run
 
 

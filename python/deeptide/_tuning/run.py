@@ -20,18 +20,18 @@ import torch
 
 from deeptide import _C, _initialize
 from deeptide._C import Config, ConfigError, World
-from deeptide._groups import OptimizerPlan
 from deeptide._model import describe, device_of
+from deeptide._optimizers.groups import OptimizerPlan
 from deeptide._plan import MemoryPlan
 from deeptide._recomputation import recomputes, set_recomputation
-from deeptide._run_script import run_script
+from deeptide._tuning.run_script import run_script
 from deeptide.engine import Engine
 
 _MOST_BYTES = 2**62  # the search compares with the machine, which the survey's own ranks are part of
 
 
 class TuningRun:
-    """The purpose of the script's first engine. `wanted`: the words of `deeptide._tune_command`."""
+    """The purpose of the script's first engine. `wanted`: the words of `deeptide._tuning.command`."""
 
     def __init__(self, wanted: dict[str, Any]) -> None:
         self.wanted = wanted
@@ -227,7 +227,7 @@ class _Timed(Engine):
 
 
 def main() -> None:
-    """Runs the script; the words of the command line are those of `deeptide._tune_command`."""
+    """Runs the script; the words of the command line are those of `deeptide._tuning.command`."""
     wanted = json.loads(sys.argv[1])
     run = TuningRun(wanted)
     _initialize.tuning_run = run

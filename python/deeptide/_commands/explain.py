@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parent / "troubleshooting.md"
+PAGE = Path(__file__).parents[1] / "troubleshooting.md"
 _HOLE = "…"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from deeptide import _C
 from deeptide._C import ConfigError
-from deeptide._tune_search import Attempt, Search, table
+from deeptide._tuning.search import Attempt, Search, table
 
 _LONGEST_S = 7200.0  # of a first run; others get ten times what the longest has taken, and 10 minutes at least
 _ERROR = re.compile(r"Error|killed|error:|failed")
@@ -37,7 +37,7 @@ class Runs:
         self._longest_s = 0.0
 
     def command(self, wanted: dict[str, Any], arguments: list[str]) -> list[str]:
-        """A job whose ranks are `deeptide._tune_run`."""
+        """A job whose ranks are `deeptide._tuning.run`."""
         job = list(self.words["job"])
         script = self.words["command"][0]
         if not self.words["as_module"]:
@@ -46,7 +46,7 @@ class Runs:
             if mentioned and not {"--local_rank", "--no_local_rank"} & set(job):
                 job.append("--local_rank")  # which the launcher cannot see behind the module
         wanted = wanted | {"as_module": self.words["as_module"]}
-        return [self.words["launcher"], *job, "deeptide._tune_run", json.dumps(wanted), script, *arguments]
+        return [self.words["launcher"], *job, "deeptide._tuning.run", json.dumps(wanted), script, *arguments]
 
     def run(self, wanted: dict[str, Any], arguments: list[str], folder: Path) -> dict[str, Any]:
         """The result, or {"error": text}; the output is in the folder's log.txt."""

@@ -13,8 +13,8 @@ import torch
 
 from deeptide import _C
 from deeptide._C import OptimizerInfo
-from deeptide._given_optimizer import AwayState, WithoutHooks
-from deeptide._groups import ParamGroup, keys_of, read_group, write_key
+from deeptide._optimizers.given import AwayState, WithoutHooks
+from deeptide._optimizers.groups import ParamGroup, keys_of, read_group, write_key
 
 PartState: TypeAlias = list[tuple[str, torch.Tensor, bool]]
 
