@@ -17,7 +17,15 @@ from conftest import DEEPTIDE
 from test_faults import rank_pids
 from test_training import ENVIRONMENT
 
-TICK = "echo ready $$; i=0; while :; do i=$((i+1)); echo tick $RANK $i; sleep 0.1; done"
+# Not a shell: one that has a `sleep` started by vfork(2), and stopped before its exec(2), waits for it and never shows
+# as stopped.
+TICK = """
+import itertools, os, time
+print("ready", os.getpid(), flush=True)
+for i in itertools.count(1):
+    print("tick", os.environ["RANK"], i, flush=True)
+    time.sleep(0.1)
+"""
 
 
 def states(pids):
@@ -37,7 +45,7 @@ def test_a_suspended_job_stops_everywhere_and_goes_on(hosts, launcher):
     if not shutil.which(launcher):
         pytest.skip(f"{launcher} is not installed")
     env = {"PDSH_SSH_ARGS_APPEND": hosts.network.ssh_arguments}
-    words = ["--launcher", launcher, "--heartbeat_timeout", "1", "sh", "-c", TICK]
+    words = ["--launcher", launcher, "--heartbeat_timeout", "1", sys.executable, "-c", TICK]
     job = hosts.start(*words, ssh=launcher == "ssh", env=env)
     job.wait_for("tick", 8)
     pids = rank_pids(job).values()
