@@ -129,6 +129,7 @@ def cut(
     stages = json.loads(_C.config_section(config, "parallel"))["pipeline"]
     if (stages or 1) == 1 or ("_deeptide_cut" not in model.__dict__ and is_pipeline(model)):
         return contextlib.nullcontext(parameters)
+    from deeptide.pipeline.chunks import chunks_of
     from deeptide.pipeline.cut import cut_by_blocks
 
     share = None
@@ -136,7 +137,7 @@ def cut(
         from deeptide.tensor.axis import share_layers
 
         share = functools.partial(share_layers, config, model, world, stages)
-    return cut_by_blocks(model, config, stages, optimizer, parameters, world, share)
+    return cut_by_blocks(model, config, stages, optimizer, parameters, world, share, chunks_of(config))
 
 
 def tuned(config: Config, optimizer: Any) -> Config:

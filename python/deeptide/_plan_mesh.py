@@ -20,10 +20,12 @@ from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_
 from deeptide.pipeline.blocks import (
     bounds_of_blocks,
     find_blocks,
-    stages_of_blocks,
+    parts_of_blocks,
+    stages_of,
     uses_of_modules,
     uses_of_parameters,
 )
+from deeptide.pipeline.chunks import chunks_of
 from deeptide.tensor.axis import size_of
 from deeptide.tensor.layers import slices_of_layer
 from deeptide.tensor.slices import Slice
@@ -83,13 +85,13 @@ def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Sli
     return found
 
 
-def owners_of(model: nn.Module, num_stages: int) -> dict[int, list[int]]:
+def owners_of(model: nn.Module, num_stages: int, num_chunks: int) -> dict[int, list[int]]:
     """{id of a parameter: the stages that use it}; the first owns it, and lends it to the others."""
     if num_stages == 1:
         return {id(parameter): [0] for parameter in model.parameters()}
-    chain = find_blocks(model, num_stages)
-    stages = stages_of_blocks(bounds_of_blocks(model, chain, num_stages))
-    return uses_of_parameters(model, uses_of_modules(model, chain, stages))
+    chain = find_blocks(model, num_stages, num_chunks)
+    parts = parts_of_blocks(bounds_of_blocks(model, chain, num_stages * num_chunks))
+    return uses_of_parameters(model, stages_of(uses_of_modules(model, chain, parts), num_stages))
 
 
 class Parts:
@@ -97,7 +99,7 @@ class Parts:
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
-        self._users = owners_of(model, mesh.pipeline)
+        self._users = owners_of(model, mesh.pipeline, chunks_of(config))
         self._slices = slices_of_plan(model, config, mesh.tensor)
         self._held: dict[int, torch.Tensor] = {}
 

@@ -207,6 +207,9 @@ def program_of(seed):
                 acts.append(["train" if form == "layers" and kind == "loop" else kind, draw.randint(1, 3)])
         schedule = draw.choice(["1f1b", "gpipe"])
         chunks = draw.choice([1, 2]) if form == "layers" and schedule == "1f1b" and stages < 4 else 1
+        loops = any(act[0] == "loop" for act in acts)
+        if form == "blocks" and stages == 2 and not loops and stores.random() < 0.4:
+            schedule, chunks = "interleaved", 2
         phases.append({
             "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
             "schedule": schedule, "bf16": draw.random() < 0.25,
@@ -241,6 +244,8 @@ class Side:
         self.program, self.phase, self.is_cut = program, phase, bool(stages)
         self.folder = f"{folder}/host{world.rank % hosts_of(program)}"
         parallel = {"schedule": phase["schedule"]}
+        if phase["schedule"] == "interleaved":
+            parallel["chunks"] = phase["chunks"]
         if stages and program["form"] == "blocks":
             parallel |= {"pipeline": stages, "tensor": phase["tensor"]}
         config = {

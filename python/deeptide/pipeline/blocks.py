@@ -90,9 +90,9 @@ def _declared(model: torch.nn.Module, found: list[Blocks]) -> list[Blocks]:
     return [blocks for blocks in found if blocks.path in named]
 
 
-def _long_enough(model: torch.nn.Module, num_stages: int) -> list[Blocks]:
+def _long_enough(model: torch.nn.Module, num_parts: int) -> list[Blocks]:
     """The containers that may be cut, the best kind alone: declared, of one class, of several classes."""
-    found = [blocks for blocks in _containers(model) if len(blocks.blocks) >= num_stages]
+    found = [blocks for blocks in _containers(model) if len(blocks.blocks) >= num_parts]
     alike = [blocks for blocks in found if _are_alike(blocks.blocks)]
     for kind in (_declared(model, alike), alike, found):
         if kind:
@@ -110,7 +110,7 @@ def _decoder_of(encoder: Blocks, alike: list[Blocks]) -> Blocks | None:
     return next((blocks for blocks in alike if blocks.path == sought), None)
 
 
-def _encoder_and_decoder(model: torch.nn.Module, num_stages: int) -> Chain | None:
+def _encoder_and_decoder(model: torch.nn.Module, num_parts: int) -> Chain | None:
     """A model's encoder and decoder, where both have a good part of its weights: they run one after the other."""
     alike = _outermost([blocks for blocks in _containers(model) if blocks.blocks and _are_alike(blocks.blocks)])
     most = num_trained(model)
@@ -118,43 +118,47 @@ def _encoder_and_decoder(model: torch.nn.Module, num_stages: int) -> Chain | Non
         decoder = _decoder_of(encoder, alike)
         if decoder is None or min(encoder.trained(), decoder.trained()) <= _LEAST * most:
             continue
-        if len(encoder.blocks) + len(decoder.blocks) >= num_stages:
+        if len(encoder.blocks) + len(decoder.blocks) >= num_parts:
             return Chain([encoder, decoder])
     return None
 
 
-def find_blocks(model: torch.nn.Module, num_stages: int) -> Chain:
+def find_blocks(model: torch.nn.Module, num_stages: int, num_chunks: int = 1) -> Chain:
     """The chain of blocks that a model is cut along. Errors: ConfigError if it has none, or several."""
-    chain = _encoder_and_decoder(model, num_stages) or Chain([_longest(model, num_stages)])
+    asked = f"parallel.pipeline is {num_stages}" + (f" with {num_chunks} chunks" if num_chunks > 1 else "")
+    num_parts = num_stages * num_chunks
+    chain = _encoder_and_decoder(model, num_parts) or Chain([_longest(model, num_parts, asked)])
     blocks = chain.blocks
     if len(set(map(id, blocks))) < len(blocks):
         raise ConfigError(
-            f"parallel.pipeline is {num_stages}, and {chain.path or type(model).__name__} holds one module twice, "
-            f"which would be on two stages: {_CURE}"
+            f"{asked}, and {chain.path or type(model).__name__} holds one module twice, which would be on two stages: "
+            f"{_CURE}"
         )
     return chain
 
 
-def _longest(model: torch.nn.Module, num_stages: int) -> Blocks:
-    found = sorted(_long_enough(model, num_stages), key=Blocks.trained, reverse=True)
+def _longest(model: torch.nn.Module, num_parts: int, asked: str) -> Blocks:
+    found = sorted(_long_enough(model, num_parts), key=Blocks.trained, reverse=True)
     name = type(model).__name__
     if not found:
         raise ConfigError(
-            f"parallel.pipeline is {num_stages}, and {name} has no ModuleList or Sequential of {num_stages} blocks or "
-            f"more to be cut along; take fewer stages, or {_CURE}"
+            f"{asked}, and {name} has no ModuleList or Sequential of {num_parts} blocks or more to be cut along; take "
+            f"fewer stages, or {_CURE}"
         )
     most = num_trained(model)
     rivals = [blocks.path for blocks in found if blocks.trained() > _SHARE * most]
     if len(rivals) > 1:
         raise ConfigError(
-            f"parallel.pipeline is {num_stages}, and {name} has more than one chain of blocks: {', '.join(rivals)}; "
-            f"only one can be cut: {_CURE}"
+            f"{asked}, and {name} has more than one chain of blocks: {', '.join(rivals)}; only one can be cut: {_CURE}"
         )
     return found[0]
 
 
-def bounds_of_blocks(model: torch.nn.Module, chain: Chain, num_stages: int) -> list[int]:
-    """Bounds of the stages' blocks, by trained parameters: what follows the blocks counts with the last one."""
+def bounds_of_blocks(model: torch.nn.Module, chain: Chain, num_parts: int) -> list[int]:
+    """Bounds of the parts' blocks, by trained parameters: what follows the blocks counts with the last one.
+
+    A part is a stage, or a chunk of one: chunk 0 of each stage, chunk 1 of each, and so on.
+    """
     weights = [float(sum(parameter.numel() for parameter in block.parameters())) for block in chain.blocks]
     places = Places(chain, [0] * len(weights))
     after = {
@@ -164,14 +168,14 @@ def bounds_of_blocks(model: torch.nn.Module, chain: Chain, num_stages: int) -> l
         if places.side(path, model, chain.parts[-1]) == "after"
     }
     weights[-1] += sum(after.values())
-    return balanced(weights, num_stages)
+    return balanced(weights, num_parts)
 
 
 class Places:
-    """The stages of modules, by their paths. `stages`: of each block."""
+    """The parts of modules, by their paths. `parts`: of each block."""
 
-    def __init__(self, chain: Chain, stages: list[int]) -> None:
-        self._chain, self._stages = chain, stages
+    def __init__(self, chain: Chain, parts: list[int]) -> None:
+        self._chain, self._parts = chain, parts
 
     def side(self, path: str, model: torch.nn.Module, part: Blocks) -> str:
         """The place of a module: "before" or "after" the blocks, by order of registration, "block" or "around" them."""
@@ -187,36 +191,41 @@ class Places:
         siblings = [name for name, _ in model.get_submodule(".".join(own[:common])).named_children()]
         return "before" if siblings.index(own[common]) < siblings.index(other[common]) else "after"
 
-    def stages_of(self, path: str, model: torch.nn.Module) -> list[int]:
-        """The stages that use a module's own parameters: those of modules around the blocks may be used anywhere.
+    def parts_of(self, path: str, model: torch.nn.Module) -> list[int]:
+        """The parts that use a module's own parameters: those of modules around the blocks may be used anywhere.
 
         What lies between an encoder's blocks and a decoder's runs where the encoder's last block does.
         """
         at, first = 0, 0
-        for part in self._chain.parts:
-            side = self.side(path, model, part)
+        for blocks in self._chain.parts:
+            side = self.side(path, model, blocks)
             if side == "around":
-                return list(range(self._stages[-1] + 1))
+                return list(range(self._parts[-1] + 1))
             if side == "block":
-                number = path[len(part.path) + 1 if part.path else 0 :].split(".")[0]
-                keys = [name for name, _ in part.container.named_children()]
-                return [self._stages[first + keys.index(number)]]
-            first += len(part.blocks)
-            at = self._stages[first - 1] if side == "after" else at
+                number = path[len(blocks.path) + 1 if blocks.path else 0 :].split(".")[0]
+                keys = [name for name, _ in blocks.container.named_children()]
+                return [self._parts[first + keys.index(number)]]
+            first += len(blocks.blocks)
+            at = self._parts[first - 1] if side == "after" else at
         return [at]
 
 
-def stages_of_blocks(bounds: list[int]) -> list[int]:
-    """The stage of each block."""
-    return [stage for stage, (begin, end) in enumerate(itertools.pairwise(bounds)) for _ in range(end - begin)]
+def parts_of_blocks(bounds: list[int]) -> list[int]:
+    """The part of each block."""
+    return [part for part, (begin, end) in enumerate(itertools.pairwise(bounds)) for _ in range(end - begin)]
 
 
-def uses_of_modules(model: torch.nn.Module, chain: Chain, stages: list[int]) -> dict[int, list[int]]:
-    """The stages that use a module, by its id, over all of its paths."""
-    places, uses = Places(chain, stages), dict[int, set[int]]()
+def uses_of_modules(model: torch.nn.Module, chain: Chain, parts: list[int]) -> dict[int, list[int]]:
+    """The parts that use a module, by its id, over all of its paths."""
+    places, uses = Places(chain, parts), dict[int, set[int]]()
     for path, module in model.named_modules(remove_duplicate=False):
-        uses.setdefault(id(module), set()).update(places.stages_of(path, model))
+        uses.setdefault(id(module), set()).update(places.parts_of(path, model))
     return {key: sorted(found) for key, found in uses.items()}
+
+
+def stages_of(uses: dict[int, list[int]], num_stages: int) -> dict[int, list[int]]:
+    """The same by stage."""
+    return {key: sorted({part % num_stages for part in parts}) for key, parts in uses.items()}
 
 
 def uses_of_parameters(model: torch.nn.Module, uses: dict[int, list[int]]) -> dict[int, list[int]]:

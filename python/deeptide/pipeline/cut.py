@@ -18,11 +18,13 @@ from deeptide.pipeline.blocks import (
     Chain,
     bounds_of_blocks,
     find_blocks,
-    stages_of_blocks,
+    parts_of_blocks,
+    stages_of,
     uses_of_modules,
     uses_of_parameters,
 )
 from deeptide.pipeline.elsewhere import Elsewhere
+from deeptide.pipeline.hidden import Hidden, state_of
 from deeptide.pipeline.passage import Passage, stage_blocks
 from deeptide.pipeline.place import place
 from deeptide.pipeline.ties import Place, Tie, Ties
@@ -63,10 +65,12 @@ class BlockCut:
     the last. A parameter that several stages use, such as a head's that is tied to an embedding, belongs to the first
     of them, which lends it; so do those that the modules around the blocks hold themselves. What a stage has not is an
     Elsewhere tensor there.
+
+    Of several chunks, each stage runs the model's program once per chunk; what other chunks of the stage compute is
+    hidden from it as if another stage had it.
     """
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None  # of the step that runs
-    num_chunks = 1  # of each stage
 
     def __init__(
         self,
@@ -75,15 +79,20 @@ class BlockCut:
         stage_id: int,
         dtype: torch.dtype | None,
         share: Callable[[], object] | None = None,
+        num_chunks: int = 1,
     ) -> None:
-        """share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along."""
-        self.num_stages, self.stage_id = num_stages, stage_id
-        chain = find_blocks(model, num_stages)
-        self.parts = bounds_of_blocks(model, chain, num_stages)
-        stages = stages_of_blocks(self.parts)
+        """num_chunks: of each stage.
+
+        share: cuts layers among the ranks of a stage, once it is known that the model has blocks to be cut along.
+        """
+        self.num_stages, self.stage_id, self.num_chunks = num_stages, stage_id, num_chunks
+        chain = find_blocks(model, num_stages, num_chunks)
+        self.parts = bounds_of_blocks(model, chain, num_stages * num_chunks)
+        parts = parts_of_blocks(self.parts)
         self._model, self._dtype = model, dtype
         self._held: list[_Taken] = []
-        self._uses = uses_of_modules(model, chain, stages)
+        self._part_uses = uses_of_modules(model, chain, parts)
+        self._uses = stages_of(self._part_uses, num_stages)
         self._check_stages(chain)
         if share is not None:
             share()
@@ -91,7 +100,15 @@ class BlockCut:
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self._take_out(model, chain)
         self._classes = [(block, type(block)) for block in chain.blocks]
-        self.passage = Passage(chain.names, stages, stage_id, carries=len(chain.parts) > 1)
+        self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in range(num_chunks)]
+        own = {
+            number: Hidden(
+                itertools.chain(*itertools.starmap(state_of, block.named_modules(prefix=chain.names[number])))
+            )
+            for number, block in enumerate(chain.blocks)
+            if parts[number] % num_stages == stage_id
+        }
+        self.passage = Passage(chain.names, parts, num_stages, own, carries=len(chain.parts) > 1)
         stage_blocks(chain.blocks, self.passage)
 
     def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
@@ -108,10 +125,12 @@ class BlockCut:
         """Errors: ConfigError, on all ranks alike, if a stage would have nothing to train."""
         stages_of = self._stages_of()
         trained = {stages_of[id(p)][0] for p in self._model.parameters() if p.requires_grad}
-        for stage, (begin, end) in enumerate(itertools.pairwise(self.parts)):
+        bounds = list(itertools.pairwise(self.parts))
+        for stage in range(self.num_stages):
             if stage not in trained:
+                blocks = " and ".join(f"{begin} to {end - 1}" for begin, end in bounds[stage :: self.num_stages])
                 raise ConfigError(
-                    f"parallel.pipeline: stage {stage} of {self.num_stages}, with the blocks {begin} to {end - 1} of "
+                    f"parallel.pipeline: stage {stage} of {self.num_stages}, with the blocks {blocks} of "
                     f"{chain.path}, has no trained parameter of its own, which is not supported yet; take fewer stages"
                 )
 
@@ -149,6 +168,21 @@ class BlockCut:
             for name in [name for name, _ in foreign] + buffers:
                 held.take(name, f"{path}.{name}" if path else name, self._dtype)
 
+    def _part(self, chunk: int) -> int:
+        return chunk * self.num_stages + self.stage_id
+
+    def _unused_by(self, chain: Chain, chunk: int) -> Iterator[tuple[str, torch.nn.Module, str]]:
+        """Values that this stage has or borrows beside the blocks, and other parts of the model use alone."""
+        blocks = {id(module) for block in chain.blocks for module in block.modules()}
+        lent = {(id(place.module), place.attribute) for place in self.ties.borrowed()}
+        for path, module in self._model.named_modules():
+            if id(module) in blocks or self._part(chunk) in self._part_uses[id(module)]:
+                continue
+            if any(parameter is not None for parameter in module._parameters.values()):
+                yield from state_of(path, module)
+            for name in [name for key, name in lent if key == id(module)]:
+                yield f"{path}.{name}" if path else name, module, name
+
     def undo(self) -> None:
         """The model as it was; before `keep`."""
         for block, kind in self._classes:
@@ -173,7 +207,8 @@ class BlockCut:
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage."""
         args, kwargs = inputs
-        return self.passage.run(forward, args, kwargs, received)
+        with self._hidden[chunk]() if self.num_chunks > 1 else nullcontext():
+            return self.passage.run(forward, args, kwargs, received, self._part(chunk))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
         """The loss of the last stage's output. Errors: ValueError if it is no scalar; PipelineError."""
@@ -182,8 +217,13 @@ class BlockCut:
         return loss
 
     def trains(self, chunk: int) -> bool:
-        """A stage of blocks has a trained parameter."""
-        return True
+        """Whether a chunk uses a trained parameter of this stage's."""
+        part = self._part(chunk)
+        return any(
+            part in self._part_uses[id(module)] and any(p.requires_grad for p in module.parameters(recurse=False))
+            for module in self._model.modules()
+            if id(module) in self._part_uses
+        )
 
     def check_output(self, output: Any) -> None:
         """Errors: PipelineError if an output that goes to the program holds anything of another stage."""
@@ -241,6 +281,7 @@ def cut_by_blocks(
     parameters: ParametersSource | None,
     world: _C.World | None,
     share: Callable[[], object] | None = None,
+    num_chunks: int = 1,
 ) -> Iterator[ParametersSource | None]:
     """Around the making of an engine: gives this stage's part of `model_parameters`; an error leaves the model whole.
 
@@ -252,14 +293,15 @@ def cut_by_blocks(
     stage_id = _C.stage_of_rank(rank, num_stages, num_ranks)
     before = cut_of(model)
     if before is not None:
-        if before.num_stages != num_stages:
+        if (before.num_stages, before.num_chunks) != (num_stages, num_chunks):
+            chunks = f" of {before.num_chunks} chunks" if before.num_chunks > 1 else ""
             raise ConfigError(
-                f"parallel.pipeline is {num_stages}, and the model was cut into {before.num_stages} stages before; "
-                "make it anew"
+                f"parallel.pipeline is {num_stages}, and the model was cut into {before.num_stages} stages{chunks} "
+                "before; make it anew"
             )
         yield parameters
         return
-    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share)
+    cut = BlockCut(model, num_stages, stage_id, _dtype_of(config), share, num_chunks)
     model.__dict__[_ATTRIBUTE] = cut
     try:
         with _reduced(optimizer, cut.taken) if isinstance(optimizer, torch.optim.Optimizer) else nullcontext():

@@ -27,7 +27,11 @@ from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
 from deeptide.pipeline.schedules import simulate
 from deeptide.pipeline.stage_run import StageRun
 
-_SCHEDULES = {"1f1b": PipelineSchedule.one_f_one_b, "gpipe": PipelineSchedule.gpipe}
+_SCHEDULES = {
+    "1f1b": PipelineSchedule.one_f_one_b,
+    "gpipe": PipelineSchedule.gpipe,
+    "interleaved": PipelineSchedule.one_f_one_b,  # of one chunk
+}
 
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
@@ -74,15 +78,21 @@ class PipelineEngine(Engine):
 
     def _chosen_schedule(self) -> PipelineSchedule:
         """The configuration's, or of chunks the interleaved one. Errors: ConfigError if chunks have no such order."""
-        name = json.loads(_C.config_section(self._config, "parallel"))["schedule"]
-        if self._cut.num_chunks == 1:
-            return _SCHEDULES[name]
-        if name != "1f1b":
-            raise ConfigError(
-                f'parallel.schedule is "{name}", and the PipelineModule has {self._cut.num_chunks} chunks on each '
-                "stage, which run by 1f1b, interleaved: leave the key out, or build it with chunks=1"
-            )
-        return PipelineSchedule.interleaved
+        section = json.loads(_C.config_section(self._config, "parallel"))
+        name, chunks = section["schedule"], self._cut.num_chunks
+        if isinstance(self._cut, PipelineModule):
+            if section["chunks"] not in (None, chunks):
+                raise ConfigError(
+                    f"parallel.chunks is {section['chunks']}, and the PipelineModule was built with chunks={chunks}; "
+                    "leave the key out"
+                )
+            if (chunks > 1 and name == "gpipe") or (chunks == 1 and name == "interleaved" and self.num_stages > 1):
+                raise ConfigError(
+                    f'parallel.schedule is "{name}", and the PipelineModule has {chunks} chunks on each stage: those '
+                    "of one chunk run by 1f1b or gpipe, others interleaved; build it with another number, or leave the "
+                    "key out"
+                )
+        return PipelineSchedule.interleaved if chunks > 1 else _SCHEDULES[name]
 
     def _say_if_few(self) -> None:
         """A step of fewer micro-batches than stages cannot fill them."""
@@ -294,6 +304,11 @@ class PipelineEngine(Engine):
     def _loop_of(self, method: str) -> PlainLoop:
         if self._stage is None or isinstance(self._cut, PipelineModule):
             raise PipelineError(f"{method}: a PipelineModule runs on all stages by train_batch() and eval_batch()")
+        if self._cut.num_chunks > 1:
+            raise PipelineError(
+                f"{method}: the interleaved schedule overlaps micro-batches, and the program's own loop has one at a "
+                'time; call train_batch() and eval_batch(), or take "schedule": "1f1b"'
+            )
         return self._loop
 
     def join(self) -> NoReturn:

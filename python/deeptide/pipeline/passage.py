@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from deeptide.pipeline.digest import digest
 from deeptide.pipeline.elsewhere import Elsewhere, ElsewhereError, elsewhere_in, with_received
 from deeptide.pipeline.errors import PipelineError
+from deeptide.pipeline.hidden import Hidden
 from deeptide.pipeline.letters import tensors_in
 
 _CURE = "such a model is no chain of blocks: write it as a deeptide.pipeline.PipelineModule"
@@ -75,15 +77,19 @@ class _Block:
 
 
 class Passage:
-    """The forwards of one stage. names, stages: of each block.
+    """The forwards of one stage. names, parts: of each block; part p belongs to stage p % num_stages.
 
+    own: by number of a block, what hides the values of those that this stage has, while another chunk passes over them.
     carries: all that the next stage's first block is called with travels, since blocks are given more than the one
     before returns, as a decoder's are; else what it is handed.
     """
 
-    def __init__(self, names: list[str], stages: list[int], here: int, carries: bool) -> None:
-        self._names, self._stages, self._here, self._last = names, stages, here, stages[-1]
-        self._carries = carries
+    def __init__(
+        self, names: list[str], parts: list[int], num_stages: int, own: dict[int, Hidden], carries: bool
+    ) -> None:
+        self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
+        self._own, self._carries = own, carries
+        self._here = -1  # the part that runs
         self._is_running = False
         self._received: Any = None
         self._digest = 0
@@ -97,12 +103,15 @@ class Passage:
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], received: Any) -> Any:
-        """Returns what is handed on, or on the last stage the model's output. `received`: of the stage before.
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], received: Any, part: int
+    ) -> Any:
+        """Returns what is handed on, or for the last part the model's output. `received`: of the part before.
 
         Errors: PipelineError naming the block and what it needs, if the model is no chain of blocks.
         """
-        self._received, self._digest = received if self._here > 0 else (None, 0)
+        self._here = part
+        self._received, self._digest = received if part > 0 else (None, 0)
         self._at, self._has_begun, self._is_running = -1, False, True
         try:
             output = forward(*args, **kwargs)
@@ -115,7 +124,7 @@ class Passage:
         """The innermost call of a forward: the model itself, up to where this stage ends."""
         modes = module.training, torch.is_grad_enabled()
         self._trains = torch.is_grad_enabled()
-        self._signature = (*modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
+        self._signature = (self._here, *modes, *map(_kind, args), *map(_named_kind, kwargs.items()))
         self._has_ended = False
         if self._here > 0 and self._signature not in self._known:
             self._guard = _NoDraws()  # type: ignore[no-untyped-call, unused-ignore]
@@ -137,7 +146,8 @@ class Passage:
             guard.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
 
     def _where(self) -> str:
-        return f"stage {self._here} of {self._last + 1}"
+        chunk, stage = divmod(self._here, self._num_stages)
+        return f"stage {stage} of {self._num_stages}" + (f", chunk {chunk}" if self._last >= self._num_stages else "")
 
     def _name(self, number: int) -> str:
         return self._names[number]
@@ -167,13 +177,13 @@ class Passage:
 
     def enter(self, block: _Block, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called."""
-        stage = self._stages[block.number]
+        part = self._parts[block.number]
         if _in_backward():
             return self._again(block, call, args, kwargs)
         if not self._is_running:
             raise PipelineError(
-                f"{self._name(block.number)}: the model is cut into {self._last + 1} stages; call engine.train_batch() "
-                "and engine.eval_batch(), on all ranks"
+                f"{self._name(block.number)}: the model is cut into {self._num_stages} stages; call "
+                "engine.train_batch() and engine.eval_batch(), on all ranks"
             )
         if block.number <= self._at:
             raise PipelineError(
@@ -181,11 +191,11 @@ class Passage:
                 f"each block once, in order; {_CURE}"
             )
         self._at = block.number
-        if stage < self._here:
+        if part < self._here:
             return self._pass_over(block, call, args, kwargs)
         self._end_guard()
         args, kwargs = with_received((args, kwargs)) if self._carries else (args, kwargs)
-        if stage > self._here:
+        if part > self._here:
             self._hand_on(block, args, kwargs)
         if not self._has_begun:
             self._has_begun = True
@@ -210,10 +220,11 @@ class Passage:
         handed, besides = block.take_apart(args, kwargs)
         self._check_arguments(block, besides)
         if not is_alike or self._digest != digest((block.number, besides), with_floats=False):
+            before = (self._here - 1) % self._num_stages
             raise PipelineError(
-                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage "
-                f"{self._here - 1} ended with, or in the place of another block: the stages' programs differ, as by a "
-                "branch on the rank, random numbers of Python or their batches"
+                f"{self._where()}: {self._name(block.number)} is called with other arguments than stage {before} ended "
+                "with, or in the place of another block: the stages' programs differ, as by a branch on the rank, "
+                "random numbers of Python or their batches"
             )
         if self._trains and not torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(self._received)):
             raise ElsewhereError(
@@ -254,7 +265,8 @@ class Passage:
         origin = self._name(block.number)
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)
-        with torch.no_grad():
+        hidden = self._own.get(block.number)
+        with torch.no_grad(), nullcontext() if hidden is None else hidden():
             output = block.outputs[key] = call(*args, **kwargs)
         return tree_map_only(Elsewhere, Elsewhere.again, output)
 

@@ -105,6 +105,11 @@ class Ties:
             elif here in tie.stages:
                 self._borrowed.append(_Borrowed(tie.key, tie.stages[0], tie.parameters))
 
+    def borrowed(self) -> list[Place]:
+        """The places of what other stages lend this one."""
+        places = [place for tie in self._borrowed for of_one in tie.parameters for place in of_one]
+        return [place for place in places if place.is_here]
+
     def letters(self, training: bool) -> dict[int, int]:
         """How many letters come of which stage in one step."""
         due: dict[int, int] = {}

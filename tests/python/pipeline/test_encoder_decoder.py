@@ -86,7 +86,7 @@ def test_the_output_has_the_encoders_last_state(num_stages):
 
 def cuts(world):
     engine = deeptide.initialize(model=families.make("t5"), config=families.config(1, 1, 2), world=world)[0]
-    return [name for name, _ in engine.module.named_parameters()], engine._cut.passage._stages
+    return [name for name, _ in engine.module.named_parameters()], engine._cut.passage._parts
 
 
 def test_what_lies_between_belongs_to_the_stage_of_the_encoders_end():

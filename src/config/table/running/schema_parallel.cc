@@ -33,8 +33,12 @@ Key parallel_section() {
                  flag("tensor_check", true,
                       "Compare one small forward of the model that is cut with that of the whole model, at the start."),
                  choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
-                        "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first.")
-                     .not_yet({"interleaved", "zero_bubble"}),
+                        "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first; "
+                        "interleaved: 1f1b over several chunks of the model on each stage.")
+                     .not_yet({"zero_bubble"}),
+                 integer("chunks", {}, "Runs of blocks on each stage, by the interleaved schedule.")
+                     .at_least(1)
+                     .derives("2 with the interleaved schedule, else 1"),
              })
       .read_by("deeptide.pipeline.PipelineEngine");
 }

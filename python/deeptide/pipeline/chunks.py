@@ -1,0 +1,26 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of blocks on each stage, as the configuration asks for them."""
+
+from __future__ import annotations
+
+import json
+
+from deeptide import _C
+from deeptide._C import Config, ConfigError
+
+_DEFAULT = 2  # of the interleaved schedule
+
+
+def chunks_of(config: Config) -> int:
+    """The number of each stage's chunks. Errors: ConfigError if the schedule has none."""
+    section = json.loads(_C.config_section(config, "parallel"))
+    chunks: int | None = section["chunks"]
+    if section["schedule"] == "interleaved":
+        return chunks or _DEFAULT
+    if chunks is not None and chunks > 1:
+        raise ConfigError(
+            f'parallel.chunks is {chunks}, and parallel.schedule is "{section["schedule"]}", which has one chunk on '
+            'each stage: give "schedule": "interleaved"'
+        )
+    return 1

@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models of anybody's by the interleaved schedule: each stage has several runs of blocks, and trains as uncut."""
+
+import families
+import pytest
+import torch
+from conftest import run_ranks
+from test_any_model import both, compare, load, recomputing
+
+import deeptide
+from deeptide.pipeline import LayerSpec, PipelineModule
+from deeptide.pipeline.errors import PipelineError
+
+INTERLEAVED = {"schedule": "interleaved"}
+
+
+@pytest.mark.parametrize("name", list(families.FAMILIES))
+def test_chunks_of_a_model_train_as_the_uncut_one_bit_for_bit(name):
+    """But for weights that two stages use, whose gradients are added over the micro-batches first."""
+    compare(*both(name, 2, 1, parallel=INTERLEAVED), exact=name not in families.TIED and name != "plain")
+
+
+@pytest.mark.parametrize("name", list(families.ENCODERS_AND_DECODERS))
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunks_of_an_encoder_and_a_decoder_train_as_uncut(name, chunks):
+    if chunks == 3 and name != "transformer":
+        pytest.skip("it has five blocks")
+    compare(*both(name, 2, 1, parallel={**INTERLEAVED, "chunks": chunks}), exact=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("gas", [1, 4])
+def test_chunks_go_with_data_ranks_and_every_stage_of_zero(stage, bf16, gas):
+    compare(*both("llama", 2, 2, stage, gas, bf16=bf16, parallel=INTERLEAVED), exact=True)
+
+
+def test_chunks_of_one_stage_follow_one_another_over_three_stages():
+    compare(*both("sequential", 3, 1, parallel={**INTERLEAVED, "chunks": 3}), exact=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_of_chunks_are_recomputed(use_reentrant):
+    compare(*both("llama", 2, 1, edit=recomputing(use_reentrant), parallel=INTERLEAVED), exact=True)
+
+
+# -- what is hidden from a chunk ---------------------------------------------------------------------------------------
+
+
+class Drops(torch.nn.Module):
+    """Draws random numbers before its blocks, and counts in a buffer of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Linear(6, 6)
+        self.drop = torch.nn.Dropout(0.5)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 6)) for _ in range(4)
+        )
+
+    def forward(self, values):
+        values = self.drop(self.embed(values))
+        for block in self.blocks:
+            values = block(values)
+        return values.square().mean()
+
+
+def count_draws(world):
+    torch.manual_seed(3)
+    settings = families.config(0, 2, 2, parallel=INTERLEAVED)
+    engine = deeptide.initialize(model=Drops(), config=settings, world=world)[0]
+    drawn = []
+    engine.module.drop.register_forward_hook(lambda *_: drawn.append(1))
+    computed = []
+    for block in engine.module.blocks:
+        block[1].register_forward_hook(lambda module, given, _: computed.append(type(given[0]) is torch.Tensor))
+    for _ in range(2):
+        engine.train_batch(iter([torch.randn(3, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)]))
+    names = [name for name, _ in engine.module.named_parameters()]
+    norms = [
+        int(block[0].num_batches_tracked)
+        for block in engine.module.blocks
+        if "num_batches_tracked" in block[0]._buffers
+    ]
+    return sum(computed), norms, names, engine.bubble()
+
+
+def test_a_chunk_computes_its_own_blocks_alone():
+    """Each micro-batch is in each block once, statistics count it once, and no dropout is drawn again."""
+    results = run_ranks(2, count_draws)
+    for stage, (computed, norms, names, bubble) in enumerate(results):
+        assert computed == 2 * 4  # blocks x micro-batches of two steps
+        assert norms == [4, 4]
+        blocks = {int(name.split(".")[1]) for name in names if name.startswith("blocks")}
+        assert blocks == {stage, stage + 2}
+        assert bubble.on_paper == pytest.approx(0.2)  # of one chunk 1 / 3
+
+
+# -- checkpoints and evaluation ----------------------------------------------------------------------------------------
+
+
+def save(world, folder, name):
+    settings = families.config(1, 2, 2, parallel=INTERLEAVED)
+    engine = deeptide.initialize(model=families.make(name), config=settings, world=world)[0]
+    given = families.batches(name, engine.data_parallel_rank, engine.data_parallel_size, 4, 2)
+    for _ in range(2):
+        engine.train_batch(given)
+    engine.save_checkpoint(folder)
+    states = families.states_of(engine)
+    return states, [engine.train_batch(given).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize(("world", "num_stages"), [(1, 0), (2, 2), (4, 4)])
+def test_a_checkpoint_of_chunks_loads_on_another_mesh(world, num_stages, tmp_path):
+    before = run_ranks(2, save, str(tmp_path), "llama")
+    whole = {key: value for states, _ in before for key, value in states.items()}
+    after = run_ranks(world, load, num_stages, str(tmp_path), "llama")
+    again = {key: value for states, _, _ in after for key, value in states.items()}
+    assert whole.keys() == again.keys() and all(torch.equal(again[key], value) for key, value in whole.items())
+    assert all(losses == pytest.approx(before[0][1], rel=1e-5) for _, losses, _ in after)
+
+
+def evaluate(world, num_stages):
+    settings = families.config(3, 2, num_stages, **({"parallel": INTERLEAVED} if num_stages else {}))
+    engine = deeptide.initialize(model=families.make("gpt2"), config=settings, world=world)[0]
+    given = families.batches("gpt2", 0, 1, 3, 1)
+    losses, outputs = engine.eval_batch(given, return_logits=True, reduce_output=None, num_micro_batches=3)
+    return [loss.item() for loss in losses], outputs and [output.logits for output in outputs]
+
+
+def test_an_evaluation_passes_all_chunks():
+    (losses, outputs), *_ = run_ranks(1, evaluate, 0)
+    *_, (own, mine) = cut = run_ranks(2, evaluate, 2)
+    assert all(each == losses for each, _ in cut) and own == losses
+    assert all(torch.equal(a, b) for a, b in zip(mine, outputs, strict=True))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(world):
+    def make(model, **parallel):
+        return deeptide.initialize(model=model, config=families.config(0, 2, 2, parallel=parallel), world=world)[0]
+
+    with pytest.raises(deeptide.ConfigError, match=r'parallel.chunks is 2, and parallel.schedule is "gpipe"'):
+        make(families.make("gpt2"), schedule="gpipe", chunks=2)
+    with pytest.raises(deeptide.ConfigError, match=r"pipeline is 2 with 3 chunks, and .* of 6 blocks or more"):
+        make(families.make("gpt2"), schedule="interleaved", chunks=3)
+    layers = [LayerSpec(torch.nn.Linear, 6, 6) for _ in range(4)]
+    with pytest.raises(deeptide.ConfigError, match=r"chunks is 3, and the PipelineModule was built with chunks=2"):
+        make(PipelineModule(layers, 2, chunks=2, world=world), schedule="interleaved", chunks=3)
+    with pytest.raises(deeptide.ConfigError, match=r'"interleaved", and the PipelineModule has 1 chunks'):
+        make(PipelineModule(layers, 2, world=world), schedule="interleaved")
+    engine = make(families.make("gpt2"), schedule="interleaved")
+    with pytest.raises(PipelineError, match="interleaved schedule overlaps micro-batches"):
+        engine(**next(families.batches("gpt2", 0, 1, 1, 1)))
+
+
+def test_what_does_not_go_together_is_refused():
+    run_ranks(2, refuse)
