@@ -123,6 +123,15 @@ def _encoder_and_decoder(model: torch.nn.Module, num_stages: int) -> Chain | Non
     return None
 
 
+def numbered_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of all of a model's chains by their paths: of an encoder's and a decoder's, and of towers beside."""
+    return {
+        f"{found.path}.{key}" if found.path else key: block
+        for found in _long_enough(model, 2)
+        for key, block in found.container.named_children()
+    }
+
+
 def find_blocks(model: torch.nn.Module, num_stages: int) -> Chain:
     """The chain of blocks that a model is cut along. Errors: ConfigError if it has none, or several."""
     chain = _encoder_and_decoder(model, num_stages) or Chain([_longest(model, num_stages)])

@@ -91,6 +91,8 @@ class BlockCut:
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self._take_out(model, chain)
         self._classes = [(block, type(block)) for block in chain.blocks]
+        placed = zip(chain.names, chain.blocks, stages, strict=True)
+        self.own_blocks = {name: block for name, block, stage in placed if stage == stage_id}
         self.passage = Passage(chain.names, stages, stage_id, carries=len(chain.parts) > 1)
         stage_blocks(chain.blocks, self.passage)
 
