@@ -136,7 +136,8 @@ class Block:
         caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
         if not caches:
             return args, kwargs
-        length = max(int(cache.get_seq_length()) for cache in caches)
+        layer = next((m.layer_idx for m in self.module.modules() if hasattr(m, "layer_idx")), 0)
+        length = max(int(cache.get_seq_length(layer)) for cache in caches)
         if length > 0:
             raise ConfigError(
                 f"activation_checkpointing.policy: {self.name} is called with the keys and values of {length} earlier "
