@@ -148,7 +148,7 @@ def tuned(config: Config, optimizer: Any) -> Config:
 
 
 def _policy_for_activations(config: Config, model: torch.nn.Module) -> Activations | None:
-    """What "activation_checkpointing" asks for; None: nothing. Errors: ConfigError; nothing was changed."""
+    """The policy that "activation_checkpointing" asks for; None: none. Errors: ConfigError; nothing was changed."""
     section = json.loads(_C.config_section(config, "activation_checkpointing"))
     if section["policy"] == "none" and section["memory"] is None:
         return None  # without a look at the package

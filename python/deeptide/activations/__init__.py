@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd keeps of a model's blocks between forward and backward, as "activation_checkpointing" asks."""
+"""Recomputes a model's blocks in backward, or keeps their activations on the host, as the configuration asks."""
 
 from deeptide.activations.choice import Choice
 

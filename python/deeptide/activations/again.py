@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
 
 from deeptide._C import ConfigError
 from deeptide.activations.host import OnHost
 from deeptide.activations.measure import Meter
-
 
 _Place = tuple[torch.nn.Module, str]  # of a buffer: the module that holds it, and its name there
 
@@ -74,7 +74,7 @@ def _is_cache(value: object) -> bool:
 def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that draws alike from DeepSpeed's tracker when it is called again."""
     tracker = sys.modules.get("deeptide.as_deepspeed.rng_tracker")
-    return function if tracker is None else tracker.repeatable(function)  # type: ignore[no-any-return]
+    return function if tracker is None else tracker.repeatable(function)
 
 
 class Block:
@@ -89,17 +89,20 @@ class Block:
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, with gradients."""
-        if torch.compiler.is_compiling():
-            if self.mode == "recompute":
-                return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)
-            return call(*args, **kwargs)
         if self.on_host is not None:
             with self.on_host.hooks():
                 return call(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
         if self.mode == "keep":
             return call(*args, **kwargs)
-        return self._recomputed(call, args, kwargs)
+        if torch.compiler.is_compiling():
+            return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)
+        return self._recomputed(call, args, kwargs) if self._is_trained((args, kwargs)) else call(*args, **kwargs)
+
+    def _is_trained(self, arguments: Any) -> bool:
+        """Whether backward passes through it; else it keeps nothing, and recomputation would keep its inputs."""
+        leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return any(leaf.requires_grad for leaf in (*leaves, *self.module.parameters()))
 
     def _recomputed(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count, names = len(args), list(kwargs)
@@ -126,9 +129,7 @@ class Block:
     def _counted(self, arguments: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.meter is None else self.meter.block(self.name, arguments)
 
-    def _without_cache(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Without an empty cache of keys and values of Transformers, to which recomputation would append once more.
 
         Errors: ConfigError if it holds something.

@@ -23,7 +23,8 @@ def budget_of(section: dict[str, Any]) -> int | None:
         return None if given is None else int(given)
     match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)B", given)
     assert match is not None, given
-    return round(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    scale: int = (1024 if match[3] else 1000) ** _POWERS[match[2]]
+    return round(float(match[1]) * scale)
 
 
 class Measured(NamedTuple):
@@ -36,7 +37,7 @@ class Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What becomes of each block's activations. Units: bytes of one rank, over the micro-batches that are alive."""
+    """The fate of each block's activations. Units: bytes of one rank, over the micro-batches that are alive."""
 
     policy: str  # "recompute", "host" or "auto"
     blocks: list[str]  # their paths in the model, in order

@@ -17,7 +17,7 @@ from deeptide.activations.choice import Measured
 
 
 def storages_of(module: torch.nn.Module) -> set[int]:
-    """What tells the storages of a module's parameters and buffers apart, while they live."""
+    """The identities of the storages of a module's parameters and buffers, while these live."""
     return {
         tensor.untyped_storage()._cdata
         for tensor in (*module.parameters(), *module.buffers())
@@ -27,7 +27,7 @@ def storages_of(module: torch.nn.Module) -> set[int]:
 
 @contextlib.contextmanager
 def watched(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside, `see` is shown each tensor that autograd keeps; what becomes of it is left to the hooks around, if any."""
+    """Inside, shows `see` each tensor that autograd keeps; the hooks around, if any, decide what becomes of it."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = around if around is not None else (_same, _same)
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's policy for activations: which blocks are recomputed, chosen once, alike on the ranks that share a step."""
+"""An engine's policy for activations: which blocks are recomputed, chosen once for the ranks that share a step."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ class Activations:
         inputs, largest = sum(block.input_bytes for block in blocks), max(block.bytes for block in blocks)
         raise ConfigError(
             f"activation_checkpointing.memory is {size(self._budget)}, and activations take {size(least)} with all "
-            f"{len(blocks)} blocks recomputed: {self._live} micro-batches alive, each with {size(inputs)} of the blocks' "
-            f"inputs and {size(outside)} beside them, and {size(largest)} of the block in backward; raise it, or lower "
-            f"train_micro_batch_size_per_gpu or the length of the batches"
+            f"{len(blocks)} blocks recomputed: {self._live} micro-batches alive, each with {size(inputs)} of inputs of "
+            f"blocks and {size(outside)} beside them, and {size(largest)} of one block in backward; raise it, or lower "
+            "train_micro_batch_size_per_gpu or the length of the batches"
         )
 
     def after_step(self, outcome: StepOutcome | None) -> None:
@@ -203,7 +203,7 @@ class Activations:
     # -- a checkpoint -------------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """What a choice was made for."""
+        """The facts that a choice was made for."""
         engine = self._engine
         return {
             "budget": self._budget,

@@ -128,7 +128,7 @@ def numbered_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {
         f"{found.path}.{key}" if found.path else key: block
         for found in _long_enough(model, 2)
-        for key, block in found.container.named_children()
+        for key, block in found.container.named_children()  # a shared one once
     }
 
 

@@ -10,7 +10,7 @@ from conftest import run_processes
 
 import deeptide
 
-STEPS, MICRO, LENGTH = 3, 2, 48
+STEPS, MICRO, LENGTH = 3, 2, 64
 
 
 def train(activations, stage, bf16):
@@ -52,4 +52,4 @@ def compare(stage, bf16, memory):
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, True), (3, False), (3, True)])
 def test_host_and_recomputation_change_no_bit(stage, bf16):
-    run_processes(2, compare, stage, bf16, "80KiB" if bf16 else "160KiB")
+    run_processes(2, compare, stage, bf16, "105KiB" if bf16 else "210KiB")

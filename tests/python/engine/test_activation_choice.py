@@ -28,7 +28,9 @@ def played(blocks, again, outside, live):
 
 def drawn(draw, count):
     return [
-        Measured(draw.choice([10, 40, draw.randint(1, 90)]), draw.randint(0, 9), draw.choice([1, 3, draw.randint(1, 9)]))
+        Measured(
+            draw.choice([10, 40, draw.randint(1, 90)]), draw.randint(0, 9), draw.choice([1, 3, draw.randint(1, 9)])
+        )
         for _ in range(count)
     ]
 

@@ -210,7 +210,7 @@ def peak_of(memory):
     config = models.config(0, deeptide={"tune_allocator": False}, **extra)
     engine = deeptide.initialize(model=models.make_model(kind=Deep), config=config, world=alone())[0]
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
-    for step in range(2):
+    for _ in range(2):
         living = Living(engine.module)
         with living:
             loss = engine(x)
@@ -272,7 +272,7 @@ def test_ranks_with_other_batches_choose_alike(stage):
     trained = run_ranks(2, train, models.TinyModel, config, auto("40KiB"), STEPS, [3, 12])
     compare(trained, run_ranks(2, train, models.TinyModel, config, None, STEPS, [3, 12]))
     choices = [choice for _, _, choice in trained]
-    assert choices[0] == choices[1] and 0 < len(choices[0].recomputed)
+    assert choices[0] == choices[1] and choices[0].recomputed
     assert choices[0].kept_bytes > 1.5 * small.kept_bytes  # of the longer batch
 
 
@@ -443,3 +443,35 @@ def test_a_plan_leaves_the_budget_free(memory):
 
     found = choices(models.make_model(), config, 4, machine=machine)
     assert found and all("less 4.0 MiB of activations" in choice.why_not for choice in found)
+
+
+def test_frozen_blocks_below_the_trained_ones_keep_nothing(monkeypatch):
+    model = models.make_model(tied=False)
+    model.embed.requires_grad_(False)
+    model.h[0].requires_grad_(False)
+    config = models.config(0, activation_checkpointing=RECOMPUTE)
+    engine = deeptide.initialize(model=model, config=config, world=alone())[0]
+    calls = []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda f, *args, **_: calls.append(f) or f(*args))
+    engine(*models.batches(1, MICRO)[0])
+    assert len(calls) == 2
+    engine.destroy()
+
+
+def test_a_block_that_is_used_twice_has_one_name():
+    model = models.make_model()
+    model.h.append(model.h[0])
+    model.h.append(model.h[1])
+    engine = deeptide.initialize(
+        model=model, config=models.config(0, activation_checkpointing=auto("1GiB")), world=alone()
+    )[0]
+    losses = []
+    for tokens, targets in models.batches(2, MICRO):
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    choice = engine.activation_checkpointing()
+    assert choice.blocks == ["h.0", "h.1", "h.2"] and not choice.is_pending
+    engine.destroy()
+    assert {type(block) for block in model.h} == {models.Block}
