@@ -181,6 +181,8 @@ def pack_client_state(client_state: dict[str, Any] | None, engine: Engine) -> st
         private["loader"] = engine.training_dataloader.state_dict()
     if engine._less_work is not None:
         private["less_work"] = engine._less_work.state_dict()
+    if engine._activations is not None and (chosen := engine._activations.state_dict()) is not None:
+        private["activations"] = chosen
     if _is_client_schedule(engine.lr_scheduler):
         private["scheduler"] = _pack_schedule(engine.lr_scheduler)
     if tuples := list(_tuples_in(client_state)):
@@ -215,6 +217,8 @@ def unpack_client_state(
         engine._own_batches = None  # train_batch() begins where the loader now is
     if "less_work" in private and engine._less_work is not None:
         engine._less_work.load_state_dict(private["less_work"])
+    if "activations" in private and engine._activations is not None:
+        engine._activations.load_state_dict(private["activations"])
     if schedule_too and "scheduler" in private and _is_client_schedule(engine.lr_scheduler):
         engine.lr_scheduler.load_state_dict(_unpack(private["scheduler"]))
     elif schedule_too and "plain_scheduler" in private and _is_client_schedule(engine.lr_scheduler):

@@ -29,7 +29,13 @@ _installed = False
 
 
 def compile_model(engine: Engine, backend: Any = None, compile_kwargs: dict[str, Any] | None = None) -> None:
-    """Has torch.compile work on the model, in place, at any stage. `compile_kwargs`: what torch.compile takes."""
+    """Has torch.compile work on the model, in place, at any stage. `compile_kwargs`: what torch.compile takes.
+
+    Where the first step measures activations, the model is compiled after that.
+    """
+    policy = engine._activations
+    if policy is not None and policy.after_choice(functools.partial(compile_model, engine, backend, compile_kwargs)):
+        return
     options = dict(compile_kwargs or {})
     if backend is not None:
         options["backend"] = backend

@@ -29,6 +29,7 @@ from deeptide.schedule import resolve_schedule
 if TYPE_CHECKING:
     from deeptide._tuning.lr_range import RangeTest
     from deeptide._tuning.run import TuningRun
+    from deeptide.activations.policy import Activations
     from deeptide.efficiency.loader import CurriculumLoader
     from deeptide.tensor.team import Team
 
@@ -147,6 +148,16 @@ def tuned(config: Config, optimizer: Any) -> Config:
     return tuning_run.configure(config)
 
 
+def _policy_for_activations(config: Config, model: torch.nn.Module) -> Activations | None:
+    """The policy that "activation_checkpointing" asks for; None: none. Errors: ConfigError; nothing was changed."""
+    section = json.loads(_C.config_section(config, "activation_checkpointing"))
+    if section["policy"] == "none" and section["memory"] is None:
+        return None  # without a look at the package
+    from deeptide.activations.policy import Activations
+
+    return Activations(section, model)
+
+
 def _kind_for(model: torch.nn.Module) -> type[Engine]:
     if not is_pipeline(model):
         return Engine
@@ -222,6 +233,7 @@ def make_engine(
     timeout_s = config.runtime.comm_timeout_s
     world, process_groups = find_world(world, device_of(model), dist_init_required, distributed_port, timeout_s)
     stages = _stages(config, model)
+    activations = _policy_for_activations(config, model)
     team = _tensor_team(config, model, world, stages, mpu)
     if tuning_run is not None and plan is not None:
         kind = tuning_run.begin(kind, model, config, plan, world, stages * (team.size if team else 1))
@@ -245,6 +257,9 @@ def make_engine(
         ours = DeeptideOptimizer(plan, core) if plan is not None else None
         scheduler = resolve_schedule(lr_scheduler, ours, config)
         engine = kind(core, model, config, ours, scheduler, loader, process_groups)
+        if activations is not None:
+            activations.begin(engine)
+            engine._activations = activations
         return engine, ours, loader, scheduler
     except BaseException as error:
         # Now and not when the traceback goes: the caller may catch this and use his model.

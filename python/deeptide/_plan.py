@@ -15,6 +15,7 @@ from deeptide import _C
 from deeptide._model import check_model, describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
 from deeptide._plan_mesh import Mesh, mesh_of, plans_of_stages
+from deeptide.activations.choice import budget_of
 from deeptide.config import ConfigSource, load_config
 
 _GIB = 2**30
@@ -25,6 +26,8 @@ class MemoryPlan:
     """The engine's bytes of one rank, by role and by phase. Activations and the program's own memory come on top."""
 
     core: _C.MemoryPlan
+    activation_bytes: int | None = dataclasses.field(default=None, kw_only=True)
+    """Activations of one rank at most, as "activation_checkpointing" allows them; None: nothing bounds them."""
 
     @property
     def lines(self) -> dict[str, _C.PlanLine]:
@@ -70,9 +73,14 @@ class MemoryPlan:
         rows += [
             "",
             f"{'per host':<20}{_size(self.host_bytes):>12}{_size(self.host_file_bytes):>12}",
-            "Activations and what the program itself allocates come on top.",
+            self._on_top(),
         ]
         return "\n".join(rows)
+
+    def _on_top(self) -> str:
+        bound = self.activation_bytes
+        most = "" if bound is None else f", at most {_size(bound)} per rank (activation_checkpointing.memory),"
+        return f"Activations{most} and what the program itself allocates come on top."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +129,17 @@ class MeshPlan(MemoryPlan):
         rows += [
             "",
             f"{'fullest host':<20}{_size(self.host_bytes):>12}{_size(self.host_file_bytes):>12} in files",
-            "Activations and what the program itself allocates come on top.",
+            self._on_top(),
         ]
         return "\n".join([*head, *rows])
 
 
 def _size(count: int) -> str:
     return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / 2**20:.1f} MiB"
+
+
+def _activation_bytes(config: _C.Config) -> int | None:
+    return budget_of(json.loads(_C.config_section(config, "activation_checkpointing")))
 
 
 def plan(
@@ -148,12 +160,13 @@ def plan(
     mesh = mesh_of(config, world_size)
     if mesh.pipeline == mesh.tensor == 1:
         description, options = _described(model, config, optimizer, model_parameters)
-        return MemoryPlan(_C.plan(description, config, options, world_size, ranks_per_host or 0))
+        made = _C.plan(description, config, options, world_size, ranks_per_host or 0)
+        return MemoryPlan(made, activation_bytes=_activation_bytes(config))
     on_host = ranks_per_host or world_size
     stages, lent = plans_of_stages(model, config, mesh, on_host, optimizer, model_parameters)
     plans = [MemoryPlan(stage) for stage in stages]
     largest = max(plans, key=lambda each: each.peak_bytes)
-    return MeshPlan(largest.core, mesh, plans, lent, on_host)
+    return MeshPlan(largest.core, mesh, plans, lent, on_host, activation_bytes=_activation_bytes(config))
 
 
 def _described(
@@ -169,6 +182,16 @@ def _described(
     kind = chosen.override if chosen is not None else ""
     options = _C.InitOptions(None, groups, kind, None, chosen.custom if chosen is not None else None)
     return describe(model), options
+
+
+def _less(machine: _C.MachineLimits, activations: int) -> _C.MachineLimits:
+    return _C.MachineLimits(
+        max(machine.memory_bytes - activations, 0),
+        f"{machine.bound} less {_size(activations)} of activations",
+        machine.shared_memory_bytes,
+        machine.lockable_bytes,
+        machine.folders,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +218,13 @@ def choices(
 ) -> list[Choice]:
     """Each stage and placement with its plan, from the fastest to the smallest; the first that fits is recommended.
 
-    machine: this one, unless given. Files are considered where it, or the configuration, names folders for them.
+    machine: this one, unless given. Files are considered where it, or the configuration, names folders for them. What
+    the configuration allows for activations is left free.
     """
     given = load_config(config)
     machine = machine or _C.machine_limits(_C.offload_folders(given))
+    if (activations := _activation_bytes(given)) is not None:
+        machine = _less(machine, activations * (ranks_per_host or world_size))
     description, options = _described(model, given)
     found = _C.plan_choices(description, given, options, world_size, ranks_per_host or 0, machine)
     return [Choice(each.name, json.loads(each.sections), MemoryPlan(each.plan), each.why_not) for each in found]

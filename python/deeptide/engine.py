@@ -34,6 +34,8 @@ from deeptide._world import abort_groups
 from deeptide.zero import number_parameters
 
 if TYPE_CHECKING:
+    from deeptide.activations import Choice
+    from deeptide.activations.policy import Activations
     from deeptide.data import DataLoader
     from deeptide.efficiency.loader import CurriculumLoader
     from deeptide.optimizer import DeeptideOptimizer
@@ -52,6 +54,7 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     """Returns the client_state of the checkpoint that "on_preempt" saves."""
     _has_told = False  # the other ranks of an error, since which no method was called
     _has_lost_peers = False  # a method has ended in a CommError
+    _activations: Activations | None = None  # None: what blocks keep for backward stays as it is
 
     def __init__(
         self,
@@ -132,7 +135,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         if self._less_work is not None and self.module.training:
             kwargs = self._less_work.before_forward(self.global_steps, kwargs)
         lower = self.torch_autocast_dtype()
-        with self._observed_forward(args, kwargs):
+        keeps = contextlib.nullcontext() if self._activations is None else self._activations.forward()
+        with self._observed_forward(args, kwargs), keeps:
             if lower is None:
                 return self._compute(args, kwargs)
             with torch.autocast(self.device.type, lower):
@@ -189,6 +193,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
             except _C.DriftError:  # of a step that was applied
                 self._advance_schedules(lr_kwargs)
                 raise
+        if self._activations is not None:
+            self._activations.after_step(outcome)
         if outcome is None:
             return outcome
         self._outcome = outcome
@@ -234,10 +240,20 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
         """
         with self._synced():
             rebuild(self)
+        if self._activations is not None:
+            self._activations.follow()
         self._core.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)
         self._know_parameters()
 
     compile = compile_model
+
+    def activation_checkpointing(self) -> Choice | None:
+        """Which blocks "activation_checkpointing" has recomputed, and the bytes that follow; None without a policy."""
+        return None if self._activations is None else self._activations.current()
+
+    def _live_micro_batches(self) -> int:
+        """Those whose activations are alive at once, at most."""
+        return 1
 
     @told
     def snapshot(self) -> torch.nn.Module:
@@ -456,6 +472,8 @@ class Engine(Answers, WholeSteps, LessWork, Observed):
     def destroy_core(self) -> None:
         """Returns every byte, and leaves process groups alone: they outlive some threads of torch's."""
         self.is_destroyed = True
+        if self._activations is not None:
+            self._activations.end()
         self._core.close()
 
     def destroy(self) -> None:

@@ -190,6 +190,24 @@ TEST(RealConfigs, AreNotRefusedForWhatIsSoAnyway) {
                        "contradicts the sections fp16 and bf16"));
 }
 
+TEST(RealConfigs, TakeABudgetOfActivationsWithItsPolicyAlone) {
+  const auto with = [](const std::string& keys) { return R"({"activation_checkpointing": {)" + keys + "}}"; };
+  for (const char* size : {"\"6GiB\"", "\"1.5 GB\"", "1000000", "5e8"}) {
+    EXPECT_EQ(error_of(with(R"("policy": "auto", "memory": )" + std::string(size))), "") << size;
+  }
+  for (const char* size : {"\"6Gib\"", "\"40%\"", "\"rest\"", "\"0GiB\"", "0", "-5", "true", "[1]"}) {
+    EXPECT_TRUE(mentions(error_of(with(R"("policy": "auto", "memory": )" + std::string(size))),
+                         "activation_checkpointing.memory: expected a size above 0"))
+        << size;
+  }
+  for (const char* policy : {R"("policy": "recompute", )", R"("policy": "none", )", ""}) {
+    EXPECT_TRUE(mentions(error_of(with(policy + std::string(R"("memory": "6GiB")"))),
+                         "is the budget of activation_checkpointing.policy \"auto\""))
+        << policy;
+  }
+  EXPECT_TRUE(mentions(error_of(with(R"("policy": "recomputed")")), "activation_checkpointing.policy"));
+}
+
 TEST(RealConfigs, KeepMisspellingsErrorsWhereSectionsAreOff) {
   EXPECT_TRUE(mentions(error_of(R"({"zero": {"offload_param": {"device": "none", "bufer_size": "auto"}}})"),
                        "zero.offload_param.bufer_size: unknown key; did you mean 'buffer_size'?"));

@@ -100,9 +100,9 @@ std::vector<TableCase> all_leaves() { return collect(false); }
 std::vector<TableCase> all_sections() { return collect(true); }
 
 bool depends_on_another(const Key& key) {
-  static const std::set<std::string> kNames = {"nesterov",      "grad_accum_dtype",
-                                               "param_dtype",   "bf16_optimizer_states",
-                                               "packed_states", "quantized_error_feedback"};
+  static const std::set<std::string> kNames = {
+      "nesterov",      "grad_accum_dtype",         "param_dtype", "bf16_optimizer_states",
+      "packed_states", "quantized_error_feedback", "memory"};
   const bool is_share = key.reader == "config::read_placement";  // the shares of all tiers must add up
   return is_share || kNames.contains(key.name);
 }

@@ -30,6 +30,7 @@ class Generator:
         self.less = random.Random(f"less {seed}")  # of what the model leaves out, likewise
         self.more = random.Random(f"more {seed}")  # of batches, and of layers and tokens that are left out, likewise
         self.sights = random.Random(f"sights {seed}")  # of what observes a run, likewise
+        self.kept = random.Random(f"activations {seed}")  # of what blocks keep for backward, likewise
         self.alike = self.draw.random() < 0.4  # whether ranks do the same, each with its own batches
 
     def program(self):
@@ -37,9 +38,11 @@ class Generator:
         optimizer = self._optimizer()
         self.is_own = optimizer["type"] in OWN
         self.has_data = draw.random() < 0.3
+        model = self._model()
+        self.has_blocks = model["blocks"] > 1
         program = {
             "seed": self.seed % 1000,
-            "model": self._model(),
+            "model": model,
             "optimizer": optimizer,
             "schedule": self._schedule(optimizer),
             "data": {"samples": draw.choice([13, 16, 29]), "drop_last": draw.random() < 0.5} if self.has_data else None,
@@ -167,8 +170,14 @@ class Generator:
             "fed_back": self.errors.random() < 0.5,
             "folders": self.stores.choice([1, 2, 3]) if self.stores.random() < 0.3 else 0,
             "beside": self.stores.random() < 0.3,
+            "activations": self._activations(),
             "observers": [name for name in OBSERVERS if self.sights.random() < 0.1],
         }
+
+    def _activations(self):
+        """None, "recompute", or the budget of a choice; one block alone has no policy."""
+        drawn = self.kept.choice(["recompute", "64KiB", "1GiB"]) if self.kept.random() < 0.25 else None
+        return drawn if self.has_blocks else None
 
     def _states(self):
         """In how many bits states lie, and where."""

@@ -25,6 +25,7 @@ import random
 import sys
 import traceback
 
+import subject
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -222,6 +223,10 @@ def program_of(seed):
     if (tie or shares or pair) and optimizer == "Lion":  # a sign shows the last bit
         optimizer = "AdamW"
     frozen = draw.choice([[], [], [], ["up.weight"], ["norm"], ["embed", "0.weight"]])
+    kept = random.Random(f"activations {seed}")
+    for phase in phases:
+        drawn = kept.choice(["recompute", "64KiB", "1GiB"]) if kept.random() < 0.3 else None
+        phase["activations"] = drawn if form == "blocks" else None
     return {
         "seed": seed, "form": form, "pair": pair, "blocks": draw.randint(4, 6),
         "width": draw.choice([4, 6]), "tie": tie,
@@ -262,6 +267,8 @@ class Side:
             },
             "deeptide": {"comm_timeout": 30},
         }
+        if stages:
+            config |= subject.activations_of(phase.get("activations"))
         if stages and phase["tensor"] > 1:
             specs = SPECS[:2] + SPECS[2:] * program["words"]
             config["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}

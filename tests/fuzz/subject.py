@@ -110,6 +110,14 @@ class Subject(nn.Module):
         return linear_cross_entropy(hidden.float(), weight, targets, IGNORED, bias=bias)
 
 
+def activations_of(policy):
+    """The section of a configuration that recomputes blocks: all of them, or as many as a budget needs."""
+    if not policy:
+        return {}
+    asked = {"policy": policy} if policy == "recompute" else {"policy": "auto", "memory": policy}
+    return {"activation_checkpointing": asked}
+
+
 def compression_of(spec):
     """The sections of a configuration that prune single weights, where the model's spec asks for it."""
     pruning = spec.get("pruning")

@@ -124,6 +124,7 @@ def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
         "phases": made.phases,
         "host": made.host_bytes,
         "disk": made.host_file_bytes,
+        "activations": made.activation_bytes,
     }
     if isinstance(made, MeshPlan):
         every["mesh"] = dataclasses.asdict(made.mesh)

@@ -123,6 +123,15 @@ def _encoder_and_decoder(model: torch.nn.Module, num_parts: int) -> Chain | None
     return None
 
 
+def numbered_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The blocks of all of a model's chains by their paths: of an encoder's and a decoder's, and of towers beside."""
+    return {
+        f"{found.path}.{key}" if found.path else key: block
+        for found in _long_enough(model, 2)
+        for key, block in found.container.named_children()  # a shared one once
+    }
+
+
 def find_blocks(model: torch.nn.Module, num_stages: int, num_chunks: int = 1) -> Chain:
     """The chain of blocks that a model is cut along. Errors: ConfigError if it has none, or several."""
     asked = f"parallel.pipeline is {num_stages}" + (f" with {num_chunks} chunks" if num_chunks > 1 else "")

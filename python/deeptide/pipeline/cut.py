@@ -108,6 +108,7 @@ class BlockCut:
             for number, block in enumerate(chain.blocks)
             if parts[number] % num_stages == stage_id
         }
+        self.own_blocks = {chain.names[number]: chain.blocks[number] for number in own}
         self.passage = Passage(chain.names, parts, num_stages, own, carries=len(chain.parts) > 1)
         stage_blocks(chain.blocks, self.passage)
 

@@ -34,20 +34,29 @@ std::optional<double> bytes_of_unit(std::string_view unit) {
   return std::pow(binary ? 1024.0 : 1000.0, static_cast<double>(power + 1));
 }
 
+/// An amount and its unit: "8GiB", "40%".
+struct Amount {
+  double number = 0.0;
+  std::string_view unit;
+};
+
+std::optional<Amount> parse_amount(std::string_view text) {
+  if (text.empty() || text[0] < '0' || text[0] > '9') return std::nullopt;
+  const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
+  const std::string number(text.substr(0, digits));
+  if (std::count(number.begin(), number.end(), '.') > 1) return std::nullopt;
+  std::string_view unit = text.substr(digits);
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  return Amount{std::strtod(number.c_str(), nullptr), unit};
+}
+
 /// Reads "8GiB", "40%", "rest".
 std::optional<TierShare> parse_share(const std::string& text) {
   if (text == "rest") return TierShare{.rest = true};
-  if (text.empty() || text[0] < '0' || text[0] > '9') return std::nullopt;
-  const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
-  if (std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(digits), '.') > 1) return std::nullopt;
-  const double amount = std::strtod(text.substr(0, digits).c_str(), nullptr);
-  std::string_view unit(text);
-  unit.remove_prefix(digits);
-  while (unit.starts_with(' ')) unit.remove_prefix(1);
-  if (unit == "%") return amount <= 100.0 ? std::optional(TierShare{.fraction = amount / 100.0}) : std::nullopt;
-  const auto bytes = bytes_of_unit(unit);
-  if (!bytes || amount * *bytes >= 0x1p62) return std::nullopt;
-  return TierShare{.bytes = std::llround(amount * *bytes)};
+  if (const auto bytes = parse_bytes(text)) return TierShare{.bytes = *bytes};
+  const auto amount = parse_amount(text);
+  if (!amount || amount->unit != "%" || amount->number > 100.0) return std::nullopt;
+  return TierShare{.fraction = amount->number / 100.0};
 }
 
 /// The tiers of one kind: those that lie in memory, and files.
@@ -156,6 +165,13 @@ void blame_section(const Values& values, const std::string& kind, const std::str
 }
 
 }  // namespace
+
+std::optional<int64_t> parse_bytes(const std::string& text) {
+  const auto amount = parse_amount(text);
+  const auto unit = amount ? bytes_of_unit(amount->unit) : std::nullopt;
+  if (!unit || amount->number * *unit >= 0x1p62) return std::nullopt;
+  return std::llround(amount->number * *unit);
+}
 
 void read_placement(const Values& values, PlacementConfig& placement, Problems& problems) {
   const std::tuple<const char*, std::optional<MemoryShare>&, std::optional<MemoryShare>&> fields[] = {

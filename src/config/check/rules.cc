@@ -112,6 +112,23 @@ void check_reduction(const Values& values, Problems& problems) {
   }
 }
 
+/// A size: bytes, or a text such as "6GiB".
+bool is_size(const JsonValue& value) {
+  if (value.is(JsonKind::integer) || value.is(JsonKind::number)) return value.number >= 1;
+  return value.is(JsonKind::string) && parse_bytes(value.string).value_or(0) > 0;
+}
+
+void check_activations(const Values& values, Problems& problems) {
+  const std::string memory = "activation_checkpointing.memory";
+  if (!values.given(memory)) return;
+  if (!values.at("activation_checkpointing.policy").automatic) {
+    blame(values, memory, "is the budget of activation_checkpointing.policy \"auto\"; set that, or leave this out",
+          problems);
+  } else if (!is_size(values.value(memory))) {
+    blame(values, memory, "expected a size above 0, such as \"6GiB\" or a number of bytes", problems);
+  }
+}
+
 void check_optimizer(const Values& values, Problems& problems) {
   const std::string type = values.word("optimizer.type");
   if (type == "SGD" && values.flag(kParams + "nesterov") &&
@@ -177,6 +194,7 @@ void check_rules(const Values& values, PlacementConfig& placement, Problems& pro
   check_states(values, problems);
   check_reduction(values, problems);
   check_elasticity(values, problems);
+  check_activations(values, problems);
   read_placement(values, placement, problems);
   // After other problems the optimizer's parameters may be unknown.
   if (problems.empty()) check_optimizer(values, problems);

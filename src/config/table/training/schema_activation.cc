@@ -8,8 +8,20 @@ namespace deeptide::config {
 namespace {
 
 Key activation_checkpointing_section() {
-  return section("activation_checkpointing", "Options of DeepSpeed's checkpoint function.",
+  return section("activation_checkpointing",
+                 "What autograd keeps of a model's blocks between forward and backward, and options of DeepSpeed's "
+                 "checkpoint function.",
                  {
+                     choice("policy", "none", {"none", "recompute", "host"},
+                            "\"recompute\": backward computes every block again. \"host\": what blocks keep goes to "
+                            "the host's memory and comes back; for accelerators. \"auto\", with memory: as few blocks "
+                            "are recomputed as the first step shows to be needed. Numbered blocks of Python models.")
+                         .auto_means("the fewest blocks to recompute so that memory holds; without memory, none")
+                         .read_by("python/deeptide/activations"),
+                     anything("memory",
+                              "With policy \"auto\": the most that activations of one rank may take, a size such as "
+                              "\"6GiB\" or a number of bytes.")
+                         .read_by("python/deeptide/activations"),
                      flag("partition_activations", false, "Share kept activations out to model-parallel ranks.")
                          .never("there are no model-parallel ranks to share them out to"),
                      integer("number_checkpoints", {}, "Kept activations.")

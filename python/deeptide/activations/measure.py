@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what a forward keeps for backward, block by block, and how long each block takes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from deeptide.activations.choice import Measured
+
+
+def storages_of(module: torch.nn.Module) -> set[int]:
+    """The identities of the storages of a module's parameters and buffers, while these live."""
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.layout == torch.strided
+    }
+
+
+@contextlib.contextmanager
+def watched(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, shows `see` each tensor that autograd keeps; the hooks around, if any, decide what becomes of it."""
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = around if around is not None else (_same, _same)
+
+    def show(tensor: torch.Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(show, unpack):
+        yield
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Meter:
+    """Counts one micro-batch at a time; what it tells is the most of those so far."""
+
+    def __init__(self, names: Iterable[str], device: torch.device) -> None:
+        self._device = device
+        self._most = dict.fromkeys(names, (0, 0))  # bytes, bytes of inputs
+        self._times: dict[str, list[int]] = {name: [] for name in self._most}
+        self.outside = 0
+        self.has_measured = False
+        self._begin(set())
+
+    def _begin(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        # A weak reference keeps a storage's address its own, without its memory.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._bytes = dict.fromkeys(self._most, 0)
+        self._inputs = dict.fromkeys(self._most, 0)
+        self._beside = 0
+
+    @contextlib.contextmanager
+    def forward(self, model: torch.nn.Module) -> Iterator[None]:
+        """Around a forward of the model."""
+        self._begin(storages_of(model))
+        with watched(lambda tensor: self._count(tensor, None)):
+            yield
+
+    def end_forward(self) -> None:
+        """Takes a forward's figures."""
+        for name, (own, inputs) in self._most.items():
+            self._most[name] = max(own, self._bytes[name]), max(inputs, self._inputs[name])
+        self.outside = max(self.outside, self._beside)
+        self.has_measured = True
+        self._begin(set())
+
+    def _new_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage, where nobody has counted them and they are no parameter's."""
+        if tensor.layout != torch.strided:
+            return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen or storage._cdata in self._parameters:
+            return 0
+        self._seen[storage._cdata] = StorageWeakRef(storage)
+        return storage.nbytes()
+
+    def _count(self, tensor: torch.Tensor, name: str | None) -> None:
+        count = self._new_bytes(tensor)
+        if name is None:
+            self._beside += count
+        else:
+            self._bytes[name] += count
+
+    def block(self, name: str, arguments: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a block's forward."""
+        for tensor in tree_leaves(arguments):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                self._inputs[name] += self._new_bytes(tensor)
+        return watched(lambda tensor: self._count(tensor, name))
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Around a block's forward or its recomputation."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._times[name].append(self._now() - begin)
+
+    def _now(self) -> int:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter_ns()
+
+    def results(self) -> list[Measured]:
+        """By block; one that was not called has zeros."""
+        return [Measured(*self._most[name], min(times, default=0)) for name, times in self._times.items()]
