@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <fstream>
 #include <random>
 
 #include "host/exchange.h"
@@ -22,8 +23,8 @@ using std::chrono::steady_clock;
 
 const comm::Site kHere{"backward", "reducing unit 'h.3'"};
 
-/// Exchanges as an engine's ranks do; never ends by itself.
-void work_for_ever(const World& world, const std::string& kind) {
+/// Exchanges as an engine's ranks do; never ends by itself. Writes a file of its rank's number once it begins.
+void work_for_ever(const World& world, const std::string& kind, const std::string& begun) {
   const auto host = Host::find(world, "host", true);
   comm::Group group(world, comm::Team::whole(world), "test",
                     {.timeout = milliseconds(60'000), .board = board_of(world), .host = host, .clock = clock_at(7)});
@@ -34,7 +35,7 @@ void work_for_ever(const World& world, const std::string& kind) {
   const Tensor input = at::full({numel}, 1.0f), output = at::empty({world.size * numel});
   const Tensor flat = exchange.arena().allocate(ledger, Role::communication, 1 << 20);
   group.barrier(kHere);
-  world.store->set("ready/" + std::to_string(world.rank), std::string("1"));
+  std::ofstream(begun + "/" + std::to_string(world.rank)).put('1');
   for (;;) {
     if (kind == "barrier") {
       group.barrier(kHere);
@@ -56,8 +57,14 @@ class Killed : public testing::TestWithParam<std::tuple<const char*, int>> {};
 TEST_P(Killed, AtAnyMomentIsNamedByTheOthersWithinASecondOrTwo) {
   const auto [kind, victim] = GetParam();
   static std::mt19937 random(11);
-  RankProcesses ranks(3, [kind](const World& world) { work_for_ever(world, kind); });
-  std::this_thread::sleep_for(milliseconds(250 + random() % 250));
+  std::string begun = std::filesystem::temp_directory_path() / "deeptide_begun_XXXXXX";
+  ASSERT_NE(::mkdtemp(begun.data()), nullptr);
+  RankProcesses ranks(3, [kind, begun](const World& world) { work_for_ever(world, kind, begun); });
+  for (int r = 0; r < 3; ++r) {
+    while (!std::filesystem::exists(begun + "/" + std::to_string(r))) std::this_thread::sleep_for(milliseconds(5));
+  }
+  std::filesystem::remove_all(begun);
+  std::this_thread::sleep_for(milliseconds(random() % 250));
   const auto begin = steady_clock::now();
   ranks.kill(victim);
   const auto& outcomes = ranks.wait(std::chrono::seconds(30));

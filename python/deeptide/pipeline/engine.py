@@ -95,9 +95,9 @@ class PipelineEngine(Engine):
         return PipelineSchedule.interleaved if chunks > 1 else _SCHEDULES[name]
 
     def _live_micro_batches(self) -> int:
-        """Those whose activations are alive at once, at most."""
-        count, stages = self.micro_batches, self.num_stages
-        return simulate(self._schedule, stages, count, self._cut.num_chunks).peak_activations[self.stage_id]
+        """Those whose activations are alive at once, at most; of chunks, which each keep a part, rounded up."""
+        count, stages, chunks = self.micro_batches, self.num_stages, self._cut.num_chunks
+        return -(-simulate(self._schedule, stages, count, chunks).peak_activations[self.stage_id] // chunks)
 
     def _say_if_few(self) -> None:
         """A step of fewer micro-batches than stages cannot fill them."""

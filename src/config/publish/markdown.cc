@@ -34,7 +34,7 @@ using config::Status;
 using config::Variant;
 
 const char* const kIntroduction =
-    R"(<!-- Written by the target config_docs from the table in src/config/table/schema_*.cc; a test compares. Do not edit. -->
+    R"(<!-- Written by the target config_docs from the table in src/config/table/*/schema_*.cc; a test compares. Do not edit. -->
 # Configuration
 
 Three configurations to copy. The batch is 64 samples per step over all ranks, 4 per rank at a time; the number of

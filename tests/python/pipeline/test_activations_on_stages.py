@@ -157,3 +157,13 @@ def test_layers_of_a_pipeline_module_have_their_own_interval():
     model = PipelineModule(stages.layers(), num_stages=1, loss_fn=stages.loss_of, world=world)
     with pytest.raises(deeptide.ConfigError, match="a PipelineModule recomputes by its own argument"):
         deeptide.initialize(model=model, config=families.config(0, 1) | {"activation_checkpointing": ALL}, world=world)
+
+
+@pytest.mark.parametrize("activations", [ALL, {"policy": "auto", "memory": "60KiB"}])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_chunks_of_a_stage_recompute_too(stage, activations):
+    config = families.config(stage, GAS, 2, parallel={"schedule": "interleaved"})
+    choices = compare("llama", 2, config, activations)
+    assert [choice.blocks for choice in choices] == [[f"model.layers.{n}" for n in (s, s + 2)] for s in (0, 1)]
+    assert all(choice.recomputed for choice in choices)
+    assert [choice.live for choice in choices] == [3, 2]
