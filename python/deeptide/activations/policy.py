@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -62,7 +62,7 @@ class Activations:
                 '"recompute", or "auto" with memory'
             )
         if recomputes(model):
-            raise _doubled(model)
+            _refuse_twice(model)
 
     def begin(self, engine: Engine) -> None:
         """Takes the blocks over; the engine trains with them from now on."""
@@ -109,7 +109,7 @@ class Activations:
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
         if any(module.gradient_checkpointing for module in self._switches):
-            raise _doubled(self._model)
+            _refuse_twice(self._model)
         return contextlib.nullcontext() if self._meter is None else self._measured(self._meter)
 
     @contextlib.contextmanager
@@ -227,8 +227,8 @@ class Activations:
         self._apply()
 
 
-def _doubled(model: torch.nn.Module) -> ConfigError:
-    return ConfigError(
+def _refuse_twice(model: torch.nn.Module) -> NoReturn:
+    raise ConfigError(
         f"activation_checkpointing.policy: {type(model).__name__}'s own recomputation is on, and each block would be "
         "computed twice in backward; call gradient_checkpointing_disable(), or leave the policy out"
     )
