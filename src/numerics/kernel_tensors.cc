@@ -3,10 +3,14 @@
 // Looks up streams in c10's generic interface, so that this compiles with every torch.
 #include "numerics/kernel_tensors.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "base/invariant.h"
@@ -23,7 +27,25 @@ kernel::NumberType number_type(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? kernel::NumberType::bf16 : kernel::NumberType::fp16;
 }
 
+std::optional<c10::OperatorHandle> operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchema({std::string("deeptide_kernels::") + name, ""});
+}
+
 }  // namespace
+
+namespace detail {
+
+bool brings_kernels(at::Device device) {
+  if (!device.is_privateuseone()) return false;
+  const auto available = operator_named("available");
+  return available && available->typed<bool()>().call();
+}
+
+void run_brought(const char* name, const void* arguments) {
+  const auto kernel = operator_named(name);
+  DEEPTIDE_INVARIANT(kernel.has_value(), "a device brings kernels, but none named ", name);
+  kernel->typed<void(int64_t)>().call(reinterpret_cast<int64_t>(arguments));
+}
 
 bool has_kernel_on(at::Device device, bool (*has_kernel)()) {
   if (!device.is_cuda() || !device::tells_native_handles()) return false;
@@ -43,6 +65,8 @@ void launch_on(at::Device device, c10::function_ref<void(void* stream)> launch) 
   launch(device::Lane::current(device).handle());
 }
 
+}  // namespace detail
+
 kernel::Numbers numbers_of(const Tensor& tensor) {
   if (!tensor.defined()) return {};
   return {tensor.mutable_data_ptr(), number_type(tensor.scalar_type())};
@@ -58,6 +82,27 @@ kernel::Rows rows_of(at::TensorList rows, float scale) {
   for (const Tensor& row : rows) made.data[made.count++] = row.const_data_ptr();
   made.type = number_type(rows[0].scalar_type());
   made.scale = scale;
+  return made;
+}
+
+bool fit_kernels(const Contributions& contributions) {
+  if (contributions.pieces.size() > static_cast<size_t>(kernel::Pieces::kMost)) return false;
+  return std::all_of(contributions.pieces.begin(), contributions.pieces.end(), [](const Piece& piece) {
+    return piece.begin % kernel::kPacket == 0 && kernel::is_aligned(piece.values.const_data_ptr());
+  });
+}
+
+kernel::Pieces pieces_of(const Contributions& contributions) {
+  DEEPTIDE_INVARIANT(fit_kernels(contributions), "a kernel is given ", contributions.pieces.size(),
+                     " pieces of a gradient that do not fit it");
+  kernel::Pieces made;
+  for (const Piece& piece : contributions.pieces) {
+    made.data[made.pieces] = piece.values.const_data_ptr();
+    made.begin[made.pieces] = piece.begin;
+    made.count[made.pieces++] = piece.values.numel();
+  }
+  made.type = number_type(contributions.pieces[0].values.scalar_type());
+  made.scale = static_cast<float>(contributions.scale);
   return made;
 }
 
