@@ -3,11 +3,10 @@
 // Copies to page-locked memory and polls the mark behind the copy.
 #include "comm/device_read.h"
 
-#include <ATen/ops/empty.h>
-
 #include <thread>
 
 #include "device/lane.h"
+#include "device/memory/page_locked.h"
 
 namespace deeptide::comm {
 
@@ -47,7 +46,8 @@ class DeviceWork : public Operation {
 
 Tensor read_on_host(Group& group, const Tensor& tensor, const Site& site) {
   if (tensor.is_cpu() || group.size() == 1) return tensor.cpu();
-  Tensor host = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(tensor.numel() > 0));
+  const Tensor memory = device::allocate_page_locked(static_cast<int64_t>(tensor.nbytes()), tensor.device());
+  Tensor host = memory.view(tensor.scalar_type()).view(tensor.sizes());
   host.copy_(tensor, /*non_blocking=*/true);
   Pending copied(std::make_shared<DeviceWork>(device::Lane::current(tensor.device()).mark()));
   group.wait(copied, site);

@@ -12,6 +12,7 @@
 #include "comm/blocking.h"
 #include "device/parallel.h"
 #include "gradients/forecast.h"
+#include "gradients/held_gradients.h"
 
 namespace deeptide::gradients {
 
@@ -108,7 +109,8 @@ BucketQueue::~BucketQueue() {
   comm::run_blocking([&] { side_thread_.join(); });
 }
 
-void BucketQueue::launch(int unit, Tensor bucket, const std::function<void()>& meanwhile) {
+void BucketQueue::launch(int unit, Tensor bucket, const std::function<void()>& meanwhile,
+                         std::shared_ptr<const HeldGradients> held) {
   limit(meanwhile);
   const RouteForecast& takes = route_->forecast();
   if (reserves_ && takes.arriving > 0) {
@@ -119,6 +121,7 @@ void BucketQueue::launch(int unit, Tensor bucket, const std::function<void()>& m
   shipment.unit = unit;
   shipment.route = route_.get();
   shipment.bucket = std::move(bucket);
+  shipment.held = std::move(held);
   shipment.filled = Lane::current(device_).mark();
   send_lane_.wait_for(shipment.filled);
   {

@@ -36,8 +36,10 @@ class BucketQueue {
 
   /// Sends a unit's bucket (numel,), of the wire type. Waits for the earliest shipment if too many are under way: at
   /// first briefly, since a peer may be in another branch, and they then accumulate; with `most_ahead()` of them until
-  /// it arrives, and calls `meanwhile` repeatedly. Errors: CommError.
-  void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {});
+  /// it arrives, and calls `meanwhile` repeatedly. `held`: instead of a bucket, where nothing travels. Errors:
+  /// CommError.
+  void launch(int unit, at::Tensor bucket, const std::function<void()>& meanwhile = {},
+              std::shared_ptr<const HeldGradients> held = {});
   /// Sums a unit's bucket at once; blocks of zeros do not travel. Not in shared memory, nor while others are under way.
   /// All ranks call it. Errors: CommError.
   void reduce_mostly_zero(int unit, at::Tensor bucket);

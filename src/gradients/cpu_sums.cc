@@ -62,7 +62,7 @@ CpuSums::CpuSums(std::shared_ptr<device::Ledger> ledger, at::Device device, std:
       home_(Lane::current(device)),
       out_(Lane::create(device)),
       in_(Lane::create(device)),
-      locked_(std::in_place, ledger_, Role::host_gradients, leaving_bytes(cuts_, dtype)),
+      locked_(std::in_place, ledger_, Role::host_gradients, device, leaving_bytes(cuts_, dtype)),
       on_host_(cuts_.size()),
       stays_(cuts_.size()) {
   for (size_t unit = 0; unit < cuts_.size(); ++unit) {

@@ -20,7 +20,7 @@ using world::TeamIndex;
 
 FiniteCheck::FiniteCheck(const std::vector<Unit*>& units, int64_t num_ranks, Tensor squares, FiniteCheckTime time)
     : units_(units), num_ranks_(num_ranks), squares_(std::move(squares)), time_(time) {
-  if (time_ == FiniteCheckTime::each_sum) return;
+  if (time_ == FiniteCheckTime::each_sum || num_ranks_ <= 1) return;  // one rank's sums tell whose gradient is bad
   maxima_ = at::zeros({static_cast<int64_t>(units_.size()), num_ranks}, squares_.options().dtype(at::kFloat));
 }
 
@@ -32,7 +32,7 @@ void FiniteCheck::note(int unit, const Contributions& rows, bool first, const Ro
     return;
   }
   constexpr double kLargest = std::numeric_limits<double>::infinity();  // the norm that is the largest magnitude
-  for (int64_t row = 0; row < static_cast<int64_t>(rows.rows.size()); ++row) {
+  for (int64_t row = 0; maxima_.defined() && row < static_cast<int64_t>(rows.rows.size()); ++row) {
     Tensor maximum = maxima_[unit][row];
     const Tensor own = at::linalg_vector_norm(rows.rows[static_cast<size_t>(row)], kLargest, at::OptionalIntArrayRef{},
                                               false, at::kFloat);
@@ -71,6 +71,7 @@ int FiniteCheck::first_bad(const std::vector<bool>& units) const {
 }
 
 TeamIndex FiniteCheck::first_bad_row(int unit) const {
+  if (num_ranks_ == 1) return TeamIndex(0);
   for (int row = 0; row + 1 < seen_.size(1); ++row) {
     if (!std::isfinite(seen(unit)[row + 1])) return TeamIndex(row);
   }

@@ -77,6 +77,8 @@ Reducer::Reducer(std::vector<Unit*> units, const comm::TeamGroups& groups, std::
       own_rank_(world::WorldRank(groups.whole().team().rank())),
       shares_memory_(exchange_ != nullptr && options.together == 1),
       buckets_stay_(gradients::buckets_stay(options, gradients::forecast(options.route(num_ranks_, shares_memory_)))),
+      holds_(!device.is_cpu() && buckets_stay_ && num_ranks_ == 1 && exchange_ == nullptr),
+      ledger_(ledger),
       pool_(ledger, role_of(buckets_stay_), device, kMaxBucketWaste, bucket_source(exchange_.get(), ledger)),
       options_(options),
       device_(device),
@@ -115,13 +117,15 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
                             const std::function<void()>& meanwhile) {
   const Parameter& p = unit.parameters()[parameter];
   check_layout(p, gradient);
-  if (!bucket.data.defined()) {
-    bucket.data = take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype, meanwhile);
-  }
   bucket.added[parameter] = bucket.seen[parameter] = true;
   if (!bucket.arrived[parameter]) {
     bucket.arrived[parameter] = true;
     ++bucket.num_arrived;
+  }
+  if (hold(bucket, unit, parameter, gradient)) return;
+  if (bucket.held) join(bucket, unit, meanwhile);
+  if (!bucket.data.defined()) {
+    bucket.data = take(unit.numel(), local_ ? options_.accumulate_dtype : options_.reduce_dtype, meanwhile);
   }
   if (!bucket.filled[parameter]) {
     copy_into(bucket.data, p, gradient);
@@ -134,6 +138,25 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
     pool_.put(std::exchange(bucket.data, sum));
   }
   add_into(bucket.data, p, gradient);
+}
+
+/// Returns whether the gradient stays where it lies.
+bool Reducer::hold(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
+  const Parameter& p = unit.parameters()[parameter];
+  if (!holds_ || local_ || bucket.data.defined() || bucket.filled[parameter]) return false;
+  if (!numerics::takes_pieces(device_, unit.parameters().size())) return false;
+  if (!HeldGradients::may_hold(gradient, p, options_.reduce_dtype)) return false;
+  if (!bucket.held) bucket.held = std::make_shared<HeldGradients>(ledger_, unit, options_.reduce_dtype, device_);
+  bucket.held->add(parameter, gradient);
+  bucket.filled[parameter] = true;
+  return true;
+}
+
+/// Copies what is held into a bucket.
+void Reducer::join(Bucket& bucket, const Unit& unit, const std::function<void()>& meanwhile) {
+  bucket.data = take(unit.numel(), options_.reduce_dtype, meanwhile);
+  bucket.held->copy_into(bucket.data);
+  bucket.held.reset();
 }
 
 /// Serves the others while this rank waits in backward.
@@ -163,6 +186,7 @@ bool Reducer::complete(int unit) const {
 }
 
 void Reducer::empty(Bucket& bucket) {
+  bucket.held.reset();
   pool_.put(std::exchange(bucket.data, Tensor()));
   bucket.filled.assign(bucket.filled.size(), false);
   bucket.arrived.assign(bucket.arrived.size(), false);
@@ -193,6 +217,7 @@ const Tensor& Reducer::filled_bucket(int unit) {
 Tensor Reducer::outgoing(int unit, const std::function<void()>& meanwhile) {
   Bucket& bucket = buckets_[unit];
   const Unit& u = *units_[unit];
+  if (bucket.held) join(bucket, u, meanwhile);
   if (!bucket.data.defined()) return take(u.numel(), options_.reduce_dtype, meanwhile).zero_();
   filled_bucket(unit);
   Tensor data = std::exchange(bucket.data, Tensor());
@@ -207,7 +232,12 @@ Tensor Reducer::outgoing(int unit, const std::function<void()>& meanwhile) {
 /// Sends the next unit of the round under way.
 void Reducer::issue_next(const std::function<void()>& meanwhile) {
   const int unit = order_[next_++];
-  queue_.launch(unit, outgoing(unit, meanwhile), meanwhile);
+  if (auto held = buckets_[unit].held) {
+    empty(buckets_[unit]);
+    queue_.launch(unit, Tensor(), meanwhile, std::move(held));
+  } else {
+    queue_.launch(unit, outgoing(unit, meanwhile), meanwhile);
+  }
   if (next_ < order_.size()) return;
   ++rounds_done_;
   next_ = 0;
@@ -234,12 +264,12 @@ int64_t Reducer::rounds_wanted() const {
   // The round under way takes what waits in units ahead of it; a bucket refilled behind it needs another round.
   bool ahead = next_ > 0, behind = false;
   for (size_t i = 0; i < order_.size(); ++i) {
-    if (!comes(order_[i]) && !buckets_[order_[i]].data.defined()) continue;
+    if (!comes(order_[i]) && !buckets_[order_[i]].has_any()) continue;
     (i >= next_ ? ahead : behind) = true;
   }
   const int64_t wanted = rounds_done_ + (ahead ? 1 : 0) + (behind ? 1 : 0);
   const bool closes = std::any_of(closing_.begin(), closing_.end(),
-                                  [this](int unit) { return comes(unit) || buckets_[unit].data.defined(); });
+                                  [this](int unit) { return comes(unit) || buckets_[unit].has_any(); });
   return std::max<int64_t>(wanted, closes ? 1 : 0);
 }
 
@@ -278,6 +308,7 @@ numerics::Contributions Reducer::local_gradient(int unit) {
   at::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   Bucket& bucket = buckets_[unit];
+  if (bucket.held) join(bucket, *units_[unit], {});
   if (!bucket.data.defined()) bucket.data = pool_.take(units_[unit]->numel(), options_.accumulate_dtype);
   return {{filled_bucket(unit)}, options_.scale_of(unit) * num_ranks_};
 }
@@ -287,7 +318,7 @@ double Reducer::local_squares() {
   const auto num_units = static_cast<int64_t>(units_.size());
   const Tensor squares = at::zeros({num_units}, at::TensorOptions().dtype(at::kDouble).device(device_));
   for (int unit = 0; unit < static_cast<int>(num_units); ++unit) {
-    if (buckets_[unit].data.defined()) numerics::ordered_squares(local_gradient(unit), squares.narrow(0, unit, 1));
+    if (buckets_[unit].has_any()) numerics::ordered_squares(local_gradient(unit), squares.narrow(0, unit, 1));
   }
   const double total = squares.sum().item<double>();
   if (!std::isfinite(total)) find_local_bad();
@@ -297,7 +328,7 @@ double Reducer::local_squares() {
 /// Backward reaches the last unit first.
 void Reducer::find_local_bad() {
   for (const int unit : order_) {
-    if (!buckets_[unit].data.defined()) continue;
+    if (!buckets_[unit].has_any()) continue;
     const Tensor gradient = local_gradient(unit).sum();
     const auto found = numerics::find_non_finite({gradient}, gradient);
     if (!found) continue;
@@ -374,7 +405,7 @@ std::vector<uint8_t> Reducer::seen() const {
 bool Reducer::has_pending() const {
   std::lock_guard lock(mutex_);
   return rounds_done_ > 0 || next_ > 0 ||
-         std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.data.defined(); });
+         std::any_of(buckets_.begin(), buckets_.end(), [](const Bucket& b) { return b.has_any(); });
 }
 
 int64_t Reducer::rounds_begun() const {

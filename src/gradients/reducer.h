@@ -12,6 +12,7 @@
 
 #include "gradients/bucket_queue.h"
 #include "gradients/forecast.h"
+#include "gradients/held_gradients.h"
 #include "gradients/sums.h"
 #include "sharding/residency.h"
 
@@ -114,9 +115,12 @@ class Reducer {
 
  private:
   struct Bucket {
-    at::Tensor data;            // (numel,), of the wire; of sums while local, or once a gradient was added to it
-    std::vector<bool> filled;   // by parameter: `data` holds a gradient
-    std::vector<bool> arrived;  // by parameter: arrived in this micro-batch
+    bool has_any() const { return data.defined() || held != nullptr; }
+
+    at::Tensor data;  // (numel,), of the wire; of sums while local, or once a gradient was added to it
+    std::shared_ptr<HeldGradients> held;  // instead, while no gradient was added to another
+    std::vector<bool> filled;             // by parameter: `data` holds a gradient
+    std::vector<bool> arrived;            // by parameter: arrived in this micro-batch
     int num_arrived = 0;
     std::vector<bool> added;  // by parameter: arrived in this micro-batch, even if the bucket has been sent since
     std::vector<bool> seen;   // by parameter: arrived since the gradients were dropped or used
@@ -124,6 +128,8 @@ class Reducer {
 
   void add_to_bucket(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient,
                      const std::function<void()>& meanwhile);
+  bool hold(Bucket& bucket, const sharding::Unit& unit, int parameter, const at::Tensor& gradient);
+  void join(Bucket& bucket, const sharding::Unit& unit, const std::function<void()>& meanwhile);
   void attend() const;
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::function<void()>& meanwhile);
   void issue_complete();
@@ -143,6 +149,8 @@ class Reducer {
   world::WorldRank own_rank_;
   bool shares_memory_;  // with all ranks
   bool buckets_stay_;
+  bool holds_;  // gradients themselves, where they may be held
+  std::shared_ptr<device::Ledger> ledger_;
   device::BufferPool pool_;
   ReducerOptions options_;
   at::Device device_;

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "gradients/forecast.h"
+#include "gradients/held_gradients.h"
 #include "numerics/sums/ordered_sum.h"
 
 namespace deeptide::gradients {
@@ -78,7 +79,7 @@ void Sums::add_kept() {
 
 void Sums::add(Shipment& shipment) {
   const int unit = shipment.unit;
-  const Contributions rows = contributions(shipment);
+  const Contributions rows = contributions(shipment).joined();
   const bool first = !has_[unit];
   change(unit, first, [&](Block block, const Tensor& sum) {
     const Contributions part = rows.narrow(block.begin, block.count);
@@ -129,7 +130,9 @@ void Sums::prefetch(int unit, int64_t element) const {
 }
 
 Contributions Sums::contributions(const Shipment& shipment) const {
-  return {shipment.route->rows(shipment), options_.scale_of(shipment.unit)};
+  const double scale = options_.scale_of(shipment.unit);
+  if (shipment.held) return {shipment.held->pieces(), units_[shipment.unit]->numel(), scale};
+  return {shipment.route->rows(shipment), scale};
 }
 
 double Sums::sum_of_squares(const FiniteCheck::Read& read) {

@@ -45,7 +45,7 @@ class UnitGradient {
   UnitGradient(at::Tensor stays, std::shared_ptr<const CpuPart> leaves)
       : rows(std::move(stays)), on_host(std::move(leaves)) {}
 
-  bool defined() const { return !rows.rows.empty() || sums.defined(); }
+  bool defined() const { return rows.defined() || sums.defined(); }
   /// (N,) fp32: where it lies if that is one fp32 tensor in memory, otherwise new memory; of a device's sum, on it.
   at::Tensor sum() const;
   /// Likewise, but on the host if all of a device's sum has left.
@@ -57,7 +57,7 @@ class UnitGradient {
     return lease.tensor();
   }
 
-  numerics::Contributions rows;            // none if `sums` is defined
+  numerics::Contributions rows;            // none if `sums` is defined; a device's at one rank may be pieces
   tiers::Buffer sums;                      // in files
   std::shared_ptr<const CpuPart> on_host;  // behind `rows`; null: nothing leaves
 };

@@ -31,11 +31,11 @@ bool is_cut_off(const DiskPlace& place) {
 }  // namespace
 
 Staging::Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
-                 device::Role role, bool page_locked)
+                 device::Role role, at::Device device)
     : queue_(std::move(queue)), slots_(static_cast<size_t>(num_slots)) {
-  if (page_locked) {
+  if (!device.is_cpu()) {
     const std::vector<int64_t> sizes(slots_.size(), kSwapBlockBytes);
-    locked_ = std::make_unique<device::PageLocked>(ledger, role, sizes);
+    locked_ = std::make_unique<device::PageLocked>(ledger, role, device, sizes);
     for (Slot& slot : slots_) slot.memory = locked_->take(kSwapBlockBytes, at::kByte);
     return;
   }

@@ -24,7 +24,7 @@ namespace deeptide::tiers {
 class Staging {
  public:
   Staging(std::unique_ptr<io::Queue> queue, int num_slots, const std::shared_ptr<device::Ledger>& ledger,
-          device::Role role, bool page_locked = false);
+          device::Role role, at::Device device = at::kCPU);
   /// Ends transfers under way.
   ~Staging();
   Staging(const Staging&) = delete;

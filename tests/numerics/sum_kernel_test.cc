@@ -18,8 +18,11 @@
 #include "kernel_modes.h"
 #include "kernel_places.h"
 #include "numerics/kernels/kernel_numbers.h"
+#include "numerics/kernels/kernel_tensors.h"
+#include "numerics/sums/kernel_pieces.h"
 #include "numerics/sums/ordered_sum.h"
 #include "numerics/sums/ordered_sum_detail.h"
+#include "pieces.h"
 
 using at::Tensor;
 
@@ -112,6 +115,35 @@ TEST_P(SumKernel, GivesTheSameBitsInAccessesOf16Bytes) {
           ASSERT_TRUE(mode == 2 || same_numbers(here(got), want)) << dtype << " " << world << " " << numel;
           ASSERT_EQ(here(got_squares).item<double>(), squares.item<double>()) << dtype << " " << world << " " << numel;
         }
+      }
+    }
+  }
+}
+
+/// A gradient's pieces have the squares, bit for bit, of the bucket that they would make.
+TEST_P(SumKernel, TakesPiecesAsTheRowThatTheyAreOf) {
+  at::manual_seed(6);
+  const std::vector<std::vector<int64_t>> cases = {
+      {1}, {8}, {4096, 1, 33, 4095}, {100'000, 7}, {5, 9000, 31, 32, 77'777}, std::vector<int64_t>(64, 130)};
+  for (at::ScalarType dtype : kDtypes) {
+    for (const auto& lengths : cases) {
+      for (int64_t before : {0, 96, 8192}) {
+        const Contributions own = random_pieces(lengths, dtype, 0.3, GetParam(), before);
+        ASSERT_TRUE(fit_kernels(own));
+        const Tensor got = there(at::full({1}, 0.5, at::kDouble)), want = at::full({1}, 0.5, at::kDouble);
+        if (on_gpu()) {
+          detail::ordered_squares_kernel(own, got);
+        } else {
+          const Tensor scratch = at::empty({kernel::SumArguments::num_scratch(own.numel)}, at::kDouble);
+          kernel::SumArguments arguments{.rows = {}, .pieces = pieces_of(own), .accumulator = {}, .count = own.numel};
+          arguments.scratch = scratch.mutable_data_ptr<double>();
+          arguments.sum_of_squares = got.mutable_data_ptr<double>();
+          host_kernels::sum(arguments, nullptr);
+        }
+        const Tensor row = here(own.joined().rows[0]);
+        detail::ordered_squares_cpu({row}, 0.3f, want);
+        const double tolerance = has_equal_squares(own.numel) ? 0.0 : 1e-13 * want.item<double>();
+        ASSERT_NEAR(here(got).item<double>(), want.item<double>(), tolerance) << dtype << " " << lengths.size();
       }
     }
   }

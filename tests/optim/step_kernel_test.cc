@@ -17,6 +17,7 @@
 #include "optim/rules/elementwise.h"
 #include "optim/rules/step_device.h"
 #include "optim/segments.h"
+#include "pieces.h"
 
 using at::Tensor;
 
@@ -123,6 +124,53 @@ TEST_P(StepKernel, GivesTheSameBitsInPacketsOfEight) {
       }
     }
   });
+}
+
+/// Gradients where autograd left them, with gaps between them and behind them: the bits of the bucket that they would
+/// make, and a gap is zero there.
+TEST_P(StepKernel, TakesAGradientInPieces) {
+  SKIP_UNLESS_VECTORS_FUSE();
+  at::manual_seed(8);
+  const std::vector<std::vector<int64_t>> cases = {{1}, {8, 7}, {3000, 1, 33, 4095}, std::vector<int64_t>(64, 40)};
+  each_variant([&](const Rule& rule, const Hyperparameters& hyper) {
+    for (const auto& lengths : cases) {
+      for (at::ScalarType param : {at::kFloat, at::kBFloat16, at::kHalf}) {
+        for (at::ScalarType gradient : {at::kFloat, param}) {
+          const Contributions own = random_pieces(lengths, gradient, 0.25, GetParam(), /*before=*/32);
+          Segment segment = make_segment(rule, hyper, own.numel, param), want = copy_of(segment);
+          want.gradient = {{here(own.joined().rows[0])}, 0.25};
+          rule.step(want, hyper, {3, 0.37});
+          Segment got = changed(segment, own, [](const Tensor& tensor) { return there(tensor.clone()); });
+          ASSERT_TRUE(detail::takes_pieces(got));
+          if (on_gpu()) {
+            rule.step(got, hyper, {3, 0.37});
+          } else {
+            host_kernels::step(detail::step_arguments(got, {3, 0.37}, *rule.kernel_update(hyper, {3, 0.37})), nullptr);
+          }
+          const auto numbers = written(got), expected = written(want);
+          for (size_t i = 0; i < expected.size(); ++i) {
+            ASSERT_TRUE(same_numbers(here(numbers[i]), expected[i])) << rule.name() << ", tensor " << i;
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(StepKernels, TakePiecesOnlyWhereTheyBeginAsPacketsDo) {
+  const Rule& adam = find_rule("AdamW");
+  const Hyperparameters hyper = variants_of(adam).at(0);
+  Segment segment = make_segment(adam, hyper, 96);
+  segment.gradient = {{{0, at::randn({40})}, {64, at::randn({32})}}, 96, 1.0};
+  EXPECT_TRUE(detail::takes_pieces(segment));
+  Segment shifted_master = segment, odd_begin = segment, half = segment, many = segment;
+  shifted_master.master = shifted(at::randn({96}), 1);
+  odd_begin.gradient.pieces[1].begin = 60;
+  half.gradient.pieces = {{0, at::randn({96}).to(at::kBFloat16)}};  // for a master that is the parameter
+  many.gradient.pieces.assign(65, {0, at::randn({1})});
+  for (const Segment& one : {shifted_master, odd_begin, half, many}) EXPECT_FALSE(detail::takes_pieces(one));
+  odd_begin.gradient = segment.gradient.narrow(4, 92);
+  EXPECT_FALSE(detail::takes_pieces(odd_begin)) << "the second begins within a packet";
 }
 
 TEST_P(StepKernel, SumsTheRowsOfRanksOnTheWay) {

@@ -49,6 +49,10 @@ def configure(
     workspace=0,
     warns_of_waits=False,
     stuck="never",
+    connections=0,
+    pins_for_another=False,
+    staged=64 << 10,
+    kernels=False,
 ):
     """Sets all at once.
 
@@ -56,6 +60,9 @@ def configure(
     unlimited; `compute`: of the memory that operators read and write; `link`: between ranks. `workspace`: bytes that
     matrix products keep for each thread and stream. `warns_of_waits`: by torch's warnings, as CUDA's debug mode.
     `stuck`: which collectives stay on the device until their group is aborted: "never", "without a peer", "always".
+    `connections`: queues that all streams share, 0: each has its own. `pins_for_another`: pinned memory is not this
+    device's. `staged`: bytes of a copy from memory that is not pinned beyond which it keeps the host. `kernels`: those
+    for GPUs are the device's.
     """
     _ops.configure(
         schedule,
@@ -71,7 +78,16 @@ def configure(
         workspace,
         warns_of_waits,
         stuck,
+        connections,
+        pins_for_another,
+        staged,
+        kernels,
     )
+
+
+def traffic():
+    """By task: how many were issued since the last call, and the bytes that they read and write."""
+    return {name: (tasks, bytes) for name, tasks, bytes in _ops.traffic()}
 
 
 def host_access(tensor, write):

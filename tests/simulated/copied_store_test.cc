@@ -94,7 +94,7 @@ TEST_P(CopiedBuffer, PassesThroughFewBlocksFromFiles) {
   for (const int slots : {2, 3}) {
     const auto file = std::make_shared<tiers::SwapFile>(std::vector{std::filesystem::temp_directory_path().string()});
     const auto staging = std::make_shared<tiers::Staging>(io::make_queue(slots), slots, ledger, Role::host_parameters,
-                                                          /*page_locked=*/true);
+                                                          simulated_device());
     EXPECT_EQ(ledger->current(Role::host_parameters), slots * tiers::kSwapBlockBytes);
     const auto reads = std::make_shared<ReadsUnderWay>(slots - 1);
     std::vector<Buffer> buffers;
@@ -141,7 +141,7 @@ TEST(PageLockedMemory, GivesBuffersOutOfPowersOfTwo) {
     const auto ledger = std::make_shared<Ledger>();
     const int64_t total = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
     {
-      PageLocked memory(ledger, Role::host_parameters, sizes);
+      PageLocked memory(ledger, Role::host_parameters, simulated_device(), sizes);
       EXPECT_EQ(memory.nbytes(), PageLocked::forecast(sizes));
       EXPECT_EQ(memory.nbytes(), ledger->current(Role::host_parameters));
       EXPECT_GE(memory.nbytes(), total);

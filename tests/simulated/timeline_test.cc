@@ -62,6 +62,19 @@ TEST(Timeline, ShowsWhatOverlapSaves) {
   EXPECT_DOUBLE_EQ(seconds_of_layers(true), 1 + 8 * 2);
 }
 
+TEST(Timeline, KeepsWhatIsBehindAWaitInASharedQueue) {
+  for (const unsigned connections : {0U, 1U, 2U}) {
+    Timeline timeline;
+    timeline.set_bandwidths(kBandwidths);
+    timeline.set_connections(connections);
+    timeline.add(0, {Engine::compute, 0, 3});
+    EXPECT_DOUBLE_EQ(timeline.add(1, {Engine::compute, 0, 1}), 1) << "what has begun keeps nobody";
+    timeline.wait(2, timeline.end_of(0));
+    EXPECT_DOUBLE_EQ(timeline.add(4, {Engine::to_device, 4'000'000, 0}), connections == 0 ? 1 : 4);
+    EXPECT_DOUBLE_EQ(timeline.add(3, {Engine::link, 1'000'000, 0}), connections == 1 ? 4 : 1);
+  }
+}
+
 class SimulatedTime : public EverySchedule {};
 
 TEST_P(SimulatedTime, OfCopiesIsTheSameUnderEverySchedule) {

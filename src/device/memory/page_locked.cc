@@ -3,12 +3,15 @@
 // Cuts buffers out of chunks, each a power of two.
 #include "device/memory/page_locked.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 
 #include <algorithm>
 #include <bit>
+#include <mutex>
 
 #include "base/invariant.h"
+#include "base/log.h"
 
 namespace deeptide::device {
 
@@ -55,7 +58,27 @@ std::vector<Chunk> chunks_for(const std::vector<int64_t>& sizes) {
   return chunks;
 }
 
+/// Copies go on all the same, but none of them beside the host.
+void tell_of_memory_for_another(at::Device device) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    log(LogLevel::warning, "page-locked memory is not for " + device.str() +
+                               ": torch takes it for another type of device, so copies make the host wait. Hide the " +
+                               "other one, a GPU by CUDA_VISIBLE_DEVICES=, before torch is imported.");
+  });
+}
+
 }  // namespace
+
+Tensor allocate_page_locked(int64_t bytes, at::Device device) {
+  auto& context = at::globalContext();
+  auto* const allocator = bytes > 0 ? context.getPinnedMemoryAllocator(device.type()) : at::getCPUAllocator();
+  Tensor memory(
+      at::detail::empty_generic({bytes}, allocator, at::DispatchKeySet(at::DispatchKey::CPU), at::kByte, std::nullopt));
+  const bool is_for_it = bytes == 0 || context.isPinnedPtr(memory.const_data_ptr(), device.type());
+  if (!is_for_it) tell_of_memory_for_another(device);
+  return memory;
+}
 
 int64_t PageLocked::forecast(const std::vector<int64_t>& sizes) {
   int64_t bytes = 0;
@@ -63,11 +86,11 @@ int64_t PageLocked::forecast(const std::vector<int64_t>& sizes) {
   return bytes;
 }
 
-PageLocked::PageLocked(std::shared_ptr<Ledger> ledger, Role role, const std::vector<int64_t>& sizes)
+PageLocked::PageLocked(std::shared_ptr<Ledger> ledger, Role role, at::Device device, const std::vector<int64_t>& sizes)
     : ledger_(std::move(ledger)), role_(role) {
   size_t next = 0;
   for (const Chunk& chunk : chunks_for(sizes)) {
-    const Tensor memory = at::empty({chunk.bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(chunk.bytes > 0));
+    const Tensor memory = allocate_page_locked(chunk.bytes, device);
     int64_t begin = 0;
     for (size_t i = 0; i < chunk.num_buffers; ++i, ++next) {
       buffers_.push_back(memory.narrow(0, begin, sizes[next]));

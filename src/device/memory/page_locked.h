@@ -13,12 +13,16 @@
 
 namespace deeptide::device {
 
+/// Returns memory (bytes,) of the host, page-locked for this device, whatever torch's empty(pin_memory) would take:
+/// that is for a GPU wherever there is one. Says so in the log, once, if it is not: copies then make the host wait.
+at::Tensor allocate_page_locked(int64_t bytes, at::Device device);
+
 /// Torch's allocators of page-locked memory round each request up to a power of two. So buffers share chunks of such
 /// sizes: what is left over is at most an eighth and one buffer. Buffers begin on pages.
 class PageLocked {
  public:
   /// `sizes`: bytes of the buffers, in the order in which they will be taken. Counted in `ledger` while this lives.
-  PageLocked(std::shared_ptr<Ledger> ledger, Role role, const std::vector<int64_t>& sizes);
+  PageLocked(std::shared_ptr<Ledger> ledger, Role role, at::Device device, const std::vector<int64_t>& sizes);
   /// Nothing may use a buffer any more.
   ~PageLocked();
   PageLocked(const PageLocked&) = delete;

@@ -14,6 +14,7 @@
 #include <functional>
 
 #include "device/lane.h"
+#include "device/memory/page_locked.h"
 #include "tiers/file_store.h"
 
 namespace deeptide::engine {
@@ -79,7 +80,7 @@ struct CopyTimes {
 CopyTimes time_copies(at::Device device) {
   const int64_t numel = tiers::swap_block_numel(at::kFloat);
   const Tensor there = at::zeros({numel}, at::TensorOptions().device(device));
-  const Tensor here = at::zeros({numel}, at::TensorOptions().pinned_memory(true));
+  const Tensor here = device::allocate_page_locked(numel * there.element_size(), device).view(at::kFloat).zero_();
   const device::Lane lane = device::Lane::current(device);
   const auto time_copy = [&](const Tensor& to, const Tensor& from) {
     lane.mark().wait();

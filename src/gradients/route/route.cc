@@ -35,6 +35,7 @@ void Route::take_arrival(Shipment& shipment) const {
 void Route::end(Shipment& shipment) {
   parts_.arrivals.put(std::move(shipment.arrived));
   parts_.buckets.put(std::move(shipment.bucket));
+  shipment.held.reset();
 }
 
 comm::Site reduction_site(const sharding::Unit& unit, const char* phase) {

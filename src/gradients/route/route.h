@@ -20,6 +20,7 @@
 
 namespace deeptide::gradients {
 
+class HeldGradients;
 class Route;
 
 /// The error that rounding has left of this rank's contributions, per unit: added to the next one.
@@ -32,9 +33,10 @@ struct RoundingErrors {
 struct Shipment {
   int unit = 0;  // by position
   Route* route = nullptr;
-  at::Tensor bucket;   // this rank's; undefined: the route keeps it, or it may be refilled
-  at::Tensor arrived;  // undefined: rows lie in buckets
-  uint32_t offer = 0;  // in shared memory
+  at::Tensor bucket;                          // this rank's; undefined: the route keeps it, or it may be refilled
+  at::Tensor arrived;                         // undefined: rows lie in buckets
+  std::shared_ptr<const HeldGradients> held;  // instead of a bucket
+  uint32_t offer = 0;                         // in shared memory
   comm::Pending pending;
   device::Mark filled;  // of the lane that filled the bucket
 };

@@ -58,10 +58,9 @@ void copy_all(at::TensorList from, at::TensorList to) {
   TORCH_CHECK_VALUE(from.size() == to.size(), "copy_all: got ", from.size(), " sources, expected ", to.size());
   if (to.empty()) return;
   const at::Device device = to[0].device();
-  if (has_kernel_on(device, &device_kernels::has_copy)) {
-    detail::copy_in_batches(from, to, [&](const kernel::CopyArguments& batch) {
-      launch_on(device, [&](void* stream) { device_kernels::copy(batch, stream); });
-    });
+  static constexpr Kernel<kernel::CopyArguments> kCopy{"copy", &device_kernels::has_copy, &device_kernels::copy};
+  if (kCopy.is_on(device)) {
+    detail::copy_in_batches(from, to, [&](const kernel::CopyArguments& batch) { kCopy.run(device, batch); });
     return;
   }
   at::NoGradGuard no_grad;

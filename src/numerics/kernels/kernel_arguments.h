@@ -9,6 +9,11 @@ namespace deeptide::numerics::kernel {
 
 enum class NumberType : uint8_t { fp32, bf16, fp16 };
 
+inline constexpr int kPacket = 8;  // numbers that one thread takes at a time
+inline constexpr int kAccessBytes = 16;
+
+inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAccessBytes == 0; }
+
 /// Numbers in a device's memory; null: none.
 struct Numbers {
   void* data = nullptr;
@@ -21,6 +26,18 @@ struct Rows {
   static constexpr int kLevels = 6;  // of pairs
   const void* data[kMost] = {};
   int count = 0;
+  NumberType type = NumberType::fp32;
+  float scale = 1.0f;
+};
+
+/// One rank's gradient where its parts lie: what is between them is zero, and no copy has joined them. Each begins at a
+/// multiple of eight elements and of 16 bytes, behind the one before.
+struct Pieces {
+  static constexpr int kMost = 64;
+  const void* data[kMost] = {};
+  int64_t begin[kMost] = {};
+  int64_t count[kMost] = {};
+  int pieces = 0;  // 0: the gradient is given as rows
   NumberType type = NumberType::fp32;
   float scale = 1.0f;
 };

@@ -114,7 +114,7 @@ template <typename Body>
 bool is_runnable() {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&index_kernel<Body>));
-  if (error != cudaSuccess) cudaGetLastError();  // or the next call would report it
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // or the next call would report it
   return error == cudaSuccess;
 }
 

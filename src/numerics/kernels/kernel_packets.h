@@ -9,13 +9,10 @@
 
 namespace deeptide::numerics::kernel {
 
-constexpr int kPacket = 8;
-
 struct alignas(16) Quad {
   uint32_t words[4];
 };
-
-inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % sizeof(Quad) == 0; }
+static_assert(sizeof(Quad) == kAccessBytes);
 
 /// Numbers [8 i, 8 i + 8) as they lie in memory, which begins at a multiple of 16 bytes.
 template <NumberType kType>
@@ -42,13 +39,60 @@ struct Packet {
   /// Rounds once. In the order of `k`, from 0 on.
   DEEPTIDE_HOST_DEVICE void set(int k, float x) {
     if constexpr (kType == NumberType::fp32) {
-      quads[k / 4].words[k % 4] = bits_of(x);
+      set_bits(k, bits_of(x));
     } else {
-      const uint32_t bits = kType == NumberType::bf16 ? to_bf16(x) : to_fp16(x);
+      set_bits(k, kType == NumberType::bf16 ? to_bf16(x) : to_fp16(x));
+    }
+  }
+  /// Likewise, as they lie in memory.
+  DEEPTIDE_HOST_DEVICE void set_bits(int k, uint32_t bits) {
+    if constexpr (kType == NumberType::fp32) {
+      quads[k / 4].words[k % 4] = bits;
+    } else {
       uint32_t& both = quads[0].words[k / 2];
       both = k % 2 == 0 ? bits : both | bits << 16;
     }
   }
+};
+
+/// Packets out of one row of numbers.
+template <NumberType kType>
+struct RowReader {
+  DEEPTIDE_HOST_DEVICE void load(Packet<kType>& packet, int64_t i) { packet.load(data, i); }
+  DEEPTIDE_HOST_DEVICE float value(int64_t element) { return value_of(load_bits(data, kType, element), kType); }
+
+  const void* data;
+};
+
+/// Packets out of pieces, of which one thread takes later and later ones.
+template <NumberType kType>
+struct PieceReader {
+  /// To the last piece that begins at or before the element, if there is one.
+  DEEPTIDE_HOST_DEVICE void seek(int64_t element) {
+    int low = at, high = all.pieces;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (all.begin[middle] <= element ? low : high) = middle;
+    }
+    at = low;
+  }
+  DEEPTIDE_HOST_DEVICE void load(Packet<kType>& packet, int64_t i) {
+    seek(i * kPacket);
+    const int64_t first = i * kPacket - all.begin[at], count = all.count[at];
+    if (first >= 0 && first + kPacket <= count) return packet.load(all.data[at], first / kPacket);
+    DEEPTIDE_UNROLLED for (int k = 0; k < kPacket; ++k) {
+      const bool is_there = first >= 0 && first + k < count;
+      packet.set_bits(k, is_there ? load_bits(all.data[at], kType, first + k) : 0);
+    }
+  }
+  DEEPTIDE_HOST_DEVICE float value(int64_t element) {
+    seek(element);
+    const int64_t own = element - all.begin[at];
+    return own >= 0 && own < all.count[at] ? value_of(load_bits(all.data[at], kType, own), kType) : 0.0f;
+  }
+
+  const Pieces& all;
+  int at = 0;
 };
 
 }  // namespace deeptide::numerics::kernel

@@ -3,10 +3,14 @@
 // Looks up streams in c10's generic interface, so that this compiles with every torch.
 #include "numerics/kernels/kernel_tensors.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "base/invariant.h"
@@ -23,7 +27,25 @@ kernel::NumberType number_type(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? kernel::NumberType::bf16 : kernel::NumberType::fp16;
 }
 
+std::optional<c10::OperatorHandle> operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchema({std::string("deeptide_kernels::") + name, ""});
+}
+
 }  // namespace
+
+namespace detail {
+
+bool brings_kernels(at::Device device) {
+  if (!device.is_privateuseone()) return false;
+  const auto available = operator_named("available");
+  return available && available->typed<bool()>().call();
+}
+
+void run_brought(const char* name, const void* arguments) {
+  const auto kernel = operator_named(name);
+  DEEPTIDE_INVARIANT(kernel.has_value(), "a device brings kernels, but none named ", name);
+  kernel->typed<void(int64_t)>().call(reinterpret_cast<int64_t>(arguments));
+}
 
 bool has_kernel_on(at::Device device, bool (*has_kernel)()) {
   if (!device.is_cuda() || !device::tells_native_handles()) return false;
@@ -42,6 +64,8 @@ void launch_on(at::Device device, c10::function_ref<void(void* stream)> launch) 
   const c10::DeviceGuard guard(device);
   launch(device::Lane::current(device).handle());
 }
+
+}  // namespace detail
 
 kernel::Numbers numbers_of(const Tensor& tensor) {
   if (!tensor.defined()) return {};

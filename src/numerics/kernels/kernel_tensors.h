@@ -10,12 +10,37 @@
 
 namespace deeptide::numerics {
 
-/// Whether `has_kernel`, a question of the current device, is true on this one. Asked once per device. Only GPUs of
-/// CUDA and ROCm, which torch calls CUDA too, have kernels.
-bool has_kernel_on(at::Device device, bool (*has_kernel)());
+namespace detail {
 
+/// Whether `has_kernel`, a question of the current device, is true on this one. Asked once per device of CUDA and ROCm,
+/// which torch calls CUDA too.
+bool has_kernel_on(at::Device device, bool (*has_kernel)());
+/// Whether another device brings kernels of its own: by operators deeptide_kernels::available() -> bool, and one per
+/// kernel, name(int arguments) -> (), which is given the address of the arguments.
+bool brings_kernels(at::Device device);
+/// Calls that operator.
+void run_brought(const char* name, const void* arguments);
 /// Calls `launch(stream)` with this device current and its stream of the moment.
 void launch_on(at::Device device, c10::function_ref<void(void* stream)> launch);
+
+}  // namespace detail
+
+/// A kernel, on devices that have it.
+template <typename Arguments>
+struct Kernel {
+  const char* name;
+  bool (*is_there)();  // on the current device
+  void (*start)(const Arguments& arguments, void* stream);
+
+  bool is_on(at::Device device) const {
+    return detail::has_kernel_on(device, is_there) || detail::brings_kernels(device);
+  }
+  /// On the device's stream of the moment.
+  void run(at::Device device, const Arguments& arguments) const {
+    if (!device.is_cuda()) return detail::run_brought(name, &arguments);
+    detail::launch_on(device, [&](void* stream) { start(arguments, stream); });
+  }
+};
 
 /// Shape: (N,) contiguous, fp32|bf16|fp16; undefined: none.
 kernel::Numbers numbers_of(const at::Tensor& tensor);

@@ -8,11 +8,14 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 
+#include "numerics/kernels/kernel_tensors.h"
 #include "numerics/rounding/rounding.h"
+#include "numerics/sums/kernel_pieces.h"
 #include "numerics/sums/ordered_sum_detail.h"
 
 using at::Tensor;
@@ -56,9 +59,33 @@ void check_squares(const char* what, const Tensor& sum_of_squares, at::Device de
 }  // namespace
 
 Contributions Contributions::narrow(int64_t begin, int64_t length) const {
+  if (!pieces.empty()) {
+    std::vector<Piece> kept;
+    for (const Piece& piece : pieces) {
+      const int64_t first = std::max(begin, piece.begin);
+      const int64_t end = std::min(begin + length, piece.begin + piece.values.numel());
+      if (first < end) kept.push_back({first - begin, piece.values.narrow(0, first - piece.begin, end - first)});
+    }
+    // None of them is in the part: it is zero.
+    if (kept.empty()) return {{at::zeros({length}, pieces[0].values.options())}, scale};
+    return {std::move(kept), length, scale};
+  }
   std::vector<Tensor> parts;
   for (const Tensor& row : rows) parts.push_back(row.narrow(0, begin, length));
   return {std::move(parts), scale};
+}
+
+Contributions Contributions::joined() const {
+  if (pieces.empty()) return *this;
+  Tensor row = at::empty({numel}, pieces[0].values.options());
+  int64_t end = 0;
+  for (const Piece& piece : pieces) {
+    if (end < piece.begin) row.narrow(0, end, piece.begin - end).zero_();
+    row.narrow(0, piece.begin, piece.values.numel()).copy_(piece.values);
+    end = piece.begin + piece.values.numel();
+  }
+  if (end < numel) row.narrow(0, end, numel - end).zero_();
+  return {{std::move(row)}, scale};
 }
 
 bool Contributions::is_summed() const {
@@ -66,6 +93,7 @@ bool Contributions::is_summed() const {
 }
 
 Tensor Contributions::sum() const {
+  if (!pieces.empty()) return joined().sum();
   if (is_summed()) return rows[0];
   Tensor total = at::empty(rows[0].sizes(), rows[0].options().dtype(at::kFloat));
   ordered_sum(rows, scale, /*overwrite=*/true, total, at::empty({1}, rows[0].options().dtype(at::kDouble)));
@@ -83,7 +111,17 @@ void ordered_sum(at::TensorList rows, double scale, bool overwrite, Tensor accum
   implementation(rows, static_cast<float>(scale), overwrite, accumulator, sum_of_squares);
 }
 
+bool takes_pieces(at::Device device, size_t count) {
+  return count > 0 && count <= kernel::Pieces::kMost && detail::has_sum_kernel_on(device);
+}
+
 void ordered_squares(const Contributions& contributions, Tensor sum_of_squares, Squares squares) {
+  if (!contributions.pieces.empty()) {
+    check_squares("ordered_squares", sum_of_squares, contributions.pieces[0].values.device());
+    if (!fit_kernels(contributions)) return ordered_squares(contributions.joined(), sum_of_squares, squares);
+    if (squares == Squares::begin) sum_of_squares.zero_();
+    return detail::ordered_squares_kernel(contributions, sum_of_squares);
+  }
   const at::TensorList rows = contributions.rows;
   check_rows("ordered_squares", rows, rows.empty() ? Tensor() : rows[0], "the first row");
   check_squares("ordered_squares", sum_of_squares, rows[0].device());

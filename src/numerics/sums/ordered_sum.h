@@ -16,15 +16,28 @@
 
 namespace deeptide::numerics {
 
+/// A part of a gradient, where it lies.
+struct Piece {
+  int64_t begin = 0;  // of the gradient's elements
+  at::Tensor values;  // (n,) contiguous, fp32|bf16|fp16
+};
+
 /// A gradient as the ranks contributed it: `scale` times the sum of the rows by pairs, in fp32. The rows are the
 /// ranks', in their order, or sums of as many neighbours each. Shapes: (N,) each, contiguous, fp32|bf16|fp16, all of
-/// one type and on one device; at least one.
+/// one type and on one device; at least one. Or, for kernels of a device, one rank's as pieces, in their order: what is
+/// between them is zero, and all have one type and one device.
 struct Contributions {
   Contributions() = default;                               // none
   Contributions(at::Tensor sum) : rows{std::move(sum)} {}  // NOLINT: a sum is a contribution of its own
   Contributions(std::vector<at::Tensor> rows_by_rank, double factor) : rows(std::move(rows_by_rank)), scale(factor) {}
 
+  Contributions(std::vector<Piece> parts, int64_t count, double factor)
+      : scale(factor), pieces(std::move(parts)), numel(count) {}
+
+  bool defined() const { return !rows.empty() || !pieces.empty(); }
   Contributions narrow(int64_t begin, int64_t length) const;
+  /// The same as rows, of which pieces make one in new memory.
+  Contributions joined() const;
   /// There is nothing to add or to scale: one fp32 row.
   bool is_summed() const;
   /// (N,) fp32: the row itself when it is summed, otherwise new memory.
@@ -32,6 +45,8 @@ struct Contributions {
 
   std::vector<at::Tensor> rows;
   double scale = 1.0;
+  std::vector<Piece> pieces = {};  // none: there are rows
+  int64_t numel = 0;               // of pieces with what is between them
 };
 
 /// Hands a kernel the sum block by block, so that it is never written to memory. On the CPU only.
@@ -62,6 +77,9 @@ enum class Squares : uint8_t { begin, go_on };
 /// fp64, same device. N may be 0.
 void ordered_sum(at::TensorList rows, double scale, bool overwrite, at::Tensor accumulator, at::Tensor sum_of_squares,
                  Squares squares = Squares::begin);
+
+/// Whether this device's kernels take so many pieces of a gradient.
+bool takes_pieces(at::Device device, size_t count);
 
 /// Computes the sum of squares of `ordered_sum` with `overwrite`, without writing the sum. Shapes: as there.
 void ordered_squares(const Contributions& contributions, at::Tensor sum_of_squares, Squares squares = Squares::begin);

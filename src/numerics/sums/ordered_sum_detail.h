@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "numerics/sums/ordered_sum.h"
 #include "numerics/sums/sum_kernel.h"
 
 namespace deeptide::numerics::detail {
@@ -27,6 +28,9 @@ void ordered_sum_reference(at::TensorList rows, float scale, bool overwrite, con
 
 /// Whether a kernel takes these rows, which are on one device.
 bool has_sum_kernel(at::TensorList rows);
+bool has_sum_kernel_on(at::Device device);
+/// Adds to sum_of_squares those of pieces that fit, as if they were one row.
+void ordered_squares_kernel(const Contributions& contributions, const at::Tensor& sum_of_squares);
 /// The same as `ordered_sum_cpu` on a GPU. The sums are the CPU's bits. The squares are added as there within blocks
 /// and the blocks' sums 1024 at a time: beyond 32 blocks the last places differ from the CPU's. An undefined
 /// accumulator: only the squares are wanted.

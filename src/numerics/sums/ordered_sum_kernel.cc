@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "numerics/kernels/kernel_tensors.h"
+#include "numerics/sums/kernel_pieces.h"
 #include "numerics/sums/ordered_sum.h"
 #include "numerics/sums/ordered_sum_detail.h"
 
@@ -13,8 +14,16 @@ namespace deeptide::numerics::detail {
 
 static_assert(kernel::SumArguments::kPiece == SumReader::kBlock);
 
+namespace {
+
+constexpr Kernel<kernel::SumArguments> kSum{"sum", &device_kernels::has_sum, &device_kernels::sum};
+
+}  // namespace
+
+bool has_sum_kernel_on(at::Device device) { return kSum.is_on(device); }
+
 bool has_sum_kernel(at::TensorList rows) {
-  return rows.size() <= kernel::Rows::kMost && has_kernel_on(rows[0].device(), &device_kernels::has_sum);
+  return rows.size() <= kernel::Rows::kMost && has_sum_kernel_on(rows[0].device());
 }
 
 kernel::SumArguments sum_arguments(at::TensorList rows, float scale, bool overwrite, const Tensor& accumulator,
@@ -31,7 +40,18 @@ void ordered_sum_kernel(at::TensorList rows, float scale, bool overwrite, const 
                         const Tensor& sum_of_squares) {
   const Tensor scratch = at::empty({kernel::SumArguments::num_scratch(rows[0].numel())}, sum_of_squares.options());
   const auto arguments = sum_arguments(rows, scale, overwrite, accumulator, scratch, sum_of_squares);
-  launch_on(sum_of_squares.device(), [&](void* stream) { device_kernels::sum(arguments, stream); });
+  kSum.run(sum_of_squares.device(), arguments);
+}
+
+void ordered_squares_kernel(const Contributions& contributions, const Tensor& sum_of_squares) {
+  const int64_t numel = contributions.numel;
+  const Tensor scratch = at::empty({kernel::SumArguments::num_scratch(numel)}, sum_of_squares.options());
+  kernel::SumArguments arguments;
+  arguments.pieces = pieces_of(contributions);
+  arguments.count = numel;
+  arguments.scratch = scratch.mutable_data_ptr<double>();
+  arguments.sum_of_squares = sum_of_squares.mutable_data_ptr<double>();
+  kSum.run(sum_of_squares.device(), arguments);
 }
 
 }  // namespace deeptide::numerics::detail

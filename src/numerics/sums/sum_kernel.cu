@@ -170,6 +170,41 @@ struct QuarterBody {
   SumArguments all;
 };
 
+/// Squares of a gradient that lies in pieces, as QuarterBody takes those of one row: the same bits.
+template <NumberType kRow>
+struct PiecesBody {
+  static constexpr int kTogether = 4;  // packets whose loads are under way together
+
+  DEEPTIDE_HOST_DEVICE void quarter(int64_t block, int quarter, double* squares) const {
+    constexpr int64_t kStride = kernel::kLanes / kernel::kPacket;  // between a thread's packets
+    DEEPTIDE_UNROLLED for (int k = 0; k < kernel::kPacket; ++k) squares[k] = 0.0;
+    const int64_t begin = block * SumArguments::kPiece;
+    const int64_t end = begin + SumArguments::kPiece < all.count ? begin + SumArguments::kPiece : all.count;
+    kernel::PieceReader<kRow> reader{all.pieces};
+    int64_t i = begin / kernel::kPacket + quarter;
+    const int64_t last = (end + kernel::kPacket - 1) / kernel::kPacket;
+    for (; i + (kTogether - 1) * kStride < last; i += kTogether * kStride) {
+      kernel::Packet<kRow> packets[kTogether];
+      DEEPTIDE_UNROLLED for (int t = 0; t < kTogether; ++t) reader.load(packets[t], i + t * kStride);
+      DEEPTIDE_UNROLLED for (int t = 0; t < kTogether; ++t) add(packets[t], squares);
+    }
+    for (; i < last; i += kStride) {
+      kernel::Packet<kRow> packet;
+      reader.load(packet, i);
+      add(packet, squares);
+    }
+  }
+  DEEPTIDE_HOST_DEVICE void add(const kernel::Packet<kRow>& packet, double* squares) const {
+    DEEPTIDE_UNROLLED for (int k = 0; k < kernel::kPacket; ++k) {
+      const double value = static_cast<double>(packet.value(k) * all.pieces.scale);
+      squares[k] = value * value + squares[k];
+    }
+  }
+  DEEPTIDE_HOST_DEVICE void fold(int64_t block, const double* lanes) const { all.scratch[block] = added(lanes); }
+
+  SumArguments all;
+};
+
 /// Pieces from which on four threads each keep a GPU of 130 multiprocessors busy.
 #ifdef DEEPTIDE_ON_DEVICE
 constexpr int64_t kFewestInQuarters = 130 * kernel::kWideGroups;
@@ -203,7 +238,15 @@ struct Launch {
     if (all.rows.count == 2) return run<kRow, 2>();
     all.rows.count == 4 ? run<kRow, 4>() : run<kRow, 8>();
   }
+  template <NumberType kRow>
+  void run_pieces() const {
+    kernel::launch_quarters(stream, pieces, PiecesBody<kRow>{all});
+  }
   void operator()() const {
+    if (all.pieces.pieces > 0) {
+      if (all.pieces.type == NumberType::fp32) return run_pieces<NumberType::fp32>();
+      return all.pieces.type == NumberType::bf16 ? run_pieces<NumberType::bf16>() : run_pieces<NumberType::fp16>();
+    }
     if (!takes_quarters()) return kernel::launch_groups(stream, pieces, PieceBody{all});
     if (all.rows.type == NumberType::fp32) return run<NumberType::fp32>();
     all.rows.type == NumberType::bf16 ? run<NumberType::bf16>() : run<NumberType::fp16>();

@@ -16,6 +16,7 @@ struct SumArguments {
   static constexpr int64_t kPieces = 1024;
 
   Rows rows;
+  Pieces pieces = {};   // instead of rows, if there are any: then without an accumulator
   Numbers accumulator;  // null: only the squares are wanted
   bool overwrite = true;
   int64_t count = 0;

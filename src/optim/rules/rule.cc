@@ -10,6 +10,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "base/invariant.h"
 #include "deeptide/errors.h"
 #include "numerics/rounding/rounding.h"
 #include "numerics/rounding/stochastic_rounding.h"
@@ -53,6 +54,11 @@ void check_type(const std::string& what, const std::string& name, const Tensor& 
 }
 
 void check_gradient(const std::string& what, const numerics::Contributions& gradient, const Tensor& master) {
+  if (!gradient.pieces.empty()) {
+    DEEPTIDE_INVARIANT(gradient.numel == master.numel(), what, ": pieces of ", gradient.numel, " elements for ",
+                       master.numel());
+    return;
+  }
   TORCH_CHECK_VALUE(!gradient.rows.empty(), what, ": the gradient has no rows, expected one per rank");
   for (const Tensor& row : gradient.rows) {
     check_like_master(what, "gradient", row, master);
@@ -197,6 +203,11 @@ void Rule::step(const Segment& segment, const Hyperparameters& hyper, const Step
   if (!segment.master.defined() || !segment.master.is_cpu()) {
     const auto update = detail::has_step_kernel(segment) ? kernel_update(hyper, terms) : std::nullopt;
     if (!update) return step_reference(segment, hyper, terms);
+    if (!segment.gradient.pieces.empty() && !detail::takes_pieces(segment)) {
+      Segment joined = segment;
+      joined.gradient = segment.gradient.joined();
+      return step(joined, hyper, terms);
+    }
     check(segment, hyper, terms);
     return detail::step_by_kernel(segment, terms, *update);
   }

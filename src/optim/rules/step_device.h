@@ -12,6 +12,9 @@ namespace deeptide::optim::detail {
 /// too many: ATen's operators do.
 bool has_step_kernel(const Segment& segment);
 
+/// Whether the kernel takes the segment's gradient in pieces, if it lies so.
+bool takes_pieces(const Segment& segment);
+
 /// Fills the kernel's arguments.
 StepArguments step_arguments(const Segment& segment, const StepTerms& terms, const UpdateScalars& update);
 

@@ -63,9 +63,31 @@ struct StepBody {
   Numbers param;
 };
 
-/// Eight elements' steps: one row of gradients in `kGradient`, masters and states in fp32, parameters in `kParam`;
-/// fp32: the masters are the parameters.
-template <int kStates, typename Update, NumberType kGradient, NumberType kParam>
+/// One row.
+struct OneRow {
+  template <NumberType kType>
+  DEEPTIDE_HOST_DEVICE auto reader() const {
+    return numerics::kernel::RowReader<kType>{data};
+  }
+
+  const void* data;
+  float scale;
+};
+
+/// Gradients where autograd left them.
+struct InPieces {
+  template <NumberType kType>
+  DEEPTIDE_HOST_DEVICE auto reader() const {
+    return numerics::kernel::PieceReader<kType>{pieces};
+  }
+
+  numerics::kernel::Pieces pieces;
+  float scale;
+};
+
+/// Eight elements' steps: gradients in `kGradient`, masters and states in fp32, parameters in `kParam`; fp32: the
+/// masters are the parameters.
+template <int kStates, typename Update, NumberType kGradient, NumberType kParam, typename Gradient>
 struct PacketBody {
   static constexpr bool kHasParam = kParam != NumberType::fp32;
 
@@ -76,13 +98,14 @@ struct PacketBody {
     kernel::Packet<kGradient> gradients;
     kernel::Packet<NumberType::fp32> masters, kept[kStates + 1];
     kernel::Packet<kHasParam ? kParam : NumberType::bf16> params;
-    gradients.load(gradient, i);
+    auto reader = gradient.template reader<kGradient>();
+    reader.load(gradients, i);
     masters.load(master, i);
     DEEPTIDE_UNROLLED for (int s = 0; s < kStates; ++s) kept[s].load(states[s], i);
     DEEPTIDE_UNROLLED for (int k = 0; k < kernel::kPacket; ++k) {
       V values[kStates + 1];
       DEEPTIDE_UNROLLED for (int s = 0; s < kStates; ++s) values[s] = kept[s].value(k);
-      const V g = gradients.value(k) * scale * gradient_scale;
+      const V g = gradients.value(k) * gradient.scale * gradient_scale;
       const V p = updated<kStates>(update, masters.value(k), g, values);
       DEEPTIDE_UNROLLED for (int s = 0; s < kStates; ++s) kept[s].set(k, values[s]);
       masters.set(k, p);
@@ -96,10 +119,11 @@ struct PacketBody {
   /// The last ones, fewer than eight.
   DEEPTIDE_HOST_DEVICE void step_one_by_one(int64_t first) const {
     namespace kernel = numerics::kernel;
+    auto reader = gradient.template reader<kGradient>();
     for (int64_t j = first; j < count; ++j) {
       V values[kStates + 1];
       DEEPTIDE_UNROLLED for (int s = 0; s < kStates; ++s) values[s] = static_cast<const float*>(states[s])[j];
-      const V g = kernel::value_of(kernel::load_bits(gradient, kGradient, j), kGradient) * scale * gradient_scale;
+      const V g = reader.value(j) * gradient.scale * gradient_scale;
       const V p = updated<kStates>(update, static_cast<const float*>(master)[j], g, values);
       DEEPTIDE_UNROLLED for (int s = 0; s < kStates; ++s) static_cast<float*>(states[s])[j] = values[s];
       static_cast<float*>(master)[j] = p;
@@ -109,8 +133,7 @@ struct PacketBody {
 
   Update update;
   int64_t count;
-  const void* gradient;
-  float scale;
+  Gradient gradient;
   float gradient_scale;
   void* master;
   void* states[kStates + 1];
@@ -121,24 +144,22 @@ struct Launch {
   /// Whether packets may carry all of it: what training in bf16, fp16 and fp32 has at one rank, or after a sum.
   bool takes_packets() const {
     namespace kernel = numerics::kernel;
-    bool may = all.gradient.count == 1 && kernel::is_aligned(all.gradient.data[0]) &&
-               kernel::is_aligned(all.master.data) && all.master.type == NumberType::fp32 &&
-               kernel::is_aligned(all.param.data);
-    for (const Numbers& state : all.states) {
-      may = may && (state.data == nullptr || (state.type == NumberType::fp32 && kernel::is_aligned(state.data)));
-    }
-    const bool is_param = all.param.data == nullptr;
-    return may && (is_param ? all.gradient.type == NumberType::fp32
-                            : all.param.type != NumberType::fp32 &&
-                                  (all.gradient.type == NumberType::fp32 || all.gradient.type == all.param.type));
+    return all.gradient.count == 1 && kernel::is_aligned(all.gradient.data[0]) && all.takes_packets(all.gradient.type);
   }
 
   template <int kStates, NumberType kGradient, NumberType kParam, typename Update>
   void run_packets(const Update& update) const {
+    if (all.pieces.pieces > 0) {
+      return run_packets_of<kStates, kGradient, kParam>(update, InPieces{all.pieces, all.pieces.scale});
+    }
+    run_packets_of<kStates, kGradient, kParam>(update, OneRow{all.gradient.data[0], all.gradient.scale});
+  }
+
+  template <int kStates, NumberType kGradient, NumberType kParam, typename Update, typename Gradient>
+  void run_packets_of(const Update& update, const Gradient& gradient) const {
     namespace kernel = numerics::kernel;
-    PacketBody<kStates, Update, kGradient, kParam> body{
-        update,          all.count, all.gradient.data[0], all.gradient.scale, all.gradient_scale,
-        all.master.data, {},        all.param.data};
+    PacketBody<kStates, Update, kGradient, kParam, Gradient> body{
+        update, all.count, gradient, all.gradient_scale, all.master.data, {}, all.param.data};
     int kept = 0;
     for (const Numbers& state : all.states) {
       if (state.data != nullptr) body.states[kept++] = state.data;
@@ -150,7 +171,7 @@ struct Launch {
   template <int kStates, typename Update>
   void run_packets(const Update& update) const {
     constexpr auto fp32 = NumberType::fp32, bf16 = NumberType::bf16, fp16 = NumberType::fp16;
-    const bool sums = all.gradient.type == fp32;
+    const bool sums = (all.pieces.pieces > 0 ? all.pieces.type : all.gradient.type) == fp32;
     if (all.param.data == nullptr) return run_packets<kStates, fp32, fp32>(update);
     if (all.param.type == bf16) {
       return sums ? run_packets<kStates, fp32, bf16>(update) : run_packets<kStates, bf16, bf16>(update);
@@ -161,7 +182,7 @@ struct Launch {
   /// With the states that are kept, in the order of their roles, as the updates take them.
   template <int kStates, typename Update>
   void run(const Update& update) const {
-    if (takes_packets()) return run_packets<kStates>(update);
+    if (all.pieces.pieces > 0 || takes_packets()) return run_packets<kStates>(update);
     StepBody<kStates, Update> body{update, all.gradient, all.gradient_scale, all.master, {}, all.param};
     int kept = 0;
     for (const Numbers& state : all.states) {

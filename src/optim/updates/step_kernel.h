@@ -15,11 +15,24 @@ struct StepArguments {
   static constexpr int kMostStates = 3;
   UpdateScalars update;
   numerics::kernel::Rows gradient;
-  float gradient_scale = 1.0f;  // the step's own: loss scale and clipping
+  numerics::kernel::Pieces pieces;  // the gradient instead, if there are any: where packets may carry all else
+  float gradient_scale = 1.0f;      // the step's own: loss scale and clipping
   numerics::kernel::Numbers master;
   numerics::kernel::Numbers states[kMostStates];  // by the rule's roles; null if not kept
   numerics::kernel::Numbers param;                // receives the rounded master; null: the master is the parameter
   int64_t count = 0;
+
+  /// Whether all but the gradient, which has this type, is such that eight elements may be stepped at a time.
+  bool takes_packets(numerics::kernel::NumberType gradient_type) const {
+    using numerics::kernel::is_aligned;
+    constexpr auto fp32 = numerics::kernel::NumberType::fp32;
+    bool may = is_aligned(master.data) && master.type == fp32 && is_aligned(param.data);
+    for (const auto& state : states) {
+      may = may && (state.data == nullptr || (state.type == fp32 && is_aligned(state.data)));
+    }
+    if (param.data == nullptr) return may && gradient_type == fp32;
+    return may && param.type != fp32 && (gradient_type == fp32 || gradient_type == param.type);
+  }
 };
 
 /// Built by nvcc or hipcc, or absent. Errors: std::runtime_error when the device refuses a launch.

@@ -116,15 +116,15 @@ OffloadedParameters::OffloadedParameters(const ParameterOffload& options, const 
   const auto role = device.is_cpu() ? device::Role::parameters : device::Role::host_parameters;
   const int slots = num_slots(options, leaving(layouts, places));
   if (!device.is_cpu()) {
-    locked_ = std::make_unique<device::PageLocked>(ledger_, role, resident_bytes(layouts, places));
+    locked_ = std::make_unique<device::PageLocked>(ledger_, role, device, resident_bytes(layouts, places));
     // One block stays free for whoever leases one.
     reads_ = std::make_shared<tiers::ReadsUnderWay>(options.folders.empty() ? INT64_MAX : slots - 1);
   }
   if (options.folders.empty()) return;
   file_ = std::make_shared<tiers::SwapFile>(options.folders);
   constexpr int kMostInFlight = 64;
-  staging_ = std::make_shared<tiers::Staging>(io::make_queue(std::min(slots, kMostInFlight)), slots, ledger_, role,
-                                              /*page_locked=*/!device.is_cpu());
+  staging_ =
+      std::make_shared<tiers::Staging>(io::make_queue(std::min(slots, kMostInFlight)), slots, ledger_, role, device);
 }
 
 Buffer OffloadedParameters::place(const sharding::UnitLayout& layout, const ShardPlace& place) {

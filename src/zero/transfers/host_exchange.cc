@@ -3,12 +3,11 @@
 // Two rings of page-locked blocks. The host waits for one block's copy, never for a lane.
 #include "zero/transfers/host_exchange.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "base/invariant.h"
+#include "device/memory/page_locked.h"
 
 namespace deeptide::zero {
 
@@ -40,7 +39,7 @@ HostExchange::HostExchange(std::shared_ptr<device::Ledger> ledger, at::Device de
                            bool takes_gradients)
     : ledger_(std::move(ledger)), out_(Lane::create(device)), in_(Lane::create(device)), device_(device) {
   const int64_t bytes = forecast(largest, takes_gradients), slot = slot_bytes(largest);
-  arena_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  arena_ = device::allocate_page_locked(bytes, device);
   ledger_->add(device::Role::host_optimizer, bytes);
   for (int64_t i = 0; i < kSlots; ++i) {
     parameters_.push_back({arena_.narrow(0, i * slot, slot), {}});

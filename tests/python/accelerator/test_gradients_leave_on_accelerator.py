@@ -252,6 +252,7 @@ def test_copies_of_sums_hide_behind_backward():
 def wait_for_nothing():
     """The host waits for the device at the verdict and for what it steps, never in forward and backward."""
     controls = begin()
+    controls.configure("random", staged=0)
     engine = make_engine(DEVICE, 2, gas=2, zero=TO_HOST)
     inputs = torch.randn(2, WIDTH).to(DEVICE)
     for _ in range(4):

@@ -123,6 +123,39 @@ def test_a_peer_that_is_lost_before_the_verdict_ends_the_wait_for_the_device():
     assert "went on" in ranks[0].stdout
 
 
+def cross_collectives(connections):
+    """Two communicators, each with streams of its own, and ranks that begin with another one of them."""
+    controls = begin()
+    controls.configure("random", connections=connections)
+    groups = [dist.new_group(backend="simulated") for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)
+    own, main = torch.ones(4, device=DEVICE), torch.accelerator.current_stream()
+    last, gathered = [], []
+    for group in groups if dist.get_rank() == 0 else reversed(groups):
+        stream, there = torch.Stream(DEVICE), torch.empty(8, device=DEVICE)
+        gathered.append(there)
+        work = dist.all_gather_into_tensor(there, own, group=group, async_op=True)
+        torch.accelerator.set_stream(stream)
+        work.wait()
+        last.append(stream.record_event())
+        torch.accelerator.set_stream(main)
+    deadline = time.monotonic() + 2
+    while not (ended := all(event.query() for event in last)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("went on" if ended else "stuck", flush=True)
+    dist.barrier()  # no rank ends before
+    os._exit(0)
+
+
+@simulated_only
+@pytest.mark.parametrize(("connections", "outcome"), [(0, "went on"), (1, "stuck")])
+def test_a_shared_queue_makes_collectives_in_different_order_block_each_other(connections, outcome):
+    """So the simulation has what the engine must not depend on: no such order of its own, on one queue (divergence)."""
+    for rank in run(2, cross_collectives, connections):
+        assert outcome in rank.stdout
+
+
 # -- the host ------------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +215,9 @@ class Layers(nn.Module):
 NUMEL = 8 * WIDTH * WIDTH
 
 
-def hold_gradients(bf16, expected):
-    """A single rank's gradients: they themselves lie in the units' buckets until the step, and nothing beside them."""
-    begin()
+def hold_gradients(bf16, expected, kernels):
+    """A single rank's gradients: they themselves, or what is in the units' buckets until the step; nothing beside."""
+    begin().configure("random", kernels=kernels)
     for stage in (0, 2, 3):
         config = models.config(stage, bf16=bf16)
         engine = deeptide.initialize(model=models.to_device(Layers(), DEVICE), config=config)[0]
@@ -200,9 +233,10 @@ def hold_gradients(bf16, expected):
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize(("bf16", "expected"), [(True, 2), (False, 4)])
-def test_a_single_rank_keeps_gradients_in_the_type_they_have(bf16, expected):
-    run(1, hold_gradients, bf16, expected)
+def test_a_single_rank_keeps_gradients_in_the_type_they_have(bf16, expected, kernels):
+    run(1, hold_gradients, bf16, expected, kernels)
 
 
 class Pieces(nn.Module):

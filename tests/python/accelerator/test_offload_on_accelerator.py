@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerated import DEVICE, ON_GPU, assert_bytes_as_planned, begin, simulated_only, warm_up
+from conftest import run_processes
 from test_on_accelerator import check_order, far, on_host, run, unequal
 
 import deeptide
@@ -120,6 +121,23 @@ def test_the_host_steps_as_a_cpu_engine_does_bit_for_bit(world, gas, bf16, type,
 )
 def test_the_host_steps_states_in_files_bit_for_bit(world, gas, bf16, type, clipping, tmp_path):
     run(world, compare_with_cpu, [0, 1, 2, 3], gas, bf16, type, clipping, str(tmp_path))
+
+
+def pin_for_another():
+    """Pins as where a GPU lies beside this device: copies make the host wait, and no number changes."""
+    controls = begin()
+    expected = results_of("cpu", 3)
+    controls.configure("late_others", pins_for_another=True)
+    got = results_of(DEVICE, 3, zero={**TO_HOST, "offload_param": {"device": "cpu"}})
+    check_order(controls)
+    assert unequal(expected, got) == []
+    dist.destroy_process_group()
+
+
+@simulated_only
+def test_memory_that_is_pinned_for_another_device_is_named_and_changes_no_number():
+    ranks = run_processes(2, pin_for_another, preload=("torch._dynamo",))
+    assert ranks[0].stderr.count("page-locked memory is not for sim:0") == 1, ranks[0].stderr
 
 
 def compare_rounded_masters(stage, moments, offload=TO_HOST):

@@ -217,7 +217,7 @@ def test_every_byte_is_forecast(world, bf16, where, tmp_path):
 def count_waits():
     """None that a lost peer could hold for ever: the verdict's figures are polled, as with shards on the device."""
     controls = begin()
-    controls.configure("late", guard_pinned=True)
+    controls.configure("late", guard_pinned=True, staged=0)
     for bf16 in (False, True):
         engine = make_engine(DEVICE, 3, bf16=bf16, zero={**FEW, "offload_param": {"device": "cpu"}})
         for step in range(3):

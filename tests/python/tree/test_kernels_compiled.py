@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
 NVCC, PTXAS = (shutil.which(name) or shutil.which(str(CUDA / name)) for name in ("nvcc", "ptxas"))
 FLAGS = ("-O3", "-std=c++20", "--fmad=false", "-arch=sm_90", f"-I{ROOT / 'src'}")
 # Accesses of a packet of eight: two in fp32, one in 16 bits. The types' numbers are NumberType's: 0 is fp32.
-STEP = re.compile(r"PacketBodyILi(?P<states>\d).*?NumberTypeE(?P<gradient>\d)ELS\w*?_(?P<param>\d)E")
+STEP = re.compile(
+    r"PacketBodyILi(?P<states>\d).*?NumberTypeE(?P<gradient>\d)ELS\w*?_(?P<param>\d)E\w*?(?P<pieces>OneRow|InPieces)"
+)
 # `into` is Into's number: 0 has no sums, 1 overwrites, 2 adds.
+PIECES = re.compile(r"PiecesBodyILN\w*?NumberTypeE(?P<row>\d)E")  # squares of gradients where autograd left them
 SUM = re.compile(r"QuarterBodyILN\w*?NumberTypeE(?P<row>\d)ELi(?P<count>\d)ELN\w*?IntoE(?P<into>\d)E")
 
 
@@ -62,16 +66,19 @@ def test_a_step_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
         states, gradient, param = (int(found[group]) for group in ("states", "gradient", "param"))
         loads = (2 if gradient == 0 else 1) + 2 + 2 * states
         check(name, text, report, loads, 2 + 2 * states + (0 if param == 0 else 1))
-        seen.add((states, gradient, param))
+        seen.add((states, gradient, param, found["pieces"]))
     types = {(0, 0), (0, 1), (1, 1), (0, 2), (2, 2)}
-    assert seen == {(states, *pair) for states in range(4) for pair in types}
+    assert seen == {(n, *pair, pieces) for n in range(4) for pair in types for pieces in ("OneRow", "InPieces")}
 
 
 @needs_nvcc
 @pytest.mark.slow
 def test_a_sum_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
-    seen = set()
+    seen, in_pieces = set(), set()
     for name, (text, report) in compiled("sum", tmp_path).items():
+        if of_pieces := PIECES.search(name):
+            check(name, text, report, 2 if of_pieces["row"] == "0" else 1, 0)
+            in_pieces.add(int(of_pieces["row"]))
         found = SUM.search(name)
         if not found:
             continue
@@ -80,3 +87,42 @@ def test_a_sum_is_of_accesses_of_16_bytes_and_needs_no_stack(tmp_path):
         check(name, text, report, loads, 0 if into == 0 else 2)
         seen.add((row, count, into))
     assert seen == {(row, count, into) for row in range(3) for count in (1, 2, 4, 8) for into in range(3)}
+    assert in_pieces == {0, 1, 2}
+
+
+# -- AMD: clang with HIP's headers and device libraries, as Debian has them --------------------------------------------
+
+ROCM = Path(os.environ.get("ROCM_PATH", "/usr"))
+CLANG = shutil.which("clang++-19") or shutil.which("clang++")
+_PLACES = (ROCM / folder / "amdgcn/bitcode/ockl.bc" for folder in (".", "lib", "lib/x86_64-linux-gnu"))
+BITCODE = next((place for place in _PLACES if place.exists()), None)
+HIP = ("-x", "hip", "--offload-arch=gfx90a", "--cuda-device-only", "-D__HIP_PLATFORM_AMD__", "-S")
+
+
+def compiled_for_amd(name, folder):
+    """Assembly, and by each kernel's name the bytes of its stack."""
+    source = SOURCES[name].relative_to(ROOT / "src")
+    said(sys.executable, ROOT / "tools/hipify.py", ROOT / "src", source, folder, folder / "made.o")
+    libraries = ("--rocm-path=" + str(ROCM), "--rocm-device-lib-path=" + str(BITCODE.parent))
+    flags = ("-O3", "-std=c++20", "-ffp-contract=off", *libraries, f"-I{ROCM / 'include'}", f"-I{folder}")
+    said(CLANG, *HIP, *flags, "-o", folder / "made.s", folder / source.with_suffix(".hip"))
+    text = (folder / "made.s").read_text()
+    stacks = re.findall(r"\.name: +(\S+)\n(?:.*\n)*?.*\.private_segment_fixed_size: (\d+)", text)
+    return text, {kernel: int(stack) for kernel, stack in stacks}
+
+
+@pytest.mark.skipif(
+    not (CLANG and BITCODE and (ROCM / "include/hip/hip_runtime.h").exists() and SOURCES["step"].exists()),
+    reason="clang with HIP's headers and device libraries, or the sources, are not here",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOURCES)
+def test_kernels_compile_for_amd_without_a_stack(name, tmp_path):
+    """Waves of 64: groups of 32 lanes meet in shared memory, whatever a wave is. No atomics, no type of CUDA's."""
+    text, stacks = compiled_for_amd(name, tmp_path / "hip")
+    packets = {kernel: stack for kernel, stack in stacks.items() if STEP.search(kernel) or SUM.search(kernel)}
+    packets |= {kernel: stack for kernel, stack in stacks.items() if PIECES.search(kernel)}
+    assert len(packets) == (100 if name == "step" else 39), packets.keys()
+    assert set(packets.values()) == {0}
+    assert ".wavefront_size: 64" in text
+    assert re.search(r"(global|flat)_load_dwordx4", text) and re.search(r"(global|flat)_store_dwordx4", text)

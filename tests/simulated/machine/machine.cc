@@ -17,7 +17,10 @@ void Machine::configure(const Settings& settings) {
   std::map<std::pair<std::thread::id, int>, BlockRef> unwanted;
   Lock lock(mutex_);
   if (settings.workspace_bytes == 0) unwanted = std::exchange(workspaces_, {});
+  if (settings.connections != settings_.connections) await_all(lock);
   settings_ = settings;
+  connections_.resize(settings.connections);
+  timeline_.set_connections(settings.connections);
   random_.seed(settings.seed);
   timeline_.set_bandwidths(settings.bandwidths);
   changed_.notify_all();
@@ -27,7 +30,7 @@ void Machine::configure(const Settings& settings) {
 
 std::string Machine::settle() {
   Lock lock(mutex_);
-  for (size_t i = 0; i < streams_.size(); ++i) await(lock, static_cast<int>(i), streams_[i].issued);
+  await_all(lock);
   for (Stream& s : streams_) {
     join(host_, s.clock);
     s.failure = nullptr;
@@ -64,6 +67,26 @@ void Machine::note_host_wait(const std::string& call) {
 bool Machine::warns_of_waits() {
   Lock lock(mutex_);
   return settings_.warns_of_waits;
+}
+
+bool Machine::pins_for_another() {
+  Lock lock(mutex_);
+  return settings_.pins_for_another;
+}
+
+bool Machine::has_kernels() {
+  Lock lock(mutex_);
+  return settings_.kernels;
+}
+
+std::map<std::string, Traffic> Machine::take_traffic() {
+  Lock lock(mutex_);
+  return std::exchange(traffic_, {});
+}
+
+size_t Machine::staged_bytes() {
+  Lock lock(mutex_);
+  return settings_.staged_bytes;
 }
 
 Stuck Machine::stuck_collectives() {
@@ -108,7 +131,7 @@ BlockRef Machine::allocate(Kind kind, size_t bytes, int index) {
   Lock lock(mutex_);
   Stream& home = stream(index);
   throw_pending();
-  if (kind == Kind::pinned) {
+  if (kind != Kind::device) {
     auto block = std::make_shared<Block>(kind, bytes, index);
     blocks_[block->shown] = block;
     return block;
@@ -145,7 +168,7 @@ void Machine::give_bytes(size_t room) {
 /// Makes room like a caching allocator: waits for what is freed, then fails.
 void Machine::make_room(Lock& lock, size_t room, size_t bytes) {
   if (stats_.used_bytes + room <= settings_.cap_bytes) return;
-  for (size_t i = 0; i < streams_.size(); ++i) await(lock, static_cast<int>(i), streams_[i].issued);
+  await_all(lock);
   sweep(/*all=*/true);
   if (stats_.used_bytes + room <= settings_.cap_bytes) return;
   throw OutOfMemory("simulated device out of memory: tried to allocate " + std::to_string(bytes) + " bytes; " +
@@ -156,7 +179,7 @@ void Machine::make_room(Lock& lock, size_t room, size_t bytes) {
 void Machine::release(BlockRef block) noexcept {
   Lock lock(mutex_);
   blocks_.erase(block->shown);
-  if (block->kind == Kind::pinned) return;  // tasks hold it, as a host allocator's events do
+  if (block->kind != Kind::device) return;  // tasks hold it, as a host allocator's events do
   bool pending = false;
   if (settings_.check && finding_.empty()) {
     if (auto text = free_conflict(*block, stream(block->home).clock, host_, pending)) finding_ = std::move(*text);

@@ -47,6 +47,13 @@ struct Settings {
   size_t workspace_bytes = 0;   // of matrix products, for each thread and stream; kept until it is 0 again
   bool warns_of_waits = false;  // torch's own warning for each wait of the host, as CUDA's debug mode gives it
   Stuck collectives = Stuck::never;
+  /// Queues of the hardware that all streams share, in turn (CUDA_DEVICE_MAX_CONNECTIONS); 0: each has its own. What
+  /// cannot begin keeps all that was issued behind it in its queue from beginning, of other streams too.
+  unsigned connections = 0;
+  bool pins_for_another = false;  // torch pins memory for another type of device, as where it finds a GPU beside this
+  bool kernels = false;           // the kernels for GPUs are the device's too
+  size_t staged_bytes =
+      size_t{64} << 10;  // more of them from memory that is not pinned keep the host until they are read
 };
 
 struct Stats {
@@ -54,6 +61,10 @@ struct Stats {
   size_t reserved_bytes = 0;  // in use, and freed but kept
   uint64_t tasks = 0, checked = 0;
   size_t streams = 0;  // that somebody has, or that the pool holds
+};
+
+struct Traffic {
+  int64_t tasks = 0, bytes = 0;
 };
 
 /// A point in a stream, of its work and of simulated time.
@@ -66,8 +77,9 @@ struct Event {
 
 enum class HostWait : uint8_t {
   no,
-  done,    // only until the task is done: the order is not thereby known to the host
-  ordered  // counted, and named by host_waits()
+  done,     // only until the task is done: the order is not thereby known to the host
+  blocked,  // likewise, but counted, and named by host_waits()
+  ordered   // counted and named, and the host then knows the order
 };
 
 struct Task {
@@ -97,6 +109,11 @@ class Machine {
   /// The host has waited elsewhere than for a task, in `call`.
   void note_host_wait(const std::string& call);
   bool warns_of_waits();
+  bool pins_for_another();
+  bool has_kernels();
+  size_t staged_bytes();
+  /// Returns what was issued since the last call, by name: how many tasks, and the bytes that they read and write.
+  std::map<std::string, Traffic> take_traffic();
   Stuck stuck_collectives();
   double host_time_s();
   /// The host computes for so long: what it issues later begins later.
@@ -136,7 +153,8 @@ class Machine {
     uint64_t tick = 0;
     std::function<void()> run;
     std::vector<BlockRef> keep;
-    Event after;  // of a wait
+    Event after;           // of a wait
+    bool is_work = false;  // a task, neither a wait nor a record
   };
   struct Stream {
     std::deque<Queued> queue;
@@ -149,10 +167,14 @@ class Machine {
   Stream& stream(int index);
   int take_stream();
   void work(int index);
-  void run_front(Lock& lock, Stream& stream);
+  void run_front(Lock& lock, int index, Stream& stream);
   bool may_run(int index, const Stream& stream) const;
   uint64_t push(int index, Queued queued);
+  void aim(int index, uint64_t tick);
   void await(Lock& lock, int index, uint64_t tick);
+  void await_all(Lock& lock);
+  bool is_next(int index, uint64_t tick) const;
+  void leave_connection(int index);
   void host_learns(const Clock& clock, double time_s, const std::string& from);
   void check_uses(const Task& task, int index);
   void note_uses(const Task& task, int index);
@@ -165,7 +187,8 @@ class Machine {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Stream> streams_;  // addresses stay
+  std::deque<Stream> streams_;                                     // addresses stay
+  std::vector<std::deque<std::pair<int, uint64_t>>> connections_;  // streams' tasks that have not begun, as issued
   std::vector<int> pool_, free_streams_;
   size_t next_of_pool_ = 0;
   Settings settings_;
@@ -177,6 +200,7 @@ class Machine {
   std::string finding_;             // the first; silences the checker
   bool thrown_ = false;             // the finding
   std::vector<std::string> host_waits_;
+  std::map<std::string, Traffic> traffic_;
   std::map<std::pair<std::thread::id, int>, BlockRef> workspaces_;
   std::multiset<size_t> cached_;  // what was freed, in the pieces in which it was taken; pieces do not grow together
   Stats stats_;

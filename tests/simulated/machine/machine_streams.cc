@@ -51,7 +51,24 @@ bool Machine::may_run(int index, const Stream& stream) const {
   const bool late = settings_.schedule == Schedule::late ||
                     (settings_.schedule == Schedule::late_default && index == 0) ||
                     (settings_.schedule == Schedule::late_others && index != 0);
-  return !stream.queue.empty() && (!late || stream.done < stream.target);
+  return !stream.queue.empty() && (!late || stream.done < stream.target) && is_next(index, stream.queue.front().tick);
+}
+
+/// Whether nothing that was issued before to the same connection has yet to begin. Records pass: they are written by
+/// what they follow.
+bool Machine::is_next(int index, uint64_t tick) const {
+  if (connections_.empty()) return true;
+  const auto& waiting = connections_[static_cast<size_t>(index) % connections_.size()];
+  return waiting.empty() || waiting.front() == std::pair(index, tick) ||
+         std::none_of(waiting.begin(), waiting.end(), [&](const auto& one) { return one == std::pair(index, tick); });
+}
+
+/// The stream's next task begins.
+void Machine::leave_connection(int index) {
+  if (connections_.empty()) return;
+  auto& waiting = connections_[static_cast<size_t>(index) % connections_.size()];
+  if (!waiting.empty() && waiting.front().first == index) waiting.pop_front();
+  changed_.notify_all();
 }
 
 void Machine::work(int index) {
@@ -59,19 +76,20 @@ void Machine::work(int index) {
   Stream& own = streams_[static_cast<size_t>(index)];
   for (;;) {
     changed_.wait(lock, [&] { return may_run(index, own); });
-    run_front(lock, own);
+    run_front(lock, index, own);
   }
 }
 
-void Machine::run_front(Lock& lock, Stream& own) {
+void Machine::run_front(Lock& lock, int index, Stream& own) {
   Queued task = std::move(own.queue.front());
   own.queue.pop_front();
   if (task.after.stream >= 0) {
-    Stream& other = streams_[static_cast<size_t>(task.after.stream)];
-    other.target = std::max(other.target, task.after.tick);
-    changed_.notify_all();
+    const Stream& other = streams_[static_cast<size_t>(task.after.stream)];
+    aim(task.after.stream, task.after.tick);
     changed_.wait(lock, [&] { return other.done >= task.after.tick; });
+    leave_connection(index);
   } else {
+    if (task.is_work) leave_connection(index);
     constexpr uint64_t kPauses = 8;  // one task in so many: a busy machine takes milliseconds to wake a thread
     const bool pauses =
         settings_.schedule == Schedule::random && settings_.max_delay_us > 0 && random_() % kPauses == 0;
@@ -100,16 +118,36 @@ uint64_t Machine::push(int index, Queued queued) {
   join(s.clock, host_);
   if (s.clock.size() <= static_cast<size_t>(index)) s.clock.resize(static_cast<size_t>(index) + 1);
   s.clock[static_cast<size_t>(index)] = s.issued;
+  const bool connects = !connections_.empty() && (queued.is_work || queued.after.stream >= 0);
+  if (connects) connections_[static_cast<size_t>(index) % connections_.size()].emplace_back(index, s.issued);
   s.queue.push_back(std::move(queued));
   changed_.notify_all();
   return s.issued;
 }
 
-void Machine::await(Lock& lock, int index, uint64_t tick) {
-  Stream& s = stream(index);
-  s.target = std::max(s.target, tick);
+/// Lets the stream's tasks up to `tick` begin under every schedule, and what keeps them from beginning.
+void Machine::aim(int index, uint64_t tick) {
+  Stream& own = stream(index);
+  own.target = std::max(own.target, tick);
   changed_.notify_all();
+  if (connections_.empty()) return;
+  const auto& waiting = connections_[static_cast<size_t>(index) % connections_.size()];
+  const auto last = std::find_if(waiting.rbegin(), waiting.rend(),
+                                 [&](const auto& one) { return one.first == index && one.second <= tick; });
+  for (auto one = last; one != waiting.rend(); ++one) {
+    Stream& before = stream(one->first);
+    before.target = std::max(before.target, one->second);
+  }
+}
+
+void Machine::await(Lock& lock, int index, uint64_t tick) {
+  const Stream& s = stream(index);
+  aim(index, tick);
   changed_.wait(lock, [&] { return s.done >= tick; });
+}
+
+void Machine::await_all(Lock& lock) {
+  for (size_t i = 0; i < streams_.size(); ++i) await(lock, static_cast<int>(i), streams_[i].issued);
 }
 
 void Machine::host_learns(const Clock& clock, double time_s, const std::string& from) {
@@ -158,16 +196,24 @@ void Machine::enqueue(int index, Task task, HostWait wait) {
     note_uses(task, index);
   }
   Queued queued;
+  queued.is_work = true;
   queued.run = std::move(task.run);
   for (Use& use : task.uses) queued.keep.push_back(std::move(use.block));
   task.uses.clear();
   const double end = timeline_.add(index, task.cost);
   ++stats_.tasks;
+  Traffic& traffic = traffic_[task.name];
+  ++traffic.tasks;
+  traffic.bytes += static_cast<int64_t>(task.cost.bytes);
   const uint64_t tick = push(index, std::move(queued));
   if (wait == HostWait::no && settings_.schedule != Schedule::at_once) return;
   const Clock known = s.clock;
   await(lock, index, tick);
   if (wait == HostWait::ordered) host_learns(known, end, task.name);
+  if (wait == HostWait::blocked) {
+    timeline_.host_wait(end);
+    host_waits_.push_back(task.name);
+  }
   throw_pending(&s);
 }
 
@@ -191,17 +237,14 @@ void Machine::wait(const Event& event, int index) {
 
 void Machine::start(const Event& event) {
   Lock lock(mutex_);
-  Stream& s = stream(event.stream);
-  s.target = std::max(s.target, event.tick);
-  changed_.notify_all();
+  aim(event.stream, event.tick);
 }
 
 bool Machine::query(const Event& event) {
   if (event.stream < 0) return true;
   Lock lock(mutex_);
-  Stream& s = stream(event.stream);
-  s.target = std::max(s.target, event.tick);  // who polls makes progress under every schedule
-  changed_.notify_all();
+  const Stream& s = stream(event.stream);
+  aim(event.stream, event.tick);  // who polls makes progress under every schedule
   if (s.done < event.tick) return false;
   host_learns(event.clock, event.time_s, "");
   return true;
@@ -217,9 +260,8 @@ void Machine::synchronize(const Event& event) {
 
 bool Machine::query_stream(int index) {
   Lock lock(mutex_);
-  Stream& s = stream(index);
-  s.target = s.issued;
-  changed_.notify_all();
+  const Stream& s = stream(index);
+  aim(index, s.issued);
   if (s.done < s.issued) return false;
   host_learns(s.clock, timeline_.end_of(index), "");
   return true;

@@ -125,7 +125,8 @@ Block::~Block() {
 }
 
 std::string Block::describe() const {
-  return (kind == Kind::device ? "device memory of " : "pinned memory of ") + std::to_string(bytes) + " bytes";
+  const char* what = kind == Kind::device ? "device" : kind == Kind::pinned ? "pinned" : "another device's pinned";
+  return std::string(what) + " memory of " + std::to_string(bytes) + " bytes";
 }
 
 void Block::guard() {

@@ -17,7 +17,8 @@ struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-enum class Kind : uint8_t { device, pinned };
+/// pinned_elsewhere: for another type of device. To this one it is any memory of the host.
+enum class Kind : uint8_t { device, pinned, pinned_elsewhere };
 
 /// clock[s]: the number of the last task of stream s that is known to come before.
 using Clock = std::vector<uint64_t>;

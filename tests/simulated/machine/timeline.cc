@@ -19,9 +19,17 @@ double Timeline::add(int stream, const Cost& cost) {
   const double length = cost.seconds + transfer;
   double& end = stream_end(stream);
   double begin = std::max(end, host_);
+  double* const before = begun(stream);
+  if (before != nullptr) begin = std::max(begin, *before);
   if (cost.engine != Engine::compute && length > 0) begin = occupy(busy_[engine], begin, length);
   end = begin + length;
+  if (before != nullptr) *before = begin;
   return end;
+}
+
+/// Null: the stream shares no queue.
+double* Timeline::begun(int stream) {
+  return begun_.empty() ? nullptr : &begun_[static_cast<size_t>(stream) % begun_.size()];
 }
 
 /// Takes the first time from `begin` on that is free. What was issued before but is ready later comes later.
@@ -35,7 +43,11 @@ double Timeline::occupy(Spans& busy, double begin, double length) const {
 
 double Timeline::end_of(int stream) { return std::max(stream_end(stream), host_); }
 
-void Timeline::wait(int stream, double time) { stream_end(stream) = std::max(stream_end(stream), time); }
+void Timeline::wait(int stream, double time) {
+  double& end = stream_end(stream);
+  end = std::max(end, time);
+  if (double* const before = begun(stream)) *before = std::max(*before, end);
+}
 
 void Timeline::host_wait(double time) { host_ = std::max(host_, time); }
 

@@ -29,6 +29,9 @@ struct Cost {
 class Timeline {
  public:
   void set_bandwidths(const Bandwidths& bandwidths) { bandwidths_ = bandwidths; }
+  /// Streams share so many queues of the hardware, in turn: nothing begins before what was issued to its queue before
+  /// has begun. 0: each stream has its own.
+  void set_connections(unsigned count) { begun_.assign(count, 0); }
   /// Adds a task to the stream: it begins once the host has issued it, the stream is free and its engine has time for
   /// all of it. Returns when it ends.
   double add(int stream, const Cost& cost);
@@ -48,10 +51,12 @@ class Timeline {
 
   double& stream_end(int stream);
   double occupy(Spans& busy, double begin, double length) const;
+  double* begun(int stream);
 
   Bandwidths bandwidths_{};
   double host_ = 0;
   std::vector<double> ends_;             // by stream
+  std::vector<double> begun_;            // by connection: when what was issued last begins
   std::array<Spans, kNumEngines> busy_;  // by begin; what ended before the host's time is forgotten
 };
 

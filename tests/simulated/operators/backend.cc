@@ -47,7 +47,9 @@ c10::DataPtr allocate(Kind kind, size_t bytes) {
 
 class PinnedAllocator final : public c10::Allocator {
  public:
-  c10::DataPtr allocate(size_t bytes) override { return simulated::allocate(Kind::pinned, bytes); }
+  c10::DataPtr allocate(size_t bytes) override {
+    return simulated::allocate(machine().pins_for_another() ? Kind::pinned_elsewhere : Kind::pinned, bytes);
+  }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 

@@ -30,7 +30,8 @@ Stuck stuck_of(const std::string& name) {
 
 void configure(const std::string& schedule, int64_t max_delay_us, int64_t seed, int64_t cap_bytes, bool check,
                bool guard_pinned, double compute, double to_device, double to_host, double link,
-               int64_t workspace_bytes, bool warns_of_waits, const std::string& stuck) {
+               int64_t workspace_bytes, bool warns_of_waits, const std::string& stuck, int64_t connections,
+               bool pins_for_another, int64_t staged_bytes, bool kernels) {
   Settings settings;
   settings.schedule = schedule_of(schedule);
   settings.max_delay_us = static_cast<unsigned>(max_delay_us);
@@ -42,6 +43,10 @@ void configure(const std::string& schedule, int64_t max_delay_us, int64_t seed, 
   settings.workspace_bytes = static_cast<size_t>(workspace_bytes);
   settings.warns_of_waits = warns_of_waits;
   settings.collectives = stuck_of(stuck);
+  settings.connections = static_cast<unsigned>(connections);
+  settings.pins_for_another = pins_for_another;
+  settings.kernels = kernels;
+  settings.staged_bytes = static_cast<size_t>(staged_bytes);
   Machine::instance().configure(settings);
 }
 
@@ -58,6 +63,14 @@ void attach_collectives(const std::string& group_name) {
                     make_collectives(group->getBackend(c10::kCPU)));
 }
 
+std::vector<std::tuple<std::string, int64_t, int64_t>> traffic() {
+  std::vector<std::tuple<std::string, int64_t, int64_t>> all;
+  for (const auto& [name, traffic] : Machine::instance().take_traffic()) {
+    all.emplace_back(name, traffic.tasks, traffic.bytes);
+  }
+  return all;
+}
+
 void host_access(const at::Tensor& tensor, bool write) {
   with_torch_errors(
       [&] { Machine::instance().host_access(tensor.const_data_ptr(), tensor.nbytes(), write, "declared access"); });
@@ -70,6 +83,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("seed", &seed);
   m.def("attach_collectives", &attach_collectives);
   m.def("host_access", &host_access);
+  m.def("traffic", &traffic);
   m.def("settle", [] { return Machine::instance().settle(); });
   m.def("host_waits", [] { return Machine::instance().host_waits(); });
   m.def("host_time_s", [] { return Machine::instance().host_time_s(); });

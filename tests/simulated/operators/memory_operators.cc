@@ -21,8 +21,8 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-/// The host waits where a real device makes it wait: for pageable memory, and where the caller did not say
-/// non_blocking.
+/// The host waits where a real device makes it wait: for memory that is not pinned for it, where a copy from there is
+/// not small, and where the caller did not say non_blocking.
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
   Operands operands;
@@ -31,7 +31,10 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   const bool pinned = crosses && is_pinned(on_device(source) ? target : source);
   auto wait = HostWait::no;
   if (crosses && (!non_blocking || (!pinned && on_device(source)))) wait = HostWait::ordered;
-  if (crosses && !pinned && on_device(target)) from = source.clone();  // staged before the call returns
+  if (crosses && !pinned && on_device(target)) {
+    from = source.clone();  // staged before the call returns
+    if (wait == HostWait::no && source.nbytes() > Machine::instance().staged_bytes()) wait = HostWait::blocked;
+  }
   if (on_device(source) || pinned) from = operands.cpu(source, false);
   if (on_device(target) || pinned) to = operands.cpu(target, true);
   Cost cost;
