@@ -84,6 +84,7 @@ class Block:
         self.name, self.module, self.mode = name, module, mode
         self.kind = type(module).__name__
         self.meter: Meter | None = None  # while it is measured
+        self.taken: type | None = None  # the module's class whose forward comes here
         self.on_host = OnHost(module) if mode == "host" else None
         self._buffers = _Buffers(module)
 

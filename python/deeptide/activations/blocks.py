@@ -59,16 +59,21 @@ def take_over(blocks: Iterable[Block]) -> None:
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = _derived(kind)
-        module.__class__ = kinds[kind]
+        module.__class__ = block.taken = kinds[kind]
         module.__dict__[_OURS] = block
 
 
 def give_back(module: torch.nn.Module, block: Block | None = None) -> None:
-    """Undoes it; with `block` given, unless another engine has taken the module over since."""
+    """Undoes it; with `block` given, unless another engine has taken the module over since.
+
+    A class that was derived from ours since, as random-LTD's, stays, and ours has no effect below it.
+    """
     holder = module.__dict__.get(_OURS)
     if holder is None or (block is not None and holder is not block):
         return
-    module.__class__ = cast("Any", type(module))._deeptide_kind
+    kind = vars(type(module)).get("_deeptide_kind")
+    if kind is not None:
+        module.__class__ = kind
     del module.__dict__[_OURS]
 
 
@@ -81,9 +86,9 @@ def _derived(kind: type) -> type:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        block: Block | None = self.__dict__.get(_OURS)
+        if block is None or block.taken is not derived or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
-        block: Block = self.__dict__[_OURS]
         return block.run(functools.partial(original, self), args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -388,6 +388,32 @@ def test_blocks_that_come_later_are_recomputed_after_rebuild():
     engine.destroy()
 
 
+def test_a_class_that_a_program_derives_after_the_start_outlives_rebuild():
+    """As random-LTD does, whose layers would see all tokens again."""
+    engine = deeptide.initialize(
+        model=models.make_model(), config=models.config(1, activation_checkpointing=RECOMPUTE), world=alone()
+    )[0]
+    calls = []
+
+    class Watched(type(engine.module.h[0])):
+        def forward(self, x):
+            calls.append(torch.is_grad_enabled())
+            return super().forward(x)
+
+    block = engine.module.h[0]
+    block.__class__ = Watched
+    for _ in range(2):
+        engine.backward(engine(*models.batches(1, MICRO)[0]))
+        engine.step()
+        engine.rebuild()
+    assert isinstance(block, Watched)
+    before = len(calls)
+    engine.backward(engine(*models.batches(1, MICRO)[0]))
+    assert len(calls) == before + 2  # once, and once in backward
+    engine.destroy()
+    assert type(block) is Watched
+
+
 @pytest.mark.parametrize("activations", [RECOMPUTE, HALF], ids=["recompute", "auto"])
 def test_a_compiled_model_gives_the_same_losses(activations):
     found = []
