@@ -371,49 +371,6 @@ def test_copies_are_of_the_plain_classes_and_the_end_gives_blocks_back():
     assert type(block) is models.Block and "_deeptide_activations" not in block.__dict__
 
 
-def test_blocks_that_come_later_are_recomputed_after_rebuild():
-    config = models.config(1, activation_checkpointing=auto("1GiB"))
-    model = models.make_model()
-    engine = deeptide.initialize(model=model, config=config, world=alone())[0]
-    tokens, targets = models.batches(1, MICRO)[0]
-    for blocks in (3, 4):
-        assert engine.activation_checkpointing().is_pending
-        engine.backward(engine(tokens, targets))
-        engine.step()
-        assert len(engine.activation_checkpointing().blocks) == blocks
-        model.h.append(models.Block(20))
-        if blocks == 3:
-            engine.rebuild()
-    assert type(model.h[3]) is not models.Block
-    engine.destroy()
-
-
-def test_a_class_that_a_program_derives_after_the_start_outlives_rebuild():
-    """As random-LTD does, whose layers would see all tokens again."""
-    engine = deeptide.initialize(
-        model=models.make_model(), config=models.config(1, activation_checkpointing=RECOMPUTE), world=alone()
-    )[0]
-    calls = []
-
-    class Watched(type(engine.module.h[0])):
-        def forward(self, x):
-            calls.append(torch.is_grad_enabled())
-            return super().forward(x)
-
-    block = engine.module.h[0]
-    block.__class__ = Watched
-    for _ in range(2):
-        engine.backward(engine(*models.batches(1, MICRO)[0]))
-        engine.step()
-        engine.rebuild()
-    assert isinstance(block, Watched)
-    before = len(calls)
-    engine.backward(engine(*models.batches(1, MICRO)[0]))
-    assert len(calls) == before + 2  # once, and once in backward
-    engine.destroy()
-    assert type(block) is Watched
-
-
 @pytest.mark.parametrize("activations", [RECOMPUTE, HALF], ids=["recompute", "auto"])
 def test_a_compiled_model_gives_the_same_losses(activations):
     found = []

@@ -1,0 +1,52 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""A policy for activations follows a model whose blocks change."""
+
+import models
+import torch
+from test_activations import MICRO, RECOMPUTE, alone, auto
+
+import deeptide
+
+
+def test_blocks_that_come_later_are_recomputed_after_rebuild():
+    config = models.config(1, activation_checkpointing=auto("1GiB"))
+    model = models.make_model()
+    engine = deeptide.initialize(model=model, config=config, world=alone())[0]
+    tokens, targets = models.batches(1, MICRO)[0]
+    for blocks in (3, 4):
+        assert engine.activation_checkpointing().is_pending
+        engine.backward(engine(tokens, targets))
+        engine.step()
+        assert len(engine.activation_checkpointing().blocks) == blocks
+        model.h.append(models.Block(20))
+        if blocks == 3:
+            engine.rebuild()
+    assert type(model.h[3]) is not models.Block
+    engine.destroy()
+
+
+def test_a_class_that_a_program_derives_after_the_start_outlives_rebuild():
+    """Random-LTD derives one; without it layers would see all tokens again."""
+    engine = deeptide.initialize(
+        model=models.make_model(), config=models.config(1, activation_checkpointing=RECOMPUTE), world=alone()
+    )[0]
+    calls = []
+
+    class Watched(type(engine.module.h[0])):
+        def forward(self, x):
+            calls.append(torch.is_grad_enabled())
+            return super().forward(x)
+
+    block = engine.module.h[0]
+    block.__class__ = Watched
+    for _ in range(2):
+        engine.backward(engine(*models.batches(1, MICRO)[0]))
+        engine.step()
+        engine.rebuild()
+    assert isinstance(block, Watched)
+    before = len(calls)
+    engine.backward(engine(*models.batches(1, MICRO)[0]))
+    assert len(calls) == before + 2  # once, and once in backward
+    engine.destroy()
+    assert type(block) is Watched
