@@ -236,10 +236,11 @@ def overlap_backward():
         copies = {"to_host": slow, "to_device": slow}
         hidden, step = seconds_of(controls, gas, {"compute": rate, **copies})
         print(f"gas {gas}: without copies {alone}, with them {hidden}: {hidden / alone:.3f}; step {step_alone}, {step}")
-        assert hidden <= 1.05 * alone
+        last = 0.4 * micro / 24  # the copies of one unit; of each micro-batch those of the last units stand alone
+        assert hidden <= alone + gas * 3.5 * last, (gas, hidden, alone, step, step_alone)
         back = 2 * numel / slow  # of parameters, in bf16
         # The last two units are summed as step() begins; in the simulation a copy back, the sum and a copy out of each.
-        assert step <= step_alone + back + 4 * numel / slow / 4, (step, step_alone, back)
+        assert step <= 1.01 * (step_alone + back + 4 * numel / slow / 4), (step, step_alone, back)
     check_order(controls)
     dist.destroy_process_group()
 
