@@ -148,10 +148,16 @@ def tuned(config: Config, optimizer: Any) -> Config:
     return tuning_run.configure(config)
 
 
+def section_with_policy(config: Config) -> dict[str, Any] | None:
+    """The section "activation_checkpointing" where it says what is recomputed; None where it does not."""
+    section: dict[str, Any] = json.loads(_C.config_section(config, "activation_checkpointing"))
+    return None if section["policy"] == "none" and section["memory"] is None else section
+
+
 def _policy_for_activations(config: Config, model: torch.nn.Module) -> Activations | None:
     """The policy that "activation_checkpointing" asks for; None: none. Errors: ConfigError; nothing was changed."""
-    section = json.loads(_C.config_section(config, "activation_checkpointing"))
-    if section["policy"] == "none" and section["memory"] is None:
+    section = section_with_policy(config)
+    if section is None:
         return None  # without a look at the package
     from deeptide.activations.policy import Activations
 

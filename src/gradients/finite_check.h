@@ -70,8 +70,8 @@ class FiniteCheck {
   int64_t num_ranks_;
   at::Tensor squares_;
   FiniteCheckTime time_;
-  at::Tensor
-      maxima_;  // (units, ranks) fp32, each row's largest magnitude in this step; of several, where the check is late
+  /// (units, ranks) fp32, each row's largest magnitude in this step; of several ranks, where the check is late.
+  at::Tensor maxima_;
   at::Tensor seen_;  // (units, 1 + ranks) fp64 on the host: squares and maxima as `total` read them
   std::optional<BadGradient> bad_;
 };

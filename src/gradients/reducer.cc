@@ -144,7 +144,7 @@ void Reducer::add_to_bucket(Bucket& bucket, const Unit& unit, int parameter, con
 bool Reducer::hold(Bucket& bucket, const Unit& unit, int parameter, const Tensor& gradient) {
   const Parameter& p = unit.parameters()[parameter];
   if (!holds_ || local_ || bucket.data.defined() || bucket.filled[parameter]) return false;
-  if (!numerics::takes_pieces(device_, unit.parameters().size())) return false;
+  if (!bucket.held && !numerics::takes_pieces(device_, unit.parameters().size())) return false;
   if (!HeldGradients::may_hold(gradient, p, options_.reduce_dtype)) return false;
   if (!bucket.held) bucket.held = std::make_shared<HeldGradients>(ledger_, unit, options_.reduce_dtype, device_);
   bucket.held->add(parameter, gradient);

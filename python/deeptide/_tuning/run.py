@@ -72,12 +72,6 @@ class TuningRun:
         raise SystemExit(0)
 
 
-def _has_policy(config: Config) -> bool:
-    """Whether "activation_checkpointing" says what is recomputed: then the model's own switch stays off."""
-    section = json.loads(_C.config_section(config, "activation_checkpointing"))
-    return section["policy"] != "none" or section["memory"] is not None
-
-
 def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: World, shared: int) -> dict[str, Any]:
     """The configuration, the batch and what each setting would take. Nothing is allocated."""
     if json.loads(_C.config_section(config, "elasticity"))["enabled"]:
@@ -103,7 +97,7 @@ def _survey(model: torch.nn.Module, config: Config, plan: OptimizerPlan, world: 
         "device_bytes": _device_bytes(device_of(model)),
         "batch": [batch.train, batch.micro, batch.accumulation],
         "parameters": own.num_parameters,
-        "recomputes": None if _has_policy(config) else recomputes(model),
+        "recomputes": None if _initialize.section_with_policy(config) else recomputes(model),
         "stage": config.zero.stage,
         "bytes": _bytes(own),
         "meshes": _meshes(model, world) if shared == 1 else [],

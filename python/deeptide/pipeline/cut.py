@@ -100,16 +100,13 @@ class BlockCut:
         self.taken: set[int] = set()  # ids of parameters of other stages, while `undo` may bring them back
         self._take_out(model, chain)
         self._classes = [(block, type(block)) for block in chain.blocks]
-        self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in range(num_chunks)]
-        own = {
-            number: Hidden(
-                itertools.chain(*itertools.starmap(state_of, block.named_modules(prefix=chain.names[number])))
-            )
-            for number, block in enumerate(chain.blocks)
-            if parts[number] % num_stages == stage_id
-        }
+        own = [number for number, part in enumerate(parts) if part % num_stages == stage_id]
         self.own_blocks = {chain.names[number]: chain.blocks[number] for number in own}
-        self.passage = Passage(chain.names, parts, num_stages, own, carries=len(chain.parts) > 1)
+        # One chunk has nothing to hide: it computes with all that its stage has.
+        chunks = range(num_chunks if num_chunks > 1 else 0)
+        self._hidden = [Hidden(self._unused_by(chain, chunk)) for chunk in chunks]
+        hidden = {number: self._hidden_block(chain, number) for number in (own if chunks else ())}
+        self.passage = Passage(chain.names, parts, num_stages, hidden, carries=len(chain.parts) > 1)
         stage_blocks(chain.blocks, self.passage)
 
     def _places(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter, list[int]]]:
@@ -172,6 +169,12 @@ class BlockCut:
     def _part(self, chunk: int) -> int:
         return chunk * self.num_stages + self.stage_id
 
+    @staticmethod
+    def _hidden_block(chain: Chain, number: int) -> Hidden:
+        """Hides a block of this stage from the chunks that pass over it."""
+        modules = chain.blocks[number].named_modules(prefix=chain.names[number])
+        return Hidden(itertools.chain.from_iterable(itertools.starmap(state_of, modules)))
+
     def _unused_by(self, chain: Chain, chunk: int) -> Iterator[tuple[str, torch.nn.Module, str]]:
         """Values that this stage has or borrows beside the blocks, and other parts of the model use alone."""
         blocks = {id(module) for block in chain.blocks for module in block.modules()}
@@ -208,7 +211,7 @@ class BlockCut:
     def run_stage(self, forward: Callable[..., Any], inputs: Any, received: Any, chunk: int = 0) -> Any:
         """A forward of this stage."""
         args, kwargs = inputs
-        with self._hidden[chunk]() if self.num_chunks > 1 else nullcontext():
+        with self._hidden[chunk]() if self._hidden else nullcontext():
             return self.passage.run(forward, args, kwargs, received, self._part(chunk))
 
     def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
@@ -218,12 +221,11 @@ class BlockCut:
         return loss
 
     def trains(self, chunk: int) -> bool:
-        """Whether a chunk uses a trained parameter of this stage's."""
+        """Whether a chunk uses a trained parameter of this stage's, as its only one does."""
         part = self._part(chunk)
-        return any(
+        return self.num_chunks == 1 or any(
             part in self._part_uses[id(module)] and any(p.requires_grad for p in module.parameters(recurse=False))
             for module in self._model.modules()
-            if id(module) in self._part_uses
         )
 
     def check_output(self, output: Any) -> None:

@@ -79,16 +79,16 @@ class _Block:
 class Passage:
     """The forwards of one stage. names, parts: of each block; part p belongs to stage p % num_stages.
 
-    own: by number of a block, what hides the values of those that this stage has, while another chunk passes over them.
+    hidden: by number of a block that this stage has, what hides its values while another chunk passes over it.
     carries: all that the next stage's first block is called with travels, since blocks are given more than the one
     before returns, as a decoder's are; else what it is handed.
     """
 
     def __init__(
-        self, names: list[str], parts: list[int], num_stages: int, own: dict[int, Hidden], carries: bool
+        self, names: list[str], parts: list[int], num_stages: int, hidden: dict[int, Hidden], carries: bool
     ) -> None:
         self._names, self._parts, self._last, self._num_stages = names, parts, parts[-1], num_stages
-        self._own, self._carries = own, carries
+        self._hidden, self._carries = hidden, carries
         self._here = -1  # the part that runs
         self._is_running = False
         self._received: Any = None
@@ -265,7 +265,7 @@ class Passage:
         origin = self._name(block.number)
         handed = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Elsewhere) else Elsewhere(t, origin), handed)
         args, kwargs = block.put_in(handed, args, kwargs)
-        hidden = self._own.get(block.number)
+        hidden = self._hidden.get(block.number)
         with torch.no_grad(), nullcontext() if hidden is None else hidden():
             output = block.outputs[key] = call(*args, **kwargs)
         return tree_map_only(Elsewhere, Elsewhere.again, output)
