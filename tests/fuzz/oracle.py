@@ -152,7 +152,14 @@ def _local(life, rank, act):
     except DocumentedError as difference:
         return difference.raises
     except Exception as error:
+        if act["act"] == "backward" and _has_own_loss(life, act["slot"]):
+            raise UndefinedError("which gradients are there when backward fails after another operator") from error
         return Raises((type(error).__name__,), re.escape(str(error)[:24]))
+
+
+def _has_own_loss(life, slot):
+    """Whether some loss there is of operators that the oracle has replaced."""
+    return any(act.get("slot") == slot and act.get("kind") == "masked" for act in life.phase["acts"])
 
 
 # -- what ranks do together -------------------------------------------------------------------------------------------

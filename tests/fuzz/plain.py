@@ -174,6 +174,8 @@ class Life:
         self.has_own_operators = masked or bool(spec.get("mixer"))
         for model in models:
             make_plain(model, self.shares)
+            if model.mixer is not None and noise is not None:
+                model.mixer.register_forward_hook(self._round_mixed)
         self.dtype = {(True, False): torch.bfloat16, (False, True): torch.float16}.get(
             (phase["bf16"], phase.get("fp16", False)), torch.float32
         )
@@ -301,6 +303,10 @@ class Life:
             size = sum(rank.sizes.get(trained.name, 0) for rank in self.ranks) / count
             total = total + (epsilon * size + self._quantized()) * self.noise.like(total)
         return total
+
+    def _round_mixed(self, _module, _inputs, mixed):
+        """The oracle's attention sums in another order than torch's, before layers that may enlarge the difference."""
+        return mixed * (1 + EPSILON[torch.float32] * self.noise.like(mixed)).to(mixed.dtype)
 
     def _quantized(self):
         """How far the mean of what ranks quantised may be off; 0 where gradients travel whole."""

@@ -38,6 +38,7 @@ SIMPLE_PHASE = {
     "fed_back": False,
     "folders": 0,
     "beside": False,
+    "activations": None,
     "placement": {},
     "observers": [],
 }

@@ -22,6 +22,7 @@ FLOOR_OF_LOW = 2.0**-7  # in bf16 one element of a parameter may round to its ne
 FLOOR_OF_MASTERS = 2.0**-10  # which moves the fp32 values beside it by less
 NOISES = ((1, 1), (2, 1))
 NOISES_OF_LOW = ((3, MARGIN), (4, MARGIN))
+NOISES_OF_MOMENTS = ((7, 1), (8, 1), (9, 1), (10, 1))  # each rounds by itself: two noises may both be small at a scalar
 NOISES_OF_QUANTIZED = ((5, 1), (6, 1))  # an error beyond them is not rounding's hundredth, but a bound's half
 
 
@@ -58,6 +59,8 @@ class Judge:
             exact = expected_of(self.program, setting, avoid=self.avoid)
             low = any(is_low(phase) for phase in self.program["phases"])
             noises = NOISES + NOISES_OF_LOW if low else NOISES
+            if any(phase.get("moments") for phase in self.program["phases"]):
+                noises += NOISES_OF_MOMENTS
             if any(quantized_in(phase, setting.of(phase)) for phase in self.program["phases"]):
                 noises += NOISES_OF_QUANTIZED
             moved = [(expected_of(self.program, setting, noise, self.avoid), MARGIN / noise[1]) for noise in noises]

@@ -77,6 +77,12 @@ def _repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if tracker is None else tracker.repeatable(function)
 
 
+def _is_recomputed_around() -> bool:
+    """Whether torch's checkpoint keeps nothing here, because the program asked it to, or another block of ours."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
 class Block:
     """One block of the model. mode: "keep", "recompute" or "host"."""
 
@@ -94,7 +100,7 @@ class Block:
             with self.on_host.hooks():
                 return call(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
-        if self.mode == "keep":
+        if self.mode == "keep" or _is_recomputed_around():
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False, **kwargs)

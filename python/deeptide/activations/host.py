@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deeptide.activations.measure import storages_of
+from deeptide.activations.measure import storages_of, unchanged, with_version
 
 _LEAST_BYTES = 4096  # smaller tensors stay: a copy takes as long as one of many
 
@@ -59,11 +59,13 @@ class OnHost:
         def pack(tensor: torch.Tensor) -> Any:
             is_small = tensor.numel() * tensor.element_size() < _LEAST_BYTES
             if is_small or tensor.device.type == "cpu" or tensor.layout != torch.strided:
-                return tensor
-            return tensor if tensor.untyped_storage()._cdata in stays else _OnHost(tensor.detach(), self.tally)
+                return with_version(tensor)
+            if tensor.untyped_storage()._cdata in stays:
+                return with_version(tensor)
+            return _OnHost(tensor.detach(), self.tally)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _back)
 
 
 def _back(kept: Any) -> Any:
-    return kept.back() if isinstance(kept, _OnHost) else kept
+    return kept.back() if isinstance(kept, _OnHost) else unchanged(kept)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,7 @@ def storages_of(module: torch.nn.Module) -> set[int]:
 def watched(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Inside, shows `see` each tensor that autograd keeps; the hooks around, if any, decide what becomes of it."""
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack, unpack = around if around is not None else (_same, _same)
+    pack, unpack = around if around is not None else (with_version, unchanged)
 
     def show(tensor: torch.Tensor) -> Any:
         see(tensor)
@@ -39,8 +39,27 @@ def watched(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
-def _same(value: Any) -> Any:
-    return value
+class _Kept(NamedTuple):
+    """A tensor that autograd keeps, and how often it had been written then: torch asks that only where no hooks are."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def with_version(tensor: torch.Tensor) -> _Kept:
+    """A hook that keeps the tensor as it is."""
+    return _Kept(tensor, tensor._version)
+
+
+def unchanged(kept: _Kept) -> torch.Tensor:
+    """The tensor that was kept. Errors: RuntimeError in torch's words if it was written since."""
+    tensor, version = kept
+    if tensor._version == version:
+        return tensor
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+    )
 
 
 class Meter:
