@@ -56,6 +56,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   // --- save.cc, load.cc, inspect.cc, whole_model.cc, export.cc, parameter_state.cc
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               const SaveOptions& options);
+  bool has_trained() const;
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);
@@ -140,6 +141,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::unique_ptr<engine::KeptGradients> kept;        // null: not asked for, or nothing to train
   std::unique_ptr<engine::GradientIntake> intake;     // null: nothing to train
   engine::Progress progress;
+  bool has_loaded = false;  // a checkpoint, at least once
   std::unique_ptr<engine::Boundary> boundary;
   const std::shared_ptr<std::atomic<bool>> lost_peers = std::make_shared<std::atomic<bool>>(false);
   std::unique_ptr<engine::Saver> saver;

@@ -21,6 +21,7 @@ namespace {
 
 // Linux moves less than 2 GiB per call, whatever the caller requests.
 constexpr int64_t kMaxTransferBytes = int64_t{1} << 30;
+constexpr int64_t kAheadBytes = int64_t{1} << 20;
 
 std::atomic<Refuse> g_refuse = nullptr;
 
@@ -154,6 +155,13 @@ void File::read_at(void* data, int64_t bytes, int64_t offset) const {
     cursor += done;
     offset += done;
     left -= done;
+  }
+}
+
+void File::will_read(int64_t bytes, int64_t offset) const {
+  // The kernel fetches no more of one request than its device takes at once.
+  for (const int64_t end = offset + bytes; offset < end; offset += kAheadBytes) {
+    ::posix_fadvise(descriptor_, offset, std::min(kAheadBytes, end - offset), POSIX_FADV_WILLNEED);
   }
 }
 

@@ -27,6 +27,8 @@ class File {
   void write_at(const void* data, int64_t bytes, int64_t offset) const;
   /// Errors: CheckpointError also when the file ends before `offset + bytes`.
   void read_at(void* data, int64_t bytes, int64_t offset) const;
+  /// Lets the system fetch what is read soon, while this thread does other things. A hint, which may do nothing.
+  void will_read(int64_t bytes, int64_t offset) const;
   void sync() const;
   /// Makes the file `bytes` long.
   void cut(int64_t bytes) const;

@@ -15,6 +15,7 @@ namespace {
 
 // Reading this many unwanted bytes takes less time than another system call.
 constexpr int64_t kMaxGapBytes = int64_t{64} << 10;
+constexpr int64_t kAheadBlocks = 2;  // that the drive fetches while one is compared
 
 /// Compares what was read of an extent with the hashes of its blocks. Offsets are bytes from the extent's start.
 class BlockCheck {
@@ -26,6 +27,8 @@ class BlockCheck {
     if (done_.empty() && !extent.hashes.empty()) fail(0, "has not as many hashes as blocks");
   }
 
+  /// Compares the blocks that were read whole, and reads those whole of which the middle was: of ranks that share a
+  /// block one reads its middle, so that one compares it.
   void check(int64_t begin, int64_t bytes, const char* data) {
     const int64_t end = begin + bytes;
     for (int64_t block = begin / kHashedBlockBytes; block < std::ssize(done_) && block * kHashedBlockBytes < end;
@@ -35,7 +38,7 @@ class BlockCheck {
       if (done_[block]) continue;
       if (begin <= first && first + size <= end) {
         compare(block, data + (first - begin), size);
-      } else if (2 * (std::min(first + size, end) - std::max(first, begin)) >= size) {
+      } else if (const int64_t middle = first + size / 2; begin <= middle && middle < end) {
         read_and_check(block);
       }
     }
@@ -89,6 +92,7 @@ class Batch {
         const int64_t count = std::min(block - (run.a + done) % block, run.count - done);
         add({run.a + done, run.b + done, count});
         done += count;
+        file_.will_read(std::min(run.count - done, kAheadBlocks * block) * width_, offset_ + (run.a + done) * width_);
       }
       return;
     }
@@ -136,6 +140,17 @@ void read_shared(const File& file, const Logical& saved, const Extent& extent, c
   Batch batch(file, saved, extent, sink);
   for_each_shared_run(saved.shape, extent.region, wanted, [&](const SharedRun& run) { batch.add(run); });
   batch.flush();
+}
+
+int64_t announce(const File& file, const Logical& saved, const Extent& extent, const Region& wanted) {
+  if (extent.region.sizes.size() != 1 || wanted.sizes.size() != 1 || !extent.strides.empty()) return 0;
+  const int64_t width = element_bytes(saved.dtype);
+  int64_t bytes = 0;
+  for_each_shared_run(saved.shape, extent.region, wanted, [&](const SharedRun& run) {
+    bytes = std::min(run.count * width, kAheadBlocks * kBlockBytes);
+    file.will_read(bytes, extent.offset + run.a * width);
+  });
+  return bytes;
 }
 
 int64_t num_hashed_blocks(const Extent& extent) { return std::ssize(extent.hashes); }

@@ -21,10 +21,14 @@ class ElementSink {
 };
 
 /// Gives `sink` the elements of `wanted` that `extent` of `saved` holds in `file`. Runs that lie close together in the
-/// file are read at once. Blocks of which at least half is read are compared with their hashes; a smaller part would
-/// cost more than twice the bytes.
+/// file are read at once. Who reads the middle of a block compares all of it with its hash: one of the ranks that share
+/// it.
 /// Errors: CheckpointError that names tensor, elements and file when a block is not the one that was saved.
 void read_shared(const File& file, const Logical& saved, const Extent& extent, const Region& wanted, ElementSink& sink);
+
+/// Lets the system fetch the first blocks of what `read_shared` will read, where `extent` and `wanted` are ranges.
+/// Returns their bytes.
+int64_t announce(const File& file, const Logical& saved, const Extent& extent, const Region& wanted);
 
 /// The number of an extent's hashed blocks; 0 without hashes.
 int64_t num_hashed_blocks(const Extent& extent);

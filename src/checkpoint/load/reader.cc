@@ -106,6 +106,28 @@ std::vector<Share> plan_shares(const Table& table, const std::vector<Piece>& wan
   return shares;
 }
 
+/// Announces shares of a file before they are read, some blocks ahead.
+class Ahead {
+ public:
+  void announce(const File& file, const std::vector<Share>& shares, size_t now) {
+    if (bytes_.size() != shares.size()) bytes_.resize(shares.size());
+    announced_ -= bytes_[now];
+    next_ = std::max(next_, now + 1);
+    for (; next_ < shares.size() && announced_ < kAheadBytes; ++next_) {
+      const Share& share = shares[next_];
+      if (share.extent->file != shares[now].extent->file) return;
+      bytes_[next_] = checkpoint::announce(file, *share.saved, *share.extent, share.wanted->region);
+      announced_ += bytes_[next_];
+    }
+  }
+
+ private:
+  static constexpr int64_t kAheadBytes = 2 * kBlockBytes;
+  std::vector<int64_t> bytes_;  // by share
+  int64_t announced_ = 0;       // and not yet read
+  size_t next_ = 0;
+};
+
 /// Cuts a region into parts of at most `most` elements, each of which lies in one run of the region's order.
 void cut(const Region& region, int64_t most, const std::function<void(const Region&)>& visit) {
   const int64_t numel = region.numel();
@@ -223,13 +245,17 @@ std::vector<PartElsewhere> Reader::read_here(const std::vector<Piece>& wanted) c
   const at::NoGradGuard no_grad;
   std::vector<PartElsewhere> elsewhere;
   std::optional<File> file;
-  for (const Share& share : plan_shares(contents_->table.tensors, wanted)) {
+  const std::vector<Share> shares = plan_shares(contents_->table.tensors, wanted);
+  Ahead ahead;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const Share& share = shares[i];
     const std::string path = contents_->folder + "/" + share.extent->file;
     if (contents_->of_one_host && !exists(path)) {
       note_elsewhere(share, static_cast<size_t>(share.wanted - wanted.data()), elsewhere);
       continue;
     }
     if (!file || file->path() != path) file.emplace(File::open(path));
+    ahead.announce(*file, shares, i);
     transfer(*file, *share.saved, *share.extent, *share.wanted);
   }
   return elsewhere;

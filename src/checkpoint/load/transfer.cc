@@ -51,9 +51,10 @@ class Destination final : public ElementSink {
   char* memory_ = nullptr;
 };
 
-/// Reads all of a tensor whose elements lie in another order than its own: few tensors do, and they are small.
+/// Reads and compares all of a tensor whose elements lie in another order than its own: few do, and they are small.
 void transfer_strided(const File& file, const Logical& saved, const Extent& extent, const Piece& wanted,
                       ElementSink& sink) {
+  verify_blocks(file, saved, extent, 0, 1);
   int64_t span = 1;
   for (size_t d = 0; d < saved.shape.size(); ++d) span += (saved.shape[d] - 1) * extent.strides[d];
   const Tensor memory = at::empty({span}, at::TensorOptions().dtype(saved.dtype).device(at::kCPU));

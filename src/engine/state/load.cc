@@ -256,8 +256,11 @@ class Source {
     if (is_local_) return reader.verify(named, here_.index, here_.ranks);
     reader.verify(wanted, channels_.data().index(), channels_.data().size());  // a stage's ranks want the same tensors
   }
-  /// Collective. Errors: CheckpointError, on every rank.
+  /// Collective. Until boundary.go_on() the engine takes no step. Errors: CheckpointError, on every rank.
   void read(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
+    boundary_.refuse_to_go_on("loading " + directory_ + "/" + tag_ +
+                              " failed when a part of the engine's state was replaced: load another checkpoint before "
+                              "the next step or save");
     if (is_local_) {
       return told_of_replacement([&] { engine::read_from_hosts(channels_, boundary_, reader, wanted); });
     }
@@ -327,6 +330,12 @@ std::set<std::string> Engine::Impl::names_of_other_stages(const std::vector<Name
   return names;
 }
 
+/// Whether there is state that a damaged checkpoint must not change. What initialize() left is worth no second read of
+/// all that is to come.
+bool Engine::Impl::has_trained() const {
+  return (progress.global_steps > 0 || has_loaded) && !boundary->refuses_to_go_on();
+}
+
 std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string& directory, std::string tag,
                                                               const LoadOptions& options) {
   at::NoGradGuard no_grad;
@@ -348,7 +357,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
   engine::RoundingErrorLoad errors;
-  const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
+  const bool is_local = config.checkpoint().node_local;
+  const Source source(channels, *boundary, directory, tag, is_local);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(source.open());
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
@@ -367,7 +377,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     require_fit(directory + "/" + tag, lines);
-    if (config.checkpoint().verify) source.verify(*reader, wanted);
+    if (config.checkpoint().verify && (is_local || has_trained())) source.verify(*reader, wanted);
     check_ties(now.tied, *reader, roles);
     fresh.insert(absent.fresh().begin(), absent.fresh().end());
     go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
@@ -385,6 +395,8 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
   }
+  boundary->go_on();
+  has_loaded = true;
   return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
 }
 

@@ -64,6 +64,7 @@ std::vector<Close> Boundary::enter(Call call, const std::function<void(Close&)>&
   std::exception_ptr failure;
   try {
     model_.check_bound();
+    if (!refusal_.empty() && (call == Call::step || call == Call::save_checkpoint)) throw CheckpointError(refusal_);
     if (prepare) prepare(own);
     own.has_written = has_private_writes();
   } catch (...) {

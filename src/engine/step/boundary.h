@@ -47,6 +47,11 @@ class Boundary {
     preemption_ = &preemption;
   }
 
+  /// From now on steps and saves are a CheckpointError of this text, on all ranks alike, until go_on().
+  void refuse_to_go_on(std::string why) { refusal_ = std::move(why); }
+  void go_on() { refusal_.clear(); }
+  bool refuses_to_go_on() const { return !refusal_.empty(); }
+
   /// Collective. Looks at the model, then at what `prepare` checks and fills in; returns each rank's message once all
   /// ranks are in one method and need no more units. Parameters then hold what programs wrote into them.
   /// Errors: CommError naming ranks that call different methods. What failed on one rank is thrown there; the other
@@ -95,6 +100,7 @@ class Boundary {
   zero::Arrivals* arrivals_;
   Saver* saver_ = nullptr;
   Preemption* preemption_ = nullptr;
+  std::string refusal_;  // of steps and saves; empty: none
 };
 
 }  // namespace deeptide::engine

@@ -4,6 +4,8 @@
 
 import json
 import resource
+import shutil
+from pathlib import Path
 
 import models
 import pytest
@@ -119,6 +121,66 @@ def test_a_damaged_frozen_file_changes_nothing_unless_loads_do_not_verify(world_
     run_ranks(1, save_adapters, str(tmp_path))
     damage(tmp_path / "one", "changed frozen file")
     run_ranks(world_size, refuse_adapters, str(tmp_path), kind)
+
+
+def load_what_is_damaged_at_first(world, folder):
+    engine = start(world, 3, make_adapters(seed=3))
+    with pytest.raises(deeptide.CheckpointError, match="is damaged|reading the checkpoint failed on rank") as refusal:
+        engine.load_checkpoint(folder, tag="two")
+    if "is damaged" in str(refusal.value):
+        assert "a part of the engine's state was replaced" in str(refusal.value)
+    for go_on in (lambda: train(engine), lambda: engine.save_checkpoint(folder, tag="three")):
+        with pytest.raises(deeptide.CheckpointError, match="two failed when a part of the engine's state was replaced"):
+            go_on()
+    engine.load_checkpoint(folder, tag="one")
+    expected = start(world, 3, make_adapters())
+    train(expected)
+    assert_same(snapshot(expected), snapshot(engine))
+    train(engine)
+    train(expected)
+    assert_same(snapshot(expected), snapshot(engine))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_engine_that_has_read_damage_at_first_goes_on_with_another_checkpoint(world_size, tmp_path):
+    """Three ranks want a third of the damaged block each, and one of them compares it whole."""
+    run_ranks(world_size, save_adapters, str(tmp_path))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    damage(tmp_path / "two", "changed frozen file")
+    run_ranks(world_size, load_what_is_damaged_at_first, str(tmp_path))
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def count_bytes(folder):
+    deeptide.init_distributed()
+    counts = {}
+    for when in ("at first", "again"):
+        model = models.make_model(0, width=600)
+        engine = start(None, 1, model)
+        if when == "again":
+            train(engine)
+        before = bytes_read()
+        engine.load_checkpoint(folder)
+        counts[when] = bytes_read() - before
+    size = sum(path.stat().st_size for path in Path(folder, "one").iterdir())
+    assert size < counts["at first"] < 1.1 * size, (size, counts)
+    assert 1.9 * size < counts["again"] < 2.2 * size, (size, counts)
+
+
+def save_wide(folder):
+    deeptide.init_distributed()
+    engine = start(None, 1, models.make_model(0, width=600))
+    train(engine)
+    engine.save_checkpoint(folder, tag="one")
+
+
+def test_a_run_that_begins_by_loading_reads_every_byte_once(tmp_path):
+    """State that steps have made is compared before a load replaces it; what initialize left is not worth that."""
+    run_processes(1, save_wide, str(tmp_path))
+    run_processes(1, count_bytes, str(tmp_path))
 
 
 def save_on_a_full_disk(stage, folder):
