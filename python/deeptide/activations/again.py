@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from deeptide._C import ConfigError
 from deeptide.activations.host import OnHost
-from deeptide.activations.measure import Meter
+from deeptide.activations.measure import Kept, Meter, unchanged, with_version
 
 _Place = tuple[torch.nn.Module, str]  # of a buffer: the module that holds it, and its name there
 
@@ -115,16 +115,21 @@ class Block:
         count, names = len(args), list(kwargs)
         has_run = False
         before: dict[_Place, torch.Tensor] = {}
+        used: list[Kept] = []  # parameters as the forward left them
 
         def function(*values: Any) -> Any:
-            nonlocal has_run, before
+            nonlocal has_run, before, used
             given, named = values[:count], dict(zip(names, values[count:], strict=True))
             if has_run:
+                for kept in used:
+                    unchanged(kept)
                 with self._buffers.as_they_were(before), self._timed():
                     return call(*given, **named)
             has_run = True
             with self._buffers.kept() as before, self._timed(), self._counted((args, kwargs)):
-                return call(*given, **named)
+                outputs = call(*given, **named)
+            used = [with_version(parameter) for parameter in self.module.parameters()]
+            return outputs
 
         # All by position: torch keeps the generators of the devices of these, and notices if one is written later.
         values = (*args, *kwargs.values())

@@ -39,19 +39,19 @@ def watched(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         yield
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A tensor that autograd keeps, and how often it had been written then: torch asks that only where no hooks are."""
 
     tensor: torch.Tensor
     version: int
 
 
-def with_version(tensor: torch.Tensor) -> _Kept:
+def with_version(tensor: torch.Tensor) -> Kept:
     """A hook that keeps the tensor as it is."""
-    return _Kept(tensor, tensor._version)
+    return Kept(tensor, tensor._version)
 
 
-def unchanged(kept: _Kept) -> torch.Tensor:
+def unchanged(kept: Kept) -> torch.Tensor:
     """The tensor that was kept. Errors: RuntimeError in torch's words if it was written since."""
     tensor, version = kept
     if tensor._version == version:

@@ -125,12 +125,12 @@ def test_a_damaged_frozen_file_changes_nothing_unless_loads_do_not_verify(world_
 
 def load_what_is_damaged_at_first(world, folder):
     engine = start(world, 3, make_adapters(seed=3))
-    with pytest.raises(deeptide.CheckpointError, match="is damaged|reading the checkpoint failed on rank") as refusal:
+    with pytest.raises(deeptide.CheckpointError, match=r"is damaged|reading the checkpoint failed on rank") as refusal:
         engine.load_checkpoint(folder, tag="two")
     if "is damaged" in str(refusal.value):
         assert "a part of the engine's state was replaced" in str(refusal.value)
     for go_on in (lambda: train(engine), lambda: engine.save_checkpoint(folder, tag="three")):
-        with pytest.raises(deeptide.CheckpointError, match="two failed when a part of the engine's state was replaced"):
+        with pytest.raises(deeptide.CheckpointError, match=r"two failed when a part of the engine's state was replaced"):
             go_on()
     engine.load_checkpoint(folder, tag="one")
     expected = start(world, 3, make_adapters())
