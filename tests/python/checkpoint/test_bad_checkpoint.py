@@ -129,8 +129,9 @@ def load_what_is_damaged_at_first(world, folder):
         engine.load_checkpoint(folder, tag="two")
     if "is damaged" in str(refusal.value):
         assert "a part of the engine's state was replaced" in str(refusal.value)
+    replaced = r"two failed when a part of the engine's state was replaced"
     for go_on in (lambda: train(engine), lambda: engine.save_checkpoint(folder, tag="three")):
-        with pytest.raises(deeptide.CheckpointError, match=r"two failed when a part of the engine's state was replaced"):
+        with pytest.raises(deeptide.CheckpointError, match=replaced):
             go_on()
     engine.load_checkpoint(folder, tag="one")
     expected = start(world, 3, make_adapters())
