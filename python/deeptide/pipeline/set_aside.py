@@ -26,7 +26,7 @@ _CURE = 'take "schedule": "1f1b"'
 
 
 class _Weight(NamedTuple):
-    """What an activation is multiplied with: (O, I) where the product is F.linear, else (I, O)."""
+    """The other factor of a product with an activation: (O, I) where the product is F.linear, else (I, O)."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -178,7 +178,7 @@ class _Watch(TorchFunctionMode):
 
 
 class _Factors(NamedTuple):
-    """What a weight's gradient is computed from."""
+    """The factors of a weight's gradient."""
 
     weight: _Weight
     inputs: torch.Tensor  # (…, I)
@@ -197,7 +197,7 @@ class _Factors(NamedTuple):
 
 
 class SetAside:
-    """What backward of one stage leaves to be computed, by micro-batch."""
+    """Keeps what backward of one stage leaves to be computed, by micro-batch."""
 
     def __init__(self) -> None:
         self._watch = _Watch(self)

@@ -72,7 +72,7 @@ class StageRun:
         self._sent: dict[_Piece, Any] = {}
         self._gradients: dict[_Piece, Any] = {}
         self._inputs: dict[_Piece, list[torch.Tensor]] = {}
-        # Of a schedule with gradients of weights apart. The first stage has nobody who waits for the others.
+        # If the schedule has gradients of weights apart. The first stage has nobody who waits for the others.
         self._aside: SetAside | None = None
         self._is_apart = False
         self._waited = 0.0  # seconds, in this step

@@ -111,7 +111,7 @@ class Ties:
         return [place for place in places if place.is_here]
 
     def lent(self) -> list[torch.Tensor]:
-        """What other stages have lent this one for the step."""
+        """The values that other stages have lent this one for the step."""
         return [value for tie in self._borrowed for value in tie.values]
 
     def letters(self, training: bool) -> dict[int, int]:

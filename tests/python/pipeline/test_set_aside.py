@@ -53,6 +53,7 @@ def gradients(call, inputs, weight, bias, aside=None, autocast=False):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "fp64", "autocast"])
 @pytest.mark.parametrize("shape", [(ROWS,), (1,), (3, 5), (3, 1), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("name", list(CALLS))
+@pytest.mark.costly
 def test_products_and_gradients_are_torchs_bit_for_bit(name, shape, kind):
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
     torch.manual_seed(3)
@@ -70,7 +71,7 @@ def test_products_and_gradients_are_torchs_bit_for_bit(name, shape, kind):
 
 
 class Model(torch.nn.Module):
-    """Of each kind one that is set aside, and some that are not."""
+    """Has one of each kind that is set aside, and some that are not."""
 
     def __init__(self):
         super().__init__()

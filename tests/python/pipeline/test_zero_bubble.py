@@ -40,6 +40,7 @@ def both(num_stages, data_size, settings, gas=GAS, **module):
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("gas", [1, GAS])
+@pytest.mark.costly
 def test_stages_train_as_the_uncut_model_bit_for_bit(mesh, stage, bf16, gas):
     compare(*both(*mesh, config(stage, gas, bf16=bf16), gas))
 
@@ -93,7 +94,7 @@ STEPS_OF_A_LIST = (
 
 
 def trace(world, num_stages, micro_batches):
-    """What a stage does in a step, when each gradient of a parameter comes, and the most micro-batches it holds."""
+    """Lists what a stage does in a step, when each gradient of a parameter comes, and the most micro-batches it holds."""
     engine = start(world, num_stages, config(0, micro_batches))
     done, alive, peak, held, arrived = [], 0, 0, 0, {}
     run = engine._run
