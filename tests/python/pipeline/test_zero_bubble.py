@@ -94,7 +94,7 @@ STEPS_OF_A_LIST = (
 
 
 def trace(world, num_stages, micro_batches):
-    """Lists what a stage does in a step, when each gradient of a parameter comes, and the most micro-batches it holds."""
+    """A stage's actions in a step, when gradients of parameters come, and the most micro-batches that it holds."""
     engine = start(world, num_stages, config(0, micro_batches))
     done, alive, peak, held, arrived = [], 0, 0, 0, {}
     run = engine._run
