@@ -46,6 +46,8 @@ class _Weight(NamedTuple):
             products = torch.addmm(bias, rows, factor)
         else:
             products = torch.mm(rows, factor)
+        if inputs.dim() == 2:
+            return products
         # No view: the program may write it.
         outputs: torch.Tensor = torch.ops.aten._unsafe_view(products, [*inputs.shape[:-1], products.shape[-1]])
         return outputs if bias is None or _is_flattened(inputs) else outputs.add_(bias)
