@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import output
-from axes_worker import CONTENDERS
+from axes_worker import SCHEDULES, contenders
 from jobs import run_ranks
 from memory import JobMemory
 from settings import SIZES, WORLD
@@ -20,14 +20,16 @@ Two ranks of one thread, a stage each; the same cut and the same weights, AdamW,
 once, every other turn in reverse order; a step begins at a barrier, has all micro-batches and an optimizer step, and
 ends on the slower rank. "busy" is the same work of each rank's stage with nobody to wait for, both ranks at once.
 Idle: the share of ranks' time in the median step that is not busy; it holds the bubble, messages, and what the stages'
-work differs by. By formula, for equal stages and free messages: (stages - 1) / (micro-batches + stages - 1). Losses of
-all contenders are compared.
+work differs by. By formula, for equal stages, backwards of twice a forward's time and free messages. Losses of all
+contenders are compared. Interleaved and zero_bubble beside ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
 """
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", choices=("46m", "319m"), default="46m")
+    parser.add_argument("--schedule", default="1f1b,gpipe", help="of " + ", ".join(SCHEDULES))
+    parser.add_argument("--chunks", type=int, default=2, help="runs of blocks on each stage, of interleaved")
     parser.add_argument("--micro-batches", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8])
     parser.add_argument("--steps", type=int, default=10, help="of each contender, timed")
     parser.add_argument("--warmup", type=int, default=2)
@@ -40,23 +42,29 @@ def slower(ranks, name):
     return [max(turn) for turn in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
 
 
-def differ(ranks):
+def idle_by_formula(schedule, count, chunks):
+    work = {"interleaved": chunks * count, "zero_bubble": 3 * count}.get(schedule, count)
+    return (WORLD - 1) / (work + WORLD - 1)
+
+
+def differ(ranks, names):
     """The largest relative difference between contenders' losses of a step."""
-    losses = [ranks[-1]["losses"][name] for name in CONTENDERS]
+    losses = [ranks[-1]["losses"][name] for name in names]
     return max((max(step) - min(step)) / max(step) for step in zip(*losses, strict=True))
 
 
-def rows(count, outcome):
+def rows(count, outcome, options):
     if "ranks" not in outcome:
         return [[count, outcome.get("error", "?"), "", "", "", ""]]
-    ranks, found = outcome["ranks"], []
+    ranks, found, names = outcome["ranks"], [], contenders(options.schedule.split(","))
     busy = mean(median(rank["seconds"]["busy"]) for rank in ranks)
-    for name in CONTENDERS:
+    for name in names:
         took = slower(ranks, name)
         idle = 100 * (1 - busy / median(took))
         cells = [f"{1e3 * min(took):.0f}", f"{1e3 * median(took):.0f}", f"{idle:.1f} %"]
-        found.append([count, name, *cells, f"{100 * (WORLD - 1) / (count + WORLD - 1):.1f} %"])
-    found.append([count, "busy", "", f"{1e3 * busy:.0f}", f"losses differ by {differ(ranks):.1e}", ""])
+        formula = idle_by_formula(name.split()[1], count, options.chunks)
+        found.append([count, name, *cells, f"{100 * formula:.1f} %"])
+    found.append([count, "busy", "", f"{1e3 * busy:.0f}", f"losses differ by {differ(ranks, names):.1e}", ""])
     return found
 
 
@@ -66,11 +74,13 @@ def main():
     for count in options.micro_batches:
         command = [
             sys.executable, WORKER, "--model", options.model, "--micro-batches", str(count),
+            *("--schedule", options.schedule, "--chunks", str(options.chunks)),
             *("--warmup", str(options.warmup), "--steps", str(options.steps)),
         ]  # fmt: skip
         outcome = record["micro_batches"][count] = run_ranks(command, WORLD, options.timeout, JobMemory())
-        lines += rows(count, outcome)
-        print(*lines[-len(CONTENDERS) - 1 :], sep="\n", file=sys.stderr)
+        found = rows(count, outcome, options)
+        lines += found
+        print(*found, sep="\n", file=sys.stderr)
     title = f"Axes: {options.model} at {WORLD} stages, {SIZES[options.model].batch} sequences a micro-batch"
     header = ["micro-batches", "schedule", "best (ms)", "median (ms)", "idle", "by formula"]
     output.write(options, output.head(title, record, LEGEND) + output.table(header, lines), record)

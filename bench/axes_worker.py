@@ -22,8 +22,16 @@ import task
 from contenders.zero_config import zero_config
 from settings import SIZES
 
-SCHEDULES = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
-CONTENDERS = [f"{maker} {schedule}" for schedule in SCHEDULES for maker in ("deeptide", "torch")]
+SCHEDULES = {
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,  # of one stage per rank: ZB-H1
+}
+
+
+def contenders(schedules):
+    return [f"{maker} {schedule}" for schedule in schedules for maker in ("deeptide", "torch")]
 
 
 class Stage(nn.Module):
@@ -51,11 +59,12 @@ def loss_of(logits, labels):
 
 
 class Here:
-    def __init__(self, model, size, schedule, micro_batches):
+    def __init__(self, model, size, schedule, micro_batches, chunks):
+        parallel = {"pipeline": dist.get_world_size(), "schedule": schedule}
         config = zero_config(0, "fp32", size) | {
             "gradient_accumulation_steps": micro_batches,
             "train_micro_batch_size_per_gpu": size.batch,
-            "parallel": {"pipeline": dist.get_world_size(), "schedule": schedule},
+            "parallel": parallel | ({"chunks": chunks} if schedule == "interleaved" else {}),
         }
         config.pop("train_batch_size", None)
         self.engine = deeptide.initialize(model=model, config=config)[0]
@@ -67,12 +76,15 @@ class Here:
 
 class Torch:
     def __init__(self, model, size, schedule, micro_batches, bounds):
-        rank = dist.get_rank()
-        module = Stage(model, *bounds[rank : rank + 2])
-        stage = pipelining.PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
-        self.schedule = SCHEDULES[schedule](stage, micro_batches, loss_fn=loss_of)
-        self.is_first, self.is_last = module.is_first, module.is_last
-        self.optimizer = task.fused_adamw(module.parameters(), size)
+        count = len(bounds) - 1
+        modules = modules_of(model, bounds)
+        stages = [
+            pipelining.PipelineStage(module, part, count, torch.device("cpu")) for part, module in modules.items()
+        ]
+        is_single = schedule in ("1f1b", "gpipe")
+        self.schedule = SCHEDULES[schedule](stages[0] if is_single else stages, micro_batches, loss_fn=loss_of)
+        self.is_first, self.is_last = 0 in modules, count - 1 in modules
+        self.optimizer = task.fused_adamw(torch.nn.ModuleList(modules.values()).parameters(), size)
 
     def step(self, x, y, size):
         losses = []
@@ -84,20 +96,26 @@ class Torch:
         return loss.item()
 
 
+def modules_of(model, bounds):
+    """This rank's parts of the model, by number."""
+    parts = range(dist.get_rank(), len(bounds) - 1, dist.get_world_size())
+    return {part: Stage(model, *bounds[part : part + 2]) for part in parts}
+
+
 class Busy:
     """This rank's stage alone: its work in a step, and nobody to wait for."""
 
     def __init__(self, model, size, bounds):
-        rank = dist.get_rank()
-        self.module = Stage(model, *bounds[rank : rank + 2])
-        self.optimizer = task.fused_adamw(self.module.parameters(), size)
+        self.modules = torch.nn.ModuleList(modules_of(model, bounds).values())
+        self.optimizer = task.fused_adamw(self.modules.parameters(), size)
 
     def step(self, x, y, size):
         for tokens, labels in zip(x.split(size.batch), y.split(size.batch), strict=True):
-            first = tokens if self.module.is_first else torch.zeros(*tokens.shape, size.width, requires_grad=True)
-            out = self.module(first)
-            loss = loss_of(out, labels) if self.module.is_last else out.mean()
-            loss.backward()
+            for module in self.modules:
+                first = tokens if module.is_first else torch.zeros(*tokens.shape, size.width, requires_grad=True)
+                out = module(first)
+                loss = loss_of(out, labels) if module.is_last else out.mean()
+                loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return 0.0
@@ -108,10 +126,12 @@ def measure(options):
     torch.set_num_threads(1)
     deeptide.init_distributed()
     model = task.make_model(size)
-    made = {f"deeptide {s}": Here(copy.deepcopy(model), size, s, count) for s in SCHEDULES}
-    bounds = next(iter(made.values())).engine._cut.parts
-    made |= {f"torch {s}": Torch(copy.deepcopy(model), size, s, count, bounds) for s in SCHEDULES}
-    made["busy"] = Busy(copy.deepcopy(model), size, bounds)
+    made = {
+        f"deeptide {s}": Here(copy.deepcopy(model), size, s, count, options.chunks) for s in options.schedule.split(",")
+    }
+    bounds = {name.split()[1]: here.engine._cut.parts for name, here in made.items()}
+    made |= {f"torch {s}": Torch(copy.deepcopy(model), size, s, count, parts) for s, parts in bounds.items()}
+    made["busy"] = Busy(copy.deepcopy(model), size, next(iter(bounds.values())))
     draws = torch.Generator().manual_seed(1)
     seconds, losses = {name: [] for name in made}, {name: [] for name in made}
     for turn in range(options.warmup + options.steps):
@@ -131,6 +151,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SIZES, required=True)
     parser.add_argument("--micro-batches", type=int, required=True)
+    parser.add_argument("--schedule", required=True)
+    parser.add_argument("--chunks", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--result", type=Path, required=True)

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "deeptide/engine.h"
@@ -44,6 +45,11 @@ class DEEPTIDE_API PipelineStage {
   /// Runs autograd from outputs that a later stage took, whose gradients it has sent, scaled as fp16's losses are.
   /// Shapes: of each gradient, its output's. Errors: ValueError if their numbers differ.
   void backward(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients);
+  /// Gradients of parameters that autograd gives from now on wait under a number, begun anew, such as those of a
+  /// micro-batch whose weights' gradients are computed later. Nothing: they enter the sums at once, as at first.
+  void hold(std::optional<int64_t> number);
+  /// Those that wait under the number enter the sums. Does nothing where none wait.
+  void give(int64_t number);
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other.
   std::vector<double> exchange(const std::vector<double>& values);
 

@@ -66,6 +66,8 @@ void bind_stage(py::module_& module) {
       .def("flush", StageHandle::forward_to(&PipelineStage::flush), NoGil())
       .def("backward", StageHandle::forward_to(&PipelineStage::backward), py::arg("outputs"), py::arg("gradients"),
            NoGil())
+      .def("hold", StageHandle::forward_to(&PipelineStage::hold), py::arg("number"), NoGil())
+      .def("give", StageHandle::forward_to(&PipelineStage::give), py::arg("number"), NoGil())
       .def("exchange", StageHandle::forward_to(&PipelineStage::exchange), py::arg("values"), NoGil());
 }
 

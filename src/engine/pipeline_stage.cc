@@ -71,6 +71,16 @@ void PipelineStage::backward(const std::vector<at::Tensor>& outputs, const std::
   });
 }
 
+void PipelineStage::hold(std::optional<int64_t> number) {
+  if (engine_.intake) engine_.intake->hold(number);
+}
+
+void PipelineStage::give(int64_t number) {
+  engine_.told("backward", [&] {
+    if (engine_.intake) engine_.intake->give(number);
+  });
+}
+
 std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
   return engine_.told("train_batch", [&] {
     return engine_.channels.stages()->exchange_all(std::span<const double>(values),

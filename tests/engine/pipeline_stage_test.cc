@@ -133,7 +133,29 @@ StepOutcome run_second(Whole& model, Engine& engine, int step, std::vector<doubl
   return outcome;
 }
 
-Trained train_stage(const World& world, int zero_stage) {
+/// The same, but gradients of all micro-batches wait until the last of them is there.
+StepOutcome run_second_late(Whole& model, Engine& engine, int step, std::vector<double>& losses) {
+  PipelineStage stage(engine);
+  for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+    const Tensor in = stage.receive(stage.expect(at::empty({kMicro, kWidth}), 0)).requires_grad_();
+    const Tensor loss = model->back(in, micro_batch(step, micro, stage.data_rank()).second);
+    losses.push_back(loss.item<double>());
+    stage.hold(micro);
+    engine.backward(loss);
+    stage.hold(std::nullopt);
+    stage.send(in.grad(), 0);
+  }
+  StepOutcome outcome;
+  for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+    stage.give(micro);
+    outcome = engine.step();
+  }
+  return outcome;
+}
+
+using RunSecond = decltype(run_second);
+
+Trained train_stage(const World& world, int zero_stage, RunSecond& second) {
   Whole model = make_whole();
   const int index = world.rank / kData;
   Part part(model, index);
@@ -145,7 +167,7 @@ Trained train_stage(const World& world, int zero_stage) {
   Trained trained;
   for (int step = 0; step < kSteps; ++step) {
     const StepOutcome outcome =
-        index == 0 ? run_first(model, engine, step) : run_second(model, engine, step, trained.losses);
+        index == 0 ? run_first(model, engine, step) : second(model, engine, step, trained.losses);
     EXPECT_TRUE(outcome.applied()) << outcome.reason;
     trained.norms.push_back(outcome.grad_norm);
   }
@@ -155,12 +177,12 @@ Trained train_stage(const World& world, int zero_stage) {
   return trained;
 }
 
-TEST(PipelineStage, TrainsAsTheUncutModelDoesBitForBit) {
+void expect_trained_as_uncut(RunSecond& second) {
   for (const int zero_stage : {0, 1, 2, 3}) {
     SCOPED_TRACE("stage " + std::to_string(zero_stage));
     std::vector<Trained> whole(kData), cut(kStages * kData);
     run_ranks(kData, [&](const World& world) { whole[world.rank] = train_whole(world, zero_stage); });
-    run_ranks(kStages * kData, [&](const World& world) { cut[world.rank] = train_stage(world, zero_stage); });
+    run_ranks(kStages * kData, [&](const World& world) { cut[world.rank] = train_stage(world, zero_stage, second); });
     size_t num_weights = 0;
     for (int rank = 0; rank < kStages * kData; ++rank) {
       const Trained& wanted = whole[rank % kData];
@@ -175,6 +197,44 @@ TEST(PipelineStage, TrainsAsTheUncutModelDoesBitForBit) {
     }
     EXPECT_EQ(num_weights, whole[0].weights.size());
   }
+}
+
+TEST(PipelineStage, TrainsAsTheUncutModelDoesBitForBit) { expect_trained_as_uncut(run_second); }
+
+TEST(PipelineStage, GradientsThatWaitEnterTheSumsInTheirOrder) { expect_trained_as_uncut(run_second_late); }
+
+/// One micro-batch's gradients wait `times` times under one number, and are given once, in each half of a step.
+double norm_after(const World& world, int times) {
+  Whole model = make_whole();
+  Part part(model, world.rank / kData);
+  Engine engine = engine_of_stage(part, world, config_at(1));
+  PipelineStage stage(engine);
+  const auto [tokens, targets] = micro_batch(0, 0, stage.data_rank());
+  const auto wait = [&, &tokens = tokens, &targets = targets] {
+    stage.hold(7);
+    engine.backward(stage.index() == 0 ? model->front(tokens).sum() : model->back(at::ones({kMicro, kWidth}), targets));
+    stage.hold(std::nullopt);
+  };
+  wait();
+  engine.zero_grad();
+  stage.give(7);
+  EXPECT_NE(error_of([&] { engine.step(); }).find("no rank has a gradient"), std::string::npos);
+  StepOutcome outcome;
+  for (int64_t micro = 0; micro < kAccumulation; ++micro) {
+    for (int i = 0; i < times; ++i) wait();
+    stage.give(7);
+    stage.give(8);  // nothing waits
+    outcome = engine.step();
+  }
+  return outcome.grad_norm;
+}
+
+TEST(PipelineStage, GradientsThatWaitAreDroppedAndBegunAnew) {
+  run_ranks(kStages * kData, [](const World& world) {
+    const double once = norm_after(world, 1);
+    EXPECT_GT(once, 0.0);
+    EXPECT_EQ(norm_after(world, 2), once);
+  });
 }
 
 using States = std::map<std::string, Tensor>;

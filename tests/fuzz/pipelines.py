@@ -186,7 +186,7 @@ def make(program, stages, chunks, world, seed):
 
 
 def program_of(seed):
-    draw = random.Random(f"pipeline {seed}")
+    draw, apart = random.Random(f"pipeline {seed}"), random.Random(f"zero bubble {seed}")
     stores = random.Random(f"stores {seed}")  # of what changes no act: other draws stay as they are
     form, tie = draw.choice(["layers", "blocks", "blocks"]), draw.random() < 0.4
     phases, tags = [], []
@@ -211,6 +211,8 @@ def program_of(seed):
         loops = any(act[0] == "loop" for act in acts)
         if form == "blocks" and stages == 2 and not loops and stores.random() < 0.4:
             schedule, chunks = "interleaved", 2
+        if schedule == "1f1b" and chunks == 1 and apart.random() < 0.5:
+            schedule = "zero_bubble"
         phases.append({
             "stages": stages, "chunks": chunks, "data": data, "tensor": tensor, "zero": draw.randrange(4),
             "schedule": schedule, "bf16": draw.random() < 0.25,

@@ -63,7 +63,7 @@ _ROWS = (
     ("runtime.utils", _PIPE, "PartitionedTensor"),
     (
         "runtime.pipe.schedule",
-        "a pipeline trains by 1F1B or GPipe, as parallel.schedule says",
+        "a pipeline trains by parallel.schedule: 1f1b, gpipe, interleaved, zero_bubble",
         "CommitP2P DualPipeVSchedule",
     ),
     (

@@ -10,7 +10,7 @@ from deeptide.as_deepspeed._names_of_helpers import ALIASES_OF_HELPERS, HELPERS
 
 __all__ = ["ALIASES", "ENGINE", "MODULES", "Name", "Status"]
 
-_DUAL = "DualPipeV is not here; PipelineModule trains by 1F1B or GPipe, as parallel.schedule says"
+_DUAL = "DualPipeV is not here; PipelineModule trains by 1f1b, gpipe, interleaved, zero_bubble"
 _PIPE_ENGINE = (
     "has train_batch() and eval_batch(); stages exchange by Deeptide's channels, and ZeRO 0 to 3 goes with it"
 )

@@ -31,6 +31,7 @@ _SCHEDULES = {
     "1f1b": PipelineSchedule.one_f_one_b,
     "gpipe": PipelineSchedule.gpipe,
     "interleaved": PipelineSchedule.one_f_one_b,  # of one chunk
+    "zero_bubble": PipelineSchedule.zero_bubble,
 }
 
 
@@ -86,12 +87,15 @@ class PipelineEngine(Engine):
                     f"parallel.chunks is {section['chunks']}, and the PipelineModule was built with chunks={chunks}; "
                     "leave the key out"
                 )
-            if (chunks > 1 and name == "gpipe") or (chunks == 1 and name == "interleaved" and self.num_stages > 1):
+            has_one = name in ("gpipe", "zero_bubble")
+            if (chunks > 1 and has_one) or (chunks == 1 and name == "interleaved" and self.num_stages > 1):
                 raise ConfigError(
                     f'parallel.schedule is "{name}", and the PipelineModule has {chunks} chunks on each stage: those '
-                    "of one chunk run by 1f1b or gpipe, others interleaved; build it with another number, or leave the "
-                    "key out"
+                    "of one chunk run by 1f1b, gpipe or zero_bubble, others interleaved; build it with another number, "
+                    "or leave the key out"
                 )
+        if self.num_stages == 1 and name == "zero_bubble":
+            return PipelineSchedule.one_f_one_b  # there is no bubble
         return PipelineSchedule.interleaved if chunks > 1 else _SCHEDULES[name]
 
     def _live_micro_batches(self) -> int:

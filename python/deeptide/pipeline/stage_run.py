@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from deeptide import _C
 from deeptide._C import PipelineSchedule, StageAction, StageInstruction
 from deeptide.engine import Engine
 from deeptide.pipeline.letters import Letters, Subject, tensors_in
+from deeptide.pipeline.set_aside import Pairs, SetAside
 
 if TYPE_CHECKING:
     from deeptide.pipeline.engine import PipelineEngine
@@ -45,6 +47,7 @@ class StageModel(Protocol):
 _Piece = tuple[int, int]  # a micro-batch in a chunk of this stage: (chunk, micro-batch)
 
 _FORWARD = (StageAction.receive_activation, StageAction.forward, StageAction.send_activation)
+_OF_WEIGHTS = (StageAction.backward, StageAction.backward_weight)
 _SOURCES = {StageAction.receive_activation: -1, StageAction.receive_gradient: 1}  # parts before and after the own one
 
 
@@ -69,6 +72,9 @@ class StageRun:
         self._sent: dict[_Piece, Any] = {}
         self._gradients: dict[_Piece, Any] = {}
         self._inputs: dict[_Piece, list[torch.Tensor]] = {}
+        # If the schedule has gradients of weights apart. The first stage has nobody who waits for the others.
+        self._aside: SetAside | None = None
+        self._is_apart = False
         self._waited = 0.0  # seconds, in this step
         self.times = (0.0, 0.0)  # of the last step's instructions: seconds that they took and waited
 
@@ -82,6 +88,8 @@ class StageRun:
             StageAction.send_activation: self._send_activation,
             StageAction.receive_gradient: self._receive_gradient,
             StageAction.backward: self._backward,
+            StageAction.backward_input: self._backward_input,
+            StageAction.backward_weight: self._backward_weight,
             StageAction.send_gradient: self._send_gradient,
         }
         begin, self._waited = time.perf_counter(), 0.0
@@ -125,7 +133,7 @@ class StageRun:
     def _prepare(self, batches: list[tuple[Any, Any]], order: list[StageInstruction], training: bool) -> None:
         self._number += 1
         self._batches, self._losses = batches, []
-        backwards = [(each.chunk, each.micro_batch) for each in order if each.action == StageAction.backward]
+        backwards = [(each.chunk, each.micro_batch) for each in order if each.action in _OF_WEIGHTS]
         self._final = backwards[-1] if backwards else (0, 0)
         # A chunk without a trained parameter has no gradients to reduce. What would close last closes with the step.
         trained = {chunk for chunk in range(self._chunks) if self._model.trains(chunk)}
@@ -133,6 +141,8 @@ class StageRun:
         self._closing = {*closing[:-1], self._final}
         for held in (self._received, self._sent, self._gradients, self._inputs):
             held.clear()  # of a step that failed
+        self._is_apart = any(each.action == StageAction.backward_weight for each in order)
+        self._aside = SetAside() if self._is_apart and self._here > 0 else None
         if self._letters is None:
             return
         lends = training or not self._ties.is_open  # else what was lent for a step under way stays
@@ -141,6 +151,8 @@ class StageRun:
         self._letters.begin(due, mixes=self._chunks > 1)
         if lends:
             self._ties.exchange_values(self._letters, self._number, training)
+        if self._aside is not None:
+            self._aside.begin(self._ties.lent())
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -189,8 +201,10 @@ class StageRun:
         return self._model.loss_of(output, self._batches[micro_batch][1])
 
     def _forward(self, piece: _Piece) -> None:
-        output = self._output(piece)
-        self._sent[piece] = self._loss(output, piece[1]) if self._is_last(piece[0]) else output
+        watch: AbstractContextManager[Any] = nullcontext() if self._aside is None else self._aside.forward()
+        with watch:
+            output = self._output(piece)
+            self._sent[piece] = self._loss(output, piece[1]) if self._is_last(piece[0]) else output
 
     def _send_activation(self, piece: _Piece) -> None:
         to, chunk = self._neighbour(piece[0], 1)
@@ -201,6 +215,11 @@ class StageRun:
         self._gradients[piece] = self._receive(self._kind("gradient", piece[0]), piece[1], source)
 
     def _backward(self, piece: _Piece) -> None:
+        self._differentiate(piece)
+        if self._part(piece[0]) == 0:
+            self._end(piece)
+
+    def _differentiate(self, piece: _Piece) -> None:
         sent = self._sent.pop(piece)
         if piece == self._final:
             self._engine.await_the_end()
@@ -211,26 +230,51 @@ class StageRun:
             self._backward_from(sent, self._gradients.pop(piece), piece)
         self._ties.add_gradients()
         if self._part(piece[0]) == 0:
-            self._end(piece)
+            del self._inputs[piece]
 
     def _backward_from(self, sent: Any, gradients: list[torch.Tensor | None], piece: _Piece) -> None:
         outputs = [tensor for tensor in tensors_in(sent) if tensor.requires_grad]
         pairs = [(out, grad) for out, grad in zip(outputs, gradients, strict=True) if grad is not None]
         assert self._stage is not None and self._letters is not None
-        if piece == self._final:
+        if piece == self._final and self._aside is None:
             pairs += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
         if pairs:
             self._stage.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
     def _send_gradient(self, piece: _Piece) -> None:
-        gradients = [tensor.grad for tensor in self._inputs[piece] if tensor.requires_grad]
+        gradients = [tensor.grad for tensor in self._inputs.pop(piece) if tensor.requires_grad]
         to, chunk = self._neighbour(piece[0], -1)
         self._send(self._kind("gradient", chunk), piece[1], gradients, to)
+        if not self._is_apart:
+            self._end(piece)
+
+    def _backward_input(self, piece: _Piece) -> None:
+        """The gradient that the stage before waits for. All those of parameters wait until they are complete."""
+        if self._aside is None:
+            self._differentiate(piece)
+            return
+        assert self._stage is not None
+        self._stage.hold(piece[1])
+        try:
+            with self._aside.backward(piece[1]):
+                self._differentiate(piece)
+        finally:
+            self._stage.hold(None)
+
+    def _backward_weight(self, piece: _Piece) -> None:
+        if self._aside is not None:
+            assert self._stage is not None and self._letters is not None
+            besides: Pairs = []
+            if piece == self._final:
+                besides += zip(*self._ties.take_gradients(self._letters, self._number), strict=True)
+            self._stage.give(piece[1])
+            for pairs in self._aside.gradients(piece[1], besides):
+                self._stage.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            self._ties.add_gradients()
         self._end(piece)
 
     def _end(self, piece: _Piece) -> None:
-        """After a backward, when its gradient is on its way."""
-        del self._inputs[piece]
+        """After a backward, when its gradient is on its way, and the gradients of its weights are there."""
         if piece == self._final and self._letters is not None:
             self._ties.send_gradients(self._letters, self._number)
         if piece in self._closing:

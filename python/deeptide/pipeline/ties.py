@@ -110,6 +110,10 @@ class Ties:
         places = [place for tie in self._borrowed for of_one in tie.parameters for place in of_one]
         return [place for place in places if place.is_here]
 
+    def lent(self) -> list[torch.Tensor]:
+        """The values that other stages have lent this one for the step."""
+        return [value for tie in self._borrowed for value in tie.values]
+
     def letters(self, training: bool) -> dict[int, int]:
         """How many letters come of which stage in one step."""
         due: dict[int, int] = {}

@@ -54,10 +54,32 @@ GradientIntake::GradientIntake(std::vector<Unit*> trainable, gradients::Reducer&
       tensors,
       [this](int index, const Tensor& gradient) {
         refuse_in_interrupt_handler("backward()");
-        const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
-        reducer_.add(places_[index].unit, places_[index].parameter, ordered_and_scaled(index, gradient, scale));
+        arrive(index, gradient);
       },
       std::move(before));
+}
+
+void GradientIntake::arrive(int index, const Tensor& gradient) {
+  const double scale = scaled_ > 0 ? 1.0 : loss_scale_.load();
+  const Tensor taken = ordered_and_scaled(index, gradient, scale);
+  if (held_ != nullptr) {
+    held_->push_back({index, taken});
+    return;
+  }
+  reducer_.add(places_[index].unit, places_[index].parameter, taken);
+}
+
+void GradientIntake::hold(std::optional<int64_t> number) {
+  held_ = number ? &waiting_[*number] : nullptr;
+  if (held_ != nullptr) held_->clear();
+}
+
+void GradientIntake::give(int64_t number) {
+  auto given = waiting_.extract(number);
+  if (given.empty()) return;
+  for (const Waiting& each : given.mapped()) {
+    reducer_.add(places_[each.index].unit, places_[each.index].parameter, each.gradient);
+  }
 }
 
 /// Returns the gradient of a place as the reducer takes it: in the order of the parameter's first tensor, times
@@ -106,6 +128,8 @@ void GradientIntake::take_left() {
 }
 
 std::string GradientIntake::drop_left() {
+  held_ = nullptr;
+  waiting_.clear();
   std::string first;
   for (const Place& place : places_) {
     const Tensor& own = tensor(place);

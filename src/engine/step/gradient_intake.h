@@ -5,7 +5,9 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,7 +46,13 @@ class GradientIntake {
   };
   /// Whether the engine's own backward is running.
   bool is_in_backward() const { return scaled_ > 0; }
-  /// Drops what lies in `.grad`. Returns the name of the first parameter that had one, or an empty text.
+  /// Gradients that autograd gives from now on wait under this number, begun anew; nothing: they are taken at once.
+  /// Not while a backward runs.
+  void hold(std::optional<int64_t> number);
+  /// Takes those that wait under a number, as if backward had just given them.
+  void give(int64_t number);
+  /// Drops what lies in `.grad`, and what waits. Returns the name of the first parameter that had a `.grad`, or an
+  /// empty text.
   std::string drop_left();
 
  private:
@@ -54,7 +62,12 @@ class GradientIntake {
     int parameter = 0;
     int tensor = 0;
   };
+  struct Waiting {
+    int index = 0;  // of its place
+    at::Tensor gradient;
+  };
 
+  void arrive(int index, const at::Tensor& gradient);
   at::Tensor ordered_and_scaled(int index, const at::Tensor& gradient, double scale) const;
   const sharding::Parameter& parameter(const Place& place) const {
     return units_[place.unit]->parameters()[place.parameter];
@@ -66,7 +79,9 @@ class GradientIntake {
   std::vector<Place> places_;
   std::vector<bool> replaced_;  // by place: its accumulator, since gradients were last taken from .grad
   std::atomic<double> loss_scale_{1.0};
-  std::atomic<int> scaled_{0};  // engine's backward passes under way; autograd's threads read it
+  std::map<int64_t, std::vector<Waiting>> waiting_;  // by number
+  std::vector<Waiting>* held_ = nullptr;             // null: what arrives is taken at once
+  std::atomic<int> scaled_{0};                       // engine's backward passes under way; autograd's threads read it
   std::unique_ptr<gradients::GradientHooks> hooks_;
 };
 

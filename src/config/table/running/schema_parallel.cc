@@ -34,8 +34,8 @@ Key parallel_section() {
                       "Compare one small forward of the model that is cut with that of the whole model, at the start."),
                  choice("schedule", "1f1b", {"1f1b", "gpipe", "interleaved", "zero_bubble"},
                         "Order of a stage's work. 1f1b: a forward and a backward in turn; gpipe: all forwards first; "
-                        "interleaved: 1f1b over several chunks of the model on each stage.")
-                     .not_yet({"zero_bubble"}),
+                        "interleaved: 1f1b over several chunks of the model on each stage; zero_bubble: 1f1b whose "
+                        "gradients of weights are computed while a stage would wait."),
                  integer("chunks", {}, "Runs of blocks on each stage, by the interleaved schedule.")
                      .at_least(1)
                      .derives("2 with the interleaved schedule, else 1"),

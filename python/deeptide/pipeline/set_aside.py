@@ -1,0 +1,284 @@
+# SPDX-FileCopyrightText: The Deeptide authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of weights that a backward leaves out, to be computed later: ZB-H1 of arXiv:2401.10241.
+
+Products of an activation with a weight are recorded by a function whose backward gives the activation's gradient alone.
+It keeps both factors of the weight's gradient, which is their product. Shapes: I inputs, O outputs; rows are (N, I) or
+(N, O).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from deeptide.pipeline.errors import PipelineError
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (leaf, its gradient)
+
+_CURE = 'take "schedule": "1f1b"'
+
+
+class _Weight(NamedTuple):
+    """The other factor of a product with an activation: (O, I) where the product is F.linear, else (I, O)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    is_linear: bool
+
+    def as_factor(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """The second factor, (I, O), without a graph; in `dtype`, if it is given."""
+        weight = self.weight.detach() if dtype is None else self.weight.detach().to(dtype)
+        return weight.t() if self.is_linear else weight
+
+    def product(self, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """(…, I) -> (…, O), by the operators that torch would call: bit for bit what it computes."""
+        factor = self.as_factor(dtype)
+        bias = None if self.bias is None else self.bias.detach().to(factor.dtype)
+        rows = _rows(inputs)
+        if bias is not None and _is_flattened(inputs):
+            products = torch.addmm(bias, rows, factor)
+        else:
+            products = torch.mm(rows, factor)
+        if inputs.dim() == 2:
+            return products
+        # No view: the program may write it.
+        outputs: torch.Tensor = torch.ops.aten._unsafe_view(products, [*inputs.shape[:-1], products.shape[-1]])
+        return outputs if bias is None or _is_flattened(inputs) else outputs.add_(bias)
+
+    def input_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """(…, O) -> (…, I)."""
+        factor, rows, row_gradients = self.as_factor(gradient.dtype), _rows(inputs), _rows(gradient)
+        if _is_transposed(rows):
+            return torch.mm(factor, row_gradients.t()).t().reshape(inputs.shape)
+        return torch.mm(row_gradients, factor.t()).reshape(inputs.shape)
+
+    def own_gradients(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Pairs:
+        """Those of the weight and of the bias."""
+        rows, row_gradients = _rows(inputs), _rows(gradient)
+        if _is_transposed(self.weight.t() if self.is_linear else self.weight):
+            factor = torch.mm(row_gradients.t(), rows).t()
+        else:
+            factor = torch.mm(rows.t(), row_gradients)
+        found = [(self.weight, (factor.t() if self.is_linear else factor).to(self.weight.dtype))]
+        if self.bias is not None and self.bias.requires_grad:
+            summed = row_gradients if _is_flattened(inputs) else gradient
+            found.append((self.bias, summed.sum_to_size(self.bias.shape).to(self.bias.dtype)))
+        return found
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _is_flattened(inputs: torch.Tensor) -> bool:
+    """Whether torch adds the bias within the product."""
+    return inputs.dim() == 2 or inputs.is_contiguous()
+
+
+def _is_transposed(factor: torch.Tensor) -> bool:
+    """Whether torch computes a factor's gradient transposed, since the factor lies so."""
+    return factor.stride(0) == 1 and factor.stride(1) == factor.shape[0]
+
+
+class _Product(torch.autograd.Function):
+    """An activation times a weight. The weight comes in a tuple, which autograd does not look into."""
+
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor, weight: _Weight, aside: SetAside) -> torch.Tensor:
+        """Under autocast in its type, in which the inputs are then kept."""
+        dtype = _autocast_dtype(inputs)
+        context.weight, context.aside, context.dtype = weight, aside, inputs.dtype
+        kept = inputs if dtype is None else inputs.to(dtype)
+        context.save_for_backward(kept)
+        with torch.enable_grad():  # sharded weights tell training from evaluation by it; nothing here has a graph
+            return weight.product(kept.detach(), dtype)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of the inputs; the weight's is set aside."""
+        (inputs,) = context.saved_tensors
+        context.aside.add(context.weight, inputs, gradient)
+        return context.weight.input_gradient(inputs, gradient).to(context.dtype), None, None
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+# The functions that are looked at: names of their arguments, and the place of (inputs, weight, bias) among them.
+_LINEAR = (("input", "weight", "bias"), ("input", "weight", "bias"))
+_ADDMM = (("input", "mat1", "mat2"), ("mat1", "mat2", "input"))
+_MM = (("input", "mat2"), ("input", "mat2", ""))
+_MATMUL = (("input", "other"), ("input", "other", ""))
+_FUNCTIONS: dict[Callable[..., Any], tuple[tuple[str, ...], tuple[str, str, str]]] = {
+    F.linear: _LINEAR,
+    torch.addmm: _ADDMM,
+    torch.mm: _MM,
+    torch.matmul: _MATMUL,
+    torch.Tensor.mm: _MM,
+    torch.Tensor.matmul: _MATMUL,
+    torch.Tensor.__matmul__: _MATMUL,
+}
+
+
+def _run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **more: Any) -> bool:
+    """A backward that a program starts, as a checkpoint does within another one. False: it is an unusual one."""
+    tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    gradients = (gradients,) if gradients is None or isinstance(gradients, torch.Tensor) else tuple(gradients)
+    is_plain = not any(more.values()) and len(gradients) == len(tensors)
+    if not is_plain or any(gradient is None and tensor.numel() != 1 for tensor, gradient in zip(tensors, gradients)):
+        return False
+    gradients = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, gradients, strict=True))
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run(tensors, gradients, bool(retain_graph), False, (), allow_unreachable=True, accumulate_grad=True)
+    return True
+
+
+# Torch runs these without the modes that are on, so that a recomputation within would not be seen.
+_BACKWARDS: dict[Callable[..., Any], tuple[str, ...]] = {
+    torch.autograd.backward: ("tensors", "gradients", "retain_graph", "create_graph", "grad_variables", "inputs"),
+    torch.Tensor.backward: ("tensors", "gradients", "retain_graph", "create_graph", "inputs"),
+}
+_GRADIENTS = {"grad_tensors": "gradients", "gradient": "gradients"}  # their keywords
+
+
+class _Watch(TorchFunctionMode):
+    """Sees each of torch's functions that Python calls."""
+
+    def __init__(self, aside: SetAside) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._aside = aside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            given = dict(zip(_BACKWARDS[func], args, strict=False))
+            given |= {_GRADIENTS.get(name, name): value for name, value in kwargs.items()}
+            with self:
+                has_run = _run_backward(**given)
+            return None if has_run else func(*args, **kwargs)
+        known = _FUNCTIONS.get(func)
+        if known is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        names, places = known
+        given = dict(zip(names, args, strict=False)) | kwargs
+        inputs, weight, bias = (given.pop(place, None) for place in places)
+        if given or not self._aside.takes(inputs, weight, bias):
+            return func(*args, **kwargs)
+        product: Callable[..., torch.Tensor] = _Product.apply
+        return product(inputs, _Weight(weight, bias, func is F.linear), self._aside)
+
+
+class _Factors(NamedTuple):
+    """The factors of a weight's gradient."""
+
+    weight: _Weight
+    inputs: torch.Tensor  # (…, I)
+    gradient: torch.Tensor  # (…, O), of the product
+    versions: tuple[int, int]
+
+    def gradients(self) -> Pairs:
+        """Errors: PipelineError if a factor was written since."""
+        if (self.inputs._version, self.gradient._version) != self.versions:
+            raise PipelineError(
+                f"the zero_bubble schedule: what a weight of shape {tuple(self.weight.weight.shape)} was multiplied "
+                "with was written in place between the backward of a micro-batch and the gradient of the weight; write "
+                f"copies, or {_CURE}"
+            )
+        return self.weight.own_gradients(self.inputs, self.gradient)
+
+
+class SetAside:
+    """Keeps what backward of one stage leaves to be computed, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._watch = _Watch(self)
+        self._lent: frozenset[int] = frozenset()
+        self._factors: dict[int, deque[_Factors]] = {}
+        self._open: int | None = None  # the micro-batch whose backward runs
+
+    def begin(self, lent: list[torch.Tensor]) -> None:
+        """Before a step: forgets the one before. `lent`: weights of other stages, which are no parameters here."""
+        self._factors.clear()
+        self._lent = frozenset(map(id, lent))
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around a forward of a micro-batch."""
+        return self._watch
+
+    @contextmanager
+    def backward(self, micro_batch: int) -> Iterator[None]:
+        """Around a backward, which may compute a forward again."""
+        self._open = micro_batch
+        self._factors[micro_batch] = deque()
+        try:
+            with self._watch:
+                yield
+        finally:
+            self._open = None
+
+    def takes(self, inputs: Any, weight: Any, bias: Any) -> bool:
+        """Whether it is a product of an activation with a weight that is trained, and plain enough."""
+        return (
+            self._is_weight(weight, 2)
+            and weight.requires_grad
+            and type(inputs) in (torch.Tensor, torch.nn.Parameter)
+            and inputs.requires_grad
+            and inputs.dim() >= 2
+            and inputs.is_floating_point()
+            and inputs.layout == torch.strided
+            and inputs.numel() > 0
+            and inputs.device == weight.device
+            and (inputs.dtype == weight.dtype or _autocast_dtype(inputs) is not None)
+            and (bias is None or (self._is_weight(bias, 1) and bias.dtype == weight.dtype))
+            and not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def _is_weight(self, tensor: Any, dimensions: int) -> bool:
+        is_held = type(tensor) is torch.nn.Parameter or (type(tensor) is torch.Tensor and id(tensor) in self._lent)
+        return is_held and tensor.dim() == dimensions and tensor.numel() > 0
+
+    def add(self, weight: _Weight, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        """In a backward. Errors: PipelineError if that is not the engine's, or makes a graph."""
+        if self._open is None or torch.is_grad_enabled():
+            raise PipelineError(
+                "the zero_bubble schedule sets gradients of weights aside, and the model differentiates what a weight "
+                f"gives by itself, as by torch.autograd.grad, in its forward or with create_graph; {_CURE}"
+            )
+        self._factors[self._open].append(_Factors(weight, inputs, gradient, (inputs._version, gradient._version)))
+
+    def gradients(self, micro_batch: int, besides: Pairs) -> Iterator[Pairs]:
+        """Computes what was set aside, weight by weight, each once; frees the factors on the way.
+
+        besides: gradients from elsewhere, which are added to those of the same leaf.
+        """
+        factors = self._factors.pop(micro_batch, deque())
+        due = Counter(id(leaf) for each in factors for leaf in (each.weight.weight, each.weight.bias))
+        due.update(id(leaf) for leaf, _ in besides)
+        sums: dict[int, torch.Tensor] = {}
+        arriving: list[Pairs] = [besides] if besides else []
+        while arriving or factors:
+            with torch.no_grad():
+                pairs = arriving.pop() if arriving else factors.popleft().gradients()
+                ready = []
+                for leaf, gradient in pairs:
+                    held = sums.pop(id(leaf), None)
+                    gradient = gradient if held is None else held + gradient
+                    due[id(leaf)] -= 1
+                    if due[id(leaf)]:
+                        sums[id(leaf)] = gradient
+                    else:
+                        ready.append((leaf, gradient))
+            if ready:
+                yield ready
