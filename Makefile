@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 export NINJA_STATUS ?= [%f/%t, %p, %W left] 
 
 .PHONY: build build-all examples configure configure-all setup demo demo-large test test-cpp test-ends test-kills test-deepspeed-units gpu-first-ten-minutes test-gpu test-hosts test-peers test-python fuzz fuzz-files bench lint tidy format docs
-.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
+.PHONY: wheel test-wheel wheel-deepspeed bundle test-bundle asan tsan clean help bench-axes bench-scale bench-builds bench-checkpoint bench-comm bench-less bench-observing bench-optimizer bench-startup bench-swap bench-offload bench-largest bench-gpu bench-link bench-hosts bench-scripts
 .DEFAULT_GOAL := build
 
 build: configure  ## Build the library, the Python module and the command
@@ -174,6 +174,9 @@ bench-observing: build  ## Steps with and without each observer (breakdowns, mon
 
 bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining, interleaved (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/axes.py $(ARGS)
+
+bench-scale: build  ## The forecast of a step beside steps that ran, over small meshes (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/scale.py $(ARGS)
 
 bench-less: build  ## Less work: sparse attention and output, the transformer layer, schedules to a held-out loss (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/less_operators.py $(ARGS)

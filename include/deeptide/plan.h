@@ -34,6 +34,14 @@ struct PlanPhase {
   int64_t memory_bytes = 0;
 };
 
+/// The tensors of one kind that a rank exchanges in a step of the optimizer. Units: bytes.
+struct PlanTransfer {
+  std::string kind;           // "gradients", "parameters", at stage 0 "summed gradients"
+  int64_t bytes = 0;          // of what is made whole or taken apart, as CollectiveLine::bytes
+  int64_t within_bytes = 0;   // that this rank sends to ranks of its host
+  int64_t between_bytes = 0;  // that it sends to other hosts
+};
+
 /// The engine's own bytes. Activations and what the program itself allocates come on top.
 struct DEEPTIDE_API MemoryPlan {
   int stage = 0;
@@ -41,9 +49,10 @@ struct DEEPTIDE_API MemoryPlan {
   int64_t num_parameters = 0;
   int64_t num_trained = 0;
   int64_t num_units = 0;
-  bool shares_memory = false;     // the ranks of the host have one copy of the parameters
-  std::vector<PlanLine> lines;    // by role
-  std::vector<PlanPhase> phases;  // in order
+  bool shares_memory = false;           // the ranks of the host have one copy of the parameters
+  std::vector<PlanLine> lines;          // by role
+  std::vector<PlanPhase> phases;        // in order
+  std::vector<PlanTransfer> transfers;  // of one rank and step; what ranks of a host share travels nowhere
 
   /// The bytes of one rank in its largest phase; all figures below are bytes.
   int64_t peak_bytes() const;

@@ -39,6 +39,7 @@ from ._C_memory import MemoryPlan as MemoryPlan
 from ._C_memory import PlanChoice as PlanChoice
 from ._C_memory import PlanLine as PlanLine
 from ._C_memory import PlanPhase as PlanPhase
+from ._C_memory import PlanTransfer as PlanTransfer
 from ._C_memory import cpu_allocator_stats as cpu_allocator_stats
 from ._C_memory import install_cpu_allocator as install_cpu_allocator
 from ._C_memory import plan as plan

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from deeptide import _C
+from deeptide._forecast.steps import Order, Rates, Step, StepForecast
 from deeptide._model import check_model, describe, parameter_names
 from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_optimizer
-from deeptide._plan_mesh import Mesh, mesh_of, plans_of_stages
+from deeptide._plan_mesh import Mesh, bounds_of, mesh_of, plans_of_stages
 from deeptide.activations.choice import budget_of
 from deeptide.config import ConfigSource, load_config
+from deeptide.pipeline.chunks import chunks_of
 
 _GIB = 2**30
 
@@ -28,6 +30,8 @@ class MemoryPlan:
     core: _C.MemoryPlan
     activation_bytes: int | None = dataclasses.field(default=None, kw_only=True)
     """Activations of one rank at most, as "activation_checkpointing" allows them; None: nothing bounds them."""
+    step: StepForecast | None = dataclasses.field(default=None, kw_only=True)
+    """A step on paper, stage by stage: what it keeps, sends and takes; None: no batch was given."""
 
     @property
     def lines(self) -> dict[str, _C.PlanLine]:
@@ -73,11 +77,30 @@ class MemoryPlan:
         rows += [
             "",
             f"{'per host':<20}{_size(self.host_bytes):>12}{_size(self.host_file_bytes):>12}",
+            *self._step_lines(),
             self._on_top(),
         ]
         return "\n".join(rows)
 
+    def _step_lines(self) -> list[str]:
+        if self.step is None:
+            return []
+        rows = [
+            "",
+            f"{'a step, per rank of':<20}{'alive':>8}{'activations':>14}{'sent in host':>14}{'between':>12}  of",
+        ]
+        for number, stage in enumerate(self.step.stages):
+            for row, sent in enumerate(stage.transfers or [None]):
+                begin = f"stage {number}" if row == 0 else ""
+                kept = f"{stage.live:>8}{_size(stage.activation_bytes):>14}" if row == 0 else " " * 22
+                size = f"{_size(sent.within_bytes):>14}{_size(sent.between_bytes):>12}  {sent.kind}" if sent else ""
+                rows.append(f"{begin:<20}{kept}{size}")
+        speed = f"{self.step.seconds:.4g} s, {self.step.tokens / self.step.seconds:.0f} tokens in a second"
+        return [*rows, f"forecast of a step: {speed}, bubble {100 * self.step.bubble:.1f} %", ""]
+
     def _on_top(self) -> str:
+        if self.step is not None:
+            return "What the program itself allocates, and gradients within autograd, come on top."
         bound = self.activation_bytes
         most = "" if bound is None else f", at most {_size(bound)} per rank (activation_checkpointing.memory),"
         return f"Activations{most} and what the program itself allocates come on top."
@@ -129,6 +152,7 @@ class MeshPlan(MemoryPlan):
         rows += [
             "",
             f"{'fullest host':<20}{_size(self.host_bytes):>12}{_size(self.host_file_bytes):>12} in files",
+            *self._step_lines(),
             self._on_top(),
         ]
         return "\n".join([*head, *rows])
@@ -149,24 +173,53 @@ def plan(
     ranks_per_host: int | None = None,
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
+    batch: Any = None,
+    rates: Rates | None = None,
 ) -> MemoryPlan:
     """The memory that `initialize` with these arguments would take on each of `world_size` ranks; nothing is allocated.
 
     model: as for initialize; built under zero.Init it takes no memory itself. ranks_per_host: all, unless given. With
-    parallel.pipeline or parallel.tensor, a MeshPlan, which has a plan for each stage.
-    Errors: ConfigError, as initialize raises where it follows from model and configuration.
+    parallel.pipeline or parallel.tensor, a MeshPlan, which has a plan for each stage. batch: one micro-batch of a rank,
+    as train_batch takes it, of which shapes alone are read: the plan then has `step`: activations, transfers, and the
+    time at `rates`. Errors: ConfigError, as initialize raises where it follows from model and configuration, and if the
+    model's forward needs values.
     """
     config = load_config(config)
     mesh = mesh_of(config, world_size)
+    on_host = ranks_per_host or world_size
     if mesh.pipeline == mesh.tensor == 1:
         description, options = _described(model, config, optimizer, model_parameters)
         made = _C.plan(description, config, options, world_size, ranks_per_host or 0)
-        return MemoryPlan(made, activation_bytes=_activation_bytes(config))
-    on_host = ranks_per_host or world_size
+        step = _step(model, config, mesh, on_host, [made], batch, rates)
+        return MemoryPlan(made, activation_bytes=_activation_bytes(config), step=step)
     stages, lent = plans_of_stages(model, config, mesh, on_host, optimizer, model_parameters)
     plans = [MemoryPlan(stage) for stage in stages]
     largest = max(plans, key=lambda each: each.peak_bytes)
-    return MeshPlan(largest.core, mesh, plans, lent, on_host, activation_bytes=_activation_bytes(config))
+    step = _step(model, config, mesh, on_host, stages, batch, rates)
+    return MeshPlan(largest.core, mesh, plans, lent, on_host, activation_bytes=_activation_bytes(config), step=step)
+
+
+def _step(
+    model: torch.nn.Module,
+    config: _C.Config,
+    mesh: Mesh,
+    on_host: int,
+    stages: list[_C.MemoryPlan],
+    batch: Any,
+    rates: Rates | None,
+) -> StepForecast | None:
+    """The forecast of a step as the configuration orders it."""
+    if batch is None:
+        return None
+    from deeptide._forecast.measure import measured
+
+    section = json.loads(_C.config_section(config, "parallel"))
+    policy = json.loads(_C.config_section(config, "activation_checkpointing"))["policy"]
+    chunks = chunks_of(config)
+    order = Order(section["schedule"], config.batch_sizes(mesh.data).accumulation, chunks, policy == "recompute")
+    names, bounds = bounds_of(model, mesh.pipeline, chunks)
+    micro = measured(model, config, names, batch, mesh.tensor)
+    return Step(micro, stages, mesh, on_host, bounds, order).forecast(rates or Rates())
 
 
 def _described(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deeptide._optimizers.groups import OptimizerSource, ParametersSource, plan_
 from deeptide.pipeline.blocks import (
     bounds_of_blocks,
     find_blocks,
+    numbered_blocks,
     parts_of_blocks,
     stages_of,
     uses_of_modules,
@@ -83,6 +84,15 @@ def slices_of_plan(model: nn.Module, config: Config, size: int) -> dict[int, Sli
             if parameter is not None:
                 found[id(parameter)] = slice_
     return found
+
+
+def bounds_of(model: nn.Module, num_stages: int, num_chunks: int) -> tuple[list[str], list[int]]:
+    """(the names of the blocks that a cut goes along, bounds of the parts). One part has all numbered blocks."""
+    if num_stages == 1:
+        names = list(numbered_blocks(model))
+        return names, [0, len(names)]
+    chain = find_blocks(model, num_stages, num_chunks)
+    return chain.names, bounds_of_blocks(model, chain, num_stages * num_chunks)
 
 
 def owners_of(model: nn.Module, num_stages: int, num_chunks: int) -> dict[int, list[int]]:
@@ -152,10 +162,12 @@ def plans_of_stages(
     ranks_per_host: int,
     optimizer: OptimizerSource | None = None,
     model_parameters: ParametersSource | None = None,
+    alike: Sequence[int] | None = None,
 ) -> tuple[list[_C.MemoryPlan], list[int]]:
     """(each stage's plan of one of its ranks, elements that other stages lend it).
 
-    Errors: ConfigError, as initialize raises where it follows from model and configuration.
+    alike: for each stage the first one that holds as much, whose plan it gets. Errors: ConfigError, as initialize
+    raises where it follows from model and configuration.
     """
     model = check_model(model)
     chosen = plan_optimizer(model, parameter_names(model), config, optimizer, model_parameters)
@@ -163,8 +175,11 @@ def plans_of_stages(
         raise ConfigError("plan: an optimizer of the program's own has no plan under parallel.pipeline or tensor")
     groups = chosen.core_groups(config) if chosen is not None else []
     parts = Parts(model, config, mesh)
-    plans = []
+    plans: list[_C.MemoryPlan] = []
     for stage in range(mesh.pipeline):
+        if alike is not None and alike[stage] < stage:
+            plans.append(plans[alike[stage]])
+            continue
         held = parts.holder(stage)
         every = model.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in every if held(name, parameter) is not None}

@@ -76,6 +76,11 @@ void bind_plan(py::module_& module) {
   py::class_<PlanPhase>(module, "PlanPhase", "The memory of one rank while it is in a phase.")
       .def_readonly("name", &PlanPhase::name)
       .def_readonly("memory_bytes", &PlanPhase::memory_bytes);
+  py::class_<PlanTransfer>(module, "PlanTransfer", "What one rank exchanges of one kind in a step, in bytes.")
+      .def_readonly("kind", &PlanTransfer::kind)
+      .def_readonly("bytes", &PlanTransfer::bytes)
+      .def_readonly("within_bytes", &PlanTransfer::within_bytes)
+      .def_readonly("between_bytes", &PlanTransfer::between_bytes);
   py::class_<MemoryPlan>(module, "MemoryPlan", "What an engine would take, before any of it is taken.")
       .def_readonly("stage", &MemoryPlan::stage)
       .def_property_readonly("world_size", [](const MemoryPlan& plan) { return plan.world.size; })
@@ -85,7 +90,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("num_units", &MemoryPlan::num_units)
       .def_readonly("shares_memory", &MemoryPlan::shares_memory)
       .def_readonly("lines", &MemoryPlan::lines)
-      .def_readonly("phases", &MemoryPlan::phases);
+      .def_readonly("phases", &MemoryPlan::phases)
+      .def_readonly("transfers", &MemoryPlan::transfers);
   module.def("plan", &make_plan, py::arg("model"), py::arg("config"), py::arg("options"), py::arg("world_size"),
              py::arg("ranks_per_host"), py::arg("tensor") = 1, py::arg("slices") = py::list());
   module.def("offload_folders", &offload_folders, py::arg("config"));

@@ -3,6 +3,8 @@
 // Describes a C++ module as the engine sees it.
 #include <torch/nn/module.h>
 
+#include "base/json.h"
+#include "deeptide/binding.h"
 #include "deeptide/engine.h"
 
 namespace deeptide {
@@ -21,6 +23,18 @@ void walk(torch::nn::Module& module, const std::string& prefix, ModelDescription
   for (const auto& child : module.named_children()) walk(*child.value(), prefix + child.key() + ".", description);
 }
 
+/// Errors: ConfigError for a policy of activations, for which a model in C++ has nothing to take over.
+void refuse_policy(const Config& config) {
+  const JsonValue section = parse_json(binding::section_text(config, "activation_checkpointing"), "the section");
+  const std::string policy = section.find("policy")->value.string;
+  const bool has_budget = !section.find("memory")->value.is(JsonKind::null);
+  if (!has_budget && policy != "recompute" && policy != "host") return;
+  throw ConfigError(
+      "activation_checkpointing.policy is \"" + (has_budget ? "auto" : policy) +
+      "\", and the model is a C++ module, whose blocks only Python can recompute: leave policy and memory "
+      "out");
+}
+
 }  // namespace
 
 ModelDescription describe(torch::nn::Module& model) {
@@ -30,6 +44,7 @@ ModelDescription describe(torch::nn::Module& model) {
 }
 
 Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options) {
+  refuse_policy(config);
   InitOptions looking = options;
   if (!looking.describe) looking.describe = [&model] { return describe(model); };
   return Engine(describe(model), config, looking);

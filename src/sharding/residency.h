@@ -39,6 +39,9 @@ int64_t two_largest(const std::vector<const UnitLayout*>& units);
 
 /// Memory of what is gathered, of sharded units, if operators use them in module order. Units: bytes.
 int64_t forecast(const std::vector<const UnitLayout*>& units, ResidencyLimits limits);
+/// By unit, how often a step of `passes` forwards and backwards gathers it, in the same order.
+std::vector<int64_t> forecast_gathers(const std::vector<const UnitLayout*>& units, ResidencyLimits limits,
+                                      int64_t passes);
 
 /// Serves the gate of one engine. Issues gathers in rounds: every rank states what it needs and what it would like
 /// next. All ranks then issue, in one order, every unit that any rank needs and those that all ranks would like. So all

@@ -23,9 +23,14 @@ std::vector<int64_t> numels_of(const std::vector<const UnitLayout*>& units) {
 class ForecastResidency {
  public:
   ForecastResidency(const std::vector<const UnitLayout*>& units, const ResidencyLimits& limits)
-      : units_(units), limits_(limits), plan_(numels_of(units), /*backward=*/true), states_(units.size()) {}
+      : units_(units),
+        limits_(limits),
+        plan_(numels_of(units), /*backward=*/true),
+        states_(units.size()),
+        gathers_(units.size()) {}
 
-  void run_pass() {
+  /// `ends_step`: parameters change afterwards, so that nothing that was gathered is of use.
+  void run_pass(bool ends_step = true) {
     const int num_units = static_cast<int>(units_.size());
     for (int unit = 0; unit < num_units; ++unit) acquire(unit);
     for (int unit = num_units - 1; unit >= 0; --unit) acquire(unit);
@@ -34,11 +39,14 @@ class ForecastResidency {
     land_all();
     plan_.finish_pass();
     last_visited_ = -1;
+    if (!ends_step) return;
     for (int unit = 0; unit < num_units; ++unit) {
       if (states_[unit].is_whole) let_go(unit);
     }
   }
   int64_t peak() const { return pool_.peak(); }
+  /// By unit, so far.
+  const std::vector<int64_t>& gathers() const { return gathers_; }
 
  private:
   struct State {
@@ -102,6 +110,7 @@ class ForecastResidency {
   void launch(int unit) {
     const UnitLayout& layout = *units_[unit];
     make_room(layout.numel);
+    ++gathers_[unit];
     states_[unit].buffer = pool_.take(layout.numel * static_cast<int64_t>(c10::elementSize(layout.dtype)));
     states_[unit].is_in_flight = true;
     live_numel_ += layout.numel;
@@ -153,6 +162,7 @@ class ForecastResidency {
   ResidencyLimits limits_;
   Plan plan_;
   std::vector<State> states_;
+  std::vector<int64_t> gathers_;
   std::deque<int> flights_;
   std::vector<int> asked_;
   bool posted_ = false;
@@ -174,6 +184,23 @@ int64_t forecast(const std::vector<const UnitLayout*>& units, ResidencyLimits li
   for (const UnitLayout* unit : units) item = std::max(item, static_cast<int64_t>(c10::elementSize(unit->dtype)));
   // An operator that uses parts of two units may find the largest ones side by side.
   return std::max(residency.peak(), least * item);
+}
+
+std::vector<int64_t> forecast_gathers(const std::vector<const UnitLayout*>& units, ResidencyLimits limits,
+                                      int64_t passes) {
+  limits.max_live = std::max(limits.max_live, two_largest(units));
+  ForecastResidency residency(units, limits);
+  residency.run_pass();  // learns the order
+  const auto before = residency.gathers();
+  residency.run_pass(/*ends_step=*/false);
+  const auto first = residency.gathers();
+  residency.run_pass();
+  std::vector<int64_t> gathers;
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    const int64_t later = residency.gathers()[unit] - first[unit];  // of every pass that finds what the one before left
+    gathers.push_back(first[unit] - before[unit] + (passes - 1) * later);
+  }
+  return gathers;
 }
 
 }  // namespace deeptide::sharding

@@ -166,5 +166,33 @@ TEST(Design, PlansAThousandRanks) {
   EXPECT_NE(error_of([&] { plan(describe(*model), config, options, {.size = 1024}); }).find("1024"), std::string::npos);
 }
 
+TEST(ActivationPolicy, IsRefusedForAModelInCpp) {
+  run_ranks(1, [](const World& world) {
+    for (const char* section : {R"("policy": "recompute")", R"("policy": "auto", "memory": "1GiB")"}) {
+      TinyModel model = make_tiny();
+      InitOptions options;
+      options.world = world;
+      const Config config = Config::from_text(
+          std::string(R"({"train_batch_size": 2, "optimizer": {"type": "Adam"}, "activation_checkpointing": {)") +
+          section + "}}");
+      try {
+        initialize(*model, config, options);
+        ADD_FAILURE() << "accepted: " << section;
+      } catch (const ConfigError& error) {
+        EXPECT_NE(std::string(error.what()).find("the model is a C++ module"), std::string::npos) << error.what();
+      }
+    }
+    for (const char* section : {R"("policy": "none")", R"("policy": "auto")", R"("cpu_checkpointing": true)"}) {
+      TinyModel model = make_tiny();
+      InitOptions options;
+      options.world = world;
+      const Config config = Config::from_text(
+          std::string(R"({"train_batch_size": 2, "optimizer": {"type": "Adam"}, "activation_checkpointing": {)") +
+          section + "}}");
+      EXPECT_NO_THROW(initialize(*model, config, options)) << section;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace deeptide::engine

@@ -40,6 +40,63 @@ TEST(Plan, IsWhatTheEngineForecasts) {
   }
 }
 
+/// The bytes that a step sends in the end, when all steps do alike.
+int64_t sent_by_a_step(Engine& engine, TinyModel& model, int gas) {
+  int64_t sent = 0;
+  for (int micro = 0; micro < 4 * gas; ++micro) {
+    const auto [tokens, targets] = batch_of(micro, 2);
+    engine.backward(model(tokens, targets));
+    const StepOutcome outcome = engine.step();
+    if (outcome.applied()) sent = outcome.sent_bytes;
+  }
+  return sent;
+}
+
+TEST(Plan, ForecastsTheBytesThatAStepSends) {
+  for (const int ranks : {2, 4}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      for (const int gas : {1, 3}) {
+        run_ranks(ranks, [&](const World& world) {
+          SCOPED_TRACE("stage " + std::to_string(stage) + ", gas " + std::to_string(gas));
+          TinyModel model = make_tiny();
+          const Config config = config_of(stage, 2, gas, /*bf16=*/stage == 1, Ranks::apart);
+          const MemoryPlan planned = plan(describe(*model), config, {}, {.size = world.size, .ranks_per_host = 1});
+          int64_t between = 0;
+          for (const PlanTransfer& transfer : planned.transfers) {
+            EXPECT_EQ(transfer.within_bytes, 0);
+            EXPECT_EQ(transfer.between_bytes, transfer.bytes / ranks * (ranks - 1)) << transfer.kind;
+            between += transfer.between_bytes;
+          }
+          Engine engine = engine_of(*model, world, config);
+          const int64_t sent = sent_by_a_step(engine, model, gas);
+          EXPECT_GT(sent, 0);
+          EXPECT_NEAR(static_cast<double>(between), static_cast<double>(sent), 0.05 * static_cast<double>(sent));
+        });
+      }
+    }
+  }
+}
+
+TEST(Plan, TellsWhichBytesLeaveTheHost) {
+  TinyModel model = make_tiny();
+  for (const int stage : {0, 1, 3}) {
+    const Config apart = config_of(stage, 2, 1, /*bf16=*/false, Ranks::apart);
+    const auto of = [&](int ranks_per_host) {
+      return plan(describe(*model), apart, {}, {.size = 4, .ranks_per_host = ranks_per_host}).transfers;
+    };
+    const auto one_host = of(4), two_hosts = of(2);
+    ASSERT_EQ(one_host.size(), two_hosts.size());
+    for (size_t i = 0; i < one_host.size(); ++i) {
+      EXPECT_EQ(one_host[i].between_bytes, 0);
+      EXPECT_EQ(one_host[i].within_bytes, 3 * two_hosts[i].within_bytes);
+      EXPECT_EQ(two_hosts[i].between_bytes, 2 * two_hosts[i].within_bytes);
+    }
+    const Config together = config_of(stage, 2, 1, /*bf16=*/false, Ranks::together);
+    const auto by_hosts = plan(describe(*model), together, {}, {.size = 4, .ranks_per_host = 2}).transfers;
+    EXPECT_LT(by_hosts.front().between_bytes, two_hosts.front().between_bytes) << "a host sums first";
+  }
+}
+
 TEST(Plan, IsWhatTheEngineForecastsAndTakesOnSeveralHosts) {
   for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 0, 1, 1}, {0, 0, 0, 0, 1, 1, 1, 1}}) {
     for (const int stage : {0, 1, 2, 3}) {

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: The Deeptide authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what an engine would take of memory and disk, and which stage and placement fit this machine."""
+"""Tells what an engine would take of memory, disk and links, and which stage, placement and mesh fit."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -19,48 +20,15 @@ from torch import nn
 
 from deeptide import _C, zero
 from deeptide._C import ConfigError
+from deeptide._forecast.gpt import GPT, heads_for, width_for
+from deeptide._forecast.meshes import MeshChoice, Search, reason
+from deeptide._forecast.steps import Rates
 from deeptide._plan import Choice, MemoryPlan, MeshPlan, choices, plan
+from deeptide._plan_mesh import mesh_of
 from deeptide.config import load_config
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _GIB = 2**30
-
-
-def _parameters(*sizes: tuple[int, ...]) -> nn.ParameterList:
-    """Without values: drawing them would take as long as for a real model."""
-    return nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
-
-
-class _Block(nn.Module):
-    """The parameters of a GPT's block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = _parameters((width,), (width,), (width,), (width,))
-        self.attention = _parameters((3 * width, width), (3 * width,), (width, width), (width,))
-        self.network = _parameters((4 * width, width), (4 * width,), (width, 4 * width), (width,))
-
-
-class _Transformer(nn.Module):
-    """The parameters of a GPT with a tied head."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = _parameters((vocabulary, width))
-        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
-        self.norm = _parameters((width,), (width,))
-
-
-def _width_for(parameters: int, layers: int, vocabulary: int) -> int:
-    """The width, a multiple of 64, whose transformer is nearest to so many parameters."""
-
-    def count(width: int) -> int:
-        return vocabulary * width + layers * (12 * width + 13) * width + 2 * width
-
-    width = 64
-    while count(width + 64) <= parameters:
-        width += 64
-    return min((width, width + 64), key=lambda each: abs(count(each) - parameters))
 
 
 def _count(text: str) -> int:
@@ -96,9 +64,11 @@ def _build(options: argparse.Namespace) -> nn.Module:
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"--model-file: the function returned {type(model).__name__}, expected an nn.Module")
             return model
-        width = options.hidden or _width_for(options.params, options.layers, options.vocab)
-        print(f"a transformer of {options.layers} layers, width {width}, vocabulary {options.vocab}, tied head")
-        return _Transformer(options.layers, width, options.vocab)
+        width = options.hidden or width_for(options.params, options.layers, options.vocab)
+        heads = options.heads or heads_for(width)
+        size = f"width {width}, {heads} heads, vocabulary {options.vocab}"
+        print(f"a transformer of {options.layers} layers, {size}, tied head")
+        return GPT(options.layers, width, heads, options.vocab)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,16 +79,95 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--params", type=_count, metavar="N", help="a transformer of about so many: 350M, 7B")
     parser.add_argument("--layers", type=int, metavar="N", help="its layers (with --params)")
     parser.add_argument("--hidden", type=int, metavar="N", help="its width; without it, --params decides")
+    parser.add_argument("--heads", type=int, metavar="N", help="its heads; without it, of 128 each, or 64")
     parser.add_argument("--vocab", type=int, default=50304, metavar="N", help="its vocabulary (50304)")
     parser.add_argument("--num_ranks", type=int, default=1, metavar="N", help="ranks of the job (1)")
     parser.add_argument("--ranks_per_host", type=int, metavar="N", help="of these, on each host (all)")
     parser.add_argument("--nvme_path", action="append", metavar="FOLDER", help="a folder that may hold files")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sample: forecasts activations and transfers")
+    _add_search(parser)
     parser.add_argument("--json", action="store_true", help="print the configuration's plan as JSON")
     return parser
 
 
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    rates = Rates()
+    group = parser.add_argument_group("steps", "their time, and the fastest mesh that fits, with --seq; of one rank:")
+    group.add_argument("--mesh", action="store_true", help="recommend one for the configuration's train_batch_size")
+    group.add_argument("--memory", type=_bytes, metavar="SIZE", help="of a rank: 80GB (this machine's share)")
+    for name, text in (
+        ("flops", "products in a second, in the model's own shapes"),
+        ("within", "bytes sent to ranks of the host in a second"),
+        ("between", "bytes sent to other hosts in a second"),
+        ("memory_rate", "bytes that the optimizer reads and writes in a second"),
+    ):
+        default = getattr(rates, name.removesuffix("_rate"))
+        group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=f"{text} ({default:g})")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)B?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a size such as 80GB or 64GiB")
+    scale: int = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+    return round(float(match[1]) * scale)
+
+
+def _batch(options: argparse.Namespace, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """One micro-batch of the configuration's size, of shapes alone."""
+    if options.seq is None:
+        return None
+    names = inspect.signature(model.forward).parameters
+    if not {"input_ids", "labels"} <= set(names):
+        raise ConfigError(
+            f"--seq: {type(model).__name__}.forward takes {', '.join(names)}, expected input_ids and labels; give "
+            "deeptide.plan its batch in Python"
+        )
+    config = load_config(options.config)
+    samples = config.batch_sizes(mesh_of(config, options.num_ranks).data).micro if not options.mesh else 1
+    tokens = torch.empty((samples, options.seq), dtype=torch.long, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _rates(options: argparse.Namespace) -> Rates:
+    return Rates(options.flops, options.within, options.between, options.memory_rate)
+
+
+def _search(options: argparse.Namespace, model: nn.Module, batch: dict[str, torch.Tensor] | None) -> str:
+    if batch is None:
+        raise ConfigError("--mesh needs --seq: activations and time depend on the tokens of a sample")
+    config = load_config(options.config)
+    on_host = options.ranks_per_host or options.num_ranks
+    memory = options.memory or _C.machine_limits([]).memory_bytes // on_host
+    rates = _rates(options)
+    return _meshes(Search(model, config, options.num_ranks, on_host, batch, rates).run(memory), rates, memory, options)
+
+
+def _meshes(found: list[MeshChoice], rates: Rates, memory: int, options: argparse.Namespace) -> str:
+    ranks, on_host = options.num_ranks, options.ranks_per_host or options.num_ranks
+    rows = [f"{ranks} ranks, {on_host} per host, {memory / _GIB:.2f} GiB each", ""]
+    columns = f"{'states':>11}{'activations':>13}{'step':>10}{'tokens/s':>11}{'Tflop/s':>9}"
+    rows += [f"{'mesh, micro-batches x samples':<84}{columns}"]
+    for choice in found:
+        kept = f"{choice.state_bytes / _GIB:7.2f} GiB{choice.activation_bytes / _GIB:9.2f} GiB"
+        if choice.step is None:
+            rows.append(f"{choice!s:<84}{kept}  {choice.why_not}")
+            continue
+        seconds = choice.step.seconds
+        speed = f"{seconds:8.2f} s{choice.step.tokens / seconds:11.0f}{choice.flops / seconds / ranks / 1e12:9.2f}"
+        rows.append(f"{choice!s:<84}{kept}{speed}")
+    if not found:
+        return "\n".join([*rows, "no mesh divides train_batch_size among these ranks; choose another one"])
+    first = found[0]
+    if first.step is None:
+        return "\n".join([*rows, "no mesh fits: the one above comes nearest; use more ranks, or a smaller model"])
+    sections = [f'"{name}": {json.dumps(section)}' for name, section in first.sections.items()]
+    return "\n".join([*rows, "", f"the first: {reason(first, rates)}", f"recommended: {', '.join(sections)}"])
+
+
 def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
-    made = plan(model, options.config, options.num_ranks, options.ranks_per_host)
+    batch = _batch(options, model)
+    made = plan(model, options.config, options.num_ranks, options.ranks_per_host, batch=batch, rates=_rates(options))
     every: dict[str, Any] = {
         "per_rank": _lines(made),
         "phases": made.phases,
@@ -129,6 +178,8 @@ def _as_json(options: argparse.Namespace, model: nn.Module) -> str:
     if isinstance(made, MeshPlan):
         every["mesh"] = dataclasses.asdict(made.mesh)
         every["stages"] = [{"per_rank": _lines(stage), "phases": stage.phases} for stage in made.stages]
+    if made.step is not None:
+        every["step"] = dataclasses.asdict(made.step)
     return json.dumps(every)
 
 
@@ -183,10 +234,16 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             print(_as_json(options, model))
             return 0
-        made = plan(model, options.config, options.num_ranks, options.ranks_per_host)
+        batch = _batch(options, model)
+        if options.mesh:
+            print(_search(options, model, batch))
+            return 0
+        made = plan(
+            model, options.config, options.num_ranks, options.ranks_per_host, batch=batch, rates=_rates(options)
+        )
         print(made)
         if isinstance(made, MeshPlan):
-            return 0  # which stages and placements fit is searched for data alone
+            return 0  # which stages and placements fit is searched for data alone, and meshes by --mesh
         folders = options.nvme_path or _C.offload_folders(load_config(options.config))
         machine = _C.machine_limits(folders)
         print(

@@ -88,6 +88,19 @@ class Meter:
         with watched(lambda tensor: self._count(tensor, None)):
             yield
 
+    @property
+    def beside(self) -> int:
+        """Bytes kept beside the blocks so far, in the forward that runs."""
+        return self._beside
+
+    def of_block(self, name: str) -> tuple[int, int]:
+        """(bytes kept, of its inputs) of a block so far, in the forward that runs."""
+        return self._bytes[name], self._inputs[name]
+
+    def storages(self) -> set[int]:
+        """The identities of storages that were counted so far, in the forward that runs."""
+        return set(self._seen)
+
     def end_forward(self) -> None:
         """Takes a forward's figures."""
         for name, (own, inputs) in self._most.items():

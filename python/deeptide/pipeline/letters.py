@@ -12,7 +12,7 @@ import torch
 
 from deeptide import _C
 
-_HEADER_BYTES = 1024  # of what is always sent; a longer header goes on in a tensor of its own
+HEADER_BYTES = 1024  # of what is always sent; a longer header goes on in a tensor of its own
 _LENGTH_BYTES = 8
 
 
@@ -106,7 +106,7 @@ def _shapes_of(tensors: list[torch.Tensor]) -> _Shapes:
 def _header(subject: Subject, tree: Any, tensors: list[torch.Tensor], shapes: _Shapes) -> list[torch.Tensor]:
     needs_grad = [tensor.requires_grad for tensor in tensors]
     text = json.dumps([subject, _encoded(tree, iter(range(len(tensors)))), shapes, needs_grad]).encode()
-    room = _HEADER_BYTES - _LENGTH_BYTES
+    room = HEADER_BYTES - _LENGTH_BYTES
     data = len(text).to_bytes(_LENGTH_BYTES, "little") + text[:room].ljust(room)
     parts = [data] if len(text) <= room else [data, text[room:]]
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
@@ -188,7 +188,7 @@ class Letters:
         return subject, content
 
     def _ask(self, source: int) -> None:
-        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         letter = self._stage.expect(header, source)
         line = self._in.setdefault(source, _Line())
         self._asked[source] = _Incoming(letter, [self._expected(tensor, source) for tensor in line.expected()])

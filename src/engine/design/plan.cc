@@ -9,6 +9,7 @@
 #include "engine/design/choices.h"
 #include "engine/design/optimizer_groups.h"
 #include "gradients/forecast.h"
+#include "numerics/rounding/quantized.h"
 #include "optim/compressed/compressed_rule.h"
 #include "zero/steps/step_forecast.h"
 #include "zero/transfers/host_exchange.h"
@@ -147,6 +148,71 @@ std::vector<PlanPhase> phases_of(const Design& design, const std::vector<PlanLin
   return {{"initialize", kept + unit}, {"first forward", kept + gathered}, {"training", kept + gathered + reduced}};
 }
 
+/// Counts what a rank sends of units that all ranks of their teams hold alike.
+class Transfers {
+ public:
+  explicit Transfers(int ranks_per_host) : ranks_per_host_(ranks_per_host) {}
+
+  /// `together`: ranks of each host that sum before one share of theirs travels; 1: every rank sends to all others.
+  void add(const std::string& kind, const comm::Team& team, int64_t bytes, int64_t together = 1) {
+    if (team.size() == 1 || bytes == 0) return;
+    auto line = std::find_if(lines_.begin(), lines_.end(), [&](const auto& each) { return each.kind == kind; });
+    if (line == lines_.end()) line = lines_.insert(lines_.end(), {.kind = kind});
+    line->bytes += bytes;
+    if (together > 1) {
+      const int64_t hosts = team.size() / together;
+      line->within_bytes += bytes / together * (together - 1);
+      line->between_bytes += bytes / together / hosts * (hosts - 1);
+      return;
+    }
+    const auto host_of = [&](int index) { return team.ranks()[static_cast<size_t>(index)] / ranks_per_host_; };
+    int64_t here = 0;
+    for (int i = 0; i < team.size(); ++i) here += host_of(i) == host_of(team.index()) ? 1 : 0;
+    line->within_bytes += bytes / team.size() * (here - 1);
+    line->between_bytes += bytes / team.size() * (team.size() - here);
+  }
+  std::vector<PlanTransfer> lines() && { return std::move(lines_); }
+
+ private:
+  const int ranks_per_host_;
+  std::vector<PlanTransfer> lines_;
+};
+
+/// Bytes of a unit's gradient on the wire; in few bits with one scale in fp32 for each block.
+int64_t reduced_bytes(const Design& design, const UnitLayout& unit) {
+  const int bits = design.reductions.bits;
+  if (bits == 0) return bytes(unit.numel, design.reductions.reduce_dtype);
+  return numerics::quantized_bytes(unit.numel, bits);
+}
+
+std::vector<PlanTransfer> transfers_of(const Design& design, int64_t micro_batches, int ranks_per_host) {
+  Transfers transfers(ranks_per_host);
+  const auto& how = design.reductions;
+  const int64_t reductions = how.accumulates_whole ? 1 : micro_batches;
+  const int64_t spreads = design.topology.has_two_levels() ? design.topology.on_host : 1;
+  const auto sharded = design.sharded_layouts();
+  const auto gathers = design.is_shared || sharded.empty()
+                           ? std::vector<int64_t>(sharded.size())
+                           : sharding::forecast_gathers(sharded, design.residency, micro_batches);
+  size_t next = 0;
+  for (const UnitRow& row : design.units) {
+    const UnitLayout& unit = row.layout;
+    const bool is_sharded = row.place.memory == sharding::UnitMemory::sharded;
+    if (is_sharded)
+      transfers.add("parameters", row.place.shard_over, gathers[next++] * bytes(unit.numel, unit.dtype), spreads);
+    if (!unit.trainable || !design.rule) continue;
+    const int64_t together = row.route == engine::Route::by_hosts ? how.together : 1;
+    transfers.add("gradients", row.place.reduce_over, reductions * reduced_bytes(design, unit), together);
+    if (design.is_shared || is_sharded) continue;
+    if (design.policy.shard_optimizer) {
+      transfers.add("parameters", row.place.shard_over, bytes(unit.numel, unit.dtype), spreads);
+    } else {
+      transfers.add("summed gradients", row.place.shard_over, bytes(unit.numel, at::kFloat), spreads);
+    }
+  }
+  return std::move(transfers).lines();
+}
+
 }  // namespace
 
 namespace engine {
@@ -204,8 +270,10 @@ MemoryPlan plan(const ModelDescription& model, const Config& config, const InitO
     for (const TensorSlice& slice : options.axes->slices) topology.slices.emplace(slice.name, slice);
   }
   auto facts = engine::read_model(model, engine::optimizer_groups(model, config, options));
-  MemoryPlan plan = engine::plan_of(engine::design(std::move(facts), config, options, topology), config);
+  const engine::Design design = engine::design(std::move(facts), config, options, topology);
+  MemoryPlan plan = engine::plan_of(design, config);
   plan.world = world;
+  plan.transfers = transfers_of(design, config.batch_sizes(topology.num_batches()).accumulation, world.ranks_per_host);
   return plan;
 }
 
