@@ -112,7 +112,7 @@ class Search:
 
     def _candidates(self) -> Iterator[tuple[_Layout, int, Order]]:
         for mesh in self._meshes():
-            stages = (1, 3) if mesh.pipeline > 1 else (1, 2, 3)
+            stages = (1, 2, 3)
             orders = _ORDERS if mesh.pipeline > 1 else _ORDERS[:1]
             for zero, samples, (schedule, chunks) in itertools.product(stages, _MICRO_BATCHES, orders):
                 count, rest = divmod(self._train, samples * mesh.data)
