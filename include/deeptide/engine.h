@@ -229,8 +229,8 @@ class DEEPTIDE_API Engine {
   std::string wait_for_save();
   /// Collective. Empty if `tag` is empty and no `latest` exists. Without `strict`, what the checkpoint or the model
   /// lacks is told; what the checkpoint lacks stays as it is, and states of a weight that it has begin anew. Errors:
-  /// CheckpointError listing what does not fit, with nothing changed; naming what is damaged, with nothing changed if the
-  /// engine had taken a step or loaded before. If not, or if a read fails, steps and saves are errors until a load
+  /// CheckpointError listing what does not fit, with nothing changed; naming what is damaged, with nothing changed if
+  /// the engine had taken a step or loaded before. If not, or if a read fails, steps and saves are errors until a load
   /// succeeds.
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, const std::string& tag = "",
                                                   const LoadOptions& options = {});

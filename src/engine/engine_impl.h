@@ -39,6 +39,9 @@
 
 namespace deeptide {
 
+namespace checkpoint {
+class Reader;
+}
 namespace engine {
 class Absent;
 class RoundingErrorLoad;
@@ -57,6 +60,7 @@ struct __attribute__((visibility("hidden"))) Engine::Impl {
   std::string save_checkpoint(const std::string& directory, std::string tag, const std::string& client_state_json,
                               const SaveOptions& options);
   bool has_trained() const;
+  LoadedCheckpoint end_load(const std::string& path, const checkpoint::Reader& reader);
   std::optional<LoadedCheckpoint> load_checkpoint(const std::string& directory, std::string tag,
                                                   const LoadOptions& options);
   std::vector<NamedTensor> module_state_dict(std::optional<int> only_rank);

@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import time
 
+import defined
 import generate
 import pipelines
 import programs
@@ -32,7 +33,7 @@ def try_seed(seed, count, seconds_to_shrink, end):
     """(seed, its settings, the acts they run, seconds, None or what was found). Shrinks no longer than until `end`."""
     started = time.monotonic()
     program = generate.program_of(seed)
-    settings = generate.settings_for(program, random.Random(seed), count)
+    settings = defined.settings_for(program, random.Random(seed), count)
     acts = len(settings) * sum(len(phase["acts"]) for phase in program["phases"])
     found = try_program(program, settings, seconds_to_shrink, end)
     return seed, len(settings), acts, time.monotonic() - started, found

@@ -4,11 +4,10 @@
 
 import random
 
-import oracle
+import defined
 import subject
 from acts import ABSOLUTE, RELATIVE
-from expected import OpenError, UndefinedError
-from programs import OWN, SETTINGS
+from programs import OWN
 
 WRITES = [*ABSOLUTE, *RELATIVE, "load_state_dict"]
 
@@ -466,38 +465,6 @@ WITH_A_LOSS_SCALE = ["train", "losses", "evaluate", "second_thoughts", "poison",
 WITH_A_LOSS_SCALE += ["join", "surroundings", "draws", "object"]
 
 
-def without_undefined(program, settings=SETTINGS):
-    """The program without the acts that nothing is said about at one of the settings."""
-    for setting in {oracle.traits_of(program, setting): setting for setting in settings}.values():
-        while True:
-            try:
-                oracle.expected_of(program, setting, avoid=False)
-                break
-            except UndefinedError as reason:
-                phase, number = reason.args[:2]
-                if number >= len(phase["acts"]):
-                    raise
-                del phase["acts"][number]
-    return program
-
-
-def settings_for(program, draw, count):
-    """Some settings where no fault is known that the program meets."""
-    by_traits = {}
-    for setting in SETTINGS:
-        by_traits.setdefault(oracle.traits_of(program, setting), []).append(setting)
-    settings = [s for alike in by_traits.values() if not _meets_open(program, alike[0]) for s in alike]
-    return sorted(draw.sample(settings, min(count, len(settings))))
-
-
-def _meets_open(program, setting):
-    try:
-        oracle.expected_of(program, setting)
-    except OpenError:
-        return True
-    return False
-
-
 def program_of(seed):
     """The program of a seed, without what is not defined."""
-    return without_undefined(Generator(seed).program())
+    return defined.without_undefined(Generator(seed).program())

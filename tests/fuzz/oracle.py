@@ -35,7 +35,8 @@ from expected import (
     Raises,
     UndefinedError,
 )
-from plain import DocumentedError, FailuresError, Life, Noise
+from noise import Noise
+from plain import DocumentedError, FailuresError, Life
 from programs import STATES, acts_of, is_low, is_packed, pick, placement_of, quantized_in
 
 OPEN = Path(__file__).parent / "open"

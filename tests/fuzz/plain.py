@@ -12,32 +12,12 @@ import torch
 from acts import Rank
 from expected import BY_HAND, MISFIT, MOVED, NEEDS_GRAD, NO_GRADIENT, OF_ANOTHER, TWO_VALUES, UNFROZEN
 from loaders import Loader
+from noise import EPSILON, OF_MASTERS, OF_MOMENTS, OF_QUANTIZED
 from partly import Shares, cast, make_plain
 from programs import LOSS_SCALE, OWN, STATES, is_low, placement_of, quantized_in
 from torch import nn
 
 TRANSPOSE = "pair.decode.weight"  # the second name of pair.encode.weight, which is the first in the flat memory
-EPSILON = {
-    torch.float32: 2.0**-22,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}  # of gradients that are summed and rounded again
-# A share of the largest element that a rank sends. Noise is normal and counts often, this is a bound: half of it, since
-# a model of few elements may meet its noise where it moves nothing.
-OF_QUANTIZED = {"int8": 0.5 / 127 / 2, "int4": 0.5 / 7 / 2}
-OF_MOMENTS = 2.0**-8  # of those in bf16, in each step and load
-# With 16 bits enough for some elements to round elsewhere.
-OF_MASTERS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-13, torch.float16: 2.0**-16}
-
-
-class Noise:
-    """Normal numbers, `scale` large, that follow from a seed."""
-
-    def __init__(self, seed, scale):
-        self.generator, self.scale = torch.Generator().manual_seed(seed), scale
-
-    def like(self, tensor):
-        return self.scale * torch.randn(tensor.shape, generator=self.generator)
 
 
 class PlainRank(Rank):

@@ -250,7 +250,9 @@ class Source {
   }
 
   checkpoint::Reader open() const { return is_local_ ? here_.open() : checkpoint::open_checkpoint(directory_, tag_); }
-  void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted) const {
+  /// Unless there is nothing of worth to lose, and what is read will be compared then.
+  void verify(const checkpoint::Reader& reader, const std::vector<Piece>& wanted, bool has_trained) const {
+    if (!is_local_ && !has_trained) return;
     // Files that a stage wants may lie where only ranks of another stage are.
     const auto& named = channels_.stages() == nullptr ? wanted : reader.table();
     if (is_local_) return reader.verify(named, here_.index, here_.ranks);
@@ -357,8 +359,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
   std::set<StateName> fresh;
   engine::CustomLoad custom_states;
   engine::RoundingErrorLoad errors;
-  const bool is_local = config.checkpoint().node_local;
-  const Source source(channels, *boundary, directory, tag, is_local);
+  const Source source(channels, *boundary, directory, tag, config.checkpoint().node_local);
   boundary->together_on_all_stages("checking the checkpoint", [&] {
     reader = std::make_unique<checkpoint::Reader>(source.open());
     saved = saved_progress(*reader, directory + "/" + tag, moments && options.strict, progress);
@@ -377,7 +378,7 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     auto lines = reader->check(wanted, options.strict, ignored);
     lines.insert(lines.end(), differences.begin(), differences.end());
     require_fit(directory + "/" + tag, lines);
-    if (config.checkpoint().verify && (is_local || has_trained())) source.verify(*reader, wanted);
+    if (config.checkpoint().verify) source.verify(*reader, wanted, has_trained());
     check_ties(now.tied, *reader, roles);
     fresh.insert(absent.fresh().begin(), absent.fresh().end());
     go_on_without(absent, options.strict ? lines : reader->check(wanted, true, ignored), saved);
@@ -395,9 +396,13 @@ std::optional<LoadedCheckpoint> Engine::Impl::load_checkpoint(const std::string&
     boundary->together("restoring the random number generators", [&] { generators.restore(model.device()); });
     stepper->restore(saved, moments, options.lr_scheduler_states);
   }
+  return end_load(directory + "/" + tag, *reader);
+}
+
+LoadedCheckpoint Engine::Impl::end_load(const std::string& path, const checkpoint::Reader& reader) {
   boundary->go_on();
   has_loaded = true;
-  return LoadedCheckpoint{directory + "/" + tag, reader->manifest().client_state_json};
+  return {path, reader.manifest().client_state_json};
 }
 
 /// Prepares what a load leaves as it is: masters follow what the program wrote, counts stay.

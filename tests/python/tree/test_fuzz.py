@@ -12,6 +12,7 @@ import pytest
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
 sys.path.insert(0, str(FUZZ))
 
+import defined  # noqa: E402
 import generate  # noqa: E402
 import oracle  # noqa: E402
 import shrink  # noqa: E402
@@ -38,7 +39,7 @@ def mended(name):
 @pytest.mark.slow
 def test_a_program_gives_what_plain_torch_gives(runner, seed):
     program = generate.program_of(seed)
-    settings = generate.settings_for(program, generate.random.Random(seed), 2)
+    settings = defined.settings_for(program, generate.random.Random(seed), 2)
     assert not list(map(str, shrink.judged(runner, program, settings)))
 
 

@@ -56,7 +56,8 @@ std::vector<Key> saving_keys() {
           "leaves as they are; `weights`, without the optimizer's states, for `load_optimizer_states=False`.")
           .into(&CheckpointConfig::contents),
       flag("verify", true,
-           "A load into an engine that has taken a step, or has loaded before, first compares all that it will read with "
+           "A load into an engine that has taken a step, or has loaded before, first compares all that it will read "
+           "with "
            "the hashes of the save, each rank its share: a damaged checkpoint then changes nothing. Others compare "
            "blocks as they are read, all of them also; after such an error the engine steps only once it has loaded "
            "another checkpoint. False: always as they are read.")
