@@ -78,7 +78,8 @@ def share_layers(config: Config, model: torch.nn.Module, world: World | None, st
     specs = _section(config, "tensor_parallel")["partition_config"]
     check = _section(config, "parallel")["tensor_check"]
     split_model(model, team, specs["layer_specs"], specs["use_default_specs"], check)
-    _draw_alike(team)
+    if world is None or world.source != "threads":  # these have one generator, from which others may be drawing
+        _draw_alike(team)
     return team
 
 

@@ -312,3 +312,11 @@ def test_deepspeeds_groups_are_those_of_the_mesh(pipeline):
         else:
             assert places["model"] == [rank % 2, 2, [first, first + 1]]
             assert places["data"] == [rank // 2, 2, [rank % 2, rank % 2 + 2]]
+
+
+def test_ranks_as_threads_leave_their_one_generator_alone(monkeypatch):
+    """A rank that set it while another one built its model changed that one's weights, once in thousands of runs."""
+    set_states = []
+    monkeypatch.setattr(torch, "set_rng_state", set_states.append)
+    run_ranks(2, meshes.train, "llama", meshes.config("llama", 1, tensor=2))
+    assert not set_states
