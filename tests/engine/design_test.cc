@@ -168,28 +168,24 @@ TEST(Design, PlansAThousandRanks) {
 
 TEST(ActivationPolicy, IsRefusedForAModelInCpp) {
   run_ranks(1, [](const World& world) {
-    for (const char* section : {R"("policy": "recompute")", R"("policy": "auto", "memory": "1GiB")"}) {
+    const auto start = [&](const std::string& section) {
       TinyModel model = make_tiny();
       InitOptions options;
       options.world = world;
-      const Config config = Config::from_text(
-          std::string(R"({"train_batch_size": 2, "optimizer": {"type": "Adam"}, "activation_checkpointing": {)") +
-          section + "}}");
+      const std::string before =
+          R"({"train_batch_size": 2, "optimizer": {"type": "Adam"}, "activation_checkpointing": {)";
+      initialize(*model, Config::from_text(before + section + "}}"), options);
+    };
+    for (const char* section : {R"("policy": "recompute")", R"("policy": "auto", "memory": "1GiB")"}) {
       try {
-        initialize(*model, config, options);
+        start(section);
         ADD_FAILURE() << "accepted: " << section;
       } catch (const ConfigError& error) {
         EXPECT_NE(std::string(error.what()).find("the model is a C++ module"), std::string::npos) << error.what();
       }
     }
     for (const char* section : {R"("policy": "none")", R"("policy": "auto")", R"("cpu_checkpointing": true)"}) {
-      TinyModel model = make_tiny();
-      InitOptions options;
-      options.world = world;
-      const Config config = Config::from_text(
-          std::string(R"({"train_batch_size": 2, "optimizer": {"type": "Adam"}, "activation_checkpointing": {)") +
-          section + "}}");
-      EXPECT_NO_THROW(initialize(*model, config, options)) << section;
+      EXPECT_NO_THROW(start(section)) << section;
     }
   });
 }

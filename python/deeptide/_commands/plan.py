@@ -25,6 +25,7 @@ from deeptide._forecast.meshes import MeshChoice, Search, reason
 from deeptide._forecast.steps import Rates
 from deeptide._plan import Choice, MemoryPlan, MeshPlan, choices, plan
 from deeptide._plan_mesh import mesh_of
+from deeptide.activations.choice import bytes_of
 from deeptide.config import load_config
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -106,11 +107,10 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)B?", text)
-    if match is None:
+    count = bytes_of(text if text.endswith("B") else text + "B")
+    if count is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a size such as 80GB or 64GiB")
-    scale: int = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    return round(float(match[1]) * scale)
+    return count
 
 
 def _batch(options: argparse.Namespace, model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -21,8 +21,16 @@ def budget_of(section: dict[str, Any]) -> int | None:
     given = section["memory"]
     if not isinstance(given, str):
         return None if given is None else int(given)
-    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)B", given)
-    assert match is not None, given
+    count = bytes_of(given)
+    assert count is not None, given
+    return count
+
+
+def bytes_of(text: str) -> int | None:
+    """The bytes that a size such as 80GB or 64GiB names; None where it is none."""
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)B", text)
+    if match is None:
+        return None
     scale: int = (1024 if match[3] else 1000) ** _POWERS[match[2]]
     return round(float(match[1]) * scale)
 
