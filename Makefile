@@ -172,8 +172,8 @@ bench-scripts: build  ## A Trainer script here, under DDP, FSDP2 and DeepSpeed, 
 bench-observing: build  ## Steps with and without each observer (breakdowns, monitors, timeline), interleaved (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/observing.py $(ARGS)
 
-bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining, interleaved (ARGS=…)
-	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/axes.py $(ARGS)
+bench-axes: build  ## A GPT at two pipeline stages beside torch.distributed.pipelining and DeepSpeed, interleaved (ARGS=…)
+	@PYTHONPATH=$(abspath $(BUILD))/python PYTHON=$(abspath $(PYTHON)) bench/run.sh axes.py $(ARGS)
 
 bench-scale: build  ## The forecast of a step beside steps that ran, over small meshes (ARGS=…)
 	@PYTHONPATH=$(abspath $(BUILD))/python $(PYTHON) bench/scale.py $(ARGS)

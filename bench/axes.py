@@ -22,6 +22,7 @@ ends on the slower rank. "busy" is the same work of each rank's stage with nobod
 Idle: the share of ranks' time in the median step that is not busy; it holds the bubble, messages, and what the stages'
 work differs by. By formula, for equal stages, backwards of twice a forward's time and free messages. Losses of all
 contenders are compared. Interleaved and zero_bubble beside ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble.
+DeepSpeed's PipelineEngine, where it is installed, knows 1F1B alone.
 """
 
 

@@ -7,6 +7,7 @@ A step is all micro-batches and an optimizer step. `busy` is the same work of th
 
 import argparse
 import copy
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -30,8 +31,12 @@ SCHEDULES = {
 }
 
 
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+
 def contenders(schedules):
-    return [f"{maker} {schedule}" for schedule in schedules for maker in ("deeptide", "torch")]
+    names = [f"{maker} {schedule}" for schedule in schedules for maker in ("deeptide", "torch")]
+    return [*names, "deepspeed 1f1b"] if HAS_DEEPSPEED and "1f1b" in schedules else names
 
 
 class Stage(nn.Module):
@@ -96,6 +101,28 @@ class Torch:
         return loss.item()
 
 
+class DeepSpeed:
+    """Its PipelineEngine, of one layer for each stage."""
+
+    def __init__(self, model, size, micro_batches, bounds):
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+
+        layers = [Stage(model, *bounds[part : part + 2]) for part in range(len(bounds) - 1)]
+        config = zero_config(0, "fp32", size) | {
+            "train_batch_size": micro_batches * size.batch,
+            "gradient_accumulation_steps": micro_batches,
+            "train_micro_batch_size_per_gpu": size.batch,
+        }
+        module = PipelineModule(layers, num_stages=len(layers), loss_fn=loss_of, partition_method="uniform")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self.engine = deepspeed.initialize(model=module, model_parameters=parameters, config=config)[0]
+
+    def step(self, x, y, size):
+        given = zip(x.split(size.batch), y.split(size.batch), strict=True)
+        return self.engine.train_batch(given).item()
+
+
 def modules_of(model, bounds):
     """This rank's parts of the model, by number."""
     parts = range(dist.get_rank(), len(bounds) - 1, dist.get_world_size())
@@ -131,6 +158,8 @@ def measure(options):
     }
     bounds = {name.split()[1]: here.engine._cut.parts for name, here in made.items()}
     made |= {f"torch {s}": Torch(copy.deepcopy(model), size, s, count, parts) for s, parts in bounds.items()}
+    if "deepspeed 1f1b" in contenders(options.schedule.split(",")):
+        made["deepspeed 1f1b"] = DeepSpeed(copy.deepcopy(model), size, count, bounds["1f1b"])
     made["busy"] = Busy(copy.deepcopy(model), size, next(iter(bounds.values())))
     draws = torch.Generator().manual_seed(1)
     seconds, losses = {name: [] for name in made}, {name: [] for name in made}

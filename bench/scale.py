@@ -3,13 +3,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the forecast of a step with steps that ran, over small meshes on this machine; prints Markdown.
 
-The rates are measured first: of products by one rank that trains the uncut model, with as many processes beside it.
+The rates are measured first: of products by two jobs at once of one rank each, which train the uncut model; of the link
+by sums of a layer's activations.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -24,10 +27,12 @@ from jobs import run_ranks
 from memory import JobMemory
 
 LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GAS = 8, 256, 4, 1024, 128, 8
+SUMS = 4 * LAYERS * GAS  # inside layers, in one step of tensor ranks
 MESHES = {"alone": {}, "pipeline 2": {"pipeline": 2}, "tensor 2": {"tensor": 2}, "data 2": {}}
 LEGEND = """\
 A GPT of 8 layers, width 256, 128 tokens in a sample, 8 micro-batches of 2, fp32, one thread for each rank. Forecast: by
-`deeptide.plan` at the flops that one rank alone reached. Steps are medians of the slower rank.
+`deeptide.plan` at the flops of two jobs at once of one rank each, and the bytes in a second of sums between two ranks.
+Steps are medians of the slower rank.
 """
 
 
@@ -61,39 +66,61 @@ def train(mesh, steps):
     return {"seconds": seconds[2:]}
 
 
+def time_sums(steps):
+    """One rank: the seconds of sums of a layer's activations, each time of as many as a step has."""
+    torch.set_num_threads(1)
+    engine = deeptide.initialize(model=GPT(1, WIDTH, HEADS, VOCABULARY), config=config_of("tensor 2"))[0]
+    activations, seconds = torch.ones(2 * LENGTH, WIDTH), []
+    for _ in range(steps + 2):
+        begin = time.perf_counter()
+        for _ in range(SUMS):
+            engine.tensor_team.core.all_reduce(activations, "forward")
+        seconds.append(time.perf_counter() - begin)
+    return {"seconds": seconds[2:]}
+
+
 def forecast(mesh, ranks, rates):
     with zero.Init():
         model = GPT(LAYERS, WIDTH, HEADS, VOCABULARY)
     return deeptide.plan(model, config_of(mesh), ranks, batch=batch_of(), rates=rates).step.seconds
 
 
-def measured(mesh, ranks, steps, timeout):
-    command = [sys.executable, Path(__file__), "--rank-of", mesh, "--steps", str(steps)]
-    outcome = run_ranks(command, ranks, timeout, JobMemory())
+def measured(mesh, ranks, options):
+    command = [sys.executable, Path(__file__), "--rank-of", mesh, "--steps", str(options.steps)]
+    outcome = run_ranks(command, ranks, options.timeout, JobMemory())
     if "ranks" not in outcome:
         raise SystemExit(f"{mesh}: {outcome.get('error', outcome)}")
     return median(max(step) for step in zip(*(rank["seconds"] for rank in outcome["ranks"]), strict=True))
 
 
+def rates_of(options):
+    """Those of this machine while both ranks are at work."""
+    with ThreadPoolExecutor(2) as pool:
+        alone = max(pool.map(lambda _: measured("alone", 1, options), range(2)))
+    unit = forecast("alone", 1, Rates(1e9, 1e15, 1e15, 1e15))
+    link = SUMS * 2 * LENGTH * WIDTH * 4 / measured("sums", 2, options)
+    return Rates(1e9 * unit / alone, link, link, options.memory)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="of each mesh, timed")
-    parser.add_argument("--link", type=float, default=2e9, help="bytes that a rank sends to its neighbour in a second")
     parser.add_argument("--memory", type=float, default=8e9, help="bytes that the optimizer moves in a second")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each mesh")
-    parser.add_argument("--rank-of", choices=MESHES, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=[*MESHES, "sums"], help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     output.add_arguments(parser, "bench-scale")
     options = parser.parse_args()
     if options.rank_of:
-        options.result.write_text(json.dumps(train(options.rank_of, options.steps)))
+        done = time_sums(options.steps) if options.rank_of == "sums" else train(options.rank_of, options.steps)
+        options.result.write_text(json.dumps(done))
         return
     record, lines = output.new_record(), []
-    alone = measured("alone", 1, options.steps, options.timeout)
-    unit = forecast("alone", 1, Rates(1e9, options.link, options.link, 1e15))
-    rates = Rates(1e9 * unit / alone, options.link, options.link, options.memory)
+    rates = rates_of(options)
+    record["rates"] = dataclasses.asdict(rates)
+    print(rates, file=sys.stderr)
     for mesh in list(MESHES)[1:]:
-        took, expected = measured(mesh, 2, options.steps, options.timeout), forecast(mesh, 2, rates)
+        took, expected = measured(mesh, 2, options), forecast(mesh, 2, rates)
         record[mesh] = {"measured": took, "forecast": expected}
         off = f"{100 * (expected / took - 1):+.1f} %"
         lines.append([mesh, f"{1e3 * took:.0f}", f"{1e3 * expected:.0f}", off])

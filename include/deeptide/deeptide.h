@@ -18,6 +18,7 @@
 #include "deeptide/length_batches.h"
 #include "deeptide/ops.h"
 #include "deeptide/packing.h"
+#include "deeptide/pipeline.h"
 #include "deeptide/pipeline_schedule.h"
 #include "deeptide/profiler.h"
 #include "deeptide/reports.h"

@@ -52,6 +52,7 @@ from ._C_parallel import StageAction as StageAction
 from ._C_parallel import StageCosts as StageCosts
 from ._C_parallel import StageInstruction as StageInstruction
 from ._C_parallel import TensorTeam as TensorTeam
+from ._C_parallel import balanced_bounds as balanced_bounds
 from ._C_parallel import check_mesh as check_mesh
 from ._C_parallel import published_idle_time as published_idle_time
 from ._C_parallel import published_peak_activations as published_peak_activations

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "deeptide/pipeline_partition.h"
 #include "deeptide/pipeline_schedule.h"
 
 namespace deeptide::python {
@@ -90,6 +91,7 @@ void bind_parallel(py::module_& module) {
                                           {.stages = stages, .micro_batches = micro_batches, .chunks = chunks}, stage);
       },
       py::arg("schedule"), py::arg("stages"), py::arg("micro_batches"), py::arg("stage"), py::arg("chunks") = 1);
+  module.def("balanced_bounds", &balanced_bounds, py::arg("weights"), py::arg("num_parts"));
 }
 
 }  // namespace deeptide::python

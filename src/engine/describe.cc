@@ -1,6 +1,7 @@
 // SPDX-FileCopyrightText: The Deeptide authors
 // SPDX-License-Identifier: Apache-2.0
 // Describes a C++ module as the engine sees it.
+#include <fmt/format.h>
 #include <torch/nn/module.h>
 
 #include "base/json.h"
@@ -35,6 +36,20 @@ void refuse_policy(const Config& config) {
       "out");
 }
 
+/// Errors: ConfigError for axes, along which Python cuts models as they are.
+void refuse_axes(const Config& config) {
+  const auto refuse = [&](const char* section, const char* key, const std::string& instead) {
+    const JsonValue parsed = parse_json(binding::section_text(config, section), "the section");
+    const JsonValue& value = parsed.find(key)->value;
+    if (value.is(JsonKind::null) || value.number <= 1) return;
+    throw ConfigError(fmt::format("{}.{} is {}, and the model is a C++ module, which is not cut as it is: {}", section,
+                                  key, value.number, instead));
+  };
+  refuse("parallel", "pipeline", "make a PipelineModule of its layers, and leave the key out");
+  refuse("parallel", "tensor", "take the layers of a TensorTeam, and leave the key out");
+  refuse("tensor_parallel", "autotp_size", "take the layers of a TensorTeam, and leave the key out");
+}
+
 }  // namespace
 
 ModelDescription describe(torch::nn::Module& model) {
@@ -45,6 +60,7 @@ ModelDescription describe(torch::nn::Module& model) {
 
 Engine initialize(torch::nn::Module& model, const Config& config, const InitOptions& options) {
   refuse_policy(config);
+  refuse_axes(config);
   InitOptions looking = options;
   if (!looking.describe) looking.describe = [&model] { return describe(model); };
   return Engine(describe(model), config, looking);

@@ -21,7 +21,7 @@ from deeptide._plan_mesh import Mesh, bounds_of, mesh_of, plans_of_stages
 from deeptide.activations.choice import Measured, size
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # samples of one
-_ORDERS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # schedule, chunks
+_ORDERS = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4))  # schedule, chunks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,21 +8,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from deeptide._C import PipelineSchedule, SimulatedStep, StageCosts
+from deeptide._C import SimulatedStep, StageCosts
 from deeptide._forecast.measure import MicroBatch, Part
 from deeptide._plan_mesh import Mesh
 from deeptide.activations.choice import peak
 from deeptide.pipeline.letters import HEADER_BYTES
-from deeptide.pipeline.schedules import published_idle_time, published_peak_activations, simulate
+from deeptide.pipeline.schedules import SCHEDULES, published_idle_time, published_peak_activations, simulate
 
 _OPTIMIZER_BYTES = 30  # that AdamW reads and writes for each element it steps, with bf16 parameters
-
-SCHEDULES = {
-    "1f1b": PipelineSchedule.one_f_one_b,
-    "gpipe": PipelineSchedule.gpipe,
-    "interleaved": PipelineSchedule.interleaved,
-    "zero_bubble": PipelineSchedule.zero_bubble,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +219,10 @@ class Step:
         backward = sum(2 * part.flops / rates.flops + part.sent_backward / link for part in (*blocks, *around))
         return forward + beside, backward + (again if self._order.recompute else 0.0)
 
+    def _weights_s(self, stage: int, rates: Rates) -> float:
+        """The part of backward that gives gradients of weights, if all products have weights: as long as forward."""
+        return sum(part.flops for part in (*self._blocks(stage), *self._around(stage))) / rates.flops
+
     def _exposed(self, stage: int, forward: float, backward: float, rates: Rates) -> float:
         """Each pass hides its own transfers; the rest, and the optimizer, come on top."""
         plan, count = self._plans[stage], self._order.micro_batches
@@ -249,11 +246,12 @@ class Step:
 
     def _costs(self, stages: Sequence[StageForecast], rates: Rates) -> StageCosts:
         """Those of the slowest stage: the others wait for it."""
-        slowest = max(stages, key=lambda each: each.forward_s + each.backward_s)
+        number, slowest = max(enumerate(stages), key=lambda each: each[1].forward_s + each[1].backward_s)
+        weights = self._weights_s(number, rates)
         letters = [t for each in stages for t in each.transfers if t.kind.startswith("activation")]
-        number = self._order.micro_batches * self._order.chunks
-        transfer = max((letter.seconds(rates) for letter in letters), default=0.0) / number
-        return StageCosts(slowest.forward_s, slowest.backward_s / 2, slowest.backward_s / 2, transfer)
+        transfer = max((letter.seconds(rates) for letter in letters), default=0.0)
+        transfer /= self._order.micro_batches * self._order.chunks
+        return StageCosts(slowest.forward_s, slowest.backward_s - weights, weights, transfer)
 
     def at_least(self, rates: Rates) -> float:
         """Seconds that a step takes by the schedule's formula, without what letters between stages take."""

@@ -24,15 +24,8 @@ from deeptide.pipeline.digest import digest
 from deeptide.pipeline.errors import PipelineError
 from deeptide.pipeline.module import PipelineModule
 from deeptide.pipeline.plain_loop import ADVICE, PlainLoop
-from deeptide.pipeline.schedules import simulate
+from deeptide.pipeline.schedules import SCHEDULES, simulate
 from deeptide.pipeline.stage_run import StageRun
-
-_SCHEDULES = {
-    "1f1b": PipelineSchedule.one_f_one_b,
-    "gpipe": PipelineSchedule.gpipe,
-    "interleaved": PipelineSchedule.one_f_one_b,  # of one chunk
-    "zero_bubble": PipelineSchedule.zero_bubble,
-}
 
 
 def check_mesh(config: Config, model: torch.nn.Module) -> int:
@@ -94,9 +87,11 @@ class PipelineEngine(Engine):
                     "of one chunk run by 1f1b, gpipe or zero_bubble, others interleaved; build it with another number, "
                     "or leave the key out"
                 )
-        if self.num_stages == 1 and name == "zero_bubble":
-            return PipelineSchedule.one_f_one_b  # there is no bubble
-        return PipelineSchedule.interleaved if chunks > 1 else _SCHEDULES[name]
+        if chunks > 1:
+            return PipelineSchedule.interleaved
+        if name == "interleaved" or (self.num_stages == 1 and name == "zero_bubble"):
+            return PipelineSchedule.one_f_one_b  # of one chunk it is the same; one stage has no bubble
+        return SCHEDULES[name]
 
     def _live_micro_batches(self) -> int:
         """Those whose activations are alive at once, at most; of chunks, which each keep a part, rounded up."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deeptide import _C
 from deeptide._C import ConfigError
 from deeptide.pipeline.layers import LayerSpec
 
@@ -22,28 +23,8 @@ def uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of parts whose sums differ little: part by part, the cut that keeps the largest and the smallest closest.
-
-    DeepSpeed's rule, so that a model is cut as it cuts it: of equal cuts the later one.
-    """
-    if len(weights) <= num_parts:
-        return uniform(len(weights), num_parts)
-    sums = [0.0, *itertools.accumulate(map(float, weights))]
-    # By the number of items taken: largest and smallest sum so far, and the bounds.
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, float("inf"), [0])}
-    for _ in range(num_parts):
-        following: dict[int, tuple[float, float, list[int]]] = {}
-        for end in range(1, len(sums)):
-            for begin, (most, least, bounds) in best.items():
-                if begin >= end:
-                    continue
-                own = sums[end] - sums[begin]
-                cut = max(most, own), min(least, own), [*bounds, end]
-                held = following.get(end)
-                if held is None or cut[0] - cut[1] <= held[0] - held[1]:
-                    following[end] = cut
-        best = following
-    return best[len(weights)][2]
+    """Bounds of parts whose sums differ little, by DeepSpeed's rule, so that a model is cut as it cuts it."""
+    return _C.balanced_bounds([float(weight) for weight in weights], num_parts)
 
 
 def _built(layer: Any) -> Any:

@@ -10,6 +10,7 @@ from deeptide import _C
 from deeptide._C import PipelineSchedule, SimulatedStep, StageAction, StageCosts, StageInstruction
 
 __all__ = [
+    "SCHEDULES",
     "PipelineSchedule",
     "SimulatedStep",
     "StageAction",
@@ -20,6 +21,14 @@ __all__ = [
     "published_peak_activations",
     "simulate",
 ]
+
+# By the configuration's parallel.schedule.
+SCHEDULES = {
+    "1f1b": PipelineSchedule.one_f_one_b,
+    "gpipe": PipelineSchedule.gpipe,
+    "interleaved": PipelineSchedule.interleaved,
+    "zero_bubble": PipelineSchedule.zero_bubble,
+}
 
 published_idle_time = _C.published_idle_time
 published_peak_activations = _C.published_peak_activations

@@ -92,7 +92,7 @@ class Batch {
         const int64_t count = std::min(block - (run.a + done) % block, run.count - done);
         add({run.a + done, run.b + done, count});
         done += count;
-        file_.will_read(std::min(run.count - done, kAheadBlocks * block) * width_, offset_ + (run.a + done) * width_);
+        announce(run.a + done, std::min(run.count - done, kAheadBlocks * block));
       }
       return;
     }
@@ -124,8 +124,17 @@ class Batch {
  private:
   int64_t end() const { return runs_.back().a + runs_.back().count; }
 
+  /// Each byte once.
+  void announce(int64_t first, int64_t count) {
+    const int64_t begin = std::max(announced_, offset_ + first * width_), end = offset_ + (first + count) * width_;
+    if (begin >= end) return;
+    file_.will_read(end - begin, begin);
+    announced_ = end;
+  }
+
   const File& file_;
   int64_t offset_;
+  int64_t announced_ = 0;  // a position in the file
   int64_t width_;
   ElementSink& sink_;
   BlockCheck check_;

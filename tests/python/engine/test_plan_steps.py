@@ -173,7 +173,7 @@ def test_blocks_that_are_passed_over_have_the_figures_that_they_would_have(monke
     assert short == measure.measured(model, config, names, batch_of(), 2)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("micro_batches", [8, 37, 64])
 def test_a_long_step_takes_what_the_simulator_says_of_all_of_it(schedule, chunks, micro_batches):
     order, costs = Order(schedule, micro_batches, chunks), StageCosts(1.0, 1.1, 0.9, 0.05)
@@ -185,7 +185,7 @@ def test_a_long_step_takes_what_the_simulator_says_of_all_of_it(schedule, chunks
 
 
 def meshes_schedule(name):
-    from deeptide._forecast.steps import SCHEDULES
+    from deeptide.pipeline.schedules import SCHEDULES
 
     return SCHEDULES[name]
 

@@ -55,12 +55,12 @@ std::vector<Key> saving_keys() {
           "What a checkpoint has: `all`, which resumes exactly; `trainable`, without frozen parameters, which a load "
           "leaves as they are; `weights`, without the optimizer's states, for `load_optimizer_states=False`.")
           .into(&CheckpointConfig::contents),
-      flag("verify", true,
-           "A load into an engine that has taken a step, or has loaded before, first compares all that it will read "
-           "with "
-           "the hashes of the save, each rank its share: a damaged checkpoint then changes nothing. Others compare "
-           "blocks as they are read, all of them also; after such an error the engine steps only once it has loaded "
-           "another checkpoint. False: always as they are read.")
+      flag(
+          "verify", true,
+          "A load into an engine that has taken a step, or has loaded before, first compares all that it will read "
+          "with the hashes of the save, each rank its share: a damaged checkpoint then changes nothing. Others compare "
+          "blocks as they are read, all of them also; after such an error the engine steps only once it has loaded "
+          "another checkpoint. False: always as they are read.")
           .into(&CheckpointConfig::verify),
       list("folders", Kind::word, words({}),
            "Folders, such as one on each drive, over which each rank's shard is cut in equal parts that are written at "

@@ -1,0 +1,143 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Takes a step's micro-batches, runs this stage, and tells every stage the loss.
+#include <fmt/format.h>
+
+#include <numeric>
+
+#include "base/json.h"
+#include "deeptide/binding.h"
+#include "deeptide/pipeline.h"
+#include "engine/pipeline/stage_run.h"
+
+namespace deeptide {
+namespace {
+
+using engine::StageRun;
+
+/// The configuration's. Errors: ConfigError for what the model's cut does not go with.
+PipelineSchedule chosen_schedule(const Config& config, const PipelineModule& model) {
+  const JsonValue section = parse_json(binding::section_text(config, "parallel"), "the section");
+  const auto asked = [&](const char* key, int is) {
+    const JsonValue& value = section.find(key)->value;
+    if (value.is(JsonKind::null) || value.number == is) return;
+    throw ConfigError(
+        fmt::format("parallel.{} is {}, and the PipelineModule has {}; leave the key out", key, value.number, is));
+  };
+  asked("pipeline", model.num_stages());
+  asked("chunks", model.num_chunks());
+  const std::string name = section.find("schedule")->value.string;
+  if (name == "zero_bubble") {
+    throw ConfigError(
+        "parallel.schedule is \"zero_bubble\", which sets work of Python's models aside: a C++ PipelineModule runs by "
+        "1f1b, gpipe or interleaved");
+  }
+  const bool is_chunked = model.num_chunks() > 1;
+  if ((is_chunked && name == "gpipe") || (!is_chunked && name == "interleaved" && model.num_stages() > 1)) {
+    throw ConfigError(
+        fmt::format("parallel.schedule is \"{}\", and the PipelineModule has {} chunks on each stage: those of one "
+                    "chunk run by 1f1b or gpipe, others interleaved; build it with another number, or leave the key "
+                    "out",
+                    name, model.num_chunks()));
+  }
+  if (is_chunked) return PipelineSchedule::interleaved;
+  return name == "gpipe" ? PipelineSchedule::gpipe : PipelineSchedule::one_f_one_b;
+}
+
+InitOptions options_of(const PipelineModule& model, InitOptions options) {
+  options.world = model.world();
+  if (model.num_stages() > 1) options.axes = pipeline_axes(model.num_stages(), model.world().size);
+  return options;
+}
+
+double mean_of(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+}  // namespace
+
+struct PipelineEngine::Impl {
+  Impl(std::shared_ptr<PipelineModule> made, Loss loss_of, const Config& config, const InitOptions& options)
+      : model(std::move(made)),
+        loss(std::move(loss_of)),
+        schedule(chosen_schedule(config, *model)),
+        engine(describe(*model), config, looking(options)),
+        stage(model->num_stages() > 1 ? std::make_unique<PipelineStage>(engine) : nullptr),
+        run(engine, stage.get(), *model, loss) {}
+
+  InitOptions looking(const InitOptions& options) const {
+    InitOptions found = options_of(*model, options);
+    if (!found.describe) found.describe = [of = model] { return describe(*of); };
+    return found;
+  }
+
+  std::vector<MicroBatch> take(const Batches& next, int64_t count) const {
+    std::vector<MicroBatch> batches;
+    if (model->stage() != 0 && model->stage() != model->num_stages() - 1) return batches;
+    for (int64_t i = 0; i < count; ++i) batches.push_back(next());
+    return batches;
+  }
+
+  /// Collective. The last stage's mean, on every rank.
+  double agreed_loss(const std::vector<double>& losses) {
+    const double own = losses.empty() ? 0.0 : engine.mean(mean_of(losses));
+    return stage ? stage->exchange({own}).back() : own;
+  }
+
+  void set_training(bool on) {
+    model->train(on);
+    for (const PipelineModule::Tie& tie : model->ties()) tie.module->train(on);
+  }
+
+  template <typename Work>
+  auto told(const char* event, const Work& work) {
+    try {
+      return work();
+    } catch (const std::exception& error) {
+      engine.report_error(event, error.what());
+      throw;
+    }
+  }
+
+  std::shared_ptr<PipelineModule> model;
+  Loss loss;
+  PipelineSchedule schedule;
+  Engine engine;
+  std::unique_ptr<PipelineStage> stage;
+  StageRun run;
+};
+
+PipelineEngine::PipelineEngine(std::shared_ptr<PipelineModule> model, Loss loss, const Config& config,
+                               InitOptions options)
+    : impl_(std::make_unique<Impl>(std::move(model), std::move(loss), config, std::move(options))) {}
+PipelineEngine::~PipelineEngine() = default;
+PipelineEngine::PipelineEngine(PipelineEngine&&) noexcept = default;
+PipelineEngine& PipelineEngine::operator=(PipelineEngine&&) noexcept = default;
+
+Engine& PipelineEngine::engine() { return impl_->engine; }
+PipelineModule& PipelineEngine::model() { return *impl_->model; }
+int PipelineEngine::data_rank() const { return impl_->stage ? impl_->stage->data_rank() : impl_->engine.world().rank; }
+int PipelineEngine::data_size() const { return impl_->stage ? impl_->stage->data_size() : impl_->engine.world().size; }
+
+PipelineStep PipelineEngine::train_batch(const Batches& next) {
+  return impl_->told("failed in train_batch", [&] {
+    const int64_t count = impl_->engine.batch_sizes().accumulation;
+    const std::vector<MicroBatch> batches = impl_->take(next, count);
+    impl_->set_training(true);
+    auto [losses, outcome] = impl_->run.train(impl_->schedule, batches, static_cast<int>(count));
+    return PipelineStep{impl_->agreed_loss(losses), std::move(outcome)};
+  });
+}
+
+double PipelineEngine::eval_batch(const Batches& next, int64_t micro_batches) {
+  return impl_->told("failed in eval_batch", [&] {
+    const std::vector<MicroBatch> batches = impl_->take(next, micro_batches);
+    const bool was_training = impl_->model->is_training();
+    impl_->set_training(false);
+    const double loss = impl_->agreed_loss(impl_->run.evaluate(batches, static_cast<int>(micro_batches)));
+    impl_->set_training(was_training);
+    return loss;
+  });
+}
+
+}  // namespace deeptide

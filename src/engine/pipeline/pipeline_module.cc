@@ -1,0 +1,173 @@
+// SPDX-FileCopyrightText: The Deeptide authors
+// SPDX-License-Identifier: Apache-2.0
+// Cuts a list of layers into stages, and makes those of this rank's.
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "deeptide/errors.h"
+#include "deeptide/pipeline.h"
+#include "deeptide/pipeline_partition.h"
+#include "deeptide/pipeline_stage.h"
+#include "deeptide/zero.h"
+
+namespace deeptide {
+namespace {
+
+int64_t num_trained(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  return std::accumulate(parameters.begin(), parameters.end(), int64_t{0}, [](int64_t sum, const at::Tensor& one) {
+    return sum + (one.requires_grad() ? one.numel() : 0);
+  });
+}
+
+/// Made to be looked at, without memory or values, and without a draw.
+int64_t num_trained(const PipelineLayer& layer) {
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const at::Tensor state = generator.get_state();
+  const zero::Init no_memory;
+  const PipelineLayer::Made made = layer.made();
+  generator.set_state(state);
+  return made.module ? num_trained(*made.module) : 0;
+}
+
+Activations run(const std::vector<PipelineLayer::Forward>& steps, Activations values) {
+  for (const PipelineLayer::Forward& step : steps) values = step(values);
+  return values;
+}
+
+void check(const PipelineOptions& options, size_t num_layers) {
+  if (options.chunks < 1) {
+    throw ConfigError(
+        fmt::format("PipelineModule: chunks: got {}, expected 1 or more runs of layers on each stage", options.chunks));
+  }
+  const std::vector<int64_t>& bounds = options.bounds;
+  if (bounds.empty()) return;
+  const bool covers = bounds.front() == 0 && bounds.back() == static_cast<int64_t>(num_layers);
+  if (std::ssize(bounds) != int64_t{options.num_stages} * options.chunks + 1 || !covers ||
+      !std::ranges::is_sorted(bounds)) {
+    throw ConfigError(fmt::format("PipelineModule: bounds: got {} numbers, expected {} from 0 to {}, ascending",
+                                  bounds.size(), options.num_stages * options.chunks + 1, num_layers));
+  }
+}
+
+}  // namespace
+
+const at::Tensor& PipelineLayer::only(const Activations& inputs) {
+  TORCH_CHECK_VALUE(inputs.size() == 1, "a pipeline's layer takes one tensor, and got ", inputs.size(),
+                    ": let it take deeptide::Activations");
+  return inputs.front();
+}
+
+PipelineModule::PipelineModule(std::vector<PipelineLayer> layers, const PipelineOptions& options)
+    : torch::nn::Module("PipelineModule"),
+      options_(options),
+      world_(options.world ? *options.world : init_distributed()) {
+  pipeline_axes(options_.num_stages, world_.size);  // which refuses what cannot be
+  if (options_.num_stages == 1) options_.chunks = 1;
+  check(options_, layers.size());
+  stage_ = world_.rank / (world_.size / options_.num_stages);
+  choose_bounds(layers);
+  const auto stages_of_key = stages_of_keys(layers);
+  steps_.resize(options_.chunks);
+  trains_.resize(options_.chunks);
+  for (const auto& [begin, end] : runs_of(stage_)) {
+    for (int64_t index = begin; index < end; ++index) add(layers, index, stages_of_key);
+  }
+}
+
+void PipelineModule::choose_bounds(const Layers& layers) {
+  const int parts = options_.num_stages * options_.chunks;
+  std::vector<double> weights;
+  for (const PipelineLayer& layer : layers) weights.push_back(static_cast<double>(num_trained(layer)));
+  if (!options_.bounds.empty()) {
+    bounds_ = options_.bounds;
+  } else if (options_.partition == PipelinePartition::uniform) {
+    bounds_ = uniform_bounds(std::ssize(layers), parts);
+  } else {
+    bounds_ = balanced_bounds(weights, parts);
+  }
+  if (options_.num_stages == 1) return;
+  const auto stages_of_key = stages_of_keys(layers);
+  for (int stage = 0; stage < options_.num_stages; ++stage) {
+    double trained = 0.0;
+    for (const auto& [begin, end] : runs_of(stage)) {
+      for (int64_t index = begin; index < end; ++index) {
+        const std::string& key = layers[index].key();
+        if (key.empty() || stages_of_key.at(key).front() == stage) trained += weights[index];
+      }
+    }
+    if (trained == 0.0) {
+      throw ConfigError(
+          fmt::format("PipelineModule: stage {} of {} has no trained parameter of its own, which is not supported yet; "
+                      "take fewer stages, or other bounds",
+                      stage, options_.num_stages));
+    }
+  }
+}
+
+std::vector<std::pair<int64_t, int64_t>> PipelineModule::runs_of(int stage) const {
+  std::vector<std::pair<int64_t, int64_t>> runs;
+  for (size_t part = stage; part + 1 < bounds_.size(); part += options_.num_stages) {
+    runs.emplace_back(bounds_[part], bounds_[part + 1]);
+  }
+  return runs;
+}
+
+std::map<std::string, std::vector<int>> PipelineModule::stages_of_keys(const Layers& layers) const {
+  std::map<std::string, std::vector<int>> stages;
+  for (int stage = 0; stage < options_.num_stages; ++stage) {
+    for (const auto& [begin, end] : runs_of(stage)) {
+      for (int64_t index = begin; index < end; ++index) {
+        const std::string& key = layers[index].key();
+        if (key.empty() || (stages.contains(key) && stages[key].back() == stage)) continue;
+        stages[key].push_back(stage);
+      }
+    }
+  }
+  return stages;
+}
+
+void PipelineModule::add(const Layers& layers, int64_t index,
+                         const std::map<std::string, std::vector<int>>& stages_of_key) {
+  const PipelineLayer& layer = layers[index];
+  const auto chunk = static_cast<size_t>(std::ranges::upper_bound(bounds_, index) - bounds_.begin() - 1) /
+                     static_cast<size_t>(options_.num_stages);
+  if (options_.seed) at::manual_seed(static_cast<uint64_t>(*options_.seed + index));
+  if (layer.key().empty()) {
+    const PipelineLayer::Made made = layer.made();
+    if (made.module) {
+      register_module(std::to_string(index), made.module);
+      if (num_trained(*made.module) > 0) trains_[chunk] = true;
+    }
+    steps_[chunk].push_back(made.forward);
+    return;
+  }
+  const std::vector<int>& stages = stages_of_key.at(layer.key());
+  if (!tied_.contains(layer.key())) {
+    const PipelineLayer::Made made = layer.made();
+    tied_[layer.key()] = made;
+    if (stages.front() == stage_) {
+      if (!named_children().contains("tied_modules")) {
+        register_module("tied_modules", std::make_shared<torch::nn::Module>("TiedModules"));
+      }
+      named_children()["tied_modules"]->register_module(layer.key(), made.module);
+    }
+    const auto number = std::distance(stages_of_key.begin(), stages_of_key.find(layer.key()));
+    if (stages.size() > 1) ties_.push_back({number, stages, made.module});
+  }
+  const PipelineLayer::Made& made = tied_.at(layer.key());
+  if (stages.front() == stage_ && num_trained(*made.module) > 0) trains_[chunk] = true;
+  steps_[chunk].push_back(layer.forward_of(made));
+}
+
+bool PipelineModule::trains(int chunk) const { return trains_.at(static_cast<size_t>(chunk)); }
+
+Activations PipelineModule::forward(Activations inputs, int chunk) const {
+  return run(steps_.at(static_cast<size_t>(chunk)), std::move(inputs));
+}
+
+}  // namespace deeptide
