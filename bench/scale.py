@@ -26,11 +26,11 @@ import output
 from jobs import run_ranks
 from memory import JobMemory
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GAS = 8, 256, 4, 1024, 128, 8
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, GAS = 6, 768, 12, 4096, 128, 8
 SUMS = 4 * LAYERS * GAS  # inside layers, in one step of tensor ranks
 MESHES = {"alone": {}, "pipeline 2": {"pipeline": 2}, "tensor 2": {"tensor": 2}, "data 2": {}}
 LEGEND = """\
-A GPT of 8 layers, width 256, 128 tokens in a sample, 8 micro-batches of 2, fp32, one thread for each rank. Forecast: by
+A GPT of 6 layers, width 768, 128 tokens in a sample, 8 micro-batches of 2, fp32, one thread for each rank. Forecast: by
 `deeptide.plan` at the flops of two jobs at once of one rank each, and the bytes in a second of sums between two ranks.
 Steps are medians of the slower rank.
 """

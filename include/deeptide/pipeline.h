@@ -43,19 +43,19 @@ class DEEPTIDE_API PipelineLayer {
   /// A module that is made where its stage is: `Module(args…)`.
   template <typename Module, typename... Args>
   static PipelineLayer make(Args... args) {
-    return PipelineLayer([args...] { return of_module(Module(args...).ptr()); });
+    return of([args...] { return of_module(Module(args...).ptr()); });
   }
   /// A function, of one tensor or of Activations.
   template <typename Function>
   static PipelineLayer function(Function forward) {
-    return PipelineLayer([forward] { return Made{nullptr, adapted(forward)}; });
+    return of([forward] { return Made{nullptr, adapted(forward)}; });
   }
   /// Layers with one key, on whichever stages, have one module's parameters. `make` returns its holder, with equal
   /// values everywhere. `forward`: what this layer does with the module, called as forward(*module, input); absent:
   /// its forward.
   template <typename Make>
   static PipelineLayer tied(std::string key, Make make) {
-    PipelineLayer layer([make] { return of_module(make().ptr()); });
+    PipelineLayer layer = of([make] { return of_module(make().ptr()); });
     layer.key_ = std::move(key);
     return layer;
   }
@@ -75,7 +75,12 @@ class DEEPTIDE_API PipelineLayer {
   Forward forward_of(const Made& tied) const { return with_ ? with_(tied.module) : tied.forward; }
 
  private:
-  explicit PipelineLayer(std::function<Made()> make) : make_(std::move(make)) {}
+  PipelineLayer() = default;
+  static PipelineLayer of(std::function<Made()> make) {
+    PipelineLayer layer;
+    layer.make_ = std::move(make);
+    return layer;
+  }
 
   template <typename Impl>
   struct CallForward {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -39,7 +40,7 @@ class DEEPTIDE_API PipelineStage {
   int64_t expect(const at::Tensor& tensor, int stage);
   /// Waits for it; serves the ranks of this stage meanwhile, which may be what its sender waits for.
   at::Tensor receive(int64_t letter);
-  /// Waits until all that was sent has left.
+  /// Waits until all that was sent has left; serves the ranks of this stage meanwhile.
   void flush();
 
   /// Runs autograd from outputs that a later stage took, whose gradients it has sent, scaled as fp16's losses are.
@@ -50,10 +51,13 @@ class DEEPTIDE_API PipelineStage {
   void hold(std::optional<int64_t> number);
   /// Those that wait under the number enter the sums. Does nothing where none wait.
   void give(int64_t number);
-  /// Collective over the stages. Returns every stage's values, equally many, one stage after the other.
+  /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves the
+  /// ranks of this stage while it waits.
   std::vector<double> exchange(const std::vector<double>& values);
 
  private:
+  std::function<void()> serving();
+
   Engine::Impl& engine_;
 };
 

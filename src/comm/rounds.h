@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -59,8 +60,9 @@ class Rounds {
   int64_t launched_by_all() const { return launched_by_all_; }
 
   // Votes: collective, between rounds.
-  /// Every rank receives every rank's bytes, equally many, in the team's order.
-  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site);
+  /// Every rank receives every rank's bytes, equally many, in the team's order. `meanwhile`: as Group::wait's.
+  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site,
+                      const std::function<void()>& meanwhile = {});
   /// Every rank receives every rank's message, in the team's order.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const Site& site) {
@@ -68,10 +70,11 @@ class Rounds {
   }
   /// Every rank receives every rank's values, equally many, one rank after the other.
   template <typename Value>
-  std::vector<Value> exchange_all(std::span<const Value> own, const Site& site) {
+  std::vector<Value> exchange_all(std::span<const Value> own, const Site& site,
+                                  const std::function<void()>& meanwhile = {}) {
     static_assert(std::is_trivially_copyable_v<Value>);
     std::vector<Value> all(own.size() * static_cast<size_t>(size()));
-    exchange_bytes(own.data(), all.data(), own.size_bytes(), site);
+    exchange_bytes(own.data(), all.data(), own.size_bytes(), site, meanwhile);
     return all;
   }
 

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <functional>
 #include <span>
 
 #include "engine/bind/stages.h"
@@ -47,21 +48,25 @@ int64_t PipelineStage::expect(const at::Tensor& tensor, int stage) {
   return engine_.told("receive", [&] { return engine_.channels.stages()->expect(tensor, stage); });
 }
 
+/// Serves the ranks of the stage, for whom another stage may wait.
+std::function<void()> PipelineStage::serving() {
+  if (engine_.channels.data().size() == 1) return nullptr;
+  return [this] {
+    engine_.residency->attend();
+    if (engine_.reducer) engine_.reducer->go_on();
+  };
+}
+
 at::Tensor PipelineStage::receive(int64_t letter) {
   return engine_.told("receive", [&] {
-    const bool has_others = engine_.channels.data().size() > 1;
-    const auto serve = [this] {
-      engine_.residency->attend();
-      if (engine_.reducer) engine_.reducer->go_on();
-    };
-    return engine_.channels.stages()->take(letter, {"pipeline", "waiting for another stage"},
-                                           has_others ? std::function<void()>(serve) : nullptr);
+    return engine_.channels.stages()->take(letter, {"pipeline", "waiting for another stage"}, serving());
   });
 }
 
 void PipelineStage::flush() {
   engine_.told("send", [&] {
-    engine_.channels.stages()->mail().flush({"pipeline", "waiting until another stage has taken what was sent"});
+    const comm::Site site = {"pipeline", "waiting until another stage has taken what was sent"};
+    engine_.channels.stages()->mail().flush(site, serving());
   });
 }
 
@@ -83,8 +88,8 @@ void PipelineStage::give(int64_t number) {
 
 std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
   return engine_.told("train_batch", [&] {
-    return engine_.channels.stages()->exchange_all(std::span<const double>(values),
-                                                   {"pipeline", "exchanging numbers with the other stages"});
+    const comm::Site site = {"pipeline", "exchanging numbers with the other stages"};
+    return engine_.channels.stages()->exchange_all(std::span<const double>(values), site, serving());
   });
 }
 

@@ -14,7 +14,7 @@
 #include "errors.h"
 #include "ranks.h"
 
-namespace deeptide::pipeline {
+namespace deeptide::listed {
 namespace {
 
 using at::Tensor;
@@ -32,7 +32,9 @@ TORCH_MODULE(Fork);
 
 struct JoinImpl : torch::nn::Module {
   JoinImpl() : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})))) {}
-  Tensor forward(const Activations& inputs) { return norm(inputs.at(0)) + 0.01 * inputs.at(1).unsqueeze(1); }
+  Tensor forward(const Activations& inputs) {
+    return norm(inputs.at(0)) + 0.01 * inputs.at(1).unsqueeze(1).to(inputs.at(0).dtype());
+  }
   torch::nn::LayerNorm norm;
 };
 TORCH_MODULE(Join);
@@ -176,7 +178,7 @@ TEST(Pipeline, TrainsWeightsThatStagesShare) {
 }
 
 TEST(Pipeline, ResumesOverAnotherCut) {
-  const Scratch scratch;
+  const checkpoint::Scratch scratch;
   const std::vector<Cut> cuts = {{2, 1, "1f1b"}, {1, 1, "1f1b"}, {3, 1, "gpipe"}};
   std::vector<double> losses(cuts.size());
   for (size_t i = 0; i < cuts.size(); ++i) {
@@ -230,7 +232,7 @@ TEST(Pipeline, RefusesWhatCannotBe) {
   EXPECT_NE(refusal({2}, config_at(0, {}).with(R"({"parallel": {"pipeline": 3}})")).find("has 2; leave the key out"),
             std::string::npos);
   EXPECT_NE(refusal({3}, config_at(0, {})).find("no multiple of the stages"), std::string::npos);
-  EXPECT_NE(refusal({1, 0}, config_at(0, {})).find("expected 1 or more runs"), std::string::npos);
+  EXPECT_NE(refusal({2, 0}, config_at(0, {})).find("expected 1 or more runs"), std::string::npos);
 }
 
 TEST(Pipeline, RefusesAStageWithNothingToTrain) {
@@ -274,4 +276,4 @@ TEST(PipelinePartition, CutsAsDeepSpeedDoes) {
 }
 
 }  // namespace
-}  // namespace deeptide::pipeline
+}  // namespace deeptide::listed
