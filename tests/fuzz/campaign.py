@@ -4,10 +4,12 @@
 
 import collections
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import random
 import time
+import traceback
 
 import defined
 import generate
@@ -29,6 +31,22 @@ def start(patience=1):
     _runner = Runner(patience)
 
 
+def told(try_one):
+    """A fault of the fuzzer's own is a finding of its seed, and the campaign goes on."""
+
+    @functools.wraps(try_one)
+    def tried(seed, *args):
+        started = time.monotonic()
+        try:
+            return try_one(seed, *args)
+        except Exception as error:
+            found = ("the fuzzer's own", type(error).__name__), traceback.format_exc()
+            return seed, 0, 0, time.monotonic() - started, found
+
+    return tried
+
+
+@told
 def try_seed(seed, count, seconds_to_shrink, end):
     """(seed, its settings, the acts they run, seconds, None or what was found). Shrinks no longer than until `end`."""
     started = time.monotonic()
@@ -39,6 +57,7 @@ def try_seed(seed, count, seconds_to_shrink, end):
     return seed, len(settings), acts, time.monotonic() - started, found
 
 
+@told
 def try_pipeline(seed):
     """Tries the pipeline program of that number, like try_seed."""
     started = time.monotonic()

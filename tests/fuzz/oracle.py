@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a program on plain torch: what every rank must see at every act, for one setting."""
 
-import copy
 import functools
 import re
 from pathlib import Path
@@ -79,6 +78,9 @@ def _phase(program, phase, setting, common, noise):
         except UndefinedError as reason:
             reason.args = (phase, number, *reason.args)
             raise
+        except NotImplementedError as error:
+            why = f"plain torch lacks an operator, such as sparse sums in fp16: {error}"
+            raise UndefinedError(phase, number, why) from error
         if life.dead:
             break
     return results
@@ -276,7 +278,7 @@ def export(life, act, saves):
 
 
 def snapshot(life, act, saves):
-    return [_cloned(copy.deepcopy(rank.model).state_dict()) for rank in life.ranks]
+    return [_cloned(rank.model.state_dict()) for rank in life.ranks]
 
 
 def look_all(life, act, saves):
