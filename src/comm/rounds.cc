@@ -81,15 +81,14 @@ std::vector<Word> Rounds::collect(const Site& site) {
   }
 }
 
-void Rounds::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site,
-                            const std::function<void()>& meanwhile) {
+void Rounds::exchange_bytes(const void* own, void* all, size_t bytes, const Site& site) {
   if (bytes == 0) return;  // on all ranks: there may be no memory to copy from
   const std::lock_guard lock(mutex_);
   DEEPTIDE_INVARIANT(!posted_, "a round is already under way");
   const at::Tensor in = bytes_of(bytes), out = bytes_of(bytes * static_cast<size_t>(control_.size()));
   std::memcpy(in.mutable_data_ptr(), own, bytes);
   Pending pending = control_.all_gather(out, in);
-  control_.wait(pending, site, meanwhile);
+  control_.wait(pending, site);
   ++count_;
   std::memcpy(all, out.const_data_ptr(), out.nbytes());
 }

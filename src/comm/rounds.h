@@ -9,7 +9,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -60,9 +59,8 @@ class Rounds {
   int64_t launched_by_all() const { return launched_by_all_; }
 
   // Votes: collective, between rounds.
-  /// Every rank receives every rank's bytes, equally many, in the team's order. `meanwhile`: as Group::wait's.
-  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site,
-                      const std::function<void()>& meanwhile = {});
+  /// Every rank receives every rank's bytes, equally many, in the team's order.
+  void exchange_bytes(const void* own, void* all, size_t bytes, const Site& site);
   /// Every rank receives every rank's message, in the team's order.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const Site& site) {
@@ -70,11 +68,10 @@ class Rounds {
   }
   /// Every rank receives every rank's values, equally many, one rank after the other.
   template <typename Value>
-  std::vector<Value> exchange_all(std::span<const Value> own, const Site& site,
-                                  const std::function<void()>& meanwhile = {}) {
+  std::vector<Value> exchange_all(std::span<const Value> own, const Site& site) {
     static_assert(std::is_trivially_copyable_v<Value>);
     std::vector<Value> all(own.size() * static_cast<size_t>(size()));
-    exchange_bytes(own.data(), all.data(), own.size_bytes(), site, meanwhile);
+    exchange_bytes(own.data(), all.data(), own.size_bytes(), site);
     return all;
   }
 

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/nn/module.h>
 
+#include <utility>
+
 #include "base/json.h"
 #include "deeptide/binding.h"
 #include "deeptide/engine.h"
@@ -38,16 +40,16 @@ void refuse_policy(const Config& config) {
 
 /// Errors: ConfigError for axes, along which Python cuts models as they are.
 void refuse_axes(const Config& config) {
-  const auto refuse = [&](const char* section, const char* key, const std::string& instead) {
+  for (const auto& [section, key] : {std::pair{"parallel", "pipeline"}, std::pair{"parallel", "tensor"},
+                                     std::pair{"tensor_parallel", "autotp_size"}}) {
     const JsonValue parsed = parse_json(binding::section_text(config, section), "the section");
     const JsonValue& value = parsed.find(key)->value;
-    if (value.is(JsonKind::null) || value.number <= 1) return;
-    throw ConfigError(fmt::format("{}.{} is {}, and the model is a C++ module, which is not cut as it is: {}", section,
-                                  key, value.number, instead));
-  };
-  refuse("parallel", "pipeline", "make a PipelineModule of its layers, and leave the key out");
-  refuse("parallel", "tensor", "take the layers of a TensorTeam, and leave the key out");
-  refuse("tensor_parallel", "autotp_size", "take the layers of a TensorTeam, and leave the key out");
+    if (value.is(JsonKind::null) || value.number <= 1) continue;
+    throw ConfigError(
+        fmt::format("{}.{} is {}, and the model is a C++ module, which is not cut as it is: make a "
+                    "PipelineModule of its layers, or take the layers of a TensorTeam, and leave the key out",
+                    section, key, value.number));
+  }
 }
 
 }  // namespace

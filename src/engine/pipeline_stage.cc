@@ -89,7 +89,7 @@ void PipelineStage::give(int64_t number) {
 std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
   return engine_.told("train_batch", [&] {
     const comm::Site site = {"pipeline", "exchanging numbers with the other stages"};
-    return engine_.channels.stages()->exchange_all(std::span<const double>(values), site, serving());
+    return engine_.channels.stages()->exchange_all(std::span<const double>(values), site);
   });
 }
 

@@ -253,13 +253,15 @@ def save(life, act, saves):
     if any(unsafe):
         life.enter(lambda rank: UNSAVED if within or rank.sums else SAVE_OF_ANOTHER)
     life.enter()
-    saves[act["tag"]] = life.save()
+    saves[act["tag"]] = {**life.save(), "phase": life.phase}
     return {}
 
 
 def load(life, act, saves):
     if act["tag"] in saves:
         saved = saves[act["tag"]]
+        if saved.get("in_doubt"):
+            raise UndefinedError("whether a save beside training was complete when ranks went different ways")
         if len(saved["hyper"]) != len(life.ranks[0].hyper) or saved["states"].keys() != {t.name for t in life.trained}:
             raise UndefinedError("what a load makes of groups that were added since, or are not there yet")
         life.enter()
@@ -425,6 +427,9 @@ def diverge(life, act, saves):
     if len(set(calls)) == 1:
         return None
     life.dead = True
+    for saved in saves.values():
+        if life.phase.get("beside") and saved["phase"] is life.phase:
+            saved["in_doubt"] = True
     return DIFFERENT_CALLS
 
 

@@ -204,6 +204,8 @@ class PipelineEngine(Engine):
         taken = self._take(data_iter, count, "eval_batch")
         with _batches.evaluating(self):
             losses, outputs = self._run.evaluate(taken, count, compute_loss)
+            if self._stage is not None:
+                self._core.mean(0.0)  # ranks of a stage that are behind gather with those that have ended
             if wants_outputs:
                 self._cut.check_output(outputs)
         return losses, outputs

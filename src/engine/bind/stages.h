@@ -38,15 +38,14 @@ class Stages {
   comm::Group& control() { return control_; }
 
   /// Collective over the team, at a point that all stages come to in one order: every rank receives every stage's
-  /// message, in the stages' order. `meanwhile`, errors: as Group::wait's.
+  /// message, in the stages' order. Errors: as Group::wait.
   template <typename Message>
   std::vector<Message> exchange(const Message& own, const comm::Site& site) {
     return votes_.exchange(own, site);
   }
   template <typename Value>
-  std::vector<Value> exchange_all(std::span<const Value> own, const comm::Site& site,
-                                  const std::function<void()>& meanwhile = {}) {
-    return votes_.exchange_all(own, site, meanwhile);
+  std::vector<Value> exchange_all(std::span<const Value> own, const comm::Site& site) {
+    return votes_.exchange_all(own, site);
   }
 
   comm::Mailbox& mail() { return mail_; }

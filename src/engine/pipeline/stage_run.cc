@@ -8,6 +8,8 @@
 
 #include <utility>
 
+#include "base/invariant.h"
+
 namespace deeptide::engine {
 namespace {
 
@@ -123,7 +125,7 @@ void StageRun::run(const StageInstruction& instruction, const std::vector<MicroB
     case StageAction::backward_weight:
       break;
   }
-  TORCH_INTERNAL_ASSERT(false, "a schedule with gradients of weights apart");
+  DEEPTIDE_INVARIANT(false, "a schedule with gradients of weights apart");
 }
 
 void StageRun::receive_activation(const Piece& piece) {

@@ -190,7 +190,7 @@ def test_slow_drive_is_named(tmp_path):
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = {**BASE, "zero_optimization": {"stage": 2, "offload_optimizer": files}}
     (done,) = run_processes(1, rank_with_files, config, env={"LD_PRELOAD": str(library)})
-    assert done.stdout.startswith("limited by files: 0."), done.stdout
+    assert done.stdout.startswith("limited by files: "), done.stdout
     assert "nvme_path" in done.stdout
 
 
