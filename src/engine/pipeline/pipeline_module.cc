@@ -80,6 +80,10 @@ PipelineModule::PipelineModule(std::vector<PipelineLayer> layers, const Pipeline
 }
 
 void PipelineModule::choose_bounds(const Layers& layers) {
+  if (options_.num_stages == 1) {  // no layer is made only to be counted
+    bounds_ = {0, std::ssize(layers)};
+    return;
+  }
   const int parts = options_.num_stages * options_.chunks;
   std::vector<double> weights;
   for (const PipelineLayer& layer : layers) weights.push_back(static_cast<double>(num_trained(layer)));
@@ -90,7 +94,6 @@ void PipelineModule::choose_bounds(const Layers& layers) {
   } else {
     bounds_ = balanced_bounds(weights, parts);
   }
-  if (options_.num_stages == 1) return;
   const auto stages_of_key = stages_of_keys(layers);
   for (int stage = 0; stage < options_.num_stages; ++stage) {
     double trained = 0.0;
