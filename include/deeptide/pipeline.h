@@ -61,10 +61,10 @@ class DEEPTIDE_API PipelineLayer {
   }
   template <typename Make, typename Function>
   static PipelineLayer tied(std::string key, Make make, Function forward) {
-    using Impl = typename decltype(make())::ContainedType;
+    using Shared = typename decltype(make())::ContainedType;
     PipelineLayer layer = tied(std::move(key), make);
     layer.with_ = [forward](const std::shared_ptr<torch::nn::Module>& module) {
-      return adapted(CallWith<Impl, Function>{std::dynamic_pointer_cast<Impl>(module), forward});
+      return adapted(CallWith<Shared, Function>{std::dynamic_pointer_cast<Shared>(module), forward});
     };
     return layer;
   }
@@ -96,7 +96,7 @@ class DEEPTIDE_API PipelineLayer {
     std::shared_ptr<Impl> module;
     Function function;
     template <typename Input>
-      requires requires(const Function& function, Impl& impl, const Input& input) { function(impl, input); }
+      requires requires(const Function& call, Impl& impl, const Input& input) { call(impl, input); }
     auto operator()(const Input& input) const {
       return function(*module, input);
     }
