@@ -51,8 +51,10 @@ class DEEPTIDE_API PipelineStage {
   void hold(std::optional<int64_t> number);
   /// Those that wait under the number enter the sums. Does nothing where none wait.
   void give(int64_t number);
+  /// Collective over the ranks of this stage. Waits until all have come here; those that are behind gather meanwhile.
+  void meet();
   /// Collective over the stages. Returns every stage's values, equally many, one stage after the other. Serves
-  /// nobody: where ranks of this stage may still gather, call Engine::mean first.
+  /// nobody: where ranks of this stage may still gather, call `meet` first.
   std::vector<double> exchange(const std::vector<double>& values);
 
  private:

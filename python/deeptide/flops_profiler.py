@@ -13,8 +13,9 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,27 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 1e-6:.2f} us"
 
 
+def _uncounted(*_: Any) -> None:
+    """The hook of a copied module."""
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _uncounted
+
+
+class _Hook:
+    """A profiler's hook on a module. A module that is copied or pickled meanwhile is not profiled."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_a_copy, ()
+
+
 class FlopsProfiler:
     """Profiles what runs between start_profile() and stop_profile(), on the thread that calls them."""
 
@@ -109,8 +131,8 @@ class FlopsProfiler:
         for index, (_, module) in enumerate(self._modules):
             if ignored and isinstance(module, ignored):
                 continue
-            self._hooks.append(module.register_forward_pre_hook(self._enter(index)))
-            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(_Hook(partial(self._enter, index))))
+            self._hooks.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
         self._begun = self._now()
         self._counter.start()
         self.started = True
@@ -260,12 +282,9 @@ class FlopsProfiler:
         get_accelerator().synchronize()
         return time.perf_counter()
 
-    def _enter(self, index: int) -> Any:
-        def hook(*_: Any) -> None:
-            self._stack.append((index, self._now()))
-            self._counter.set_module(index)
-
-        return hook
+    def _enter(self, index: int, *_: Any) -> None:
+        self._stack.append((index, self._now()))
+        self._counter.set_module(index)
 
     def _leave(self, *_: Any) -> None:
         if not self._stack:

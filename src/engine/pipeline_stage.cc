@@ -86,6 +86,10 @@ void PipelineStage::give(int64_t number) {
   });
 }
 
+void PipelineStage::meet() {
+  engine_.told("meet", [&] { engine_.mean(0.0); });
+}
+
 std::vector<double> PipelineStage::exchange(const std::vector<double>& values) {
   return engine_.told("train_batch", [&] {
     const comm::Site site = {"pipeline", "exchanging numbers with the other stages"};

@@ -151,7 +151,8 @@ def _check_shares(life, act):
 
 def _local(life, rank, act):
     parameter = rank.parameter(act["name"]) if "name" in act and pick(act.get("on", True), rank.rank) else None
-    if is_raw(act) and life.gated and parameter is not None and parameter.numel():
+    in_its_place = act.get("name") in rank.put_aside  # the program's own memory
+    if is_raw(act) and life.gated and parameter is not None and parameter.numel() and not in_its_place:
         return RAW
     try:
         return rank.perform(act)
@@ -165,7 +166,8 @@ def _local(life, rank, act):
 
 def _has_own_loss(life, slot):
     """Whether some loss there is of operators that the oracle has replaced."""
-    return any(act.get("slot") == slot and act.get("kind") == "masked" for act in life.phase["acts"])
+    own = (act for act in life.phase["acts"] if act.get("slot") == slot)
+    return any(act.get("kind") == "masked" or act.get("packed") for act in own)
 
 
 # -- what ranks do together -------------------------------------------------------------------------------------------

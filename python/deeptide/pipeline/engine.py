@@ -205,7 +205,7 @@ class PipelineEngine(Engine):
         with _batches.evaluating(self):
             losses, outputs = self._run.evaluate(taken, count, compute_loss)
             if self._stage is not None:
-                self._core.mean(0.0)  # ranks of a stage that are behind gather with those that have ended
+                self._stage.meet()  # ranks that are behind still gather
             if wants_outputs:
                 self._cut.check_output(outputs)
         return losses, outputs

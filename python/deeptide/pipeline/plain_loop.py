@@ -61,6 +61,7 @@ class PlainLoop(StageRun):
     def _told(self, output: Any) -> Any:
         """The output, or what stands for it. All stages have come so far then."""
         assert self._stage is not None
+        self._stage.meet()  # ranks that are behind still gather, and no longer once others exchange numbers
         is_last = self._here == self._last
         numbers = self._stage.exchange(describe(output) if is_last else [0.0] * NUMBERS)[-NUMBERS:]
         self._stage.flush()

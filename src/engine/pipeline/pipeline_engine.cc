@@ -135,7 +135,7 @@ double PipelineEngine::eval_batch(const Batches& next, int64_t micro_batches) {
     const bool was_training = impl_->model->is_training();
     impl_->set_training(false);
     const std::vector<double> losses = impl_->run.evaluate(batches, static_cast<int>(micro_batches));
-    if (impl_->stage) impl_->engine.mean(0.0);  // ranks of a stage that are behind gather with those that have ended
+    if (impl_->stage) impl_->stage->meet();
     const double loss = impl_->agreed_loss(losses);
     impl_->set_training(was_training);
     return loss;

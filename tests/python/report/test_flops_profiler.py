@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flops profiler against closed formulae, by module, forward and backward."""
 
+import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -213,3 +215,15 @@ def test_arguments_that_name_no_input_are_refused():
         get_model_profile(Two(), (5, 8), mode="train")
     with pytest.raises(ValueError, match="expected a tuple of sizes"):
         get_model_profile(Two(), [5, 8])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_is_profiled_is_not_profiled(copied):
+    model = nn.Sequential(nn.Linear(3, 5))
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(2, 3))
+    copied(model)(torch.ones(2, 3))
+    profiler.stop_profile()
+    (layer,) = profiler.profile().children
+    assert (layer.calls, layer.macs) == (1, 2 * 3 * 5)
